@@ -1,0 +1,21 @@
+"""Fine-tune a whole model in the memory of its weights: fused, sharded optimizers for DeepSpeed.
+
+Importing ds_ext makes its optimizers known to DeepSpeed by name.
+"""
+
+import logging
+
+from ds_ext.optimizer import CAME, LOMO, AdaLomo, Adafactor, RuleOptimizer
+from ds_ext.zero import register
+
+__all__ = ["LOMO", "AdaLomo", "Adafactor", "CAME", "RuleOptimizer"]
+
+logger = logging.getLogger("ds_ext")
+if not logger.handlers:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[ds_ext] %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+register()

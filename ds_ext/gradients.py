@@ -1,0 +1,244 @@
+"""Gradients become updates while backward runs: hooks, buckets, reduce-scatter, grad norm.
+
+A hook takes each gradient as autograd finishes it and puts it in a bucket. A full bucket is
+reduce-scattered in place, so that each rank's run of the mean gradient lies inside the gradient's
+own memory; the rules of its parameters then run in lock-step, and the bucket is freed.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ext import ops
+from ds_ext.optimizer import RuleOptimizer, Update
+from ds_ext.shard import Shard
+
+logger = logging.getLogger("ds_ext")
+
+
+class Layout(Protocol):
+    """Where the run of a parameter lies that this rank owns."""
+
+    group: dist.ProcessGroup | None  # the ranks that share the parameters
+
+    def shard(self, param: Tensor) -> Shard: ...
+
+    def run(self, param: Tensor) -> Tensor:
+        """This rank's run of the weight, [len(shard)], to be updated in place."""
+        ...
+
+    def name(self, param: Tensor) -> str: ...
+
+
+class Run(NamedTuple):
+    """This rank's run of a reduced gradient, padded, and whether any rank's part was not finite."""
+
+    g: Tensor
+    bad: Tensor  # [], true on all ranks alike
+
+
+class FusedBackward:
+    """Steps ``optimizer`` from gradient hooks, on the runs that ``layout`` gives to this rank.
+
+    At most ``bucket_size`` gradient elements wait in the bucket, or one parameter larger than
+    that. Gradients are reduced in ``comm_dtype``, and averaged over the ranks if ``average``.
+    A parameter that the forward pass used more than once may get its gradient in several parts
+    (reentrant checkpointing): its runs are added up and stepped when backward has ended.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: RuleOptimizer,
+        layout: Layout,
+        bucket_size: int,
+        comm_dtype: torch.dtype | None = None,
+        average: bool = True,
+    ) -> None:
+        self.optimizer = optimizer
+        self.layout = layout
+        self.bucket_size = bucket_size
+        self.comm_dtype = comm_dtype
+        self.average = average
+        self.world = dist.get_world_size(layout.group) if dist.is_initialized() else 1
+        self.rank = dist.get_rank(layout.group) if dist.is_initialized() else 0
+        self.uses = Uses(module)
+        self.bucket: dict[Tensor, Tensor] = {}  # gradients, flat and padded to equal parts
+        self.held: dict[Tensor, Run] = {}  # of parameters used more than once
+        self.stepped: set[Tensor] = set()  # since the last take_norm()
+        self.skipped = 0  # updates left out because a gradient was not finite
+        self.square_norm: Tensor | None = None  # of this rank's runs
+        self.hooks = [
+            param.register_post_accumulate_grad_hook(self._take)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters and modules."""
+        for hook in (*self.hooks, *self.uses.hooks):
+            hook.remove()
+
+    @torch.no_grad()
+    def _take(self, param: Tensor) -> None:
+        """Moves a finished gradient into the bucket; the hook."""
+        grad, param.grad = param.grad, None
+        if param in self.stepped:
+            raise RuntimeError(
+                f"{self.layout.name(param)} got a second gradient after its update and before "
+                "engine.step(). Gradients are used up inside backward: call backward once a step "
+                "(add losses up before), and use checkpointing with use_reentrant=False where a "
+                "weight is reached by two checkpointed segments other than through its module."
+            )
+        if param in self.bucket or self.elements + grad.numel() > self.bucket_size:
+            self.flush()
+        if grad.numel():
+            self.bucket[param] = self._own(grad)
+
+    @property
+    def elements(self) -> int:
+        """Gradient elements that wait in the bucket."""
+        return sum(flat.numel() for flat in self.bucket.values())
+
+    def _own(self, grad: Tensor) -> Tensor:
+        """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
+        flat = grad.reshape(-1).to(self.comm_dtype or grad.dtype)
+        missing = -flat.numel() % self.world
+        if missing:
+            return nn.functional.pad(flat, (0, missing))
+        # Autograd may hand out a view of a gradient that other nodes still wait to read.
+        return flat.clone() if self.world > 1 and _storage_users(flat) > _SOLE_USER else flat
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Reduces the bucket and steps its parameters, or holds the runs of those used again."""
+        bucket, self.bucket = self.bucket, {}
+        runs = dict(zip(bucket, self._reduce_scatter(list(bucket.values())), strict=True))
+        for param in [p for p in runs if self.uses.count[p] > 1]:
+            self._hold(param, runs.pop(param))
+        self._step(runs)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Ends a backward pass: what waits in the bucket or was held is stepped."""
+        self.flush()
+        held, self.held = self.held, {}
+        self._step(held)
+        self.uses.count.clear()
+
+    def _hold(self, param: Tensor, run: Run) -> None:
+        g = run.g.to(ops.accumulator(run.g.dtype), copy=True)  # lets go of the whole gradient
+        if param in self.held:
+            before = self.held[param]
+            self.held[param] = Run(before.g.add_(g), before.bad | run.bad)
+        else:
+            self.held[param] = Run(g, run.bad)
+
+    def _reduce_scatter(self, flats: list[Tensor]) -> list[Run]:
+        """This rank's runs of the reduced gradients, inside the memory of ``flats``.
+
+        Every rank also tells every other whether its own gradient has a value that is not finite
+        or may not stay so when summed, so that all agree whichever run the value lies in.
+        """
+        if not flats:
+            return []
+        bad = torch.stack([self._is_bad(flat) for flat in flats])
+        if self.world == 1:
+            return list(map(Run, flats, bad.unbind()))
+        votes = bad.to(torch.float32).repeat(self.world, 1)
+        runs = [flat.view(self.world, -1)[self.rank] for flat in (*flats, votes)]
+        for run, flat in zip(runs, (*flats, votes.view(-1)), strict=True):
+            dist.reduce_scatter_tensor(run, flat, group=self.layout.group)
+        if self.average:
+            for run in runs[:-1]:
+                run.div_(self.world)
+        return list(map(Run, runs[:-1], (runs[-1] > 0).unbind()))
+
+    def _is_bad(self, flat: Tensor) -> Tensor:
+        low, high = torch.aminmax(flat)
+        bound = torch.finfo(flat.dtype).max / self.world
+        return ~((high <= bound) & (low >= -bound))
+
+    def _step(self, runs: dict[Tensor, Run]) -> None:
+        """Steps parameters by their reduced runs, but none whose gradient is not finite."""
+        if not runs:
+            return
+        updates = [self._update(param, run.g) for param, run in runs.items()]
+        for u in updates:
+            square = ops.square_sum(u.g, u.shard, u.g)
+            self.square_norm = square if self.square_norm is None else self.square_norm + square
+        self.stepped.update(runs)
+        bad = torch.stack([run.bad for run in runs.values()]).tolist()
+        self.optimizer.update(
+            [u for u, b in zip(updates, bad, strict=True) if not b], self._all_reduce
+        )
+        for u, b in zip(updates, bad, strict=True):
+            if b:
+                self._report_skipped(u.param)
+
+    def _update(self, param: Tensor, g: Tensor) -> Update:
+        shard = self.layout.shard(param)
+        return Update(param, self.layout.run(param), g[: len(shard)], shard)
+
+    def _report_skipped(self, param: Tensor) -> None:
+        self.skipped += 1
+        if self.rank == 0:
+            name = self.layout.name(param)
+            logger.warning("%s: the gradient is not finite; not updated in this step", name)
+
+    def _all_reduce(self, total: Tensor) -> None:
+        if self.world > 1:
+            dist.all_reduce(total, group=self.layout.group)
+
+    @torch.no_grad()
+    def take_norm(self) -> float | None:
+        """Ends a step: the 2-norm of its gradients over all ranks, None if there were none."""
+        self.finish()
+        square, self.square_norm = self.square_norm, None
+        self.stepped.clear()
+        if square is None:
+            return None
+        self._all_reduce(square)
+        return float(square.sqrt())
+
+
+def _storage_users(x: Tensor) -> int:
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+_SOLE_USER = _storage_users(torch.empty(1))
+
+
+class Uses:
+    """How many times the forward passes since the last backward called a parameter's module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.count: Counter[Tensor] = Counter()
+        self.training = False  # whether the model was last called with gradients
+        self.hooks = [module.register_forward_pre_hook(self._begin)]
+        for owner in module.modules():
+            params = [p for p in owner.parameters(recurse=False) if p.requires_grad]
+            if params:
+                self.hooks.append(owner.register_forward_pre_hook(self._counter(params)))
+
+    def _begin(self, *_: object) -> None:
+        if not _in_backward():
+            self.training = torch.is_grad_enabled()
+
+    def _counter(self, params: list[Tensor]) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            # Under reentrant checkpointing a forward pass that matters runs without gradients,
+            # and what runs within backward is a repetition.
+            if (self.training or torch.is_grad_enabled()) and not _in_backward():
+                self.count.update(params)
+
+        return hook
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,81 @@
+"""What values a hyper-parameter may take, and the error that a user sees when one is wrong.
+
+A rule's dataclass annotates its fields with these types; ``check`` is called once, where values
+enter (the JSON config, an optimizer's constructor, a parameter group).
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+
+_NUMBER = {"strict": True, "allow_inf_nan": False}
+
+NonNegative = Annotated[float, Field(ge=0, description="a number >= 0", **_NUMBER)]
+Positive = Annotated[float, Field(gt=0, description="a number > 0", **_NUMBER)]
+Negative = Annotated[float, Field(lt=0, description="a number < 0", **_NUMBER)]
+Fraction = Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1)", **_NUMBER)]
+
+
+def names(rule: type) -> list[str]:
+    """The hyper-parameters of a rule, in order."""
+    return [f.name for f in fields(rule)]
+
+
+def check(rule: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All hyper-parameters of ``rule``, the given ones checked, the others at their defaults.
+
+    Raises ValueError naming the key, what was given, what is allowed, and what a misspelt key
+    may have meant.
+    """
+    hints = get_type_hints(rule, include_extras=True)
+    for key in given:
+        if key not in hints:
+            raise ValueError(_unknown(rule, key, list(hints)))
+    checked = {}
+    for key, value in given.items():
+        try:
+            adapter: TypeAdapter = TypeAdapter(_strict_bool(hints[key]))
+            checked[key] = adapter.validate_python(value)
+        except ValidationError:
+            raise ValueError(_refused(rule, key, value, describe(hints[key]))) from None
+    try:
+        whole = rule(**checked)
+    except ValueError as error:
+        raise ValueError(f"{rule.__name__} (optimizer.params): {error}") from None
+    return {name: getattr(whole, name) for name in hints}
+
+
+def describe(hint: Any) -> str:
+    """What a field's type allows, in words."""
+    for extra in getattr(hint, "__metadata__", ()):
+        if getattr(extra, "description", None):
+            return extra.description
+    options = get_args(hint)
+    if NoneType in options:
+        return " or ".join(describe(o) for o in options if o is not NoneType) + " or null"
+    if getattr(hint, "__origin__", None) is tuple:
+        return f"a list of {len(options)}: [" + ", ".join(map(describe, options)) + "]"
+    return {bool: "true or false"}.get(hint, str(hint))
+
+
+def _strict_bool(hint: Any) -> Any:
+    return Annotated[bool, Strict()] if hint is bool else hint
+
+
+def _unknown(rule: type, key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    guess = f' Did you mean "{near[0]}"?' if near else ""
+    return f'{rule.__name__}: unknown key optimizer.params.{key}.{guess} Known: {", ".join(known)}.'
+
+
+def _refused(rule: type, key: str, value: Any, allowed: str) -> str:
+    message = f"{rule.__name__}: optimizer.params.{key} is {value!r}; allowed: {allowed}."
+    if value == "auto":
+        return f'{message} "auto" is filled in by HF Trainer and accelerate only: write a value.'
+    if key in ("betas", "eps"):
+        return f'{message} (If "auto" filled it in for Adam: remove the key or write the list.)'
+    return message

@@ -1,0 +1,76 @@
+"""The second moment of a parameter: row and column statistics of a matrix, or one per element.
+
+``{"row": [mats, rows], "col": [mats, cols]}`` is replicated on all ranks: it is changed only by
+sums over the whole parameter, so it is the same whatever the number of ranks. A parameter with
+fewer than two dimensions has ``{"full": run}``, which is sharded like the parameter and needs no
+sums. The estimate of a matrix's second moment is row · col / mean(row); mean(row) equals
+mean(col), so it needs no reduction of its own. Source: Shazeer and Stern, arXiv 1804.04235, sec. 3.
+"""
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.shard import Shard
+
+Moment = dict[str, Tensor]
+Rounds = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
+
+
+def init(p: Tensor, shard: Shard) -> Moment:
+    """Zero statistics for a run ``p``, in the accumulator's dtype."""
+    new = {"dtype": ops.accumulator(p.dtype), "device": p.device}
+    if not shard.is_matrix:
+        return {"full": torch.zeros(len(shard), **new)}
+    return {
+        "row": torch.zeros(shard.mats, shard.rows, **new),
+        "col": torch.zeros(shard.mats, shard.cols, **new),
+    }
+
+
+def sums(x: ops.Readable, shard: Shard, like: Tensor) -> tuple[Tensor, ...]:
+    """What the ranks have to add up before ``update_``: row and column sums of x²."""
+    return ops.matrix_square_sums(x, shard, like) if shard.is_matrix else ()
+
+
+def update_(
+    v: Moment,
+    x: ops.Readable,
+    eps: float,
+    totals: tuple[Tensor, ...],
+    beta: float,
+    shard: Shard,
+) -> None:
+    """v ← beta · v + (1 − beta) · mean(x² + eps), over the whole matrix's rows and columns."""
+    if not shard.is_matrix:
+        ops.square_lerp_(v["full"], x, eps, 1 - beta, shard)
+        return
+    row, col = totals
+    v["row"].lerp_(row / shard.cols + eps, 1 - beta)
+    v["col"].lerp_(col / shard.rows + eps, 1 - beta)
+
+
+def divide_sqrt(x: ops.Readable, v: Moment, shard: Shard) -> ops.Quotient:
+    """x / sqrt(v), to be evaluated block by block."""
+    if not shard.is_matrix:
+        return ops.Quotient(x, None, v["full"].rsqrt())
+    row = v["row"] / v["row"].mean(dim=-1, keepdim=True)
+    return ops.Quotient(x, row.rsqrt_(), v["col"].rsqrt())
+
+
+def normalize(
+    g: Tensor, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
+) -> Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[ops.Quotient, tuple[Tensor, ...]]]:
+    """Updates ``v`` by g and gives u = g / sqrt(v), its RMS bounded by ``clip``. Two rounds.
+
+    ``more`` are further partial sums that travel with the first round; their totals are returned
+    beside u. What AdaLomo, Adafactor and CAME have in common.
+    """
+    mine = sums(g, shard, g)
+    totals = yield (*mine, *more)
+    update_(v, g, eps, totals[: len(mine)], beta, shard)
+    u = divide_sqrt(g, v, shard)
+    (u_sq,) = yield (ops.square_sum(u, shard, g),)
+    return u.times(1 / (shard.rms(u_sq) / clip).clamp(min=1)), totals[len(mine) :]

@@ -1,0 +1,125 @@
+"""The passes over memory that rules are made of, in plain torch: the specification of each.
+
+A pass walks a rank's run in blocks of at most ``shard.BLOCK`` elements, so an update that is
+written as if it were a tensor (``Quotient``, ``Difference``) costs one scratch block. Anything
+with ``block(b)`` can be read, anything with ``write_(b, new)`` can be written; a tensor is both.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds_ext.shard import Block, Shard
+
+
+class Run(Protocol):
+    """Values of one rank's run that are computed when a block of them is read."""
+
+    def block(self, b: Block) -> Tensor: ...
+
+
+Readable = Tensor | Run
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums and updates are computed in: fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def read(x: Readable, b: Block) -> Tensor:
+    """Block ``b`` of a run, [mats, rows, cols], in the accumulator's dtype; may alias ``x``."""
+    if isinstance(x, Tensor):
+        return x[b.run].view(b.shape).to(accumulator(x.dtype))
+    return x.block(b)
+
+
+def write_(x, b: Block, new: Tensor) -> None:
+    """Stores ``new``, [mats, rows, cols], as block ``b`` of a run."""
+    if isinstance(x, Tensor):
+        x[b.run].view(b.shape).copy_(new)
+    else:
+        x.write_(b, new)
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """x · row · col · scale: an update by a second moment whose factors are inverse roots.
+
+    ``row`` is [mats, rows] and ``col`` [mats, cols]; for a parameter that is no matrix ``row`` is
+    None and ``col`` is a run like ``x``.
+    """
+
+    x: Readable
+    row: Tensor | None
+    col: Tensor
+    scale: Tensor | float = 1.0
+
+    def block(self, b: Block) -> Tensor:
+        x = read(self.x, b)
+        if self.row is None:
+            return x * self.col[b.run].view(b.shape) * self.scale
+        row = self.row[b.mats, b.rows] * self.scale
+        return (x * row.unsqueeze(-1)).mul_(self.col[b.mats, b.cols].unsqueeze(-2))
+
+    def times(self, factor: Tensor | float) -> "Quotient":
+        return replace(self, scale=self.scale * factor)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """a − b."""
+
+    a: Readable
+    b: Readable
+
+    def block(self, b: Block) -> Tensor:
+        return read(self.a, b) - read(self.b, b)
+
+
+def square_sum(x: Readable, shard: Shard, like: Tensor) -> Tensor:
+    """Sum of the squares of a run -> []. ``like`` gives device and dtype where the run is empty."""
+    total = torch.zeros((), dtype=accumulator(like.dtype), device=like.device)
+    for b in shard.blocks():
+        v = read(x, b).reshape(-1)
+        total += torch.dot(v, v)
+    return total
+
+
+def matrix_square_sums(x: Readable, shard: Shard, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the squares of a run over each row and column -> [mats, rows], [mats, cols].
+
+    Rows and columns outside the run are 0, so that summing over ranks gives the whole matrix's.
+    """
+    dtype = accumulator(like.dtype)
+    row = torch.zeros(shard.mats, shard.rows, dtype=dtype, device=like.device)
+    col = torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
+    for b in shard.blocks():
+        square = read(x, b).square()
+        row[b.mats, b.rows] += square.sum(-1)
+        col[b.mats, b.cols] += square.sum(-2)
+    return row, col
+
+
+def lerp_(m: Tensor, x: Readable, weight: float, shard: Shard) -> None:
+    """m ← m + weight · (x − m), for a run."""
+    for b in shard.blocks():
+        m[b.run].view(b.shape).lerp_(read(x, b), weight)
+
+
+def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard) -> None:
+    """v ← v + weight · (x² + eps − v), for a run."""
+    for b in shard.blocks():
+        v[b.run].view(b.shape).lerp_(read(x, b).square().add_(eps), weight)
+
+
+def apply_(p, u: Readable, lr: Tensor | float, decay: Tensor | float, shard: Shard) -> None:
+    """p ← p · (1 − decay) − lr · u, for a run of weights."""
+    for b in shard.blocks():
+        write_(p, b, read(p, b) * (1 - decay) - read(u, b) * lr)
+
+
+def zeros(p: Tensor) -> Tensor:
+    """A zero run like ``p`` in the accumulator's dtype: momentum."""
+    return torch.zeros_like(p, dtype=accumulator(p.dtype))

@@ -1,0 +1,135 @@
+"""torch.optim.Optimizer around a rule: parameter groups, state, and a plain ``step()``."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ext import hyper, rounds, rules
+from ds_ext.shard import Shard
+
+# What a group may hold beside its parameters and hyper-parameters: names, and a scheduler's note.
+_GROUP_KEYS = {"params", "param_names", "name", "initial_lr"}
+
+
+class Update(NamedTuple):
+    """One rank's part in the step of one parameter."""
+
+    param: Tensor  # the key of its state and group
+    p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
+    g: Tensor  # the same run of the gradient
+    shard: Shard
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """Steps every parameter by ``rule``; hyper-parameters are the fields of the rule's dataclass.
+
+    Raises ValueError for an unknown or ill-valued hyper-parameter, here and in groups.
+    """
+
+    rule: ClassVar[type]
+
+    def __init_subclass__(cls) -> None:
+        params = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        hypers = inspect.signature(cls.rule).parameters.values()
+        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [params, *(h.replace(kind=inspect.Parameter.KEYWORD_ONLY) for h in hypers)]
+        )
+
+    def __init__(self, params: Iterable[Any], /, **hypers: Any) -> None:
+        super().__init__(params, hyper.check(self.rule, hypers))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        given = {k: v for k, v in param_group.items() if k not in _GROUP_KEYS}
+        checked = hyper.check(self.rule, self.defaults | given)
+        super().add_param_group(param_group | checked)
+
+    def group_of(self, param: Tensor) -> dict[str, Any]:
+        """The group that holds ``param``, as schedulers left it."""
+        return next(g for g in self.param_groups if any(p is param for p in g["params"]))
+
+    @torch.no_grad()
+    def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
+        """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds."""
+        return rounds.run([self._begin(u) for u in updates], all_reduce)
+
+    def _begin(self, u: Update) -> rounds.Rule:
+        """Starts the rule of one parameter, making its state if it has none."""
+        group = self.group_of(u.param)
+        rule = self.rule(**{f.name: group[f.name] for f in fields(self.rule)})
+        state = self.state[u.param]
+        if not state:
+            state.update(rule.init(u.p, u.shard), step=0)
+        state["step"] += 1
+        return rule.step(u.p, u.g, state, state["step"], u.shard)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all parameters that have a gradient, each held whole by this process."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step_whole(param)
+        return loss
+
+    def _step_whole(self, param: Tensor) -> None:
+        if param.grad.is_sparse:
+            raise ValueError(f"{type(self).__name__} does not take sparse gradients.")
+        p = param.detach().contiguous().view(-1)
+        g = param.grad.contiguous().view(-1)
+        self.update([Update(param, p, g, Shard.whole(param.shape))], lambda total: None)
+        if not param.is_contiguous():
+            param.copy_(p.view_as(param))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the state keeps its dtype: statistics of bf16 weights stay fp32."""
+        super().load_state_dict(state_dict)
+        ids = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
+        params = itertools.chain(*(group["params"] for group in self.param_groups))
+        for saved, param in zip(ids, params, strict=True):
+            if saved in state_dict["state"]:
+                self.state[param] = _to(state_dict["state"][saved], param.device)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """A copy of a state, nested in dicts, on ``device``."""
+    if isinstance(value, dict):
+        return {k: _to(v, device) for k, v in value.items()}
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+class LOMO(RuleOptimizer):
+    """p ← p(1 − lr·wd) − lr·g: gradient descent without state (arXiv 2306.09782)."""
+
+    rule = rules.LOMO
+
+
+class AdaLomo(RuleOptimizer):
+    """Adafactor's update with its size relative to the weights' (arXiv 2310.10195)."""
+
+    rule = rules.AdaLomo
+
+
+class Adafactor(RuleOptimizer):
+    """As transformers.Adafactor, flags included (arXiv 1804.04235)."""
+
+    rule = rules.Adafactor
+
+
+class CAME(RuleOptimizer):
+    """Adafactor with momentum and a confidence factor (arXiv 2307.02047)."""
+
+    rule = rules.CAME
+
+
+OPTIMIZERS: dict[str, type[RuleOptimizer]] = {
+    cls.__name__.lower(): cls for cls in (LOMO, AdaLomo, Adafactor, CAME)
+}

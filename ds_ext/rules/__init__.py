@@ -1,0 +1,8 @@
+"""One optimizer algorithm a file, each a generator that updates one rank's run of one parameter."""
+
+from ds_ext.rules.adafactor import Adafactor
+from ds_ext.rules.adalomo import AdaLomo
+from ds_ext.rules.came import CAME
+from ds_ext.rules.lomo import LOMO
+
+__all__ = ["LOMO", "AdaLomo", "Adafactor", "CAME"]

@@ -1,0 +1,37 @@
+"""CAME: Adafactor with momentum, divided by how far updates stray from it. Luo et al.,
+arXiv 2307.02047, algorithm 2, as in the authors' code: no bias correction, so warm the learning
+rate up (the first update has an RMS of about 11 · lr); a 1-D parameter takes the momentum alone.
+
+Leading dimensions of a tensor with more than two are separate matrices; RMS is taken over all.
+"""
+
+from dataclasses import dataclass
+
+from ds_ext import moment, ops
+from ds_ext.hyper import Fraction, NonNegative, Positive
+
+
+@dataclass(frozen=True)
+class CAME:
+    lr: NonNegative = 2e-4
+    betas: tuple[Fraction, Fraction, Fraction] = (0.9, 0.999, 0.9999)  # momentum, g², residual
+    eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-16)  # added to g², to the residual
+    clip_threshold: Positive = 1.0  # largest RMS of an update before momentum
+    weight_decay: NonNegative = 0.0  # decoupled, times lr
+
+    def init(self, p, shard):
+        s = {"v": moment.init(p, shard), "m": ops.zeros(p)}
+        return s | {"r": moment.init(p, shard)} if shard.is_matrix else s
+
+    def step(self, p, g, s, t, shard):
+        beta1, beta2, beta3 = self.betas
+        eps1, eps2 = self.eps
+        u, _ = yield from moment.normalize(g, s["v"], eps1, beta2, self.clip_threshold, shard)
+        m = s["m"]
+        ops.lerp_(m, u, 1 - beta1, shard)
+        if shard.is_matrix:
+            residual = ops.Difference(u, m)
+            sums = yield moment.sums(residual, shard, g)
+            moment.update_(s["r"], residual, eps2, sums, beta3, shard)
+            m = moment.divide_sqrt(m, s["r"], shard)
+        ops.apply_(p, m, self.lr, self.lr * self.weight_decay, shard)

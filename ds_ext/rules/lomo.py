@@ -1,0 +1,19 @@
+"""LOMO, gradient descent without state. Lv et al., arXiv 2306.09782, algorithm 1."""
+
+from dataclasses import dataclass
+
+from ds_ext import ops
+from ds_ext.hyper import NonNegative
+
+
+@dataclass(frozen=True)
+class LOMO:
+    lr: NonNegative = 1e-3
+    weight_decay: NonNegative = 0.0  # decoupled, times lr
+
+    def init(self, p, shard):
+        return {}
+
+    def step(self, p, g, s, t, shard):
+        ops.apply_(p, g, self.lr, self.lr * self.weight_decay, shard)
+        yield from ()

@@ -1,0 +1,123 @@
+"""Which settings of a DeepSpeed config ds_ext honours: the others are refused by name."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
+
+
+def refuse(config: dict[str, Any]) -> None:
+    """Raises ValueError, on every rank alike, naming the first setting that cannot be honoured."""
+    for key, honoured, advice in _HONOURED:
+        value = _lookup(config, key)
+        if value is not None and not honoured(value):
+            raise ValueError(f"ds_ext cannot honour {key} = {value!r} yet: {advice}")
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _one(value: Any) -> bool:
+    return value == 1
+
+
+def _no_device(value: Any) -> bool:
+    return value in (None, "none")
+
+
+_CLIP = (
+    'set "gradient_clipping": 0, or, if it is "auto" under HF Trainer, max_grad_norm=0.0 in '
+    "TrainingArguments (its default is 1.0). AdaLomo, Adafactor and CAME bound the RMS of each "
+    "update by themselves (clip_threshold)."
+)
+_ACCUMULATE = (
+    "set it to 1 (gradient_accumulation_steps=1 in TrainingArguments) and raise the micro-batch; "
+    "gradients are used up inside backward, so there is nothing to accumulate them in."
+)
+_FP16 = 'set "bf16": {"enabled": true}, or neither for fp32.'
+_REMOVE = "remove it."
+_WEIGHTS_ONLY = "there is no fp32 copy of weights or gradients; remove it."
+
+# (key, what is honoured, what to do otherwise)
+_HONOURED = [
+    ("gradient_clipping", _off, _CLIP),
+    ("gradient_accumulation_steps", _one, _ACCUMULATE),
+    ("managed_gradient_accumulation", lambda v: v is True, _ACCUMULATE),
+    ("zero_optimization.stage", lambda v: v == 3, "set it to 3."),
+    ("zero_optimization.reduce_scatter", lambda v: v is True, _REMOVE),
+    ("zero_optimization.offload_param.device", _no_device, _REMOVE),
+    (
+        "zero_optimization.offload_optimizer.device",
+        _no_device,
+        "there is next to no optimizer state to offload; remove it.",
+    ),
+    ("zero_optimization.cpu_offload", _off, _REMOVE),
+    ("zero_optimization.cpu_offload_param", _off, _REMOVE),
+    ("zero_optimization.zero_hpz_partition_size", _one, _REMOVE),
+    ("zero_optimization.zero_quantized_weights", _off, _REMOVE),
+    ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
+    ("zero_optimization.zero_quantized_gradients", _off, _REMOVE),
+    ("zero_optimization.zenflow", _off, _REMOVE),
+    ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
+    ("fp16.enabled", _off, _FP16),
+    ("fp16.fp16_master_weights_and_grads", _off, _WEIGHTS_ONLY),
+    ("bf16.bf16_master_weights_and_grads", _off, _WEIGHTS_ONLY),
+    ("bf16.bf16_optimizer_states", _off, _WEIGHTS_ONLY),
+    ("torch_autocast.enabled", _off, 'use "bf16": {"enabled": true} instead.'),
+    ("data_types.grad_accum_dtype", _off, "no gradient is accumulated; remove it."),
+    ("prescale_gradients", _off, _REMOVE),
+    ("gradient_predivide_factor", _one, _REMOVE),
+    ("tensor_parallel.autotp_size", lambda v: v in (0, 1), _REMOVE),
+    ("expert_parallel.enabled", _off, _REMOVE),
+    ("sequence_parallel_size", _one, _REMOVE),
+    ("compile.deepcompile", _off, _REMOVE),
+]
+
+
+def _lookup(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(config, dict):
+            return None
+        config = config.get(part)
+    return config
+
+
+def bucket_size(config: dict[str, Any]) -> int:
+    """Gradient elements in flight: ``zero_optimization.reduce_bucket_size``, or our default."""
+    return int(_lookup(config, "zero_optimization.reduce_bucket_size") or BUCKET_SIZE)
+
+
+def decay_groups(
+    module: nn.Module, params: list[Tensor], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Splits a flat list of parameters into one group with weight decay and one without.
+
+    Norms, biases and whatever else has fewer than two dimensions are not decayed.
+    """
+    owners: dict[Tensor, tuple[str, nn.Module]] = {}
+    for prefix, owner in module.named_modules():
+        for name, param in owner.named_parameters(prefix, recurse=False):
+            owners.setdefault(param, (name, owner))
+    decayed = [p for p in params if p in owners and _decays(p, *owners[p])]
+    chosen = set(decayed)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": [p for p in params if p not in chosen], "weight_decay": 0.0},
+    ]
+
+
+def _decays(param: Tensor, name: str, owner: nn.Module) -> bool:
+    shape = getattr(param, "ds_shape", param.shape)
+    is_norm = "norm" in type(owner).__name__.lower()
+    return len(shape) >= 2 and not is_norm and not name.endswith("bias")
+
+
+def summary(names: Iterable[str]) -> str:
+    """Parameter names with their layer numbers left out: "layers.*.q_proj.weight (30), ..."."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
