@@ -1,0 +1,227 @@
+"""Fine-tune a language model with a ds_ext optimizer under DeepSpeed ZeRO, with the HF Trainer.
+
+    python examples/finetune.py
+    python examples/finetune.py --optimizer came --model DIR --data mine.jsonl --steps 500
+
+The first line trains SmolLM2-135M-Instruct to answer like The Devil's Dictionary, offline. Started
+plainly, the script starts itself again as `--ranks` processes; under torchrun it is one of them.
+All that ds_ext asks of a training script is in `train`: one import and a DeepSpeed configuration.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import report
+import text_data
+import torch
+from smollm2 import smollm2
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "examples" / "data"
+GPU = torch.cuda.is_available()
+
+# For the demo's model and data. They differ because the rules do: LOMO is plain gradient descent,
+# the steps of AdaLomo and Adafactor are relative to the size of the weights.
+LEARNING_RATES = {"lomo": 1e-2, "adalomo": 5e-4, "adafactor": 5e-4, "came": 1e-4}
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Fine-tune a language model with a ds_ext optimizer under DeepSpeed ZeRO."
+    )
+    add = parser.add_argument
+    add("--optimizer", default="adalomo", help="NAME of configs/NAME_zero3.json, or a JSON file")
+    add("--stage", type=int, choices=range(4), help="ZeRO stage (default: the configuration's)")
+    add("--ranks", type=int, default=1 if GPU else 2, help="processes (default: 1 GPU, or 2 CPUs)")
+    add("--steps", type=int, default=60)
+    add("--batch", type=int, default=4, help="sequences a step, over all ranks (default: 4)")
+    add("--max-length", type=int, default=128, help="tokens of a sequence (default: 128)")
+    add("--lr", type=float, help="peak learning rate (default: one that suits the optimizer)")
+    add("--weight-decay", type=float, default=0.0)
+    add("--dtype", choices=("fp32", "bf16"), default="bf16" if GPU else "fp32")
+    add("--model", help="Hugging Face model folder (default: SmolLM2-135M-Instruct)")
+    add("--data", help=f"file that ends in {', '.join(text_data.KINDS)} (default: the Devil's)")
+    add("--held-out", help="such a file to measure the loss on (default: a tenth of --data)")
+    add("--prompt", help="what to ask before and after (default: the first held-out question)")
+    add("--out", type=Path, help="folder of model and pictures (default: runs/OPTIMIZER)")
+    args = parser.parse_args()
+    if args.batch % args.ranks:
+        parser.error(f"--batch {args.batch} must be a multiple of --ranks {args.ranks}")
+    if args.dtype == "bf16" and not GPU and not torch.cpu._is_avx512_bf16_supported():
+        parser.error("--dtype bf16 needs a GPU, or a CPU with AVX512-BF16: choose fp32")
+    fill_in(args)
+    return args
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """Sets the options whose defaults depend on others or on files."""
+    if args.data is None:
+        args.data = str(DATA / "devil_train.jsonl")
+        args.held_out = args.held_out or str(DATA / "devil_test.jsonl")
+        args.prompt = args.prompt or 'Define the word "politician".'
+    args.config = config_file(args.optimizer)
+    args.optimizer = args.config.stem.removesuffix("_zero3")
+    args.lr = args.lr or LEARNING_RATES.get(args.optimizer, 5e-5)
+    args.out = args.out or Path("runs") / args.optimizer
+    args.model = Path(args.model or smollm2(Path("runs/cache")))
+
+
+def config_file(optimizer: str) -> Path:
+    """The DeepSpeed configuration that `--optimizer` names."""
+    known = {path.stem.removesuffix("_zero3"): path for path in ROOT.glob("configs/*_zero3.json")}
+    path = known.get(optimizer.lower(), Path(optimizer))
+    if not path.is_file():
+        raise SystemExit(f"--optimizer {optimizer}: not a file, nor one of {', '.join(known)}")
+    return path
+
+
+def training_arguments(args: argparse.Namespace) -> TrainingArguments:
+    config = json.loads(args.config.read_text())
+    if args.stage is not None:
+        config["zero_optimization"]["stage"] = args.stage
+    return TrainingArguments(
+        output_dir=str(args.out),
+        deepspeed=config,
+        per_device_train_batch_size=args.batch // args.ranks,
+        per_device_eval_batch_size=args.batch // args.ranks,
+        max_steps=args.steps,
+        learning_rate=args.lr,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        warmup_steps=min(5, args.steps // 2),
+        weight_decay=args.weight_decay,
+        max_grad_norm=0.0,  # a gradient is used and freed before the norm of all of them is known
+        bf16=args.dtype == "bf16",
+        use_cpu=not GPU,
+        eval_on_start=True,
+        eval_strategy="steps",
+        eval_steps=max(1, args.steps // 3),
+        prediction_loss_only=True,
+        logging_steps=1,
+        include_num_input_tokens_seen="non_padding",
+        save_strategy="no",
+        report_to="none",
+        log_level="error",
+        disable_tqdm=True,  # `Progress` draws the bar
+        dataloader_pin_memory=GPU,
+    )
+
+
+class Progress(TrainerCallback):
+    """Draws a progress bar with the losses, and counts the seconds of the training steps alone."""
+
+    seconds = 0.0
+
+    def on_train_begin(self, args, state, control, **_):
+        rank0 = state.is_world_process_zero
+        self.bar = tqdm(total=state.max_steps, unit="step", disable=not rank0, ncols=80)
+
+    def on_step_begin(self, args, state, control, **_):
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        self.seconds += time.perf_counter() - self.began
+        self.bar.update()
+        control.should_evaluate |= state.global_step == state.max_steps
+
+    def on_log(self, args, state, control, logs, **_):
+        if "loss" in logs:
+            self.bar.set_postfix(loss=f"{logs['loss']:.2f}")
+
+    def on_evaluate(self, args, state, control, metrics, **_):
+        if state.is_world_process_zero:
+            self.bar.write(f"step {state.global_step:4d}: held-out loss {metrics['eval_loss']:.3f}")
+
+    def on_train_end(self, args, state, control, **_):
+        self.bar.close()
+
+
+def train(args: argparse.Namespace) -> None:
+    """Trains as one of the ranks; rank 0 writes the model and what the report needs."""
+    import deepspeed
+
+    import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
+
+    if not GPU:  # a communication library that takes half a minute to compile; gloo serves as well
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    # Before the model: once a ZeRO-3 configuration is in force, each rank keeps only its part.
+    arguments = training_arguments(args)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+    with arguments.main_process_first():  # the others find its result in the cache of `datasets`
+        training, held_out = (
+            text_data.tokenize(rows, tokenizer, args.max_length)
+            for rows in text_data.load(args.data, args.held_out)
+        )
+
+    progress = Progress()
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=training,
+        eval_dataset=held_out,
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        processing_class=tokenizer,
+        callbacks=[progress],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    peak = report.peak_memory()
+    trainer.save_model()
+    result = report.measured(trainer, progress.seconds, peak)
+    if trainer.is_world_process_zero():
+        report.save(result, args.out)
+
+
+def launch(args: argparse.Namespace) -> None:
+    """Starts this script again as `args.ranks` processes, and waits for them."""
+    environment = os.environ.copy()
+    cores = os.cpu_count() or 1
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.ranks)))
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # ranks share cores: do not spin
+    if not GPU:
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc_per_node={args.ranks}", *sys.argv]
+    code = subprocess.run(command, env=environment).returncode
+    if code:
+        raise SystemExit(code)
+
+
+def main() -> None:
+    args = options()
+    if "RANK" in os.environ:
+        return train(args)
+    began = time.perf_counter()
+    question = report.question(args)
+    before = report.answer(args.model, question)
+    print(
+        f"Training {args.model.name} with {args.config.name} on {args.ranks} rank(s): "
+        f"{args.steps} steps of {args.batch} sequences, {args.dtype}, on the {report.DEVICE}"
+    )
+    launch(args)
+    after = report.answer(args.out, question)
+    report.show(args.out, question, before, after, time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()
