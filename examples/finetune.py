@@ -10,15 +10,18 @@ All that ds_ext asks of a training script is in `train`: one import and a DeepSp
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import report
 import text_data
 import torch
+import transformers
 from smollm2 import smollm2
 from tqdm import tqdm
 from transformers import (
@@ -98,7 +101,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         output_dir=str(args.out),
         deepspeed=config,
         per_device_train_batch_size=args.batch // args.ranks,
-        per_device_eval_batch_size=args.batch // args.ranks,
+        per_device_eval_batch_size=2 * args.batch // args.ranks,  # nothing kept for a backward
         max_steps=args.steps,
         learning_rate=args.lr,
         lr_scheduler_type="cosine_with_min_lr",
@@ -198,8 +201,6 @@ def launch(args: argparse.Namespace) -> None:
     cores = os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.ranks)))
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # ranks share cores: do not spin
-    if not GPU:
-        environment.setdefault("DS_ACCELERATOR", "cpu")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc_per_node={args.ranks}", *sys.argv]
     code = subprocess.run(command, env=environment).returncode
@@ -207,7 +208,19 @@ def launch(args: argparse.Namespace) -> None:
         raise SystemExit(code)
 
 
+def be_quiet() -> None:
+    """Leaves the terminal to the progress bar and to what ds_ext has to say."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # torch's new names for collectives; DeepSpeed uses those that all its torch versions have.
+    warnings.filterwarnings("ignore", "`torch.distributed.*deprecated", FutureWarning)
+
+
 def main() -> None:
+    if not GPU:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before anything imports DeepSpeed
+    be_quiet()
     args = options()
     if "RANK" in os.environ:
         return train(args)
