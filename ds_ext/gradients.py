@@ -77,6 +77,7 @@ class FusedBackward:
             param.register_post_accumulate_grad_hook(self._take)
             for group in optimizer.param_groups
             for param in group["params"]
+            if param.requires_grad
         ]
 
     def remove(self) -> None:

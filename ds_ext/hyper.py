@@ -69,7 +69,7 @@ def _strict_bool(hint: Any) -> Any:
 def _unknown(rule: type, key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     guess = f' Did you mean "{near[0]}"?' if near else ""
-    return f'{rule.__name__}: unknown key optimizer.params.{key}.{guess} Known: {", ".join(known)}.'
+    return f"{rule.__name__}: unknown key optimizer.params.{key}.{guess} Known: {', '.join(known)}."
 
 
 def _refused(rule: type, key: str, value: Any, allowed: str) -> str:

@@ -6,7 +6,7 @@ with ``block(b)`` can be read, anything with ``write_(b, new)`` can be written; 
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Run(Protocol):
     def block(self, b: Block) -> Tensor: ...
 
 
-Readable = Tensor | Run
+Readable: TypeAlias = "Tensor | Run"
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -115,9 +115,13 @@ def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard
 
 
 def apply_(p, u: Readable, lr: Tensor | float, decay: Tensor | float, shard: Shard) -> None:
-    """p ← p · (1 − decay) − lr · u, for a run of weights."""
+    """p ← p − (decay · p + lr · u), for a run of weights.
+
+    The change is added up before it meets p: 1 − decay would round alike at every step.
+    """
     for b in shard.blocks():
-        write_(p, b, read(p, b) * (1 - decay) - read(u, b) * lr)
+        old = read(p, b)
+        write_(p, b, old - (read(u, b) * lr).add_(old * decay))
 
 
 def zeros(p: Tensor) -> Tensor:

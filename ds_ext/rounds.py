@@ -28,9 +28,12 @@ def lockstep(rules: Iterable[Rule]) -> Flat:
 
 
 def _advance(rule: Rule, totals: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
-    """The next partial sums of a rule, or None when it has finished."""
+    """The next partial sums of a rule, None when it has finished. Asking for nothing is no round."""
     try:
-        return next(rule) if totals is None else rule.send(totals)
+        sums = next(rule) if totals is None else rule.send(totals)
+        while not sums:
+            sums = rule.send(())
+        return sums
     except StopIteration:
         return None
 

@@ -5,17 +5,18 @@ one from the JSON config, and that ours is wrapped in ``ZeroAdapter`` and not in
 stage-3 optimizer, whose fp32 copies of weights and gradients are what we exist to avoid.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
 from ds_ext import settings
@@ -224,25 +225,41 @@ def register() -> None:
 
 def _accept_scalars() -> None:
     """Lets DeepSpeed 0.19 take 0-d parameters: it broadcasts bytes, as which they have no view."""
-    broadcast, convert = DeepSpeedEngine._broadcast_model, Init._zero_init_param
+    broadcast, convert, leave = (
+        DeepSpeedEngine._broadcast_model,
+        Init._zero_init_param,
+        GatheredParameters._exit,
+    )
 
     @functools.wraps(broadcast)
     def _broadcast_model(self: DeepSpeedEngine) -> None:
-        scalars = [p for p in self.module.parameters() if p.dim() == 0]
-        for param in scalars:
-            param.data = param.data.view(1)
-        broadcast(self)
-        for param in scalars:
-            param.data = param.data.view(())
+        with _as_vectors(self.module.parameters()):
+            broadcast(self)
 
     @functools.wraps(convert)
     def _zero_init_param(self: Init, param: Tensor) -> None:
-        is_scalar = param.dim() == 0
-        if is_scalar:
-            param.data = param.data.view(1)
-        convert(self, param)
-        if is_scalar:
-            param.ds_shape = torch.Size(())  # the shape in which it is gathered
+        shape = param.shape
+        with _as_vectors([param]):
+            convert(self, param)
+        param.ds_shape = shape  # in which it is gathered
+
+    @functools.wraps(leave)
+    def _exit(self: GatheredParameters, *error: Any) -> None:
+        with _as_vectors(self.params if self.enabled else []):
+            leave(self, *error)
 
     DeepSpeedEngine._broadcast_model = _broadcast_model
     Init._zero_init_param = _zero_init_param
+    GatheredParameters._exit = _exit
+
+
+@contextlib.contextmanager
+def _as_vectors(params: Iterable[Tensor]) -> Iterator[None]:
+    """Gives 0-d parameters one dimension within the context."""
+    scalars = [p for p in params if p.dim() == 0]
+    for param in scalars:
+        param.data = param.data.view(1)
+    yield
+    for param in scalars:
+        if param.numel():  # not partitioned meanwhile
+            param.data = param.data.view(())

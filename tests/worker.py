@@ -1,0 +1,297 @@
+"""One rank of a real run: all cases of ``CASES`` in one process group, results saved by rank 0.
+
+Usage: torchrun --nproc_per_node N tests/worker.py OUT.pt
+"""
+
+import contextlib
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import ds_ext
+from ds_ext import gradients
+from ds_ext.optimizer import OPTIMIZERS
+from tests import models
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+STEPS = 20
+
+
+@dataclass
+class Case:
+    """One training run under ZeRO-3, compared by the test with a reference in one process."""
+
+    rule: str
+    hypers: dict[str, Any]
+    checkpointing: str | None = None
+    zero_init: bool = False
+    tensors: bool = True
+    odd: bool = True  # AdaLomo's authors count all steps, not those of the parameter
+    client: bool = True  # an optimizer object, all parameters in one group; else the JSON config
+    bucket: int = 500
+    persist: int = 30
+    plain_backward: bool = False
+    dtype: str = "fp32"
+
+    def step(self, step: int) -> int:
+        return step if self.odd else 0
+
+    def is_used(self, name: str) -> bool:
+        unused = ("frozen", "unused") if self.odd else ("frozen", "unused", "odd")
+        return not name.startswith(unused)
+
+
+HYPERS = {
+    "lomo": {"lr": 0.05},
+    "adalomo": {"lr": 0.01},
+    "adafactor": {"lr": 0.01, "relative_step": False, "beta1": 0.9},
+    "came": {"lr": 1e-3},
+}
+CASES: dict[str, Case] = {}
+for _rule, _hypers in HYPERS.items():
+    _decay = _hypers | {"weight_decay": 0.1}
+    CASES[f"{_rule}"] = Case(_rule, _hypers)
+    CASES[f"{_rule}-authors"] = Case(_rule, _hypers, tensors=False, odd=False, persist=0)
+    CASES[f"{_rule}-decay-authors"] = Case(
+        _rule, _decay, tensors=False, odd=False, plain_backward=True
+    )
+    CASES[f"{_rule}-decay-json"] = Case(_rule, _decay, client=False, bucket=10**6)
+    CASES[f"{_rule}-reentrant"] = Case(_rule, _decay, "reentrant", plain_backward=True)
+    CASES[f"{_rule}-nonreentrant"] = Case(_rule, _decay, "nonreentrant", bucket=1)
+    CASES[f"{_rule}-zero-init"] = Case(_rule, _decay, zero_init=True, bucket=1)
+    CASES[f"{_rule}-zero-init-reentrant"] = Case(_rule, _hypers, "reentrant", zero_init=True)
+CASES["adalomo-bf16"] = Case("adalomo", HYPERS["adalomo"], dtype="bf16", tensors=False, odd=False)
+CASES["adalomo-groups"] = Case("adalomo", HYPERS["adalomo"])
+
+
+def config(case: Case) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": case.bucket,
+            "stage3_param_persistence_threshold": case.persist,
+        },
+    }
+    if case.dtype == "bf16":
+        made["bf16"] = {"enabled": True}
+    if not case.client:
+        made["optimizer"] = {"type": case.rule.upper(), "params": case.hypers}
+    return made
+
+
+def build(case: Case) -> models.Zoo:
+    """The case's model with the seed's weights, whichever way it is built."""
+    weights = models.make(case.checkpointing, case.tensors)
+    if not case.zero_init:
+        return weights
+    with deepspeed.zero.Init(config_dict_or_path=config(case)):
+        model = models.Zoo(case.checkpointing, case.tensors)
+    for p, w in zip(model.parameters(), weights.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+            p.copy_(w)
+    return model
+
+
+def groups(case: Case, name: str, model: models.Zoo) -> list[dict[str, Any]]:
+    """One group of all parameters, or for the case of several groups three that differ."""
+    params = list(model.parameters())
+    if not name.endswith("-groups"):
+        return [{"params": params}]
+    return [
+        {"params": params[0::3], "lr": 0.02},
+        {"params": params[1::3], "weight_decay": 0.2},
+        {"params": params[2::3], "clip_threshold": 0.5, "lr": 0.005},
+    ]
+
+
+def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def identical(tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = torch.cat([t.flatten().view(torch.uint8) for t in tensors.values()])
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return torch.equal(low, high)
+
+
+class Watch:
+    """Measures what the gradient path holds and sends while it runs."""
+
+    def __init__(self, fused: gradients.FusedBackward) -> None:
+        self.alive = 0  # most gradient elements alive at once, copies counted
+        self.sent: list[tuple[str, int]] = []
+        self.refs: list[tuple[StorageWeakRef, int]] = []
+        self.fused = fused
+        self.take = fused._take
+        for hook in fused.hooks:
+            hook.remove()
+        params = [p for g in fused.optimizer.param_groups for p in g["params"] if p.requires_grad]
+        fused.hooks = [p.register_post_accumulate_grad_hook(self._take) for p in params]
+
+    def _take(self, param: torch.Tensor) -> None:
+        self.refs.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.numel()))
+        self._count()
+        self.take(param)
+        self._count()
+
+    def _count(self) -> None:
+        self.refs = [(ref, n) for ref, n in self.refs if not ref.expired()]
+        known = {ref.cdata for ref, _ in self.refs}
+        flats = [StorageWeakRef(f.untyped_storage()).cdata for f in self.fused.bucket.values()]
+        sizes = [f.numel() for f in self.fused.bucket.values()]
+        copies = sum(n for cdata, n in zip(flats, sizes, strict=True) if cdata not in known)
+        self.alive = max(self.alive, sum(n for _, n in self.refs) + copies)
+
+    @contextlib.contextmanager
+    def collectives(self):
+        originals = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor")}
+
+        def spy(name, position):
+            def call(*args, **kwargs):
+                self.sent.append((name, args[position].numel()))
+                return originals[name](*args, **kwargs)
+
+            return call
+
+        dist.all_reduce = spy("all_reduce", 0)
+        dist.reduce_scatter_tensor = spy("reduce_scatter_tensor", 1)
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+
+def train(name: str, case: Case) -> dict[str, Any]:
+    """Runs a case -> initial and final weights, norms, and what was watched."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = build(case)
+    optimizer = None
+    if case.client:
+        optimizer = OPTIMIZERS[case.rule](groups(case, name, model), **case.hypers)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
+    before = gathered(model)
+    watch = Watch(engine.optimizer.fused)
+    norms, kept, sent = [], 0, []
+    for step in range(STEPS):
+        watch.sent = []
+        with watch.collectives():
+            loss = engine(models.batch(step, world)[rank], step=case.step(step))
+            if case.plain_backward:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            kept += sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+            sent = list(watch.sent)
+            engine.step()
+            if step == 3:
+                engine.step()  # accelerate may call it again
+        norms.append(engine.get_global_grad_norm())
+    after = gathered(model)
+    result = {
+        "before": before,
+        "after": after,
+        "identical": identical(after),
+        "norms": norms,
+        "kept": kept,
+        "alive": watch.alive,
+        "sent": sent,
+        "steps": {
+            engine.param_names[p]: state["step"] for p, state in engine.optimizer.state.items()
+        },
+        "decays": {
+            engine.param_names[p]: group["weight_decay"]
+            for group in engine.optimizer.param_groups
+            for p in group["params"]
+        },
+    }
+    engine.destroy()
+    return result
+
+
+def attempt(configs: dict[str, Any]) -> str:
+    """The message of the error that a config causes at ``initialize``, or ""."""
+    try:
+        deepspeed.initialize(model=models.make(), config=configs)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> dict[str, list[str]]:
+    """Bad configs -> the error of each rank."""
+    base = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+    def adalomo(**params):
+        return base | {"optimizer": {"type": "AdaLomo", "params": params}}
+
+    good = adalomo(lr=1e-3)
+    cases = {
+        "unknown": adalomo(weight_decy=0.1),
+        "type": adalomo(lr="fast"),
+        "negative": adalomo(lr=-1.0),
+        "pair": base | {"optimizer": {"type": "CAME", "params": {"betas": [0.9, 0.999]}}},
+        "clipping": good | {"gradient_clipping": 1.0},
+        "accumulation": good | {"gradient_accumulation_steps": 2},
+        "derived accumulation": good | {"train_batch_size": 6 * dist.get_world_size()},
+        "stage": good | {"zero_optimization": {"stage": 2}},
+        "no zero": {k: v for k, v in good.items() if k != "zero_optimization"},
+        "scheduler": base
+        | {
+            "optimizer": {"type": "Adafactor", "params": {}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        },
+    }
+    found = {}
+    for name, made in cases.items():
+        messages = [""] * dist.get_world_size()
+        dist.all_gather_object(messages, attempt(made))
+        found[name] = messages
+    return found
+
+
+def second_backward() -> str:
+    """The error of a second backward before engine.step()."""
+    case = CASES["adalomo"]
+    model = build(case)
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
+    engine.backward(engine(models.batch(0, 1)[0]))
+    try:
+        engine.backward(engine(models.batch(1, 1)[0]))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    jobs = {name: lambda n=name: train(n, CASES[n]) for name in CASES}
+    jobs |= {"refusals": refusals, "second backward": second_backward}
+    for name, job in jobs.items():
+        try:
+            results[name] = job()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+            print(name, results[name]["error"], flush=True)
+    if dist.get_rank() == 0:
+        torch.save(results, sys.argv[1])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
