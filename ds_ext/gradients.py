@@ -73,11 +73,15 @@ class FusedBackward:
         self.stepped: set[Tensor] = set()  # since the last take_norm()
         self.skipped = 0  # updates left out because a gradient was not finite
         self.square_norm: Tensor | None = None  # of this rank's runs
+        chosen = {p for group in optimizer.param_groups for p in group["params"]}
+        outside = [p for p in module.parameters() if p.requires_grad and p not in chosen]
+        if outside and self.rank == 0:
+            names = ", ".join(map(layout.name, outside))
+            logger.warning("trainable but not given to the optimizer, not updated: %s", names)
         self.hooks = [
-            param.register_post_accumulate_grad_hook(self._take)
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.requires_grad
+            p.register_post_accumulate_grad_hook(self._take if p in chosen else _drop)
+            for p in (*chosen, *outside)
+            if p.requires_grad
         ]
 
     def remove(self) -> None:
@@ -96,10 +100,14 @@ class FusedBackward:
                 "(add losses up before), and use checkpointing with use_reentrant=False where a "
                 "weight is reached by two checkpointed segments other than through its module."
             )
-        if param in self.bucket or self.elements + grad.numel() > self.bucket_size:
+        if not grad.numel():
+            return
+        if param in self.bucket:  # a further part, of another checkpointed segment
+            self.bucket[param] = self.bucket[param] + self._own(grad)
+            return
+        if self.elements + grad.numel() > self.bucket_size:
             self.flush()
-        if grad.numel():
-            self.bucket[param] = self._own(grad)
+        self.bucket[param] = self._own(grad)
 
     @property
     def elements(self) -> int:
@@ -206,6 +214,11 @@ class FusedBackward:
             return None
         self._all_reduce(square)
         return float(square.sqrt())
+
+
+def _drop(param: Tensor) -> None:
+    """Frees the gradient of a trainable parameter that the optimizer was not given."""
+    param.grad = None
 
 
 def _storage_users(x: Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import hyper, rounds, rules
+from ds_ext import hyper, precision, rounds, rules
 from ds_ext.shard import Shard
 
 # What a group may hold beside its parameters and hyper-parameters: names, and a scheduler's note.
@@ -47,10 +47,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         given = {k: v for k, v in param_group.items() if k not in _GROUP_KEYS}
         checked = hyper.check(self.rule, self.defaults | given)
         super().add_param_group(param_group | checked)
+        self._index()
 
-    def group_of(self, param: Tensor) -> dict[str, Any]:
-        """The group that holds ``param``, as schedulers left it."""
-        return next(g for g in self.param_groups if any(p is param for p in g["params"]))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._index()
+
+    def _index(self) -> None:
+        """Notes each parameter's group, and its number, which is the same on every rank."""
+        grouped = [(p, group) for group in self.param_groups for p in group["params"]]
+        self.group_of = {p: group for p, group in grouped}
+        self.number_of = {p: i for i, (p, _) in enumerate(grouped)}
 
     @torch.no_grad()
     def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
@@ -59,13 +66,14 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _begin(self, u: Update) -> rounds.Rule:
         """Starts the rule of one parameter, making its state if it has none."""
-        group = self.group_of(u.param)
+        group = self.group_of[u.param]
         rule = self.rule(**{f.name: group[f.name] for f in fields(self.rule)})
         state = self.state[u.param]
         if not state:
             state.update(rule.init(u.p, u.shard), step=0)
         state["step"] += 1
-        return rule.step(u.p, u.g, state, state["step"], u.shard)
+        p = precision.weight(u.p, self.number_of[u.param], state["step"], u.shard)
+        return rule.step(p, u.g, state, state["step"], u.shard)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

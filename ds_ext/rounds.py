@@ -28,7 +28,7 @@ def lockstep(rules: Iterable[Rule]) -> Flat:
 
 
 def _advance(rule: Rule, totals: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
-    """The next partial sums of a rule, None when it has finished. Asking for nothing is no round."""
+    """The next partial sums of a rule, None at its end. Asking for nothing takes no round."""
     try:
         sums = next(rule) if totals is None else rule.send(totals)
         while not sums:
