@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext import settings
+from ds_ext import checkpoint, settings
 from ds_ext.gradients import FusedBackward, logger
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.shard import Shard
@@ -53,12 +53,12 @@ class ZeroAdapter(ZeROOptimizer):
         self.module = engine.module
         self.dp_process_group = engine.seq_data_parallel_group
         self.parameter_offload = _partition(engine)
-        config = engine._config._param_dict
+        self.layout = Partitions(self.dp_process_group, engine.param_names)
         self.fused = FusedBackward(
             engine.module,
             optimizer,
-            Partitions(self.dp_process_group, engine.param_names),
-            bucket_size=settings.bucket_size(config),
+            self.layout,
+            bucket_size=settings.bucket_size(engine._config._param_dict),
             comm_dtype=engine.communication_data_type,
             average=engine.gradient_average,
         )
@@ -101,6 +101,34 @@ class ZeroAdapter(ZeROOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        layout = self.layout
+        return checkpoint.save(self.optimizer, layout.names, self._runs(), layout.world)
+
+    def load_state_dict(
+        self,
+        state_dict_list: list[Any],
+        load_optimizer_states: bool = True,
+        checkpoint_folder: str | None = None,
+        **_: Any,
+    ) -> None:
+        """Loads this rank's part of a checkpoint; DeepSpeed's further arguments are of its own."""
+        if checkpoint_folder is not None:
+            raise ValueError(
+                "ds_ext cannot load a universal checkpoint yet: remove checkpoint.load_universal."
+            )
+        layout = self.layout
+        saved = state_dict_list[layout.rank]
+        runs = self._runs()
+        checkpoint.load(
+            saved, self.optimizer, layout.names, runs, layout.world, load_optimizer_states
+        )
+        self._gather_again()
+
+    def _runs(self) -> dict[str, Tensor]:
+        layout = self.layout
+        return {name: layout.run(p) for p, name in layout.names.items()}
 
     def checkpoint_event_prologue(self) -> None:
         self.parameter_offload.partition_all_parameters()

@@ -148,8 +148,7 @@ def test_gradients_alive_are_one_bucket_and_one_parameter(run, name):
     sizes = [-(-p.numel() // world) * world for p in model.parameters()]
     largest = max(sizes)
     assert results[name]["kept"] == 0
-    held = model.shared.weight.numel() + model.shared.bias.numel() if world == 1 else 0
-    assert 0 < results[name]["alive"] <= max(CASES[name].bucket, largest) + largest + held
+    assert 0 < results[name]["alive"] <= max(CASES[name].bucket, largest) + largest
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].checkpointing is None])
@@ -220,5 +219,24 @@ def test_bad_configs_are_refused_on_every_rank(run, case):
         assert all(part in message for part in MESSAGES[case]), message
 
 
+def test_a_gradient_that_is_not_finite_reaches_no_weight_on_any_rank(run):
+    world, results = run
+    got = results["not finite"]
+    assert got["skipped"] == [1] * world
+    assert got["changed"] == {"other", "twice"} and got["finite"]
+    assert got["state"] == {"bad": 0, "other": 1, "twice": 1}
+
+
+def test_a_trainable_parameter_outside_the_optimizer_keeps_no_gradient(run):
+    assert run[1]["outside"] == {"kept": 0, "changed": {"weight"}}
+
+
 def test_a_second_backward_before_step_is_an_error(run):
     assert "second gradient" in run[1]["second backward"]
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(run):
+    got = run[1]["resume"]
+    assert "error" not in got, got["error"]
+    assert got["equal"]
+    assert "CAME" in got["message"] and "LOMO" in got["message"]

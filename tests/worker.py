@@ -275,12 +275,114 @@ def second_backward() -> str:
     return ""
 
 
+class Pieces(torch.nn.Module):
+    """Three weights; the gradient of ``bad`` is NaN in one element on the last rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad = torch.nn.Linear(5, 3, bias=False)
+        self.other = torch.nn.Linear(5, 3, bias=False)
+        self.twice = torch.nn.Linear(5, 5, bias=False)
+
+    def forward(self, x, poison):
+        h = self.twice(torch.tanh(self.twice(x)))
+        bad = self.bad(h.detach())
+        if poison:
+            mask = torch.zeros_like(bad)
+            mask[0, 1] = torch.nan
+            bad = bad * (1 + mask)
+        return self.other(h).square().sum() + bad.sum()
+
+
+def not_finite() -> dict[str, Any]:
+    """A NaN in one rank's gradient of one parameter."""
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    made = config(CASES["adalomo"])
+    model = Pieces()
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made)
+    before = gathered(model)
+    engine.backward(engine(torch.randn(4, 5), poison=rank == world - 1))
+    engine.step()
+    after = gathered(model)
+    skipped = [0] * world
+    dist.all_gather_object(skipped, engine.optimizer.fused.skipped)
+    steps = {engine.param_names[p]: s["step"] for p, s in optimizer.state.items()}
+    return {
+        "skipped": skipped,
+        "changed": {n.split(".")[0] for n in after if not torch.equal(after[n], before[n])},
+        "finite": all(t.isfinite().all() for t in after.values()),
+        "state": {n: steps.get(f"{n}.weight", 0) for n in ("bad", "other", "twice")},
+    }
+
+
+def outside() -> dict[str, Any]:
+    """An optimizer over a part of the trainable parameters."""
+    model = torch.nn.Linear(6, 5)
+    optimizer = ds_ext.AdaLomo([model.weight])
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config(CASES["adalomo"])
+    )
+    before = gathered(model)
+    engine.backward(engine(torch.randn(2, 6)).square().sum())
+    kept = sum(p.grad is not None for p in model.parameters())
+    engine.step()
+    after = gathered(model)
+    changed = {n for n in after if not torch.equal(after[n], before[n])}
+    return {"kept": kept, "changed": changed}
+
+
+def resume(folder: str) -> dict[str, Any]:
+    """Six steps without a break, and three, a checkpoint, a new engine and three more."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case = CASES["came"]
+
+    def start():
+        model = build(case)
+        optimizer = ds_ext.CAME(model.parameters(), lr=1e-3)
+        made = config(case) | {"scheduler": {"type": "WarmupLR", "params": SCHEDULE}}
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+
+    def steps(engine, numbers):
+        for step in numbers:
+            engine.backward(engine(models.batch(step, world)[rank], step=step))
+            engine.step()
+
+    whole, first, second = start(), start(), start()
+    steps(whole, range(6))
+    steps(first, range(3))
+    first.save_checkpoint(folder, tag="three")
+    steps(first, range(3, 4))
+    second.load_checkpoint(folder, tag="three")
+    lr = second.get_lr()
+    steps(second, range(3, 6))
+    a, b = gathered(whole.module), gathered(second.module)
+    engine = deepspeed.initialize(model=build(case), optimizer=None, config=config(case) | OTHER)[0]
+    try:
+        engine.load_checkpoint(folder, tag="three")
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    return {"equal": all(torch.equal(a[n], b[n]) for n in a), "lr": lr, "message": message}
+
+
+SCHEDULE = {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}
+OTHER = {"optimizer": {"type": "LOMO", "params": {}}}
+
+
 def main() -> None:
     deepspeed.init_distributed("gloo")
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     jobs = {name: lambda n=name: train(n, CASES[n]) for name in CASES}
-    jobs |= {"refusals": refusals, "second backward": second_backward}
+    jobs |= {
+        "refusals": refusals,
+        "second backward": second_backward,
+        "not finite": not_finite,
+        "outside": outside,
+        "resume": lambda: resume(sys.argv[1] + ".checkpoint"),
+    }
     for name, job in jobs.items():
         try:
             results[name] = job()
