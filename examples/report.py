@@ -92,9 +92,11 @@ def save(result: dict, folder: Path) -> None:
 
 def question(args) -> list[dict]:
     """The messages to ask before and after: `--prompt`, or the first held-out question."""
+    # Read in any case, so that data that cannot be used are found before the ranks are started.
+    rows = text_data.load(args.data, args.held_out)[1]
+    asked, text = text_data.question_and_answer(rows[0])
     if args.prompt:
         return [{"role": "user", "content": args.prompt}]
-    asked, text = text_data.question_and_answer(text_data.load(args.data, args.held_out)[1][0])
     return asked or [{"role": "user", "content": " ".join(text.split()[:8])}]
 
 
