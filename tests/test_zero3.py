@@ -91,7 +91,8 @@ class SGD(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
+        assert closure is None
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -65,7 +65,9 @@ for _rule, _hypers in HYPERS.items():
     CASES[f"{_rule}-reentrant"] = Case(_rule, _decay, "reentrant", plain_backward=True)
     CASES[f"{_rule}-nonreentrant"] = Case(_rule, _decay, "nonreentrant", bucket=1)
     CASES[f"{_rule}-zero-init"] = Case(_rule, _decay, zero_init=True, bucket=1)
-    CASES[f"{_rule}-zero-init-reentrant"] = Case(_rule, _hypers, "reentrant", zero_init=True)
+    CASES[f"{_rule}-zero-init-reentrant"] = Case(
+        _rule, _hypers, "reentrant", zero_init=True, bucket=1
+    )
 CASES["adalomo-bf16"] = Case("adalomo", HYPERS["adalomo"], dtype="bf16", tensors=False, odd=False)
 CASES["adalomo-groups"] = Case("adalomo", HYPERS["adalomo"])
 
