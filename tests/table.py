@@ -1,0 +1,131 @@
+"""The one table that the tests run over: rules, their settings, shapes, ranks and gradients."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext import rules
+
+Hypers = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the tests need to know about a rule."""
+
+    rule: type
+    rounds: int  # reductions that a bucket with a matrix takes
+    vector_rounds: int  # the same for a bucket of vectors and scalars
+    settings: dict[str, Hypers]
+
+
+RULES = {
+    "lomo": Row(
+        rules.LOMO,
+        rounds=0,
+        vector_rounds=0,
+        settings={"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.1}},
+    ),
+    "adalomo": Row(
+        rules.AdaLomo,
+        rounds=2,
+        vector_rounds=2,
+        settings={
+            "defaults": {},
+            "decay": {"lr": 0.02, "weight_decay": 0.1},
+            "eps": {"lr": 0.02, "eps": (0.1, 0.9)},
+            "clip": {"lr": 0.02, "clip_threshold": 0.3, "decay_rate": -0.5},
+            "no-clip": {"lr": 0.02, "clip_threshold": 50.0},
+        },
+    ),
+    "adafactor": Row(
+        rules.Adafactor,
+        rounds=2,
+        vector_rounds=2,
+        settings={
+            "defaults": {},
+            "decay": {"weight_decay": 0.1},
+            "momentum": {"beta1": 0.9, "weight_decay": 0.1},
+            "warmup": {"warmup_init": True, "weight_decay": 0.1},
+            "lr": {"lr": 0.02, "relative_step": False, "weight_decay": 0.1},
+            "lr-unscaled": {
+                "lr": 0.02,
+                "relative_step": False,
+                "scale_parameter": False,
+                "weight_decay": 0.1,
+            },
+            "unscaled": {"scale_parameter": False, "beta1": 0.5},
+            "eps-clip": {"eps": (0.1, 0.9), "clip_threshold": 0.3, "decay_rate": -0.5},
+        },
+    ),
+    "came": Row(
+        rules.CAME,
+        rounds=3,
+        vector_rounds=1,
+        settings={
+            "defaults": {},
+            "decay": {"lr": 2e-3, "weight_decay": 0.1},
+            "betas-eps": {"lr": 2e-3, "betas": (0.8, 0.99, 0.995), "eps": (0.1, 0.05)},
+            "clip": {"clip_threshold": 0.3},
+            "no-clip": {"clip_threshold": 50.0, "betas": (0.9, 0.9, 0.9)},
+        },
+    ),
+}
+
+CASES = [(name, setting) for name, row in RULES.items() for setting in row.settings]
+REDUCING = [name for name, row in RULES.items() if row.rounds]
+
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (),
+    (1,),
+    (5,),
+    (1000,),
+    (1, 1),
+    (1, 7),
+    (7, 1),
+    (3, 5),
+    (16, 16),
+    (13, 29),
+    (64, 33),
+    (5, 1, 3),
+    (4, 3, 5),
+    (2, 3, 4, 5),
+)
+VECTORS = tuple(shape for shape in SHAPES if len(shape) < 2)
+WORLDS = [1, 2, 3, 7, 16]
+MANY = 1024  # ranks: more than most parameters have elements
+
+
+def weights(shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Parameters whose RMS differ, from a fixed seed."""
+    generator = torch.Generator().manual_seed(1)
+    scales = [2.0 ** (i % 5 - 2) for i in range(len(shapes))]
+    return [
+        (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+
+
+def gradients(steps: int, shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    """Gradients of ``steps`` steps: full rank, scaled by row and column, about a common mean."""
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    means = [normal(shape) for shape in shapes]
+    scales = [
+        normal((*shape[:-1], 1)).exp() * normal((*shape[:-2], 1, shape[-1])).exp()
+        if len(shape) > 1
+        else normal(shape).exp()
+        for shape in shapes
+    ]
+    return [
+        [
+            ((mean + normal(mean.shape)) * scale).to(dtype)
+            for mean, scale in zip(means, scales, strict=True)
+        ]
+        for _ in range(steps)
+    ]
