@@ -6,7 +6,7 @@ Importing ds_ext makes its optimizers known to DeepSpeed by name.
 import logging
 
 from ds_ext.optimizer import CAME, LOMO, Adafactor, AdaLomo, RuleOptimizer
-from ds_ext.zero import register
+from ds_ext.register import register
 
 __all__ = ["LOMO", "AdaLomo", "Adafactor", "CAME", "RuleOptimizer"]
 

@@ -6,8 +6,6 @@ own memory; the rules of its parameters then run in lock-step, and the bucket is
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from ds_ext import ops
 from ds_ext.optimizer import RuleOptimizer, Update
 from ds_ext.shard import Shard
+from ds_ext.uses import Uses
 
 logger = logging.getLogger("ds_ext")
 
@@ -226,33 +225,3 @@ def _storage_users(x: Tensor) -> int:
 
 
 _SOLE_USER = _storage_users(torch.empty(1))
-
-
-class Uses:
-    """How many times the forward passes since the last backward called a parameter's module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.count: Counter[Tensor] = Counter()
-        self.training = False  # whether the model was last called with gradients
-        self.hooks = [module.register_forward_pre_hook(self._begin)]
-        for owner in module.modules():
-            params = [p for p in owner.parameters(recurse=False) if p.requires_grad]
-            if params:
-                self.hooks.append(owner.register_forward_pre_hook(self._counter(params)))
-
-    def _begin(self, *_: object) -> None:
-        if not _in_backward():
-            self.training = torch.is_grad_enabled()
-
-    def _counter(self, params: list[Tensor]) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            # Under reentrant checkpointing a forward pass that matters runs without gradients,
-            # and what runs within backward is a repetition.
-            if (self.training or torch.is_grad_enabled()) and not _in_backward():
-                self.count.update(params)
-
-        return hook
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -1,27 +1,16 @@
-"""The adapter to DeepSpeed: registration by name, and its protocol for a ZeRO optimizer.
+"""The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, on ZeRO-3's partitions."""
 
-``register()`` teaches DeepSpeedEngine three things: that our names are optimizers, how to build
-one from the JSON config, and that ours is wrapped in ``ZeroAdapter`` and not in DeepSpeed's own
-stage-3 optimizer, whose fp32 copies of weights and gradients are what we exist to avoid.
-"""
-
-import contextlib
-import functools
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
 from ds_ext import checkpoint, settings
 from ds_ext.gradients import FusedBackward, logger
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer
 from ds_ext.shard import Shard
 
 
@@ -61,6 +50,10 @@ class ZeroAdapter(ZeROOptimizer):
             bucket_size=settings.bucket_size(engine._config._param_dict),
             comm_dtype=engine.communication_data_type,
             average=engine.gradient_average,
+        )
+        log(
+            f"{type(optimizer).__name__}: buckets of {self.fused.bucket_size:,} gradient elements "
+            "(zero_optimization.reduce_bucket_size)"
         )
         self.overflow = False
         self._global_grad_norm: float | None = None
@@ -162,132 +155,7 @@ def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
     )
 
 
-def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
-    """The optimizer that the JSON config names, over groups that spare norms and biases."""
-    optimizer_type = OPTIMIZERS[engine.optimizer_name()]
-    given = dict(engine.optimizer_params() or {})
-    grouped = bool(params) and isinstance(params[0], dict)
-    if given.get("weight_decay") and not grouped:
-        checked = optimizer_type([torch.zeros(0)], **given).defaults
-        groups = settings.decay_groups(engine.module, params, checked["weight_decay"])
-        params = [group for group in groups if group["params"]]
-        _log(_decay_report(engine, params))
-    return optimizer_type(params, **given)
-
-
-def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:
-    def names(decayed: bool) -> str:
-        chosen = [g["params"] for g in groups if bool(g["weight_decay"]) == decayed]
-        return settings.summary(engine.param_names[p] for params in chosen for p in params)
-
-    decay = groups[0]["weight_decay"]
-    return f"weight decay {decay} on: {names(True)}; no weight decay on: {names(False)}"
-
-
-def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Raises ValueError for what this engine was asked to do and ds_ext cannot."""
-    settings.refuse(engine._config._param_dict | _effective(engine))
-    if isinstance(engine.module, PipelineModule):
-        raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
-    if engine.has_moe_layers:
-        raise ValueError("ds_ext does not support deepspeed.moe layers yet.")
-    scheduled = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
-    if scheduled and any(group["lr"] is None for group in optimizer.param_groups):
-        raise ValueError(
-            "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
-            'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
-            "always has a scheduler), or remove the scheduler."
-        )
-
-
-def _effective(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Settings that DeepSpeed derives or that have more than one spelling."""
-    config = engine._config._param_dict
-    zero = config.get("zero_optimization", {})
-    return {
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "sequence_parallel_size": engine.sequence_parallel_size,
-        "zero_optimization": zero | {"stage": int(engine.zero_optimization_stage())},
-    }
-
-
-def _log(message: str) -> None:
+def log(message: str) -> None:
+    """Tells the user, once and not on every rank."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.info(message)
-
-
-def register() -> None:
-    """Makes DeepSpeedEngine build and drive our optimizers; calling it again changes nothing."""
-    if getattr(DeepSpeedEngine, "_ds_ext", False):
-        return
-    DeepSpeedEngine._ds_ext = True
-    DEEPSPEED_OPTIMIZERS.extend(name for name in OPTIMIZERS if name not in DEEPSPEED_OPTIMIZERS)
-    _accept_scalars()
-    build, check, wrap = (
-        DeepSpeedEngine._configure_basic_optimizer,
-        DeepSpeedEngine._do_optimizer_sanity_check,
-        DeepSpeedEngine._configure_zero_optimizer,
-    )
-
-    @functools.wraps(build)
-    def _configure_basic_optimizer(self: DeepSpeedEngine, model_parameters: list[Any]) -> Any:
-        ours = self.optimizer_name() in OPTIMIZERS
-        return (_build if ours else build)(self, model_parameters)
-
-    @functools.wraps(check)
-    def _do_optimizer_sanity_check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
-        if not isinstance(basic_optimizer, RuleOptimizer):
-            return check(self, basic_optimizer)
-        _refuse(self, basic_optimizer)
-        return ZERO_OPTIMIZATION
-
-    @functools.wraps(wrap)
-    def _configure_zero_optimizer(self: DeepSpeedEngine, optimizer: Any) -> Any:
-        ours = isinstance(optimizer, RuleOptimizer)
-        return ZeroAdapter(self, optimizer) if ours else wrap(self, optimizer)
-
-    DeepSpeedEngine._configure_basic_optimizer = _configure_basic_optimizer
-    DeepSpeedEngine._do_optimizer_sanity_check = _do_optimizer_sanity_check
-    DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
-
-
-def _accept_scalars() -> None:
-    """Lets DeepSpeed 0.19 take 0-d parameters: it broadcasts bytes, as which they have no view."""
-    broadcast, convert, leave = (
-        DeepSpeedEngine._broadcast_model,
-        Init._zero_init_param,
-        GatheredParameters._exit,
-    )
-
-    @functools.wraps(broadcast)
-    def _broadcast_model(self: DeepSpeedEngine) -> None:
-        with _as_vectors(self.module.parameters()):
-            broadcast(self)
-
-    @functools.wraps(convert)
-    def _zero_init_param(self: Init, param: Tensor) -> None:
-        shape = param.shape
-        with _as_vectors([param]):
-            convert(self, param)
-        param.ds_shape = shape  # in which it is gathered
-
-    @functools.wraps(leave)
-    def _exit(self: GatheredParameters, *error: Any) -> None:
-        with _as_vectors(self.params if self.enabled else []):
-            leave(self, *error)
-
-    DeepSpeedEngine._broadcast_model = _broadcast_model
-    Init._zero_init_param = _zero_init_param
-    GatheredParameters._exit = _exit
-
-
-@contextlib.contextmanager
-def _as_vectors(params: Iterable[Tensor]) -> Iterator[None]:
-    """Gives 0-d parameters one dimension within the context."""
-    scalars = [p for p in params if p.dim() == 0]
-    for param in scalars:
-        param.data = param.data.view(1)
-    yield
-    for param in scalars:
-        if param.numel():  # not partitioned meanwhile
-            param.data = param.data.view(())
