@@ -51,7 +51,7 @@ def options() -> argparse.Namespace:
     add("--optimizer", default="adalomo", help="NAME of configs/NAME_zero3.json, or a JSON file")
     add("--stage", type=int, choices=range(4), help="ZeRO stage (default: the configuration's)")
     add("--ranks", type=int, default=1 if GPU else 2, help="processes (default: 1 GPU, or 2 CPUs)")
-    add("--steps", type=int, default=60)
+    add("--steps", type=int, default=50)
     add("--batch", type=int, default=4, help="sequences a step, over all ranks (default: 4)")
     add("--max-length", type=int, default=128, help="tokens of a sequence (default: 128)")
     add("--lr", type=float, help="peak learning rate (default: one that suits the optimizer)")
@@ -113,7 +113,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         use_cpu=not GPU,
         eval_on_start=True,
         eval_strategy="steps",
-        eval_steps=max(1, args.steps // 3),
+        eval_steps=max(1, args.steps // 2),
         prediction_loss_only=True,
         logging_steps=1,
         include_num_input_tokens_seen="non_padding",
