@@ -1,0 +1,200 @@
+"""Settings of a DeepSpeed config: each that cannot be honoured is refused by name; decay groups."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ext import settings
+
+# (setting, values that are refused, values that are honoured, what the message must advise)
+SETTINGS = [
+    ("gradient_clipping", [1.0, 0.5, "auto"], [0, 0.0], "max_grad_norm=0.0"),
+    ("gradient_accumulation_steps", [2, 16, "auto"], [1], "set it to 1"),
+    ("managed_gradient_accumulation", [False], [True], "set it to 1"),
+    ("zero_optimization.stage", [0, 1, 2, "auto"], [3], "set it to 3"),
+    ("zero_optimization.reduce_scatter", [False], [True], "remove it"),
+    ("zero_optimization.offload_param.device", ["cpu", "nvme"], ["none", None], "remove it"),
+    ("zero_optimization.offload_optimizer.device", ["cpu", "nvme"], ["none", None], "remove it"),
+    ("zero_optimization.offload_optimizer.super_offload", [True], [False], "remove it"),
+    ("zero_optimization.cpu_offload", [True], [False], "remove it"),
+    ("zero_optimization.cpu_offload_param", [True], [False], "remove it"),
+    ("zero_optimization.zero_hpz_partition_size", [2], [1], "remove it"),
+    ("zero_optimization.zero_quantized_weights", [True], [False], "remove it"),
+    ("zero_optimization.zero_quantized_nontrainable_weights", [True], [False], "remove it"),
+    ("zero_optimization.zero_quantized_gradients", [True], [False], "remove it"),
+    ("zero_optimization.zenflow", [{"topk_ratio": 0.1}], [None], "remove it"),
+    ("fp16.enabled", [True, "auto"], [False], '"bf16": {"enabled": true}'),
+    ("fp16.fp16_master_weights_and_grads", [True], [False], "no fp32 copy"),
+    ("bf16.bf16_master_weights_and_grads", [True], [False], "no fp32 copy"),
+    ("bf16.bf16_optimizer_states", [True], [False], "no fp32 copy"),
+    ("torch_autocast.enabled", [True], [False], '"bf16": {"enabled": true}'),
+    ("data_types.grad_accum_dtype", ["fp32", "bf16"], [None], "no gradient is accumulated"),
+    ("prescale_gradients", [True], [False], "remove it"),
+    ("gradient_predivide_factor", [2.0], [1.0, 1], "remove it"),
+    ("tensor_parallel.autotp_size", [2], [0, 1], "remove it"),
+    ("expert_parallel.enabled", [True], [False], "remove it"),
+    ("sequence_parallel_size", [2], [1], "remove it"),
+    ("compile.deepcompile", [True], [False], "remove it"),
+]
+REFUSED = [(key, value, advice) for key, bad, _, advice in SETTINGS for value in bad]
+HONOURED = [(key, value) for key, _, good, _ in SETTINGS for value in good]
+
+
+def config(key, value):
+    """A config that holds nothing but one setting."""
+    made = value
+    for part in reversed(key.split(".")):
+        made = {part: made}
+    return made
+
+
+def test_the_table_holds_every_setting():
+    assert [key for key, *_ in settings._HONOURED if key not in {k for k, *_ in SETTINGS}] == []
+    assert len(settings._HONOURED) == len(SETTINGS)
+
+
+@pytest.mark.parametrize("key, value, advice", REFUSED)
+def test_a_setting_that_cannot_be_honoured_is_refused_by_name(key, value, advice):
+    with pytest.raises(ValueError) as caught:
+        settings.refuse(config(key, value))
+    message = str(caught.value)
+    assert f" {key} = {value!r} " in message and advice in message
+
+
+@pytest.mark.parametrize("key, value", HONOURED)
+def test_a_setting_that_is_honoured_passes(key, value):
+    settings.refuse(config(key, value))
+
+
+def test_a_usual_config_passes():
+    settings.refuse(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": True},
+            "fp16": {"enabled": False, "loss_scale": 0},
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "offload_param": {"device": "none"},
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+        }
+    )
+    settings.refuse({})
+
+
+def test_the_default_of_hf_trainer_is_told_what_to_set():
+    with pytest.raises(ValueError) as caught:
+        settings.refuse({"gradient_clipping": 1.0})
+    message = str(caught.value)
+    parts = ["gradient_clipping = 1.0", "max_grad_norm=0.0", "TrainingArguments", "default is 1.0"]
+    assert all(part in message for part in [*parts, '"gradient_clipping": 0', "clip_threshold"])
+
+
+def test_a_section_that_is_no_section_is_not_searched():
+    settings.refuse({"fp16": None, "zero_optimization": True, "compile": []})
+
+
+def test_bucket_size():
+    assert settings.bucket_size({}) == settings.bucket_size({"zero_optimization": {}}) == 2**24
+    assert settings.BUCKET_SIZE * 2 < 5e8 * 2 / 20  # bytes of bf16, against DeepSpeed's default
+    given = settings.bucket_size(config("zero_optimization.reduce_bucket_size", 5e8))
+    assert given == 500_000_000 and isinstance(given, int)
+    assert settings.bucket_size(config("zero_optimization.reduce_bucket_size", 1)) == 1
+
+
+def test_a_bucket_of_nothing_is_not_silently_the_default():
+    """DeepSpeed takes 0: each parameter by itself. To refuse it would do as well."""
+    try:
+        size = settings.bucket_size(config("zero_optimization.reduce_bucket_size", 0))
+    except ValueError as error:
+        assert "reduce_bucket_size" in str(error)
+    else:
+        assert size == 0
+
+
+class RMSNorm(nn.Module):
+    """A norm of HF's kind, with a weight of two dimensions to tell type from shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "proj": nn.Linear(3, 3),
+                    "ln": nn.LayerNorm(3),
+                    "conv": nn.Conv1d(3, 3, 2),
+                    "rms": RMSNorm(),
+                }
+            )
+            for _ in range(12)
+        )
+        self.attention = nn.MultiheadAttention(3, 1)
+        self.experts = nn.Parameter(torch.zeros(2, 3, 3))
+        self.table_bias = nn.Parameter(torch.zeros(4, 4))
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+DECAYED = {
+    "embed.weight",
+    "layers.*.proj.weight",
+    "layers.*.conv.weight",
+    "attention.in_proj_weight",
+    "attention.out_proj.weight",
+    "experts",
+}
+
+
+def test_decay_groups_spare_norms_biases_and_vectors():
+    model = Model()
+    params = list(model.parameters())
+    decayed, spared = settings.decay_groups(model, params, 0.1)
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    names = {p: name for name, p in model.named_parameters()}
+    got = settings.summary(names[p] for p in decayed["params"])
+    assert {entry.split(" ")[0] for entry in got.split(", ")} == DECAYED
+    assert len(decayed["params"]) == 4 + 2 * 12  # the tied weight once
+    # together all of them, once each, in the order given
+    ids = {id(p): i for i, p in enumerate(params)}
+    orders = [[ids[id(p)] for p in group["params"]] for group in (decayed, spared)]
+    assert sorted(orders[0] + orders[1]) == list(range(len(params)))
+    assert all(order == sorted(order) for order in orders)
+
+
+def test_decay_groups_follow_the_shape_before_partitioning():
+    """Under zero.Init every parameter is flat and empty, and its shape is in ds_shape."""
+    linear = nn.Linear(3, 2)
+    shapes = {name: p.shape for name, p in linear.named_parameters()}
+    for name, p in linear.named_parameters():
+        p.data = torch.empty(0)
+        p.ds_shape = shapes[name]
+    decayed, spared = settings.decay_groups(linear, list(linear.parameters()), 0.1)
+    assert [p is linear.weight for p in decayed["params"]] == [True]
+    assert [p is linear.bias for p in spared["params"]] == [True]
+
+
+def test_decay_groups_keep_to_the_parameters_given():
+    model, stranger = nn.Linear(3, 2), nn.Parameter(torch.zeros(2, 2))
+    decayed, spared = settings.decay_groups(model, [stranger, model.weight], 0.1)
+    assert [p is model.weight for p in decayed["params"]] == [True]
+    assert [p is stranger for p in spared["params"]] == [True]  # of unknown kind
+
+
+def test_summary_leaves_layer_numbers_out():
+    names = [f"model.layers.{i}.mlp.{j}.weight" for i in range(12) for j in range(2)]
+    expected = "model.layers.*.mlp.*.weight (24), head.weight, norm2.bias"
+    assert settings.summary([*names, "head.weight", "norm2.bias"]) == expected
+    assert settings.summary([]) == "none"
+    assert settings.summary(iter(["a.0.b", "a.1.b"])) == "a.*.b (2)"
