@@ -6,32 +6,17 @@ own memory; the rules of its parameters then run in lock-step, and the bucket is
 """
 
 import logging
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ext import ops
+from ds_ext.layout import Replicated
 from ds_ext.optimizer import RuleOptimizer, Update
-from ds_ext.shard import Shard
 from ds_ext.uses import Uses
 
 logger = logging.getLogger("ds_ext")
-
-
-class Layout(Protocol):
-    """Where the run of a parameter lies that this rank owns."""
-
-    group: dist.ProcessGroup | None  # the ranks that share the parameters
-
-    def shard(self, param: Tensor) -> Shard: ...
-
-    def run(self, param: Tensor) -> Tensor:
-        """This rank's run of the weight, [len(shard)], to be updated in place."""
-        ...
-
-    def name(self, param: Tensor) -> str: ...
 
 
 class Run(NamedTuple):
@@ -54,7 +39,7 @@ class FusedBackward:
         self,
         module: nn.Module,
         optimizer: RuleOptimizer,
-        layout: Layout,
+        layout: Replicated,
         bucket_size: int,
         comm_dtype: torch.dtype | None = None,
         average: bool = True,
@@ -64,8 +49,6 @@ class FusedBackward:
         self.bucket_size = bucket_size
         self.comm_dtype = comm_dtype
         self.average = average
-        self.world = dist.get_world_size(layout.group) if dist.is_initialized() else 1
-        self.rank = dist.get_rank(layout.group) if dist.is_initialized() else 0
         self.uses = Uses(module)
         self.bucket: dict[Tensor, Tensor] = {}  # gradients, flat and padded to equal parts
         self.held: dict[Tensor, Run] = {}  # of parameters used more than once
@@ -74,7 +57,7 @@ class FusedBackward:
         self.square_norm: Tensor | None = None  # of this rank's runs
         chosen = {p for group in optimizer.param_groups for p in group["params"]}
         outside = [p for p in module.parameters() if p.requires_grad and p not in chosen]
-        if outside and self.rank == 0:
+        if outside and layout.rank == 0:
             names = ", ".join(map(layout.name, outside))
             logger.warning("trainable but not given to the optimizer, not updated: %s", names)
         self.hooks = [
@@ -107,6 +90,9 @@ class FusedBackward:
         if self.elements + grad.numel() > self.bucket_size:
             self.flush()
         self.bucket[param] = self._own(grad)
+        del grad
+        if self.elements >= self.bucket_size:
+            self.flush()
 
     @property
     def elements(self) -> int:
@@ -116,17 +102,18 @@ class FusedBackward:
     def _own(self, grad: Tensor) -> Tensor:
         """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
         flat = grad.reshape(-1).to(self.comm_dtype or grad.dtype)
-        missing = -flat.numel() % self.world
+        missing = -flat.numel() % self.layout.parts
         if missing:
             return nn.functional.pad(flat, (0, missing))
         # Autograd may hand out a view of a gradient that other nodes still wait to read.
-        return flat.clone() if self.world > 1 and _storage_users(flat) > _SOLE_USER else flat
+        is_shared = _storage_users(flat) > _SOLE_USER
+        return flat.clone() if self.layout.world > 1 and is_shared else flat
 
     @torch.no_grad()
     def flush(self) -> None:
         """Reduces the bucket and steps its parameters, or holds the runs of those used again."""
         bucket, self.bucket = self.bucket, {}
-        runs = dict(zip(bucket, self._reduce_scatter(list(bucket.values())), strict=True))
+        runs = dict(zip(bucket, self._reduce(list(bucket.values())), strict=True))
         for param in [p for p in runs if self.uses.count[p] > 1]:
             self._hold(param, runs.pop(param))
         self._step(runs)
@@ -147,7 +134,7 @@ class FusedBackward:
         else:
             self.held[param] = Run(g, run.bad)
 
-    def _reduce_scatter(self, flats: list[Tensor]) -> list[Run]:
+    def _reduce(self, flats: list[Tensor]) -> list[Run]:
         """This rank's runs of the reduced gradients, inside the memory of ``flats``.
 
         Every rank also tells every other whether its own gradient has a value that is not finite
@@ -156,20 +143,16 @@ class FusedBackward:
         if not flats:
             return []
         bad = torch.stack([self._is_bad(flat) for flat in flats])
-        if self.world == 1:
-            return list(map(Run, flats, bad.unbind()))
-        votes = bad.to(torch.float32).repeat(self.world, 1)
-        runs = [flat.view(self.world, -1)[self.rank] for flat in (*flats, votes)]
-        for run, flat in zip(runs, (*flats, votes.view(-1)), strict=True):
-            dist.reduce_scatter_tensor(run, flat, group=self.layout.group)
-        if self.average:
-            for run in runs[:-1]:
-                run.div_(self.world)
-        return list(map(Run, runs[:-1], (runs[-1] > 0).unbind()))
+        votes = bad.to(torch.float32).repeat(self.layout.parts)
+        *runs, votes = self.layout.reduce((*flats, votes))
+        if self.average and self.layout.world > 1:
+            for run in runs:
+                run.div_(self.layout.world)
+        return list(map(Run, runs, (votes > 0).unbind()))
 
     def _is_bad(self, flat: Tensor) -> Tensor:
         low, high = torch.aminmax(flat)
-        bound = torch.finfo(flat.dtype).max / self.world
+        bound = torch.finfo(flat.dtype).max / self.layout.world
         return ~((high <= bound) & (low >= -bound))
 
     def _step(self, runs: dict[Tensor, Run]) -> None:
@@ -182,9 +165,9 @@ class FusedBackward:
             self.square_norm = square if self.square_norm is None else self.square_norm + square
         self.stepped.update(runs)
         bad = torch.stack([run.bad for run in runs.values()]).tolist()
-        self.optimizer.update(
-            [u for u, b in zip(updates, bad, strict=True) if not b], self._all_reduce
-        )
+        good = [u for u, b in zip(updates, bad, strict=True) if not b]
+        self.optimizer.update(good, self.layout.all_reduce)
+        self.layout.publish(u.param for u in good)
         for u, b in zip(updates, bad, strict=True):
             if b:
                 self._report_skipped(u.param)
@@ -195,13 +178,9 @@ class FusedBackward:
 
     def _report_skipped(self, param: Tensor) -> None:
         self.skipped += 1
-        if self.rank == 0:
+        if self.layout.rank == 0:
             name = self.layout.name(param)
             logger.warning("%s: the gradient is not finite; not updated in this step", name)
-
-    def _all_reduce(self, total: Tensor) -> None:
-        if self.world > 1:
-            dist.all_reduce(total, group=self.layout.group)
 
     @torch.no_grad()
     def take_norm(self) -> float | None:
@@ -211,7 +190,7 @@ class FusedBackward:
         self.stepped.clear()
         if square is None:
             return None
-        self._all_reduce(square)
+        self.layout.all_reduce(square)
         return float(square.sqrt())
 
 

@@ -48,7 +48,6 @@ _HONOURED = [
     ("gradient_clipping", _off, _CLIP),
     ("gradient_accumulation_steps", _one, _ACCUMULATE),
     ("managed_gradient_accumulation", lambda v: v is True, _ACCUMULATE),
-    ("zero_optimization.stage", lambda v: v == 3, "set it to 3."),
     ("zero_optimization.reduce_scatter", lambda v: v is True, _REMOVE),
     ("zero_optimization.offload_param.device", _no_device, _REMOVE),
     (

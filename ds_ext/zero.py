@@ -1,5 +1,6 @@
-"""The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, on ZeRO-3's partitions."""
+"""The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, at every stage."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,18 +11,17 @@ from torch import Tensor
 
 from ds_ext import checkpoint, settings
 from ds_ext.gradients import FusedBackward, logger
+from ds_ext.layout import Replicated, Sharded
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.shard import Shard
 
 
-class Partitions:
-    """ZeRO-3's layout: this rank's run of a parameter is its ``ds_tensor``, less the padding."""
+class Partitions(Sharded):
+    """ZeRO-3's layout: a rank holds its run alone, ``ds_tensor`` less the padding."""
 
-    def __init__(self, group: torch.distributed.ProcessGroup, names: dict[Tensor, str]) -> None:
-        self.group = group
-        self.names = names
-        self.rank = torch.distributed.get_rank(group)
-        self.world = torch.distributed.get_world_size(group)
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.offload = _partition(engine)
+        super().__init__(engine.seq_data_parallel_group, engine.param_names)
 
     def shard(self, param: Tensor) -> Shard:
         return Shard.of_rank(tuple(param.ds_shape), self.rank, self.world)
@@ -29,20 +29,46 @@ class Partitions:
     def run(self, param: Tensor) -> Tensor:
         return param.ds_tensor[: len(self.shard(param))]
 
-    def name(self, param: Tensor) -> str:
-        return self.names.get(param, "a parameter outside the model")
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Nobody else holds the weight, but for what ``end_step`` gathers."""
+
+    def end_backward(self) -> None:
+        # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
+        self.offload.release_backward_leftovers()
+
+    def end_step(self) -> None:
+        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions."""
+        self.offload.partition_all_parameters()
+        persistent = self.offload.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+
+def layout_of(engine: DeepSpeedEngine) -> Replicated:
+    """The layout of the engine's ZeRO stage."""
+    stage = engine.zero_optimization_stage()
+    if stage == 3:
+        return Partitions(engine)
+    kind = Replicated if stage == 0 else Sharded
+    return kind(engine.seq_data_parallel_group, engine.param_names)
 
 
 class ZeroAdapter(ZeROOptimizer):
-    """What DeepSpeedEngine talks to: it drives a RuleOptimizer on ZeRO-3's partitions."""
+    """What DeepSpeedEngine talks to: it drives a RuleOptimizer from hooks, at any ZeRO stage."""
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         super().__init__()
         self.optimizer = optimizer
         self.module = engine.module
         self.dp_process_group = engine.seq_data_parallel_group
-        self.parameter_offload = _partition(engine)
-        self.layout = Partitions(self.dp_process_group, engine.param_names)
+        self.layout = layout_of(engine)
+        engine.enable_backward_allreduce = False  # the hooks reduce gradients
+        if engine._config._param_dict.get("gradient_clipping") is None:
+            log(
+                "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers "
+                'would clip at its default, 1.0). Write "gradient_clipping": 0 to say so.'
+            )
+        engine._config.gradient_clipping = 0.0  # or the engine clips gradients that are gone
         self.fused = FusedBackward(
             engine.module,
             optimizer,
@@ -64,15 +90,12 @@ class ZeroAdapter(ZeROOptimizer):
 
     param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
-    fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])
-
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Backward has ended, with engine.backward(loss) and with loss.backward()."""
-        self.fused.finish()
+    bit16_groups = fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])
 
     def backward_epilogue(self, **_: Any) -> None:
-        # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
-        self.parameter_offload.release_backward_leftovers()
+        """Backward has ended, with engine.backward(loss) and with loss.backward()."""
+        self.fused.finish()
+        self.layout.end_backward()
 
     def step(self, closure: None = None) -> None:
         """Finalises a step whose updates were made in backward; a second call changes nothing."""
@@ -81,14 +104,7 @@ class ZeroAdapter(ZeROOptimizer):
         norm = self.fused.take_norm()
         if norm is not None:
             self._global_grad_norm = norm
-            self._gather_again()
-
-    def _gather_again(self) -> None:
-        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions."""
-        self.parameter_offload.partition_all_parameters()
-        persistent = self.parameter_offload.persistent_parameters
-        if persistent:
-            persistent[0].all_gather(persistent)
+            self.layout.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -97,11 +113,11 @@ class ZeroAdapter(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         layout = self.layout
-        return checkpoint.save(self.optimizer, layout.names, self._runs(), layout.world)
+        return checkpoint.save(self.optimizer, layout.names, self._runs(), layout.parts)
 
     def load_state_dict(
         self,
-        state_dict_list: list[Any],
+        state_dict_list: list[Any] | dict[str, Any],
         load_optimizer_states: bool = True,
         checkpoint_folder: str | None = None,
         **_: Any,
@@ -112,28 +128,33 @@ class ZeroAdapter(ZeROOptimizer):
                 "ds_ext cannot load a universal checkpoint yet: remove checkpoint.load_universal."
             )
         layout = self.layout
-        saved = state_dict_list[layout.rank]
+        # Without ZeRO DeepSpeed hands over what it saved once for all ranks.
+        is_list = isinstance(state_dict_list, list)
+        saved = state_dict_list[layout.rank] if is_list else state_dict_list
         runs = self._runs()
         checkpoint.load(
-            saved, self.optimizer, layout.names, runs, layout.world, load_optimizer_states
+            saved, self.optimizer, layout.names, runs, layout.parts, load_optimizer_states
         )
-        self._gather_again()
+        self.layout.end_step()
 
     def _runs(self) -> dict[str, Tensor]:
         layout = self.layout
         return {name: layout.run(p) for p, name in layout.names.items()}
 
     def checkpoint_event_prologue(self) -> None:
-        self.parameter_offload.partition_all_parameters()
+        self.empty_partition_cache()
 
-    checkpoint_event_epilogue = _gather_again
+    def checkpoint_event_epilogue(self) -> None:
+        self.layout.end_step()
 
     def empty_partition_cache(self) -> None:
-        self.parameter_offload.empty_partition_cache()
+        if isinstance(self.layout, Partitions):
+            self.layout.offload.empty_partition_cache()
 
     def destroy(self) -> None:
         self.fused.remove()
-        self.parameter_offload.destroy()
+        if isinstance(self.layout, Partitions):
+            self.layout.offload.destroy()
 
 
 def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:

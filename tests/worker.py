@@ -29,6 +29,7 @@ class Case:
 
     rule: str
     hypers: dict[str, Any]
+    stage: int = 3
     checkpointing: str | None = None
     zero_init: bool = False
     tensors: bool = True
@@ -62,13 +63,28 @@ for _rule, _hypers in HYPERS.items():
         _rule, _decay, tensors=False, odd=False, plain_backward=True
     )
     CASES[f"{_rule}-decay-json"] = Case(_rule, _decay, client=False, bucket=10**6)
-    CASES[f"{_rule}-reentrant"] = Case(_rule, _decay, "reentrant", plain_backward=True)
-    CASES[f"{_rule}-nonreentrant"] = Case(_rule, _decay, "nonreentrant", bucket=1)
+    CASES[f"{_rule}-reentrant"] = Case(
+        _rule, _decay, checkpointing="reentrant", plain_backward=True
+    )
+    CASES[f"{_rule}-nonreentrant"] = Case(_rule, _decay, checkpointing="nonreentrant", bucket=1)
     CASES[f"{_rule}-zero-init"] = Case(_rule, _decay, zero_init=True, bucket=1)
     CASES[f"{_rule}-zero-init-reentrant"] = Case(
-        _rule, _hypers, "reentrant", zero_init=True, bucket=1
+        _rule, _hypers, checkpointing="reentrant", zero_init=True, bucket=1
     )
-CASES["adalomo-bf16"] = Case("adalomo", HYPERS["adalomo"], dtype="bf16", tensors=False, odd=False)
+    for _stage in (0, 1, 2):
+        CASES[f"{_rule}-stage{_stage}"] = Case(_rule, _decay, stage=_stage, client=_stage != 1)
+        CASES[f"{_rule}-stage{_stage}-reentrant"] = Case(
+            _rule,
+            _decay,
+            stage=_stage,
+            checkpointing="reentrant",
+            bucket=1,
+            plain_backward=True,
+        )
+for _stage in range(4):
+    CASES[f"adalomo-bf16-stage{_stage}"] = Case(
+        "adalomo", HYPERS["adalomo"], stage=_stage, dtype="bf16", tensors=False, odd=False
+    )
 CASES["adalomo-groups"] = Case("adalomo", HYPERS["adalomo"])
 
 
@@ -76,7 +92,7 @@ def config(case: Case) -> dict[str, Any]:
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,
         "zero_optimization": {
-            "stage": 3,
+            "stage": case.stage,
             "reduce_bucket_size": case.bucket,
             "stage3_param_persistence_threshold": case.persist,
         },
@@ -114,6 +130,7 @@ def groups(case: Case, name: str, model: models.Zoo) -> list[dict[str, Any]]:
 
 
 def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights by name, whatever the stage."""
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
@@ -247,8 +264,6 @@ def refusals() -> dict[str, list[str]]:
         "clipping": good | {"gradient_clipping": 1.0},
         "accumulation": good | {"gradient_accumulation_steps": 2},
         "derived accumulation": good | {"train_batch_size": 6 * dist.get_world_size()},
-        "stage": good | {"zero_optimization": {"stage": 2}},
-        "no zero": {k: v for k, v in good.items() if k != "zero_optimization"},
         "scheduler": base
         | {
             "optimizer": {"type": "Adafactor", "params": {}},

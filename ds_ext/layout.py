@@ -1,0 +1,107 @@
+"""Where the run of a parameter lies that a rank owns, how its gradient arrives, what is published.
+
+| layout       | weight kept | run   | gradient       | after the update   | sums over |
+|--------------|-------------|-------|----------------|--------------------|-----------|
+| `Replicated` | all         | all   | all-reduce     | nothing            | one rank  |
+| `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | d ranks   |
+
+ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in zero.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ext.shard import Shard
+
+Group: TypeAlias = "dist.ProcessGroup | None"  # None: all ranks
+
+
+class Replicated:
+    """Every rank holds and updates all of a parameter: ZeRO stage 0, DDP, a single process."""
+
+    parts = 1  # equal parts that a gradient is cut into
+
+    def __init__(self, group: Group, names: Mapping[Tensor, str]) -> None:
+        self.group = group
+        self.names = names
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
+        for param in names:
+            if not param.is_contiguous():
+                param.data = param.data.contiguous()  # a run is a view
+
+    def name(self, param: Tensor) -> str:
+        return self.names.get(param, "a parameter outside the model")
+
+    def shard(self, param: Tensor) -> Shard:
+        return Shard.whole(tuple(param.shape))
+
+    def run(self, param: Tensor) -> Tensor:
+        """This rank's run of the weight, [len(shard)], to be updated in place."""
+        return param.data.view(-1)
+
+    def reduce(self, flats: Iterable[Tensor]) -> list[Tensor]:
+        """Sums flat gradients over the ranks, in place -> this rank's runs of them."""
+        return [self._reduce(flat) for flat in flats]
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(flat, group=self.group)
+        return flat
+
+    def all_reduce(self, sums: Tensor) -> None:
+        """Adds up partial sums over the ranks that share a parameter, in place."""
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Brings updated runs to the ranks that hold the whole parameter."""
+
+    def end_backward(self) -> None:
+        """Called when a backward pass has ended."""
+
+    def end_step(self) -> None:
+        """Called when a step has ended that changed weights."""
+
+
+class Sharded(Replicated):
+    """Every rank holds all of a parameter and updates 1/d of it: ZeRO stages 1 and 2."""
+
+    def __init__(self, group: Group, names: Mapping[Tensor, str]) -> None:
+        super().__init__(group, names)
+        self.parts = self.world
+
+    def shard(self, param: Tensor) -> Shard:
+        return Shard.of_rank(tuple(param.shape), self.rank, self.world)
+
+    def run(self, param: Tensor) -> Tensor:
+        shard = self.shard(param)
+        return param.data.view(-1)[shard.start : shard.stop]
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        run = flat.view(self.world, -1)[self.rank]
+        if self.world > 1:
+            dist.reduce_scatter_tensor(run, flat, group=self.group)
+        return run
+
+    def all_reduce(self, sums: Tensor) -> None:
+        if self.world > 1:
+            dist.all_reduce(sums, group=self.group)
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        if self.world == 1:
+            return
+        for param in params:
+            flat = param.data.view(-1)
+            size = -(-flat.numel() // self.world)
+            whole = flat
+            if size * self.world > flat.numel():
+                whole = torch.empty(size * self.world, dtype=flat.dtype, device=flat.device)
+            part = whole.view(self.world, size)[self.rank]
+            run = self.run(param)
+            part[: len(run)].copy_(run)
+            dist.all_gather_into_tensor(whole, part, group=self.group)
+            if whole is not flat:
+                flat.copy_(whole[: flat.numel()])
