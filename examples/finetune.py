@@ -40,7 +40,7 @@ GPU = torch.cuda.is_available()
 
 # For the demo's model and data. They differ because the rules do: LOMO is plain gradient descent,
 # the steps of AdaLomo and Adafactor are relative to the size of the weights.
-LEARNING_RATES = {"lomo": 1e-2, "adalomo": 5e-4, "adafactor": 5e-4, "came": 1e-4}
+LEARNING_RATES = {"lomo": 1e-2, "adalomo": 5e-4, "adafactor": 5e-4, "came": 2e-5}
 
 
 def options() -> argparse.Namespace:
@@ -51,7 +51,7 @@ def options() -> argparse.Namespace:
     add("--optimizer", default="adalomo", help="NAME of configs/NAME_zero3.json, or a JSON file")
     add("--stage", type=int, choices=range(4), help="ZeRO stage (default: the configuration's)")
     add("--ranks", type=int, default=1 if GPU else 2, help="processes (default: 1 GPU, or 2 CPUs)")
-    add("--steps", type=int, default=50)
+    add("--steps", type=int, default=40)
     add("--batch", type=int, default=4, help="sequences a step, over all ranks (default: 4)")
     add("--max-length", type=int, default=128, help="tokens of a sequence (default: 128)")
     add("--lr", type=float, help="peak learning rate (default: one that suits the optimizer)")

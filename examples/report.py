@@ -187,7 +187,7 @@ def draw_memory(r: dict, path: Path) -> Path:
         axes.text(total, row, f" {total:.2f} GB", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlabel(f"peak {MEMORY} of a rank, GB")
+    axes.set_xlabel(f"peak {MEMORY} of a rank, GB (AdamW: the grey part is as measured above)")
     figure.legend(ncols=4, loc="outside lower center", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
     return path

@@ -25,7 +25,7 @@ CONFIG = {
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "optimizer": {"type": "AdaLomo", "params": {"lr": 5e-4}},
 }
-STEPS = 50
+STEPS = 40
 OUT = "runs/train_loop"
 
 
