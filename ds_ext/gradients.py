@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_ext import ops
-from ds_ext.layout import Replicated
+from ds_ext import ops, settings
+from ds_ext.layout import Group, Replicated
 from ds_ext.optimizer import RuleOptimizer, Update
 from ds_ext.uses import Uses
 
@@ -52,9 +52,10 @@ class FusedBackward:
         self.uses = Uses(module)
         self.bucket: dict[Tensor, Tensor] = {}  # gradients, flat and padded to equal parts
         self.held: dict[Tensor, Run] = {}  # of parameters used more than once
-        self.stepped: set[Tensor] = set()  # since the last take_norm()
+        self.stepped: set[Tensor] = set()  # since the last end_step()
         self.skipped = 0  # updates left out because a gradient was not finite
         self.square_norm: Tensor | None = None  # of this rank's runs
+        self.norm: float | None = None  # of all gradients of the last step
         chosen = {p for group in optimizer.param_groups for p in group["params"]}
         outside = [p for p in module.parameters() if p.requires_grad and p not in chosen]
         if outside and layout.rank == 0:
@@ -183,7 +184,7 @@ class FusedBackward:
             logger.warning("%s: the gradient is not finite; not updated in this step", name)
 
     @torch.no_grad()
-    def take_norm(self) -> float | None:
+    def end_step(self) -> float | None:
         """Ends a step: the 2-norm of its gradients over all ranks, None if there were none."""
         self.finish()
         square, self.square_norm = self.square_norm, None
@@ -191,7 +192,34 @@ class FusedBackward:
         if square is None:
             return None
         self.layout.all_reduce(square)
-        return float(square.sqrt())
+        self.norm = float(square.sqrt())
+        return self.norm
+
+
+def fuse_into_backward(
+    model: nn.Module,
+    optimizer: RuleOptimizer,
+    group: Group = None,
+    bucket_size: int | None = None,
+) -> FusedBackward:
+    """Makes ``loss.backward()`` step each parameter as its gradient appears, with no engine.
+
+    Go on calling ``optimizer.step()`` after backward: it ends the step, and the norm of all
+    gradients is then ``.norm`` of what is returned; its ``remove()`` undoes this. Where
+    torch.distributed is initialised, rank 0's weights are sent to all ranks of ``group`` and
+    gradients are averaged, ``bucket_size`` elements at a time: do not wrap the model in DDP.
+    """
+    layout = Replicated(group, {p: name for name, p in model.named_parameters()})
+    layout.broadcast(model)
+    if bucket_size is None:
+        bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1
+    fused = FusedBackward(model, optimizer, layout, bucket_size)
+
+    def end_step(*_: object) -> None:
+        fused.end_step()
+
+    fused.hooks.append(optimizer.register_step_pre_hook(end_step))
+    return fused
 
 
 def _drop(param: Tensor) -> None:

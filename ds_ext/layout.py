@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ext.shard import Shard
 
@@ -33,6 +33,13 @@ class Replicated:
         for param in names:
             if not param.is_contiguous():
                 param.data = param.data.contiguous()  # a run is a view
+
+    def broadcast(self, module: nn.Module) -> None:
+        """Sends the parameters and buffers of the group's first rank to the others."""
+        if self.world > 1:
+            source = dist.get_global_rank(self.group or dist.group.WORLD, 0)
+            for value in (*module.parameters(), *module.buffers()):
+                dist.broadcast(value.detach(), source, group=self.group)
 
     def name(self, param: Tensor) -> str:
         return self.names.get(param, "a parameter outside the model")

@@ -40,7 +40,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             [params, *(h.replace(kind=inspect.Parameter.KEYWORD_ONLY) for h in hypers)]
         )
 
-    def __init__(self, params: Iterable[Any], /, **hypers: Any) -> None:
+    def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
         super().__init__(params, hyper.check(self.rule, hypers))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -88,7 +88,8 @@ def _lookup(config: Any, key: str) -> Any:
 
 def bucket_size(config: dict[str, Any]) -> int:
     """Gradient elements in flight: ``zero_optimization.reduce_bucket_size``, or our default."""
-    return int(_lookup(config, "zero_optimization.reduce_bucket_size") or BUCKET_SIZE)
+    size = _lookup(config, "zero_optimization.reduce_bucket_size")
+    return BUCKET_SIZE if size is None else int(size)
 
 
 def decay_groups(

@@ -101,7 +101,7 @@ class ZeroAdapter(ZeROOptimizer):
         """Finalises a step whose updates were made in backward; a second call changes nothing."""
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
-        norm = self.fused.take_norm()
+        norm = self.fused.end_step()
         if norm is not None:
             self._global_grad_norm = norm
             self.layout.end_step()
@@ -128,9 +128,9 @@ class ZeroAdapter(ZeROOptimizer):
                 "ds_ext cannot load a universal checkpoint yet: remove checkpoint.load_universal."
             )
         layout = self.layout
-        # Without ZeRO DeepSpeed hands over what it saved once for all ranks.
-        is_list = isinstance(state_dict_list, list)
-        saved = state_dict_list[layout.rank] if is_list else state_dict_list
+        saved: Any = state_dict_list
+        if isinstance(saved, list):  # without ZeRO it is one dict for all ranks
+            saved = saved[layout.rank]
         runs = self._runs()
         checkpoint.load(
             saved, self.optimizer, layout.names, runs, layout.parts, load_optimizer_states

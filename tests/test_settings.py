@@ -11,7 +11,6 @@ SETTINGS = [
     ("gradient_clipping", [1.0, 0.5, "auto"], [0, 0.0], "max_grad_norm=0.0"),
     ("gradient_accumulation_steps", [2, 16, "auto"], [1], "set it to 1"),
     ("managed_gradient_accumulation", [False], [True], "set it to 1"),
-    ("zero_optimization.stage", [0, 1, 2, "auto"], [3], "set it to 3"),
     ("zero_optimization.reduce_scatter", [False], [True], "remove it"),
     ("zero_optimization.offload_param.device", ["cpu", "nvme"], ["none", None], "remove it"),
     ("zero_optimization.offload_optimizer.device", ["cpu", "nvme"], ["none", None], "remove it"),

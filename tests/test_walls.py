@@ -11,12 +11,13 @@ PACKAGE = Path(__file__).parent.parent / "ds_ext"
 # the package; a part that is not named here yet has to be given its place.
 STANDS_ON = {
     "__main__": ["register", "memory"],
-    "__init__": ["register"],
+    "__init__": ["register", "gradients"],
     "register": ["zero"],
     "zero": ["gradients", "checkpoint", "settings"],
     "checkpoint": ["optimizer"],
-    "gradients": ["optimizer", "uses"],
+    "gradients": ["optimizer", "uses", "layout", "settings"],
     "uses": [],
+    "layout": ["shard"],
     "memory": ["optimizer"],
     "optimizer": ["rounds", "rules", "precision"],
     "rounds": [],
@@ -34,7 +35,7 @@ STANDS_ON = {
 ONLY = {
     "deepspeed": {"zero", "register"},
     "triton": {"kernels"},
-    "torch.distributed": {"gradients", "zero"},
+    "torch.distributed": {"layout", "zero"},
     "lomo_optim": set(),  # the authors' code is for tests
     "came_pytorch": set(),
     "galore_torch": set(),

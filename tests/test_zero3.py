@@ -162,7 +162,7 @@ def test_gradients_are_reduce_scattered_once_and_only_statistics_all_reduced(run
     model = models.make(None, CASES[name].tensors)
     used = [p for n, p in model.named_parameters() if CASES[name].is_used(n)]
     totals = {kind: sum(n for k, n in sent if k == kind) for kind, _ in sent}
-    if CASES[name].stage == 0:
+    if not CASES[name].stage:
         gradients = sum(p.numel() for p in used)
         assert totals == {"all_reduce": gradients + len(used)}  # and a vote a parameter
         return

@@ -8,6 +8,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -29,7 +30,7 @@ class Case:
 
     rule: str
     hypers: dict[str, Any]
-    stage: int = 3
+    stage: int | None = 3  # None: fuse_into_backward, no engine
     checkpointing: str | None = None
     zero_init: bool = False
     tensors: bool = True
@@ -70,6 +71,10 @@ for _rule, _hypers in HYPERS.items():
     CASES[f"{_rule}-zero-init"] = Case(_rule, _decay, zero_init=True, bucket=1)
     CASES[f"{_rule}-zero-init-reentrant"] = Case(
         _rule, _hypers, checkpointing="reentrant", zero_init=True, bucket=1
+    )
+    CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None, plain_backward=True)
+    CASES[f"{_rule}-plain-reentrant"] = Case(
+        _rule, _decay, stage=None, checkpointing="reentrant", bucket=1, plain_backward=True
     )
     for _stage in (0, 1, 2):
         CASES[f"{_rule}-stage{_stage}"] = Case(_rule, _decay, stage=_stage, client=_stage != 1)
@@ -147,29 +152,28 @@ def identical(tensors: dict[str, torch.Tensor]) -> bool:
 class Watch:
     """Measures what the gradient path holds and sends while it runs."""
 
-    def __init__(self, fused: gradients.FusedBackward) -> None:
+    def __init__(self) -> None:
         self.alive = 0  # most gradient elements alive at once, copies counted
         self.sent: list[tuple[str, int]] = []
         self.refs: list[tuple[StorageWeakRef, int]] = []
-        self.fused = fused
-        self.take = fused._take
-        for hook in fused.hooks:
-            hook.remove()
-        params = [p for g in fused.optimizer.param_groups for p in g["params"] if p.requires_grad]
-        fused.hooks = [p.register_post_accumulate_grad_hook(self._take) for p in params]
 
-    def _take(self, param: torch.Tensor) -> None:
-        self.refs.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.numel()))
-        self._count()
-        self.take(param)
-        self._count()
+    def hook(self):
+        """A hook that counts around FusedBackward's."""
+        original = gradients.FusedBackward._take
 
-    def _count(self) -> None:
+        def _take(fused: gradients.FusedBackward, param: torch.Tensor) -> None:
+            self.refs.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.numel()))
+            self._count(fused)
+            original(fused, param)
+            self._count(fused)
+
+        return mock.patch.object(gradients.FusedBackward, "_take", _take)
+
+    def _count(self, fused: gradients.FusedBackward) -> None:
         self.refs = [(ref, n) for ref, n in self.refs if not ref.expired()]
         known = {ref.cdata for ref, _ in self.refs}
-        flats = [StorageWeakRef(f.untyped_storage()).cdata for f in self.fused.bucket.values()]
-        sizes = [f.numel() for f in self.fused.bucket.values()]
-        copies = sum(n for cdata, n in zip(flats, sizes, strict=True) if cdata not in known)
+        flats = {StorageWeakRef(f.untyped_storage()).cdata: f for f in fused.bucket.values()}
+        copies = sum(f.numel() for cdata, f in flats.items() if cdata not in known)
         self.alive = max(self.alive, sum(n for _, n in self.refs) + copies)
 
     @contextlib.contextmanager
@@ -192,6 +196,30 @@ class Watch:
                 setattr(dist, name, original)
 
 
+class Plain:
+    """What a script without DeepSpeed does, under the names of an engine."""
+
+    def __init__(self, model: torch.nn.Module, optimizer, bucket: int) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        if dist.get_rank():
+            torch.nn.init.zeros_(model.row)  # to be mended by rank 0's
+        self.fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=bucket)
+        self.param_names = {p: n for n, p in model.named_parameters()}
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def get_global_grad_norm(self) -> float:
+        return self.fused.norm
+
+    def destroy(self) -> None:
+        self.fused.remove()
+
+
 def train(name: str, case: Case) -> dict[str, Any]:
     """Runs a case -> initial and final weights, norms, and what was watched."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -199,9 +227,13 @@ def train(name: str, case: Case) -> dict[str, Any]:
     optimizer = None
     if case.client:
         optimizer = OPTIMIZERS[case.rule](groups(case, name, model), **case.hypers)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
+    watch = Watch()
+    with watch.hook():
+        if case.stage is None:
+            engine = Plain(model, optimizer, case.bucket)
+        else:
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
     before = gathered(model)
-    watch = Watch(engine.optimizer.fused)
     norms, kept, sent = [], 0, []
     for step in range(STEPS):
         watch.sent = []
@@ -212,8 +244,11 @@ def train(name: str, case: Case) -> dict[str, Any]:
             else:
                 engine.backward(loss)
             kept += sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+            if case.stage is None:
+                engine.step()  # the last bucket waits for it
             sent = list(watch.sent)
-            engine.step()
+            if case.stage is not None:
+                engine.step()
             if step == 3:
                 engine.step()  # accelerate may call it again
         norms.append(engine.get_global_grad_norm())
