@@ -358,6 +358,8 @@ def test_a_key_like_no_other_gets_no_guess():
 def test_lists_and_whole_numbers_are_taken():
     (group,) = ds_ext.CAME([torch.zeros(1)], lr=1, betas=[0, 0.5, 0.5]).param_groups
     assert group["lr"] == 1 and group["betas"] == (0, 0.5, 0.5)
+    (group,) = ds_ext.CAME([{"params": [torch.zeros(1)], "betas": [0, 0.5, 0.5]}]).param_groups
+    assert group["betas"] == (0, 0.5, 0.5)
     (group,) = ds_ext.Adafactor([torch.zeros(1)], beta1=None, relative_step=True).param_groups
     assert group["beta1"] is None and group["lr"] is None
 

@@ -329,6 +329,25 @@ def test_adafactor_measures_the_weights_at_every_step():
     assert torch.allclose(after, torch.full_like(p, 2.0**5), rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "t, warmup, expected",
+    [
+        (1, False, 1e-2),
+        (9_999, False, 1e-2),
+        (40_000, False, 1 / 200),
+        (1, True, 1e-6),
+        (5_000, True, 5e-3),
+        (40_000, True, 1 / 200),
+    ],
+)
+def test_adafactor_relative_step_size(t, warmup, expected):
+    p, g = torch.ones(4, dtype=torch.float64), torch.tensor([2.0, -2, 2, -2]).double()
+    ranks = Ranks("adafactor", [p], 1, scale_parameter=False, warmup_init=warmup)
+    ranks.t = t - 1
+    ranks.step([g])  # u = sign(g): all magnitudes are equal, and RMS(u) is clipped to 1
+    assert torch.allclose(p - ranks.params[0], expected * g.sign(), rtol=1e-9)
+
+
 # What follows breaks the package on purpose; the measure of exactness must see it.
 
 BROKEN = 1e-4
