@@ -160,7 +160,7 @@ def train(args: argparse.Namespace) -> None:
 
     import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
 
-    if not GPU:  # a communication library that takes half a minute to compile; gloo serves as well
+    if not GPU:  # a faster transport, perhaps, but it is compiled for half a minute at first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
     # Before the model: once a ZeRO-3 configuration is in force, each rank keeps only its part.
