@@ -152,8 +152,10 @@ class FusedBackward:
         return list(map(Run, runs, (votes > 0).unbind()))
 
     def _is_bad(self, flat: Tensor) -> Tensor:
+        """Whether a gradient is not finite, or its sum over ranks or its square may not be."""
         low, high = torch.aminmax(flat)
-        bound = torch.finfo(flat.dtype).max / self.layout.world
+        squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
+        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.world
         return ~((high <= bound) & (low >= -bound))
 
     def _step(self, runs: dict[Tensor, Run]) -> None:
@@ -181,7 +183,9 @@ class FusedBackward:
         self.skipped += 1
         if self.layout.rank == 0:
             name = self.layout.name(param)
-            logger.warning("%s: the gradient is not finite; not updated in this step", name)
+            logger.warning(
+                "%s: the gradient is not finite, or too large; not updated in this step", name
+            )
 
     @torch.no_grad()
     def end_step(self) -> float | None:

@@ -19,6 +19,10 @@ from ds_ext.shard import Shard
 
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: all ranks
 
+# As torch 2.13 calls them, and as it did before.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Replicated:
     """Every rank holds and updates all of a parameter: ZeRO stage 0, DDP, a single process."""
@@ -90,7 +94,7 @@ class Sharded(Replicated):
     def _reduce(self, flat: Tensor) -> Tensor:
         run = flat.view(self.world, -1)[self.rank]
         if self.world > 1:
-            dist.reduce_scatter_tensor(run, flat, group=self.group)
+            _REDUCE_SCATTER(run, flat, group=self.group)
         return run
 
     def all_reduce(self, sums: Tensor) -> None:
@@ -109,6 +113,6 @@ class Sharded(Replicated):
             part = whole.view(self.world, size)[self.rank]
             run = self.run(param)
             part[: len(run)].copy_(run)
-            dist.all_gather_into_tensor(whole, part, group=self.group)
+            _ALL_GATHER(whole, part, group=self.group)
             if whole is not flat:
                 flat.copy_(whole[: flat.numel()])

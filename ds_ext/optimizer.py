@@ -98,7 +98,15 @@ class RuleOptimizer(torch.optim.Optimizer):
             param.copy_(p.view_as(param))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the state keeps its dtype: statistics of bf16 weights stay fp32."""
+        """As torch's, but the state keeps its dtype: statistics of bf16 weights stay fp32.
+
+        Raises ValueError, before anything is changed, for the state of another optimizer.
+        """
+        for group in state_dict["param_groups"]:
+            missing = [name for name in hyper.names(self.rule) if name not in group]
+            if missing:
+                kind = type(self).__name__
+                raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")
         super().load_state_dict(state_dict)
         ids = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         params = itertools.chain(*(group["params"] for group in self.param_groups))

@@ -10,14 +10,13 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext import settings
+from ds_ext import hyper, settings
 from ds_ext.optimizer import OPTIMIZERS, Adafactor, RuleOptimizer
 from ds_ext.zero import ZeroAdapter, log
 
@@ -64,12 +63,12 @@ def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
         log("Adafactor: ds_ext's, not torch.optim's, which is neither factored nor exact here")
     given = dict(engine.optimizer_params() or {})
     grouped = bool(params) and isinstance(params[0], dict)
-    if given.get("weight_decay") and not grouped:
-        checked = optimizer_type([torch.zeros(0)], **given).defaults
+    checked = hyper.check(optimizer_type.rule, given)
+    if checked["weight_decay"] and not grouped:
         groups = settings.decay_groups(engine.module, params, checked["weight_decay"])
         params = [group for group in groups if group["params"]]
         log(_decay_report(engine, params))
-    return optimizer_type(params, **given)
+    return optimizer_type(params, **checked)
 
 
 def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:

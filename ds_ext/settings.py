@@ -119,5 +119,5 @@ def _decays(param: Tensor, name: str, owner: nn.Module) -> bool:
 
 def summary(names: Iterable[str]) -> str:
     """Parameter names with their layer numbers left out: "layers.*.q_proj.weight (30), ..."."""
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    counts = Counter(re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name) for name in names)
     return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"

@@ -101,6 +101,7 @@ class ZeroAdapter(ZeROOptimizer):
         """Finalises a step whose updates were made in backward; a second call changes nothing."""
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
+        self.optimizer._opt_called = True  # torch's schedulers look for a step, made in backward
         norm = self.fused.end_step()
         if norm is not None:
             self._global_grad_norm = norm

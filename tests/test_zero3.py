@@ -167,7 +167,7 @@ def test_gradients_are_reduce_scattered_once_and_only_statistics_all_reduced(run
         assert totals == {"all_reduce": gradients + len(used)}  # and a vote a parameter
         return
     gradients = sum(-(-p.numel() // world) * world for p in used)
-    assert totals["reduce_scatter_tensor"] == gradients + world * len(used)
+    assert totals["reduce_scatter"] == gradients + world * len(used)
     statistics = 2 * sum(sum(p.shape) + 2 for p in used)
     assert totals.get("all_reduce", 0) <= 2 * statistics
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ext
-from ds_ext import gradients
+from ds_ext import gradients, layout
 from ds_ext.optimizer import OPTIMIZERS
 from tests import models
 
@@ -178,7 +178,7 @@ class Watch:
 
     @contextlib.contextmanager
     def collectives(self):
-        originals = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor")}
+        originals = {"all_reduce": dist.all_reduce, "reduce_scatter": layout._REDUCE_SCATTER}
 
         def spy(name, position):
             def call(*args, **kwargs):
@@ -188,12 +188,12 @@ class Watch:
             return call
 
         dist.all_reduce = spy("all_reduce", 0)
-        dist.reduce_scatter_tensor = spy("reduce_scatter_tensor", 1)
+        layout._REDUCE_SCATTER = spy("reduce_scatter", 1)
         try:
             yield
         finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+            dist.all_reduce = originals["all_reduce"]
+            layout._REDUCE_SCATTER = originals["reduce_scatter"]
 
 
 class Plain:
