@@ -1,0 +1,179 @@
+"""Bytes that one rank holds of weights, optimizer state, gradients and fp32 master weights.
+
+Ours come from the rules: ``init`` is run on tensors without storage, so that this arithmetic
+cannot drift from the code. The rank is the first one, which holds most. Beside ours: AdamW in
+DeepSpeed and Megatron-LM's distributed optimizer. Not counted: activations, the weights that
+ZeRO-3 gathers for computing, blocks of scratch, and what the allocator wastes.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext.shard import Shard
+
+Shapes = Mapping[str, tuple[int, ...]]
+Init = Callable[[Tensor, Shard], Any]  # a rule's ``init``
+
+# DeepSpeed's defaults, in elements.
+PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
+SUB_GROUP = 10**9  # zero_optimization.sub_group_size: the most that one step of AdamW takes
+
+# Models of Llama's kind, from the configurations published with them: vocabulary, width, inner
+# width, layers, heads, key-value heads, and whether the head is tied.
+KNOWN = {
+    "smollm2-135m": (49152, 576, 1536, 30, 9, 3, True),
+    "tinyllama-1.1b": (32000, 2048, 5632, 22, 32, 4, False),
+    "llama-7b": (32000, 4096, 11008, 32, 32, 32, False),
+    "mistral-7b": (32000, 4096, 14336, 32, 32, 8, False),
+    "llama-3-8b": (128256, 4096, 14336, 32, 32, 8, False),
+    "llama-13b": (32000, 5120, 13824, 40, 40, 40, False),
+    "llama-65b": (32000, 8192, 22016, 80, 64, 64, False),
+    "llama-70b": (32000, 8192, 28672, 80, 64, 8, False),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    weights: float
+    state: float
+    gradients: float  # the most that are alive at once
+    master: float  # fp32 copies of weights of less precision
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.state + self.gradients + self.master
+
+
+def ours(
+    init: Init, shapes: Shapes, stage: int | None, ranks: int, dtype: torch.dtype, bucket: int
+) -> Memory:
+    """A rule's memory at a ZeRO stage, or with a plain ``step()`` on whole gradients (None).
+
+    ``bucket`` is reduce_bucket_size. bf16 weights are rounded stochastically: no master copy.
+    """
+    cut = ranks if stage in (1, 2, 3) else 1
+    in_flight = elements(shapes) if stage is None else _in_flight(shapes, cut, bucket)
+    return Memory(
+        weights=_weights(shapes, stage, ranks) * dtype.itemsize,
+        state=sum(_state(init, shape, cut, dtype) for shape in shapes.values()),
+        gradients=in_flight * dtype.itemsize,
+        master=0,
+    )
+
+
+def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: int) -> Memory:
+    """AdamW under DeepSpeed 0.19 with its defaults, all but ``bucket``.
+
+    The terms are those of the ZeRO paper (arXiv 1910.02054, section 3.1), and what DeepSpeed adds:
+    an fp32 copy of a rank's gradients for the step, and, from stage 1 on, of fp32 weights too
+    (stage 3 compares a device with its name, which are never equal).
+    """
+    n, size = elements(shapes), dtype.itemsize
+    run = n / ranks if stage else n
+    copy = 4 * run  # the gradients in fp32, alive in the step
+    if stage == 0:  # p.grad is kept through the step; fp32 needs no copy
+        gradients = 4 * n if size == 4 else size * n + copy
+    elif stage == 1:  # all gradients are there when backward ends, and gone in the step
+        gradients = max(size * n, copy)
+    elif stage == 2:
+        gradients = max(size * (run + _in_flight(shapes, 1, bucket)), copy)
+    else:  # grad_partitions_flat_buffer and the bucket stay; the step goes by sub-groups
+        gradients = size * (run + bucket) + min(copy, 4 * SUB_GROUP)
+    return Memory(
+        weights=_weights(shapes, stage, ranks) * size,
+        state=8 * run,
+        gradients=gradients,
+        master=4 * run if stage or size < 4 else 0,
+    )
+
+
+def megatron(shapes: Shapes, ranks: int, params: str, grads: str) -> Memory:
+    """Megatron-LM's distributed optimizer with Adam: bytes per parameter from its documentation.
+
+    fp16 with fp16 gradients 4 + 16/d, bf16 with fp32 gradients 6 + 12/d, fp32 8 + 8/d.
+    Source: docs/source/api-guide/dist_optimizer.md of Megatron-LM.
+    """
+    n = elements(shapes)
+    # weights, gradients; and divided by the ranks: moments, fp32 gradients, fp32 weights
+    size, gradient, moments, copy, master = {
+        ("fp16", "fp16"): (2, 2, 8, 4, 4),
+        ("bf16", "fp32"): (2, 4, 8, 0, 4),
+        ("fp32", "fp32"): (4, 4, 8, 0, 0),
+    }[params, grads]
+    return Memory(
+        weights=size * n,
+        state=moments * n / ranks,
+        gradients=gradient * n + copy * n / ranks,
+        master=master * n / ranks,
+    )
+
+
+def elements(shapes: Shapes) -> int:
+    """Parameters of a model, counted by element."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
+    """Elements kept by a rank: all, or its padded runs and whole copies of small parameters."""
+    if stage != 3:
+        return elements(shapes)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    return sum(-(-n // ranks) + (n if n <= PERSIST else 0) for n in sizes)
+
+
+def _in_flight(shapes: Shapes, cut: int, bucket: int) -> int:
+    """The most gradient elements alive in backward: those in the bucket, and one that arrives.
+
+    A gradient that does not divide into ``cut`` equal parts is copied to be padded.
+    """
+    n = elements(shapes)
+    most = 0
+    for size in map(math.prod, shapes.values()):
+        copy = size if size % cut else 0
+        most = max(most, size + max(min(bucket, n - size + copy), copy))
+    return most
+
+
+def _state(init: Init, shape: tuple[int, ...], cut: int, dtype: torch.dtype) -> int:
+    """Bytes of a rule's state for the first of ``cut`` runs of a parameter."""
+    shard = Shard.of_rank(shape, 0, cut)
+    return nbytes(init(torch.empty(len(shard), dtype=dtype, device="meta"), shard))
+
+
+def nbytes(state: Any) -> int:
+    """Bytes of all tensors in a state, nested in dicts and sequences."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(nbytes, state.values()))
+    return sum(map(nbytes, state)) if isinstance(state, (list, tuple)) else 0
+
+
+def llama(
+    vocab: int, width: int, inner: int, layers: int, heads: int, groups: int, tied: bool
+) -> Shapes:
+    """Shapes of a model of Llama's kind."""
+    values = width // heads * groups
+    layer = {
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (values, width),
+        "self_attn.v_proj": (values, width),
+        "self_attn.o_proj": (width, width),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
+    for i in range(layers):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (width,)
+    return shapes if tied else shapes | {"lm_head.weight": (vocab, width)}
