@@ -113,7 +113,10 @@ class FusedBackward:
     @torch.no_grad()
     def flush(self) -> None:
         """Reduces the bucket and steps its parameters, or holds the runs of those used again."""
+        if not self.bucket:
+            return
         bucket, self.bucket = self.bucket, {}
+        self.layout.agree(bucket)
         runs = dict(zip(bucket, self._reduce(list(bucket.values())), strict=True))
         for param in [p for p in runs if self.uses.count[p] > 1]:
             self._hold(param, runs.pop(param))
@@ -123,6 +126,7 @@ class FusedBackward:
     def finish(self) -> None:
         """Ends a backward pass: what waits in the bucket or was held is stepped."""
         self.flush()
+        self.layout.agree([])
         held, self.held = self.held, {}
         self._step(held)
         self.uses.count.clear()
@@ -141,8 +145,6 @@ class FusedBackward:
         Every rank also tells every other whether its own gradient has a value that is not finite
         or may not stay so when summed, so that all agree whichever run the value lies in.
         """
-        if not flats:
-            return []
         bad = torch.stack([self._is_bad(flat) for flat in flats])
         votes = bad.to(torch.float32).repeat(self.layout.parts)
         *runs, votes = self.layout.reduce((*flats, votes))

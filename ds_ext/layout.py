@@ -8,6 +8,7 @@
 ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in zero.py.
 """
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
@@ -34,6 +35,7 @@ class Replicated:
         self.names = names
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.device = next(iter(names)).device if names else torch.device("cpu")
         for param in names:
             if not param.is_contiguous():
                 param.data = param.data.contiguous()  # a run is a view
@@ -54,6 +56,26 @@ class Replicated:
     def run(self, param: Tensor) -> Tensor:
         """This rank's run of the weight, [len(shard)], to be updated in place."""
         return param.data.view(-1)
+
+    def agree(self, params: Iterable[Tensor]) -> None:
+        """Raises RuntimeError on all ranks if they come with different parameters.
+
+        Ranks may use different parameters in a step; their gradients must not be mixed up then,
+        nor one rank wait for what the others never send.
+        """
+        if self.world == 1:
+            return
+        mine = [self.name(p) for p in params]
+        mark = zlib.crc32("\n".join(mine).encode())
+        marks = torch.tensor([mark, -mark], device=self.device)
+        dist.all_reduce(marks, dist.ReduceOp.MAX, group=self.group)
+        high, low = marks.tolist()
+        if high != -low:
+            raise RuntimeError(
+                f"the ranks do not have gradients of the same parameters: rank {self.rank} has "
+                f"those of {', '.join(mine) or 'no further ones'}. Every rank must use the same "
+                "parameters in a step; add 0 * parameter.sum() to the loss of those that do not."
+            )
 
     def reduce(self, flats: Iterable[Tensor]) -> list[Tensor]:
         """Sums flat gradients over the ranks, in place -> this rank's runs of them."""

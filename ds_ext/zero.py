@@ -29,6 +29,9 @@ class Partitions(Sharded):
     def run(self, param: Tensor) -> Tensor:
         return param.ds_tensor[: len(self.shard(param))]
 
+    def agree(self, params: Iterable[Tensor]) -> None:
+        """They do: the ranks have gathered the same parameters together."""
+
     def publish(self, params: Iterable[Tensor]) -> None:
         """Nobody else holds the weight, but for what ``end_step`` gathers."""
 

@@ -235,6 +235,15 @@ def test_a_trainable_parameter_outside_the_optimizer_keeps_no_gradient(run):
     assert run[1]["outside"] == {"kept": 0, "changed": {"weight"}}
 
 
+def test_ranks_with_different_parameters_get_an_error_and_do_not_hang(run):
+    world, results = run
+    for messages in results["uneven"]:
+        assert len(messages) == world
+        if world > 1:
+            assert all("same parameters" in message for message in messages)
+            assert "bad.weight" in messages[0] and "other.weight" in messages[1]
+
+
 def test_a_second_backward_before_step_is_an_error(run):
     assert "second gradient" in run[1]["second backward"]
 
