@@ -11,14 +11,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
 from ds_ext import hyper, settings
-from ds_ext.optimizer import OPTIMIZERS, Adafactor, RuleOptimizer
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.zero import ZeroAdapter, log
+
+# Names that DeepSpeed knew without ds_ext, and what it made of them.
+_TAKEN_OVER = {
+    "adafactor": "torch.optim's, whose state DeepSpeed leaves full-sized and unfactored",
+    "lamb": "DeepSpeed's FusedLamb",
+}
 
 
 def register() -> None:
@@ -27,6 +34,8 @@ def register() -> None:
         return
     DeepSpeedEngine._ds_ext = True
     DEEPSPEED_OPTIMIZERS.extend(name for name in OPTIMIZERS if name not in DEEPSPEED_OPTIMIZERS)
+    # What DeepSpeed asks of its own FusedLamb (a dynamic loss scale) is not asked of ours.
+    deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     _accept_scalars()
     build, check, wrap = (
         DeepSpeedEngine._configure_basic_optimizer,
@@ -59,8 +68,8 @@ def register() -> None:
 def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     """The optimizer that the JSON config names, over groups that spare norms and biases."""
     optimizer_type = OPTIMIZERS[engine.optimizer_name()]
-    if optimizer_type is Adafactor:
-        log("Adafactor: ds_ext's, not torch.optim's, which is neither factored nor exact here")
+    if engine.optimizer_name() in _TAKEN_OVER:
+        log(f"{optimizer_type.__name__} is ds_ext's, not {_TAKEN_OVER[engine.optimizer_name()]}")
     given = dict(engine.optimizer_params() or {})
     grouped = bool(params) and isinstance(params[0], dict)
     checked = hyper.check(optimizer_type.rule, given)

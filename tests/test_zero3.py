@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import came_pytorch
+import galore_torch
 import lomo_optim
 import pytest
 import torch
@@ -63,6 +64,10 @@ class Reference:
                     self.model, loss_scale=None, weight_decay=decay, **hypers
                 )
             self.backward = self._fused
+        elif case.rule == "lamb":
+            self.optimizer = LAMB(groups, **hypers)
+        elif case.rule == "galoreadamw":
+            self.optimizer = galore(groups, hypers)
         elif case.rule == "came":
             self.optimizer = came_pytorch.CAME(groups, **hypers)
         else:  # AdaLomo is Adafactor with a given lr; its authors' code takes matrices only
@@ -97,6 +102,42 @@ class SGD(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * p.grad)
+
+
+class LAMB(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 1904.00962, in fp64."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, group["lr"], group["weight_decay"])
+
+    def _step(self, p, lr, decay):
+        s, g, w = self.state[p], p.grad.double(), p.double()
+        s["t"] = s.get("t", 0) + 1
+        s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+        s["v"] = 0.999 * s.get("v", 0) + 0.001 * g**2
+        m, v = s["m"] / (1 - 0.9 ** s["t"]), s["v"] / (1 - 0.999 ** s["t"])
+        u = m / (v.sqrt() + 1e-6) + decay * w
+        ratio = w.norm() / u.norm() if w.norm() > 0 and u.norm() > 0 else 1.0
+        p.copy_(w - lr * ratio * u)
+
+
+def galore(groups, hypers):
+    """galore_torch's optimizer, low-rank for the matrices and plain AdamW for the rest."""
+    keys = {"rank": hypers["rank"], "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+    split = []
+    for group in groups:
+        matrices = [p for p in group["params"] if p.ndim == 2]
+        others = [p for p in group["params"] if p.ndim != 2]
+        split.append({**group, "params": matrices, **keys})
+        split.append({**group, "params": others})
+    return galore_torch.GaLoreAdamW([g for g in split if g["params"]], lr=hypers["lr"])
 
 
 EXACT = [name for name, case in CASES.items() if case.dtype == "fp32" and "groups" not in name]

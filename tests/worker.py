@@ -56,6 +56,15 @@ HYPERS = {
     "came": {"lr": 1e-3},
 }
 CASES: dict[str, Case] = {}
+# What differs between rules is shown by simulation (test_rules.py, test_lamb.py, test_galore.py);
+# the others of a rule's cases, on how gradients arrive, are run for the first four.
+OTHERS = {"lamb": {"lr": 1e-2}, "galoreadamw": {"lr": 1e-2, "rank": 3, "nbits": 32}}
+for _rule, _hypers in OTHERS.items():
+    if _rule in OPTIMIZERS:
+        for _stage in (None, 0, 1, 2, 3):
+            CASES[f"{_rule}-{'plain' if _stage is None else f'stage{_stage}'}"] = Case(
+                _rule, _hypers | {"weight_decay": 0.1}, stage=_stage, plain_backward=_stage is None
+            )
 for _rule, _hypers in HYPERS.items():
     _decay = _hypers | {"weight_decay": 0.1}
     CASES[f"{_rule}"] = Case(_rule, _hypers)
