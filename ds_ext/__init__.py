@@ -6,10 +6,18 @@ Importing ds_ext makes its optimizers known to DeepSpeed by name.
 import logging
 
 from ds_ext.gradients import fuse_into_backward
-from ds_ext.optimizer import CAME, LOMO, Adafactor, AdaLomo, RuleOptimizer
+from ds_ext.optimizer import CAME, LAMB, LOMO, Adafactor, AdaLomo, RuleOptimizer
 from ds_ext.register import register
 
-__all__ = ["LOMO", "AdaLomo", "Adafactor", "CAME", "RuleOptimizer", "fuse_into_backward"]
+__all__ = [
+    "LOMO",
+    "AdaLomo",
+    "Adafactor",
+    "CAME",
+    "LAMB",
+    "RuleOptimizer",
+    "fuse_into_backward",
+]
 
 logger = logging.getLogger("ds_ext")
 if not logger.handlers:

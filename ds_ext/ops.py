@@ -78,6 +78,33 @@ class Difference:
         return read(self.a, b) - read(self.b, b)
 
 
+@dataclass(frozen=True)
+class Sum:
+    """x + weight · y."""
+
+    x: Readable
+    y: Readable
+    weight: float
+
+    def block(self, b: Block) -> Tensor:
+        return read(self.x, b).add(read(self.y, b), alpha=self.weight)
+
+
+@dataclass(frozen=True)
+class RootQuotient:
+    """c1 · m / (sqrt(c2 · v) + eps): Adam's update, ``c1`` and ``c2`` correcting the bias."""
+
+    m: Readable
+    v: Readable
+    c1: float
+    c2: float
+    eps: float
+
+    def block(self, b: Block) -> Tensor:
+        divisor = (read(self.v, b) * self.c2).sqrt_().add_(self.eps)
+        return (read(self.m, b) * self.c1).div_(divisor)
+
+
 def square_sum(x: Readable, shard: Shard, like: Tensor) -> Tensor:
     """Sum of the squares of a run -> []. ``like`` gives device and dtype where the run is empty."""
     total = torch.zeros((), dtype=accumulator(like.dtype), device=like.device)

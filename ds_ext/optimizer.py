@@ -146,6 +146,12 @@ class CAME(RuleOptimizer):
     rule = rules.CAME
 
 
+class LAMB(RuleOptimizer):
+    """Adam whose update has the norm of the weights (arXiv 1904.00962)."""
+
+    rule = rules.LAMB
+
+
 OPTIMIZERS: dict[str, type[RuleOptimizer]] = {
-    cls.__name__.lower(): cls for cls in (LOMO, AdaLomo, Adafactor, CAME)
+    cls.__name__.lower(): cls for cls in (LOMO, AdaLomo, Adafactor, CAME, LAMB)
 }

@@ -1,0 +1,43 @@
+"""LAMB: Adam whose update has the norm of the weights. You et al., arXiv 1904.00962, algorithm 2,
+with phi(x) = x and bias correction.
+
+Norms are those of the whole parameter, leading dimensions of a tensor with more than two included.
+The momenta are runs like the weights: nothing is replicated.
+"""
+
+from dataclasses import dataclass
+
+from ds_ext import ops
+from ds_ext.hyper import Fraction, NonNegative, Positive
+
+
+@dataclass(frozen=True)
+class LAMB:
+    lr: NonNegative = 1e-3  # relative to the norm of the weights
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-6
+    weight_decay: NonNegative = 0.0  # a part of the update, before its norm is taken
+    bias_correction: bool = True
+    min_coeff: NonNegative | None = None  # least norm ratio; DeepSpeed's FusedLamb: 0.01
+    max_coeff: Positive | None = None  # largest norm ratio; DeepSpeed's FusedLamb: 10
+
+    def __post_init__(self):
+        low, high = self.min_coeff, self.max_coeff
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_coeff={low} is larger than max_coeff={high}: swap them.")
+
+    def init(self, p, shard):
+        return {"m": ops.zeros(p), "v": ops.zeros(p)}
+
+    def step(self, p, g, s, t, shard):
+        beta1, beta2 = self.betas
+        m, v = s["m"], s["v"]
+        ops.lerp_(m, g, 1 - beta1, shard)
+        ops.square_lerp_(v, g, 0, 1 - beta2, shard)
+        c1, c2 = (1 - beta1**t, 1 - beta2**t) if self.bias_correction else (1, 1)
+        u = ops.Sum(ops.RootQuotient(m, v, 1 / c1, 1 / c2, self.eps), p, self.weight_decay)
+
+        p_sq, u_sq = yield ops.square_sum(p, shard, g), ops.square_sum(u, shard, g)
+        ratio = (p_sq.sqrt() / u_sq.sqrt()).clamp(self.min_coeff or 0, self.max_coeff)
+        ratio = ratio.where((p_sq > 0) & (u_sq > 0), 1.0)
+        ops.apply_(p, u, self.lr * ratio, 0, shard)
