@@ -31,8 +31,8 @@ class FusedBackward:
 
     At most ``bucket_size`` gradient elements wait in the bucket, or one parameter larger than
     that. Gradients are reduced in ``comm_dtype``, and averaged over the ranks if ``average``.
-    A parameter that the forward pass used more than once may get its gradient in several parts
-    (reentrant checkpointing): its runs are added up and stepped when backward has ended.
+    A parameter whose gradient comes in several parts (``uses.py``) is stepped when backward has
+    ended: until then its runs are added up.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FusedBackward:
         self.average = average
         self.uses = Uses(module)
         self.bucket: dict[Tensor, Tensor] = {}  # gradients, flat and padded to equal parts
-        self.held: dict[Tensor, Run] = {}  # of parameters used more than once
+        self.held: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
         self.stepped: set[Tensor] = set()  # since the last end_step()
         self.skipped = 0  # updates left out because a gradient was not finite
         self.square_norm: Tensor | None = None  # of this rank's runs
@@ -112,13 +112,13 @@ class FusedBackward:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Reduces the bucket and steps its parameters, or holds the runs of those used again."""
+        """Reduces the bucket and steps its parameters, but holds those with more parts to come."""
         if not self.bucket:
             return
         bucket, self.bucket = self.bucket, {}
         self.layout.agree(bucket)
         runs = dict(zip(bucket, self._reduce(list(bucket.values())), strict=True))
-        for param in [p for p in runs if self.uses.count[p] > 1]:
+        for param in [p for p in runs if self.uses.in_parts(p)]:
             self._hold(param, runs.pop(param))
         self._step(runs)
 
@@ -129,7 +129,7 @@ class FusedBackward:
         self.layout.agree([])
         held, self.held = self.held, {}
         self._step(held)
-        self.uses.count.clear()
+        self.uses.clear()
 
     def _hold(self, param: Tensor, run: Run) -> None:
         g = run.g.to(ops.accumulator(run.g.dtype), copy=True)  # lets go of the whole gradient

@@ -1,4 +1,8 @@
-"""Which parameters a forward pass uses more than once: their gradients may come in parts."""
+"""Which parameters get their gradient in parts: reentrant checkpointing of weights used again.
+
+Its segments run forward without gradients, and each has a backward pass of its own, in which the
+hook of every parameter of the segment fires.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,10 +12,11 @@ from torch import Tensor, nn
 
 
 class Uses:
-    """How many times the forward passes since the last backward called a parameter's module."""
+    """Counts how often the forward passes since the last backward called a parameter's module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.count: Counter[Tensor] = Counter()
+        self.in_segment: set[Tensor] = set()  # used in a segment that is run again in backward
         self.training = False  # whether the model was last called with gradients
         self.hooks = [module.register_forward_pre_hook(self._begin)]
         for owner in module.modules():
@@ -19,16 +24,27 @@ class Uses:
             if params:
                 self.hooks.append(owner.register_forward_pre_hook(self._counter(params)))
 
+    def in_parts(self, param: Tensor) -> bool:
+        """Whether the gradient of ``param`` may come in more than one part."""
+        return self.count[param] > 1 and param in self.in_segment
+
+    def clear(self) -> None:
+        self.count.clear()
+        self.in_segment.clear()
+
     def _begin(self, *_: object) -> None:
         if not _in_backward():
             self.training = torch.is_grad_enabled()
 
     def _counter(self, params: list[Tensor]) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            # Under reentrant checkpointing a forward pass that matters runs without gradients,
-            # and what runs within backward is a repetition.
-            if (self.training or torch.is_grad_enabled()) and not _in_backward():
+            if _in_backward():  # a repetition
+                return
+            if torch.is_grad_enabled():
                 self.count.update(params)
+            elif self.training:
+                self.count.update(params)
+                self.in_segment.update(params)
 
         return hook
 
