@@ -59,7 +59,7 @@ def ours(
     ``bucket`` is reduce_bucket_size. bf16 weights are rounded stochastically: no master copy.
     """
     cut = ranks if stage in (1, 2, 3) else 1
-    in_flight = elements(shapes) if stage is None else _in_flight(shapes, cut, bucket)
+    in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
     return Memory(
         weights=_weights(shapes, stage, ranks) * dtype.itemsize,
         state=sum(_state(init, shape, cut, dtype) for shape in shapes.values()),
@@ -71,23 +71,22 @@ def ours(
 def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: int) -> Memory:
     """AdamW under DeepSpeed 0.19 with its defaults, all but ``bucket``.
 
-    The terms are those of the ZeRO paper (arXiv 1910.02054, section 3.1), and what DeepSpeed adds:
-    an fp32 copy of a rank's gradients for the step, and, from stage 1 on, of fp32 weights too
-    (stage 3 compares a device with its name, which are never equal).
+    The terms of the ZeRO paper (arXiv 1910.02054, section 3.1), and what DeepSpeed adds: for the
+    step an fp32 copy of a rank's gradients, from stage 1 on fp32 copies of fp32 weights too
+    (stage 3 compares a device with its name, which are never equal), and buckets.
     """
     n, size = elements(shapes), dtype.itemsize
     run = n / ranks if stage else n
-    copy = 4 * run  # the gradients in fp32, alive in the step
-    if stage == 0:  # p.grad is kept through the step; fp32 needs no copy
-        gradients = 4 * n if size == 4 else size * n + copy
-    elif stage == 1:  # all gradients are there when backward ends, and gone in the step
-        gradients = max(size * n, copy)
-    elif stage == 2:
-        gradients = max(size * (run + _in_flight(shapes, 1, bucket)), copy)
-    else:  # grad_partitions_flat_buffer and the bucket stay; the step goes by sub-groups
-        gradients = size * (run + bucket) + min(copy, 4 * SUB_GROUP)
+    if stage == 0:  # in the step; fp32 needs no copy
+        gradients = 4 * n if size == 4 else size * n + 4 * n
+    elif stage == 1:  # when backward ends, all are there, and then move to a bucket or the run
+        gradients = size * (n + max(run, bucket))
+    elif stage == 2:  # in backward, the last gradient on its way; or in the step
+        gradients = max(size * (run + bucket + _largest(shapes)), 4 * run)
+    else:  # in the step, by sub-groups; grad_partitions_flat_buffer and the bucket's are kept
+        gradients = size * (run + bucket) + 4 * min(run, SUB_GROUP)
     return Memory(
-        weights=_weights(shapes, stage, ranks) * size,
+        weights=size * (run if stage == 3 else n),  # nothing is gathered in the step
         state=8 * run,
         gradients=gradients,
         master=4 * run if stage or size < 4 else 0,
@@ -128,17 +127,21 @@ def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
     return sum(-(-n // ranks) + (n if n <= PERSIST else 0) for n in sizes)
 
 
-def _in_flight(shapes: Shapes, cut: int, bucket: int) -> int:
+def _in_flight(shapes: Shapes, ranks: int, bucket: int) -> int:
     """The most gradient elements alive in backward: those in the bucket, and one that arrives.
 
-    A gradient that does not divide into ``cut`` equal parts is copied to be padded.
+    With several ranks the one that arrives is copied where it has to be padded or others read it.
     """
     n = elements(shapes)
     most = 0
     for size in map(math.prod, shapes.values()):
-        copy = size if size % cut else 0
+        copy = size if ranks > 1 else 0
         most = max(most, size + max(min(bucket, n - size + copy), copy))
     return most
+
+
+def _largest(shapes: Shapes) -> int:
+    return max(map(math.prod, shapes.values()))
 
 
 def _state(init: Init, shape: tuple[int, ...], cut: int, dtype: torch.dtype) -> int:
