@@ -52,12 +52,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--params", default="{}", metavar="JSON", help="optimizer.params of the DeepSpeed config")
     add("--stage", choices=STAGES, help="one ZeRO stage, or none for a plain step(); default: all")
     add("--dtype", choices=DTYPES, default="bf16", help="of weights and gradients (default bf16)")
-    add(
-        "--bucket",
-        type=_positive,
-        default=settings.BUCKET_SIZE,
-        help="zero_optimization.reduce_bucket_size, in elements (default %(default)s)",
-    )
+    size = settings.BUCKET_SIZE
+    add("--bucket", type=_positive, default=size, help=f"reduce_bucket_size (default {size})")
     add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to fit into")
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
@@ -94,7 +90,7 @@ def plan(options: argparse.Namespace) -> None:
     print(
         "\nActivations are not counted, nor the weights that ZeRO-3 gathers for computing: up to "
         f"{live:.2f} {unit}\n(stage3_max_live_parameters, 10^9 by default). Gradients are the most "
-        f"alive at once, with buckets\nof {options.bucket:,} elements (--bucket) in every row."
+        f"alive at once, in\nbuckets of {options.bucket:,} elements (--bucket), AdamW's too."
     )
     if options.plot:
         print(f"\nPicture: {options.plot}")
@@ -125,10 +121,9 @@ def _rows(rule: Any, shapes: Shapes, options: argparse.Namespace) -> dict[str, M
         label = "plain step()" if stage is None else f"ZeRO-{stage}"
         name = f"{type(rule).__name__}, {label}"
         table[name] = memory.ours(rule.init, shapes, stage, ranks, dtype, bucket)
-    for stage in stages:
-        if stage is not None:
-            name = f"AdamW, DeepSpeed ZeRO-{stage}"
-            table[name] = memory.adamw(shapes, stage, ranks, dtype, bucket)
+    for stage in sorted({stage or 0 for stage in stages}):
+        adamw = memory.adamw(shapes, stage, ranks, dtype, bucket)
+        table[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw
     pairs = [("bf16", "fp32"), ("fp16", "fp16")] if options.dtype == "bf16" else [("fp32", "fp32")]
     for params, grads in pairs:
         name = f"Megatron-LM, {params}, {grads} gradients"

@@ -89,6 +89,7 @@ def test_one_stage_and_the_cards_that_it_fits(capsys):
 def test_hyper_parameters_count(folder, capsys):
     options = ["--model", folder / "config.json", "--optimizer", "adafactor", "--stage", "none"]
     plain = plan(capsys, *options)[1]["Adafactor, plain step()"]
+    assert "AdamW, DeepSpeed ZeRO-0" in plan(capsys, *options)[1]
     momentum = plan(capsys, *options, "--params", '{"beta1": 0.9}')[1]["Adafactor, plain step()"]
     assert float(momentum["bytes/param"]) - float(plain["bytes/param"]) == pytest.approx(
         4, abs=0.02

@@ -180,6 +180,7 @@ def plan(name, stage, ranks, **hypers):
         ("adafactor", 1, 0, {}),
         ("adafactor", 1, 4, {"beta1": 0.9}),
         ("came", 2, 4, {}),
+        ("lamb", 0, 8, {}),
     ],
 )
 def test_state_of_a_7b_model(name, factored, sharded, hypers, ranks):
