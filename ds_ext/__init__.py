@@ -6,7 +6,7 @@ Importing ds_ext makes its optimizers known to DeepSpeed by name.
 import logging
 
 from ds_ext.gradients import fuse_into_backward
-from ds_ext.optimizer import CAME, LAMB, LOMO, Adafactor, AdaLomo, RuleOptimizer
+from ds_ext.optimizer import CAME, LAMB, LOMO, Adafactor, AdaLomo, GaLoreAdamW, RuleOptimizer
 from ds_ext.register import register
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Adafactor",
     "CAME",
     "LAMB",
+    "GaLoreAdamW",
     "RuleOptimizer",
     "fuse_into_backward",
 ]

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
@@ -18,6 +18,13 @@ NonNegative = Annotated[float, Field(ge=0, description="a number >= 0", **_NUMBE
 Positive = Annotated[float, Field(gt=0, description="a number > 0", **_NUMBER)]
 Negative = Annotated[float, Field(lt=0, description="a number < 0", **_NUMBER)]
 Fraction = Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1)", **_NUMBER)]
+Count = Annotated[int, Field(gt=0, strict=True, description="a whole number > 0")]
+Size = Annotated[int, Field(ge=0, strict=True, description="a whole number >= 0")]
+Bits = Annotated[Literal[8, 32], Field(description="8 or 32")]
+Side = Annotated[
+    Literal["std", "reverse_std", "left", "right"],
+    Field(description='"std", "reverse_std", "left" or "right"'),
+]
 
 
 def names(rule: type) -> list[str]:

@@ -20,7 +20,14 @@ class Run(Protocol):
     def block(self, b: Block) -> Tensor: ...
 
 
+class WritableRun(Run, Protocol):
+    """A run that is kept in another form than a tensor of its values."""
+
+    def write_(self, b: Block, new: Tensor) -> None: ...
+
+
 Readable: TypeAlias = "Tensor | Run"
+Writable: TypeAlias = "Tensor | WritableRun"
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -105,6 +112,30 @@ class RootQuotient:
         return (read(self.m, b) * self.c1).div_(divisor)
 
 
+@dataclass(frozen=True)
+class AdamStep:
+    """m / (sqrt(v) + eps), the moments advanced by ``g`` as a block is read: read each once.
+
+    Where the moments are kept in 8 bits, the update is made before they are rounded: a v rounded
+    to 0 would divide by eps alone.
+    """
+
+    m: Writable
+    v: Writable
+    g: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+
+    def block(self, b: Block) -> Tensor:
+        g = read(self.g, b)
+        m = read(self.m, b).to(g.dtype).lerp(g, 1 - self.beta1)
+        v = read(self.v, b).to(g.dtype).lerp(g.square(), 1 - self.beta2)
+        write_(self.m, b, m)
+        write_(self.v, b, v)
+        return m.div_(v.sqrt_().add_(self.eps))
+
+
 def square_sum(x: Readable, shard: Shard, like: Tensor) -> Tensor:
     """Sum of the squares of a run -> []. ``like`` gives device and dtype where the run is empty."""
     total = torch.zeros((), dtype=accumulator(like.dtype), device=like.device)
@@ -154,3 +185,18 @@ def apply_(p, u: Readable, lr: Tensor | float, decay: Tensor | float, shard: Sha
 def zeros(p: Tensor) -> Tensor:
     """A zero run like ``p`` in the accumulator's dtype: momentum."""
     return torch.zeros_like(p, dtype=accumulator(p.dtype))
+
+
+def evaluate(x: Readable, shard: Shard, like: Tensor) -> Tensor:
+    """The values of a run, [len(shard)], as a tensor: for what is small beside the parameter."""
+    values = torch.empty(len(shard), dtype=accumulator(like.dtype), device=like.device)
+    for b in shard.blocks():
+        write_(values, b, read(x, b))
+    return values
+
+
+def pad(x: Tensor, part: slice, like: Tensor) -> Tensor:
+    """Zeros shaped as ``like`` with ``x`` as the elements ``part``, counted flat."""
+    whole = torch.zeros_like(like)
+    whole.view(-1)[part] = x
+    return whole

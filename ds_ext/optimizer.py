@@ -152,6 +152,15 @@ class LAMB(RuleOptimizer):
     rule = rules.LAMB
 
 
+class GaLoreAdamW(RuleOptimizer):
+    """AdamW on gradients projected to a low rank (arXiv 2403.03507).
+
+    A group with ``rank=None`` is stepped by plain AdamW, as is what is no matrix.
+    """
+
+    rule = rules.GaLoreAdamW
+
+
 OPTIMIZERS: dict[str, type[RuleOptimizer]] = {
-    cls.__name__.lower(): cls for cls in (LOMO, AdaLomo, Adafactor, CAME, LAMB)
+    cls.__name__.lower(): cls for cls in (LOMO, AdaLomo, Adafactor, CAME, LAMB, GaLoreAdamW)
 }

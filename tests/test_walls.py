@@ -21,7 +21,9 @@ STANDS_ON = {
     "memory": ["optimizer"],
     "optimizer": ["rounds", "rules", "precision"],
     "rounds": [],
-    "rules": ["moment", "hyper"],
+    "rules": ["moment", "hyper", "lowrank", "quantize"],
+    "lowrank": ["ops"],
+    "quantize": ["shard"],
     "moment": ["ops"],
     "precision": ["shard", "kernels"],
     "ops": ["shard", "kernels"],
@@ -35,6 +37,7 @@ STANDS_ON = {
 ONLY = {
     "deepspeed": {"zero", "register"},
     "triton": {"kernels"},
+    "bitsandbytes": {"quantize"},
     "torch.distributed": {"layout", "zero"},
     "lomo_optim": set(),  # the authors' code is for tests
     "came_pytorch": set(),

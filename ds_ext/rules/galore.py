@@ -1,0 +1,97 @@
+"""GaLore-AdamW: Adam on gradients projected to ``rank`` dimensions. Zhao et al., arXiv 2403.03507,
+algorithm 2, as in the authors' galore_torch: bias correction and eps as in its AdamW (eps is added
+to the uncorrected root), weight decay after the update, moments kept when the basis is renewed, a
+rank above the short side cut to it. Unlike theirs, a basis vector's sign is not left to chance.
+
+The side is that of the whole matrix: ``std`` takes rows >= cols right, else left. What one rank of
+d holds beside its run, in bytes, r the rank; 8-bit moments take 1/4 (and are rounded by ranks):
+  right, R = G·V [rows, r]    basis 4·r·cols, replicated;  moments 8·r·rows / d (+ a row)
+  left, R = U'·G [r, cols]    basis 4·r·rows / d (+ a row); moments 8·r·cols / d
+A step takes one round (right) or two (left); renewing the basis, one more for every 2**20 elements
+of the gradient, and 1 or 2. Vectors, tensors of more than two dimensions and groups with rank null
+are stepped by AdamW: moments 8·numel / d, no rounds.
+"""
+
+from dataclasses import dataclass
+
+from ds_ext import lowrank, ops, quantize
+from ds_ext.hyper import Bits, Count, Fraction, NonNegative, Positive, Side, Size
+from ds_ext.shard import Shard
+
+
+@dataclass(frozen=True)
+class GaLoreAdamW:
+    lr: NonNegative = 1e-3
+    rank: Count | None = 128  # dimensions of the projected gradient; null: plain AdamW
+    update_proj_gap: Count = 200  # steps between renewals of the basis
+    scale: Positive = 0.25  # of a projected update
+    proj_type: Side = "std"  # the side projected: std the short one, reverse_std the long one
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive | None = None  # null, as the authors': 1e-6, and 1e-8 with 8-bit moments
+    weight_decay: NonNegative = 0.0  # decoupled, times lr
+    correct_bias: bool = True
+    nbits: Bits = 32  # of the moments
+    min_8bit_size: Size = 4096  # fewer moments than these stay fp32
+
+    def __post_init__(self):
+        if self.nbits == 8:
+            quantize.functional()
+
+    def init(self, p, shard):
+        if not self.projects(shard):
+            return self.moments(p, shard.numel, len(shard))
+        rank, right = self.space(shard)
+        part = lowrank.own_part(rank, right, shard)
+        q = ops.zeros(p).new_zeros(shard.cols if right else shard.rows, rank)
+        total = rank * (shard.rows if right else shard.cols)
+        s = self.moments(p, total, part.stop - part.start)
+        return s | {"q": lowrank.own_basis(q, right, shard)}
+
+    def step(self, p, g, s, t, shard):
+        beta1, beta2 = self.betas
+        alpha = self.lr * ((1 - beta2**t) ** 0.5 / (1 - beta1**t) if self.correct_bias else 1)
+        decay = self.lr * self.weight_decay
+        alpha *= 1 - decay  # the decay is that of the updated weight
+        if not self.projects(shard):
+            flat = Shard.whole((len(shard),))
+            ops.apply_(p, self.adam(s, g), alpha, decay, flat)
+            return
+
+        rank, right = self.space(shard)
+        if (t - 1) % self.update_proj_gap == 0:
+            s["q"] = yield from lowrank.basis(g, rank, right, shard)
+        (r,) = yield (lowrank.project(g, s["q"], right, shard),)
+        part = lowrank.own_part(rank, right, shard)
+        u = ops.evaluate(self.adam(s, r.view(-1)[part]), Shard.whole((part.stop - part.start,)), r)
+        first = lowrank.touched(shard).start
+        if right:
+            back = lowrank.Product(u.view(-1, rank), s["q"], first)
+        else:
+            (u,) = yield (ops.pad(u, part, r),)
+            back = lowrank.Product(s["q"], u, first)
+        ops.apply_(p, back, alpha * self.scale, decay, shard)
+
+    def projects(self, shard):
+        return self.rank is not None and len(shard.shape) == 2
+
+    def space(self, shard):
+        """(dimensions, whether they are the right side's) of the whole matrix."""
+        short_is_right = shard.rows >= shard.cols
+        right = {"std": short_is_right, "reverse_std": not short_is_right}
+        return min(self.rank, shard.rows, shard.cols), right.get(
+            self.proj_type, self.proj_type == "right"
+        )
+
+    def moments(self, p, total, n):
+        """Zero moments of ``n`` of ``total`` elements."""
+        if self.nbits == 8 and total >= self.min_8bit_size:
+            return {"m": quantize.zeros(n, p.device), "v": quantize.zeros(n, p.device)}
+        return {"m": ops.zeros(p).new_zeros(n), "v": ops.zeros(p).new_zeros(n)}
+
+    def adam(self, s, g):
+        """The update by a flat run ``g``; its blocks advance the moments and are read once."""
+        m, v = s["m"], s["v"]
+        if isinstance(m, dict):
+            m, v = quantize.Quantized(m, signed=True), quantize.Quantized(v, signed=False)
+        eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)
+        return ops.AdamStep(m, v, g, *self.betas, eps)
