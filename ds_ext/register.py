@@ -71,12 +71,19 @@ def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     if engine.optimizer_name() in _TAKEN_OVER:
         log(f"{optimizer_type.__name__} is ds_ext's, not {_TAKEN_OVER[engine.optimizer_name()]}")
     given = dict(engine.optimizer_params() or {})
+    is_galore = engine.optimizer_name() == "galoreadamw"
+    targets = given.pop("target_modules", "all-linear") if is_galore else None
     grouped = bool(params) and isinstance(params[0], dict)
     checked = hyper.check(optimizer_type.rule, given)
     if checked["weight_decay"] and not grouped:
         groups = settings.decay_groups(engine.module, params, checked["weight_decay"])
         params = [group for group in groups if group["params"]]
         log(_decay_report(engine, params))
+    if is_galore:
+        params = settings.galore_groups(engine.module, params, targets)
+        projected = [p for g in params if "rank" not in g for p in g["params"]]
+        names = settings.summary(engine.param_names[p] for p in projected)
+        log(f"GaLore projects the gradients of: {names}")
     return optimizer_type(params, **checked)
 
 

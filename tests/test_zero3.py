@@ -285,6 +285,14 @@ def test_ranks_with_different_parameters_get_an_error_and_do_not_hang(run):
             assert "bad.weight" in messages[0] and "other.weight" in messages[1]
 
 
+def test_target_modules_choose_what_galore_projects(run):
+    got = run[1]["galore json"]
+    assert "error" not in got, got["error"]
+    assert {n for n, rank in got["ranks"].items() if rank == 3} == {"up.weight", "down.weight"}
+    assert {rank for rank in got["ranks"].values()} == {3, None}
+    assert "target_modules" in got["message"] and "upp" in got["message"]
+
+
 def test_a_second_backward_before_step_is_an_error(run):
     assert "second gradient" in run[1]["second backward"]
 

@@ -417,6 +417,20 @@ def uneven(stage: int) -> list[str]:
     return messages
 
 
+def galore_json() -> dict[str, Any]:
+    """The ranks that ``target_modules`` of a JSON config gives to parameters, and a wrong one."""
+    params = {"rank": 3, "target_modules": ["up", r"down\.w"], "weight_decay": 0.1}
+    base = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    good = base | {"optimizer": {"type": "GaLoreAdamW", "params": params}}
+    model = models.make()
+    engine, *_ = deepspeed.initialize(model=model, config=good)
+    ranks = {
+        engine.param_names[p]: g["rank"] for g in engine.optimizer.param_groups for p in g["params"]
+    }
+    bad = {"type": "GaLoreAdamW", "params": {"target_modules": ["upp"]}}
+    return {"ranks": ranks, "message": attempt(base | {"optimizer": bad})}
+
+
 def resume(folder: str) -> dict[str, Any]:
     """Six steps without a break, and three, a checkpoint, a new engine and three more."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -466,6 +480,7 @@ def main() -> None:
         "not finite": not_finite,
         "outside": outside,
         "uneven": lambda: [uneven(stage) for stage in range(3)],
+        "galore json": galore_json,
         "resume": lambda: resume(sys.argv[1] + ".checkpoint"),
     }
     for name, job in jobs.items():
