@@ -1,12 +1,13 @@
 """Bytes that one rank holds of weights, optimizer state, gradients and fp32 master weights.
 
 Ours come from the rules: ``init`` is run on tensors without storage, so that this arithmetic
-cannot drift from the code. The rank is the first one, which holds most. Beside ours: AdamW in
-DeepSpeed and Megatron-LM's distributed optimizer. Not counted: activations, the weights that
-ZeRO-3 gathers for computing, blocks of scratch, and what the allocator wastes.
+cannot drift from the code. The rank is the one that holds most. Beside ours: AdamW in DeepSpeed
+and Megatron-LM's distributed optimizer. Not counted: activations, the weights that ZeRO-3 gathers
+for computing, blocks of scratch, and what the allocator wastes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ Init = Callable[[Tensor, Shard], Any]  # a rule's ``init``
 # DeepSpeed's defaults, in elements.
 PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
 SUB_GROUP = 10**9  # zero_optimization.sub_group_size: the most that one step of AdamW takes
+
+FIRST = 16  # ranks that are looked at for the one that holds most
 
 # Models of Llama's kind, from the configurations published with them: vocabulary, width, inner
 # width, layers, heads, key-value heads, and whether the head is tied.
@@ -62,7 +65,7 @@ def ours(
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
     return Memory(
         weights=_weights(shapes, stage, ranks) * dtype.itemsize,
-        state=sum(_state(init, shape, cut, dtype) for shape in shapes.values()),
+        state=_state(init, shapes, cut, dtype),
         gradients=in_flight * dtype.itemsize,
         master=0,
     )
@@ -144,10 +147,21 @@ def _largest(shapes: Shapes) -> int:
     return max(map(math.prod, shapes.values()))
 
 
-def _state(init: Init, shape: tuple[int, ...], cut: int, dtype: torch.dtype) -> int:
-    """Bytes of a rule's state for the first of ``cut`` runs of a parameter."""
-    shard = Shard.of_rank(shape, 0, cut)
-    return nbytes(init(torch.empty(len(shard), dtype=dtype, device="meta"), shard))
+def _state(init: Init, shapes: Shapes, cut: int, dtype: torch.dtype) -> int:
+    """Bytes of a rule's state for one of ``cut`` runs of each parameter, the most of all ranks.
+
+    The first ranks have the longest runs; which of them holds most depends on the rows they share.
+    """
+    counts = Counter(shapes.values())
+
+    def of_rank(rank: int) -> int:
+        shards = {shape: Shard.of_rank(shape, rank, cut) for shape in counts}
+        return sum(
+            counts[shape] * nbytes(init(torch.empty(len(s), dtype=dtype, device="meta"), s))
+            for shape, s in shards.items()
+        )
+
+    return max(map(of_rank, range(min(cut, FIRST))))
 
 
 def nbytes(state: Any) -> int:

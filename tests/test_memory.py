@@ -24,7 +24,8 @@ from tests import models
 
 ROOT = Path(__file__).parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SETTINGS = [(name, {}) for name in OPTIMIZERS] + [("adafactor", {"beta1": 0.9})]
+SETTINGS = [(name, {}) for name in OPTIMIZERS]
+SETTINGS += [("adafactor", {"beta1": 0.9}), ("galoreadamw", {"rank": 16, "nbits": 8})]
 BUCKET = 5000
 
 
@@ -330,6 +331,8 @@ def main(out):
     }
     if torch.distributed.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
