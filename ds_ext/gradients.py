@@ -102,13 +102,14 @@ class FusedBackward:
 
     def _own(self, grad: Tensor) -> Tensor:
         """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
+        # Autograd may hand out a view of a gradient that other nodes still wait to read.
+        is_shared = self.layout.world > 1 and _storage_users(grad) > _SOLE_USER
         flat = grad.reshape(-1).to(self.comm_dtype or grad.dtype)
         missing = -flat.numel() % self.layout.parts
         if missing:
             return nn.functional.pad(flat, (0, missing))
-        # Autograd may hand out a view of a gradient that other nodes still wait to read.
-        is_shared = _storage_users(flat) > _SOLE_USER
-        return flat.clone() if self.layout.world > 1 and is_shared else flat
+        is_view = flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+        return flat.clone() if is_shared and is_view else flat
 
     @torch.no_grad()
     def flush(self) -> None:

@@ -133,12 +133,12 @@ def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
 def _in_flight(shapes: Shapes, ranks: int, bucket: int) -> int:
     """The most gradient elements alive in backward: those in the bucket, and one that arrives.
 
-    With several ranks the one that arrives is copied where it has to be padded or others read it.
+    The one that arrives is copied where it has to be padded to equal parts for all ranks.
     """
     n = elements(shapes)
     most = 0
     for size in map(math.prod, shapes.values()):
-        copy = size if ranks > 1 else 0
+        copy = size if size % ranks else 0
         most = max(most, size + max(min(bucket, n - size + copy), copy))
     return most
 
