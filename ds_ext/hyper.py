@@ -32,27 +32,29 @@ def names(rule: type) -> list[str]:
     return [f.name for f in fields(rule)]
 
 
-def check(rule: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> dict[str, Any]:
     """All hyper-parameters of ``rule``, the given ones checked, the others at their defaults.
 
-    Raises ValueError naming the key, what was given, what is allowed, and what a misspelt key
-    may have meant.
+    ``where`` is the section of the JSON config that they come from. Raises ValueError naming the
+    key, what was given, what is allowed, and what a misspelt key may have meant.
     """
     hints = get_type_hints(rule, include_extras=True)
     for key in given:
         if key not in hints:
-            raise ValueError(_unknown(rule, key, list(hints)))
+            raise ValueError(_unknown(rule, f"{where}.{key}", list(hints)))
     checked = {}
     for key, value in given.items():
         try:
             adapter: TypeAdapter = TypeAdapter(_strict_bool(hints[key]))
             checked[key] = adapter.validate_python(value)
         except ValidationError:
-            raise ValueError(_refused(rule, key, value, describe(hints[key]))) from None
+            raise ValueError(
+                _refused(rule, f"{where}.{key}", value, describe(hints[key]))
+            ) from None
     try:
         whole = rule(**checked)
     except ValueError as error:
-        raise ValueError(f"{rule.__name__} (optimizer.params): {error}") from None
+        raise ValueError(f"{rule.__name__} ({where}): {error}") from None
     return {name: getattr(whole, name) for name in hints}
 
 
@@ -74,15 +76,15 @@ def _strict_bool(hint: Any) -> Any:
 
 
 def _unknown(rule: type, key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
+    near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
     guess = f' Did you mean "{near[0]}"?' if near else ""
-    return f"{rule.__name__}: unknown key optimizer.params.{key}.{guess} Known: {', '.join(known)}."
+    return f"{rule.__name__}: unknown key {key}.{guess} Known: {', '.join(known)}."
 
 
 def _refused(rule: type, key: str, value: Any, allowed: str) -> str:
-    message = f"{rule.__name__}: optimizer.params.{key} is {value!r}; allowed: {allowed}."
+    message = f"{rule.__name__}: {key} is {value!r}; allowed: {allowed}."
     if value == "auto":
         return f'{message} "auto" is filled in by HF Trainer and accelerate only: write a value.'
-    if key in ("betas", "eps"):
+    if key.endswith((".betas", ".eps")):
         return f'{message} (If "auto" filled it in for Adam: remove the key or write the list.)'
     return message
