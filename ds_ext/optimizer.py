@@ -2,8 +2,8 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import make_dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,24 +28,36 @@ class Update(NamedTuple):
 class RuleOptimizer(torch.optim.Optimizer):
     """Steps every parameter by ``rule``; hyper-parameters are the fields of the rule's dataclass.
 
-    Raises ValueError for an unknown or ill-valued hyper-parameter, here and in groups.
+    And those of ``precision.Writing``: how the weights are rounded. Raises ValueError for an
+    unknown or ill-valued hyper-parameter, here and in groups.
     """
 
     rule: ClassVar[type]
+    hypers: ClassVar[type]  # the rule, with the fields of ``precision.Writing`` after its own
 
     def __init_subclass__(cls) -> None:
+        bases = (precision.Writing, cls.rule)
+        cls.hypers = make_dataclass(cls.rule.__name__, [], bases=bases, frozen=True)
         params = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        hypers = inspect.signature(cls.rule).parameters.values()
+        hypers = inspect.signature(cls.hypers).parameters.values()
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [params, *(h.replace(kind=inspect.Parameter.KEYWORD_ONLY) for h in hypers)]
         )
 
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
-        super().__init__(params, hyper.check(self.rule, hypers))
+        super().__init__(params, self.check(hypers))
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All hyper-parameters, the given ones checked, the others at their defaults.
+
+        Raises ValueError, naming the key of the JSON config, as ``hyper.check``.
+        """
+        return hyper.check(cls.hypers, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given = {k: v for k, v in param_group.items() if k not in _GROUP_KEYS}
-        checked = hyper.check(self.rule, self.defaults | given)
+        checked = self.check(self.defaults | given)
         super().add_param_group(param_group | checked)
         self._index()
 
@@ -67,12 +79,12 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _begin(self, u: Update) -> rounds.Rule:
         """Starts the rule of one parameter, making its state if it has none."""
         group = self.group_of[u.param]
-        rule = self.rule(**{f.name: group[f.name] for f in fields(self.rule)})
+        rule = self.hypers(**{name: group[name] for name in hyper.names(self.hypers)})
         state = self.state[u.param]
         if not state:
             state.update(rule.init(u.p, u.shard), step=0)
         state["step"] += 1
-        p = precision.weight(u.p, self.number_of[u.param], state["step"], u.shard)
+        p = precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
         return rule.step(p, u.g, state, state["step"], u.shard)
 
     @torch.no_grad()
@@ -100,10 +112,11 @@ class RuleOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the state keeps its dtype: statistics of bf16 weights stay fp32.
 
+        Hyper-parameters are then the saved ones, ``weight_update`` and ``seed`` among them.
         Raises ValueError, before anything is changed, for the state of another optimizer.
         """
         for group in state_dict["param_groups"]:
-            missing = [name for name in hyper.names(self.rule) if name not in group]
+            missing = [name for name in hyper.names(self.hypers) if name not in group]
             if missing:
                 kind = type(self).__name__
                 raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")

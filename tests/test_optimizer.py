@@ -333,6 +333,16 @@ REFUSED = [
     ),
     ("came", {"betas": [0.9, 0.999, 1.0]}, ["betas is [0.9, 0.999, 1.0]", "a list of 3"]),
     ("came", {"betas": "auto"}, ["betas is 'auto'", "HF Trainer"]),
+    (
+        "lomo",
+        {"weight_update": "exact"},
+        ["optimizer.params.weight_update is 'exact'", '"stochastic", "nearest" or "master"'],
+    ),
+    ("came", {"weight_update": None}, ["weight_update is None", '"nearest"']),
+    ("came", {"weight_updates": "master"}, ['Did you mean "weight_update"?', "CAME: unknown key"]),
+    ("lomo", {"seed": -1}, ["LOMO: optimizer.params.seed is -1", "a whole number >= 0"]),
+    ("lomo", {"seed": 1.5}, ["optimizer.params.seed is 1.5", "a whole number >= 0"]),
+    ("lomo", {"seed": True}, ["optimizer.params.seed is True", "a whole number >= 0"]),
 ]
 
 
@@ -356,6 +366,15 @@ def test_what_is_refused(name, hypers, parts):
 
 def test_a_key_like_no_other_gets_no_guess():
     assert "Did you mean" not in message(lambda: ds_ext.AdaLomo([torch.zeros(1)], qqqq=1))
+
+
+def test_groups_round_their_own_way():
+    (a, b) = parameters(torch.bfloat16, shapes=[(3, 5), (3, 5)])
+    groups = [{"params": [a], "weight_update": "nearest"}, {"params": [b], "seed": 7}]
+    optimizer = ds_ext.AdaLomo(groups, weight_update="master")
+    steps(optimizer, [a, b], table.gradients(1, [(3, 5), (3, 5)]))
+    assert "master" not in optimizer.state[a] and "master" in optimizer.state[b]
+    assert [group["seed"] for group in optimizer.param_groups] == [0, 7]
 
 
 def test_lists_and_whole_numbers_are_taken():
@@ -397,16 +416,19 @@ DEFAULTS = {
     },
 }
 
+WRITING = {"weight_update": "stochastic", "seed": 0}
+
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_signature_shows_hyper_parameters_and_defaults(name):
     cls = OPTIMIZERS[name]
     first, *rest = inspect.signature(cls).parameters.values()
     assert first.name == "params"
-    assert {p.name: p.default for p in rest} == DEFAULTS[name]
+    assert {p.name: p.default for p in rest} == DEFAULTS[name] | WRITING
     assert {p.kind for p in rest} == {inspect.Parameter.KEYWORD_ONLY}
     (group,) = cls([torch.zeros(1)]).param_groups
-    assert {k: v for k, v in group.items() if k != "params"} == DEFAULTS[name]
+    assert {k: v for k, v in group.items() if k != "params"} == DEFAULTS[name] | WRITING
+    assert cls.check({}) == DEFAULTS[name] | WRITING
     with pytest.raises(TypeError, match=re.escape("positional")):
         cls([torch.zeros(1)], 0.1)
 

@@ -25,7 +25,7 @@ STANDS_ON = {
     "lowrank": ["ops"],
     "quantize": ["shard"],
     "moment": ["ops"],
-    "precision": ["shard", "kernels"],
+    "precision": ["shard", "hyper", "kernels"],
     "ops": ["shard", "kernels"],
     "kernels": [],
     "shard": [],
