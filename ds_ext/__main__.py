@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ds_ext import hyper, memory, settings
+from ds_ext import memory, settings
 from ds_ext.memory import Memory, Shapes
 from ds_ext.optimizer import OPTIMIZERS
 
@@ -102,12 +102,12 @@ def _rule(name: str, params: str) -> Any:
         near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
         guess = f' Did you mean "{near[0]}"?' if near else ""
         raise ValueError(f"--optimizer {name}: unknown.{guess} Known: {', '.join(OPTIMIZERS)}.")
-    rule = OPTIMIZERS[name.lower()].rule
+    optimizer_type = OPTIMIZERS[name.lower()]
     try:
         given = json.loads(params)
         if not isinstance(given, dict):
             raise ValueError('not an object such as {"lr": 1e-3}')
-        return rule(**hyper.check(rule, given))
+        return optimizer_type.hypers(**optimizer_type.check(given))
     except ValueError as error:
         raise ValueError(f"--params {params}: {error}") from None
 
@@ -120,7 +120,7 @@ def _rows(rule: Any, shapes: Shapes, options: argparse.Namespace) -> dict[str, M
     for stage in stages:
         label = "plain step()" if stage is None else f"ZeRO-{stage}"
         name = f"{type(rule).__name__}, {label}"
-        table[name] = memory.ours(rule.init, shapes, stage, ranks, dtype, bucket)
+        table[name] = memory.ours(rule, shapes, stage, ranks, dtype, bucket)
     for stage in sorted({stage or 0 for stage in stages}):
         adamw = memory.adamw(shapes, stage, ranks, dtype, bucket)
         table[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw

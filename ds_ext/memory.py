@@ -1,9 +1,10 @@
-"""Bytes that one rank holds of weights, optimizer state, gradients and fp32 master weights.
+"""Bytes that one rank holds of weights, optimizer state, gradients and masters of weights.
 
 Ours come from the rules: ``init`` is run on tensors without storage, so that this arithmetic
-cannot drift from the code. The rank is the one that holds most. Beside ours: AdamW in DeepSpeed
-and Megatron-LM's distributed optimizer. Not counted: activations, the weights that ZeRO-3 gathers
-for computing, blocks of scratch, and what the allocator wastes.
+cannot drift from the code; masters come from ``precision`` alike. The rank is the one that holds
+most. Beside ours: AdamW in DeepSpeed and Megatron-LM's distributed optimizer. Not counted:
+activations, the weights that ZeRO-3 gathers for computing, blocks of scratch, and what the
+allocator wastes.
 """
 
 import math
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ext import precision
 from ds_ext.shard import Shard
 
 Shapes = Mapping[str, tuple[int, ...]]
-Init = Callable[[Tensor, Shard], Any]  # a rule's ``init``
+Init = Callable[[Tensor, Shard], Any]  # a rule's ``init``, or what is kept like its state
 
 # DeepSpeed's defaults, in elements.
 PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
@@ -47,7 +49,7 @@ class Memory:
     weights: float
     state: float
     gradients: float  # the most that are alive at once
-    master: float  # fp32 copies of weights of less precision
+    master: float  # what weights of 16 bits lack to fp32: a copy, or the lower half
 
     @property
     def total(self) -> float:
@@ -55,19 +57,19 @@ class Memory:
 
 
 def ours(
-    init: Init, shapes: Shapes, stage: int | None, ranks: int, dtype: torch.dtype, bucket: int
+    rule: Any, shapes: Shapes, stage: int | None, ranks: int, dtype: torch.dtype, bucket: int
 ) -> Memory:
     """A rule's memory at a ZeRO stage, or with a plain ``step()`` on whole gradients (None).
 
-    ``bucket`` is reduce_bucket_size. bf16 weights are rounded stochastically: no master copy.
+    ``rule`` is one of a ``RuleOptimizer.hypers``, ``bucket`` is reduce_bucket_size.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
     return Memory(
         weights=_weights(shapes, stage, ranks) * dtype.itemsize,
-        state=_state(init, shapes, cut, dtype),
+        state=_most(rule.init, shapes, cut, dtype),
         gradients=in_flight * dtype.itemsize,
-        master=0,
+        master=_most(lambda p, _: precision.master(p, rule), shapes, cut, dtype),
     )
 
 
@@ -147,8 +149,8 @@ def _largest(shapes: Shapes) -> int:
     return max(map(math.prod, shapes.values()))
 
 
-def _state(init: Init, shapes: Shapes, cut: int, dtype: torch.dtype) -> int:
-    """Bytes of a rule's state for one of ``cut`` runs of each parameter, the most of all ranks.
+def _most(init: Init, shapes: Shapes, cut: int, dtype: torch.dtype) -> int:
+    """Bytes of what ``init`` makes for one of ``cut`` runs of each parameter: the most of a rank.
 
     The first ranks have the longest runs; which of them holds most depends on the rows they share.
     """

@@ -49,12 +49,10 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     heading, rows = plan(capsys, *options, "--dtype", "fp32")
     n = memory.elements(SHAPES)
     assert f"{n:,} parameters in fp32 on 3 data-parallel ranks; MiB per rank" in heading
-    kind, rule = OPTIMIZERS[name].rule.__name__, OPTIMIZERS[name].rule()
-    expected = {
-        f"{kind}, plain step()": memory.ours(rule.init, SHAPES, None, 3, torch.float32, 100)
-    }
+    kind, rule = OPTIMIZERS[name].__name__, OPTIMIZERS[name].hypers()
+    expected = {f"{kind}, plain step()": memory.ours(rule, SHAPES, None, 3, torch.float32, 100)}
     for stage in range(4):
-        ours = memory.ours(rule.init, SHAPES, stage, 3, torch.float32, 100)
+        ours = memory.ours(rule, SHAPES, stage, 3, torch.float32, 100)
         expected[f"{kind}, ZeRO-{stage}"] = ours
         adamw = memory.adamw(SHAPES, stage, 3, torch.float32, 100)
         expected[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw
@@ -94,6 +92,14 @@ def test_hyper_parameters_count(folder, capsys):
     assert float(momentum["bytes/param"]) - float(plain["bytes/param"]) == pytest.approx(
         4, abs=0.02
     )
+
+
+def test_a_master_counts(capsys):
+    options = ["--model", "llama-7b", "--stage", "3", "--ranks", 8]
+    params = ["--params", '{"weight_update": "master", "seed": 7}']
+    row = plan(capsys, *options, *params)[1]["AdaLomo, ZeRO-3"]
+    assert row["master"] == "1.57"  # 2 · 6.738e9 / 8 / 2^30
+    assert plan(capsys, *options)[1]["AdaLomo, ZeRO-3"]["master"] == "0.00"
 
 
 def test_other_models_than_language_models(tmp_path, capsys):

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SETTINGS = [(name, {}) for name in OPTIMIZERS]
 SETTINGS += [("adafactor", {"beta1": 0.9}), ("galoreadamw", {"rank": 16, "nbits": 8})]
+SETTINGS += [(name, {"weight_update": "master"}) for name in ("lomo", "adalomo", "came")]
 BUCKET = 5000
 
 
@@ -72,13 +73,14 @@ def test_a_plain_step_holds_what_is_planned(name, hypers, model, dtype):
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer.step()
-    rule = optimizer.rule(**hypers)
-    planned = memory.ours(rule.init, shapes_of(module), None, 1, DTYPES[dtype], BUCKET)
+    rule = optimizer.hypers(**hypers)
+    planned = memory.ours(rule, shapes_of(module), None, 1, DTYPES[dtype], BUCKET)
     assert planned.weights == held(params)
     assert planned.gradients == held(p.grad for p in params)
-    assert planned.master == 0
-    state = held(t for s in optimizer.state.values() for t in tensors(s))
-    assert close(planned.state, state), (planned.state, state)
+    states = optimizer.state.values()
+    assert planned.master == held(s["master"] for s in states if "master" in s)
+    state = held(t for s in states for t in tensors(s))
+    assert close(planned.state + planned.master, state), (planned, state)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -101,10 +103,11 @@ def test_simulated_ranks_hold_what_is_planned(name, hypers, model, dtype, ranks)
     with torch.no_grad():
         rounds.simulate(begun)
     held_by = [held(t for s in o.state.values() for t in tensors(s)) for o in optimizers]
-    rule = optimizers[0].rule(**hypers)
+    rule = optimizers[0].hypers(**hypers)
     for stage in (1, 2, 3):
-        planned = memory.ours(rule.init, shapes_of(module), stage, ranks, DTYPES[dtype], BUCKET)
-        assert close(planned.state, max(held_by)), (planned.state, held_by)
+        planned = memory.ours(rule, shapes_of(module), stage, ranks, DTYPES[dtype], BUCKET)
+        kept = planned.state + planned.master
+        assert close(kept, max(held_by)), (kept, held_by)
 
 
 class Ranks(Sharded):
@@ -156,7 +159,8 @@ def gradients_alive(module, ranks, bucket, monkeypatch):
 def test_gradients_in_flight_are_as_planned(ranks, bucket, slack, monkeypatch):
     module = llama()
     alive = gradients_alive(module, ranks, bucket, monkeypatch)
-    planned = memory.ours(lambda p, shard: {}, shapes_of(module), 1, ranks, torch.float32, bucket)
+    lomo = OPTIMIZERS["lomo"].hypers()
+    planned = memory.ours(lomo, shapes_of(module), 1, ranks, torch.float32, bucket)
     assert alive <= planned.gradients * 1.001  # padding
     assert planned.gradients <= alive * slack
 
@@ -167,9 +171,9 @@ SEVEN = memory.llama(*memory.KNOWN["llama-7b"])
 N = memory.elements(SEVEN)
 
 
-def plan(name, stage, ranks, **hypers):
-    rule = OPTIMIZERS[name].rule(**hypers)
-    return memory.ours(rule.init, SEVEN, stage, ranks, torch.bfloat16, 2**24)
+def plan(name, stage, ranks, dtype=torch.bfloat16, **hypers):
+    rule = OPTIMIZERS[name].hypers(**hypers)
+    return memory.ours(rule, SEVEN, stage, ranks, dtype, 2**24)
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])
@@ -190,6 +194,18 @@ def test_state_of_a_7b_model(name, factored, sharded, hypers, ranks):
     expected = factored * sum(4 * (r + c) for r, c in matrices) + sharded * N / ranks
     expected += bool(factored) * 4 * vectors / ranks
     assert plan(name, 3, ranks, **hypers).state == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 0)]
+)
+def test_a_master_is_the_half_that_bf16_lacks_and_a_copy_of_fp16(dtype, size, ranks):
+    kept = plan("came", 3, ranks, dtype, weight_update="master")
+    assert kept.master == size * N / ranks
+    assert plan("came", 3, ranks, dtype).master == 0
+    assert kept.state == plan("came", 3, ranks, dtype).state
+    assert plan("came", 0, ranks, dtype, weight_update="master").master == size * N
 
 
 def test_adalomo_holds_little_more_than_the_weights():
@@ -262,8 +278,8 @@ def test_deepspeed_holds_what_is_planned(measured, kind, stage, dtype):
     if kind == "adamw":
         planned = memory.adamw(shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET).total
     else:  # between steps no gradient is alive
-        init = OPTIMIZERS[kind].rule().init
-        ours = memory.ours(init, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
+        rule = OPTIMIZERS[kind].hypers()
+        ours = memory.ours(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
         planned = ours.total - ours.gradients
     assert close(planned, measured[f"{kind} {stage} {dtype}"])
 
