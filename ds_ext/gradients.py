@@ -1,38 +1,61 @@
-"""Gradients become updates while backward runs: hooks, buckets, reduce-scatter, grad norm.
+"""What becomes of gradients: stepped by in backward, kept for later, or measured and clipped.
 
-A hook takes each gradient as autograd finishes it and puts it in a bucket. A full bucket is
-reduce-scattered in place, so that each rank's run of the mean gradient lies inside the gradient's
-own memory; the rules of its parameters then run in lock-step, and the bucket is freed.
+Two policies. ``fused`` steps a parameter as soon as its gradient is reduced, so that no gradient
+is kept; to clip exactly, the graph is run backward twice, first only to measure the norm.
+``sharded`` keeps this rank's run of each gradient until the step, over any number of backward
+passes, and clips by scaling it. A step that is measured or kept is all or nothing: a gradient that
+is not finite skips it. Without, it skips its own parameter. Either way all ranks do alike.
 """
 
+import contextlib
 import logging
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ds_ext import ops, settings
+from ds_ext.buckets import Buckets, Deliver, Run, apart
 from ds_ext.layout import Group, Replicated
 from ds_ext.optimizer import RuleOptimizer, Update
-from ds_ext.uses import Uses
 
 logger = logging.getLogger("ds_ext")
 
 
-class Run(NamedTuple):
-    """This rank's run of a reduced gradient, padded, and whether any rank's part was not finite."""
+class StepResult(NamedTuple):
+    """How a step ended."""
 
-    g: Tensor
-    bad: Tensor  # [], true on all ranks alike
+    norm: float  # of all gradients before clipping; not finite if one of them was not
+    overflow: bool  # whether a gradient was not finite
+    skipped: bool  # whether no parameter was stepped because of that
+
+
+@dataclass
+class Tally:
+    """What is known of the step in progress."""
+
+    square: Tensor | None = None  # [], of this rank's runs of the mean gradient
+    beyond: Tensor | None = None  # [], elements of them outside ± max_value
+    kept: dict[Tensor, Run] = field(default_factory=dict)
+    suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
+    elements: int = 0  # of the gradients, on all ranks together
+    norm: float | None = None
+    coefficient: float = 1.0  # that gradients are clipped by
+    verdict: Deliver | None = None  # on the gradients of the next backward pass, once measured
+    used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
+    stepped: int = 0  # parameters
+    overflow: bool = False  # whether a gradient was not finite
+    bad: list[Tensor] = field(default_factory=list)  # parameters of such gradients
 
 
 class FusedBackward:
-    """Steps ``optimizer`` from gradient hooks, on the runs that ``layout`` gives to this rank.
+    """Steps ``optimizer`` by the gradients of ``module``, on the runs that ``layout`` gives.
 
-    At most ``bucket_size`` gradient elements wait in the bucket, or one parameter larger than
-    that. Gradients are reduced in ``comm_dtype``, and averaged over the ranks if ``average``.
-    A parameter whose gradient comes in several parts (``uses.py``) is stepped when backward has
-    ended: until then its runs are added up.
+    ``comm_dtype`` gives the dtype that a parameter's gradient is reduced in, None for its own.
+    ``is_boundary`` tells, during a backward pass, whether the step follows it.
     """
 
     def __init__(
@@ -40,167 +63,258 @@ class FusedBackward:
         module: nn.Module,
         optimizer: RuleOptimizer,
         layout: Replicated,
-        bucket_size: int,
-        comm_dtype: torch.dtype | None = None,
-        average: bool = True,
+        how: settings.Gradients,
+        comm_dtype: Callable[[Tensor], torch.dtype | None] = lambda param: None,
+        is_boundary: Callable[[], bool] = lambda: True,
     ) -> None:
+        strange = sum(p not in layout.names for p in optimizer.group_of)
+        if strange:
+            raise ValueError(
+                f"{strange} of the optimizer's parameters are not in the model: pass the module "
+                "that holds all of them."
+            )
         self.optimizer = optimizer
         self.layout = layout
-        self.bucket_size = bucket_size
-        self.comm_dtype = comm_dtype
-        self.average = average
-        self.uses = Uses(module)
-        self.bucket: dict[Tensor, Tensor] = {}  # gradients, flat and padded to equal parts
-        self.held: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
-        self.stepped: set[Tensor] = set()  # since the last end_step()
-        self.skipped = 0  # updates left out because a gradient was not finite
-        self.square_norm: Tensor | None = None  # of this rank's runs
+        self.how = how
+        self.is_boundary = is_boundary
+        self.loss_scale = 1.0  # what the loss was multiplied by before backward
+        self.tally = Tally()
         self.norm: float | None = None  # of all gradients of the last step
-        chosen = {p for group in optimizer.param_groups for p in group["params"]}
-        outside = [p for p in module.parameters() if p.requires_grad and p not in chosen]
-        if outside and layout.rank == 0:
-            names = ", ".join(map(layout.name, outside))
-            logger.warning("trainable but not given to the optimizer, not updated: %s", names)
-        self.hooks = [
-            p.register_post_accumulate_grad_hook(self._take if p in chosen else _drop)
-            for p in (*chosen, *outside)
-            if p.requires_grad
-        ]
+        self.previous_norm: float | None = None  # the last one that was finite
+        self.skipped = 0  # parameters not updated because of their gradient, in all steps
+        self.skipped_steps = 0  # steps that updated nothing
+        self.metrics: dict[str, float] = {}  # of the last step
+        self.buckets = Buckets(
+            module,
+            layout,
+            how.bucket_size,
+            comm_dtype,
+            wanted=lambda param: param in optimizer.group_of,
+            begin=self._begin,
+        )
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def remove(self) -> None:
         """Takes the hooks off the parameters and modules."""
-        for hook in (*self.hooks, *self.uses.hooks):
+        self.buckets.remove()
+        for hook in self.hooks:
             hook.remove()
 
-    @torch.no_grad()
-    def _take(self, param: Tensor) -> None:
-        """Moves a finished gradient into the bucket; the hook."""
-        grad, param.grad = param.grad, None
-        if param in self.stepped:
-            raise RuntimeError(
-                f"{self.layout.name(param)} got a second gradient after its update and before "
-                "engine.step(). Gradients are used up inside backward: call backward once a step "
-                "(add losses up before), and use checkpointing with use_reentrant=False where a "
-                "weight is reached by two checkpointed segments other than through its module."
-            )
-        if not grad.numel():
-            return
-        if param in self.bucket:  # a further part, of another checkpointed segment
-            self.bucket[param] = self.bucket[param] + self._own(grad)
-            return
-        if self.elements + grad.numel() > self.bucket_size:
-            self.flush()
-        self.bucket[param] = self._own(grad)
-        del grad
-        if self.elements >= self.bucket_size:
-            self.flush()
+    def kept_bytes(self) -> int:
+        """What this rank holds of gradients between backward passes if they are kept."""
+        size = (self.how.accumulate_in or torch.float32).itemsize
+        params = [p for p in self.optimizer.group_of if p.requires_grad]
+        return size * sum(len(self.layout.shard(p)) for p in params)
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs ``loss`` backward: once, or twice where gradients are clipped exactly."""
+        self.rehearse(loss)
+        loss.backward()
 
     @property
-    def elements(self) -> int:
-        """Gradient elements that wait in the bucket."""
-        return sum(flat.numel() for flat in self.bucket.values())
+    def must_measure(self) -> bool:
+        """Whether the next backward pass would step by gradients that have to be measured first."""
+        unknown = self.how.clip_mode == "exact" or self.previous_norm is None
+        return bool(self.how.max_norm) and unknown and not self._keeps()
 
-    def _own(self, grad: Tensor) -> Tensor:
-        """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
-        # Autograd may hand out a view of a gradient that other nodes still wait to read.
-        is_shared = self.layout.world > 1 and _storage_users(grad) > _SOLE_USER
-        flat = grad.reshape(-1).to(self.comm_dtype or grad.dtype)
-        missing = -flat.numel() % self.layout.parts
-        if missing:
-            return nn.functional.pad(flat, (0, missing))
-        is_view = flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
-        return flat.clone() if is_shared and is_view else flat
+    def rehearse(self, loss: Tensor) -> None:
+        """Measures gradients by a backward pass of its own, if they have to be.
 
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Reduces the bucket and steps its parameters, but holds those with more parts to come."""
-        if not self.bucket:
+        Call it before the one that steps. It changes no weight and no state.
+        """
+        if not self.must_measure:
             return
-        bucket, self.bucket = self.bucket, {}
-        self.layout.agree(bucket)
-        runs = dict(zip(bucket, self._reduce(list(bucket.values())), strict=True))
-        for param in [p for p in runs if self.uses.in_parts(p)]:
-            self._hold(param, runs.pop(param))
-        self._step(runs)
+        if self.tally.used_up:
+            raise RuntimeError(f"gradient_clipping: a parameter {_SECOND_GRADIENT}")
+        self.buckets.deliver = self._measure
+        with self.layout.rehearsal(), _same_random_numbers(self.layout.device):
+            loss.backward(retain_graph=True)
+            self.buckets.finish()
+        self.tally.used_up.clear()
+        self._judge()
+        self.tally.verdict = self._drop if self.tally.overflow else self._update
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Ends a backward pass: what waits in the bucket or was held is stepped."""
-        self.flush()
-        self.layout.agree([])
-        held, self.held = self.held, {}
-        self._step(held)
-        self.uses.clear()
-
-    def _hold(self, param: Tensor, run: Run) -> None:
-        g = run.g.to(ops.accumulator(run.g.dtype), copy=True)  # lets go of the whole gradient
-        if param in self.held:
-            before = self.held[param]
-            self.held[param] = Run(before.g.add_(g), before.bad | run.bad)
-        else:
-            self.held[param] = Run(g, run.bad)
-
-    def _reduce(self, flats: list[Tensor]) -> list[Run]:
-        """This rank's runs of the reduced gradients, inside the memory of ``flats``.
-
-        Every rank also tells every other whether its own gradient has a value that is not finite
-        or may not stay so when summed, so that all agree whichever run the value lies in.
-        """
-        bad = torch.stack([self._is_bad(flat) for flat in flats])
-        votes = bad.to(torch.float32).repeat(self.layout.parts)
-        *runs, votes = self.layout.reduce((*flats, votes))
-        if self.average and self.layout.world > 1:
-            for run in runs:
-                run.div_(self.layout.world)
-        return list(map(Run, runs, (votes > 0).unbind()))
-
-    def _is_bad(self, flat: Tensor) -> Tensor:
-        """Whether a gradient is not finite, or its sum over ranks or its square may not be."""
-        low, high = torch.aminmax(flat)
-        squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
-        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.world
-        return ~((high <= bound) & (low >= -bound))
-
-    def _step(self, runs: dict[Tensor, Run]) -> None:
-        """Steps parameters by their reduced runs, but none whose gradient is not finite."""
-        if not runs:
-            return
-        updates = [self._update(param, run.g) for param, run in runs.items()]
-        for u in updates:
-            square = ops.square_sum(u.g, u.shard, u.g)
-            self.square_norm = square if self.square_norm is None else self.square_norm + square
-        self.stepped.update(runs)
-        bad = torch.stack([run.bad for run in runs.values()]).tolist()
-        good = [u for u, b in zip(updates, bad, strict=True) if not b]
-        self.optimizer.update(good, self.layout.all_reduce)
-        self.layout.publish(u.param for u in good)
-        for u, b in zip(updates, bad, strict=True):
-            if b:
-                self._report_skipped(u.param)
-
-    def _update(self, param: Tensor, g: Tensor) -> Update:
-        shard = self.layout.shard(param)
-        return Update(param, self.layout.run(param), g[: len(shard)], shard)
-
-    def _report_skipped(self, param: Tensor) -> None:
-        self.skipped += 1
-        if self.layout.rank == 0:
-            name = self.layout.name(param)
-            logger.warning(
-                "%s: the gradient is not finite, or too large; not updated in this step", name
-            )
+        """Ends a backward pass: what waits in the bucket is used."""
+        self.buckets.finish()
+        self.buckets.uses.clear()
 
     @torch.no_grad()
-    def end_step(self) -> float | None:
-        """Ends a step: the 2-norm of its gradients over all ranks, None if there were none."""
-        self.finish()
-        square, self.square_norm = self.square_norm, None
-        self.stepped.clear()
-        if square is None:
+    def end_step(self) -> StepResult | None:
+        """Ends a step, by now stepping what was kept; None if there were no gradients."""
+        tally = self.tally
+        if tally.kept:
+            kept = dict(sorted(tally.kept.items(), key=lambda kv: self.optimizer.number_of[kv[0]]))
+            self._record(kept)
+            self._judge()
+            if not tally.overflow:
+                self._step_kept(kept)
+        self.tally = Tally()
+        if tally.square is None:
             return None
-        self.layout.all_reduce(square)
-        self.norm = float(square.sqrt())
-        return self.norm
+        if tally.norm is None:
+            tally.norm = self._norm(tally.square)
+        return self._conclude(tally)
+
+    def _keeps(self) -> bool:
+        """Whether gradients wait for the step."""
+        return self.how.policy == "sharded" or bool(self.tally.kept) or not self.is_boundary()
+
+    def _begin(self) -> Deliver:
+        """Who takes the gradients of the backward pass that begins."""
+        if self._keeps():
+            return self._keep
+        verdict, self.tally.verdict = self.tally.verdict, None
+        if verdict is not None:
+            return verdict
+        if self.must_measure:
+            raise RuntimeError(_MEASURE_FIRST)
+        self.tally.coefficient = self._coefficient(self.previous_norm)
+        return self._step
+
+    def _measure(self, runs: dict[Tensor, Run]) -> None:
+        """Takes the norm of gradients, and nothing else."""
+        self._use_up(runs)
+        self._record(runs)
+
+    def _keep(self, runs: dict[Tensor, Run]) -> None:
+        """Adds gradients to those that wait for the step."""
+        kept = self.tally.kept
+        for param, run in runs.items():
+            dtype = self.how.accumulate_in or ops.accumulator(run.g.dtype)
+            kept[param] = kept[param].plus(run) if param in kept else apart(run, dtype)
+
+    def _step(self, runs: dict[Tensor, Run]) -> None:
+        """Steps parameters whose gradients were not measured, but those where it is bad."""
+        self._record(runs)
+        bad = self._bad()
+        self._update({p: run for p, run in runs.items() if p not in bad})
+        self._use_up(bad)
+
+    def _drop(self, runs: dict[Tensor, Run]) -> None:
+        """Lets go of the gradients of a step that is skipped."""
+
+    def _step_kept(self, kept: dict[Tensor, Run]) -> None:
+        """Steps parameters by their kept gradients, a bucket at a time, and frees these."""
+        for piece in self.buckets.pieces(list(kept)):
+            self._update({p: kept.pop(p) for p in piece})
+
+    def _update(self, runs: dict[Tensor, Run]) -> None:
+        """Steps parameters by their gradients."""
+        self._use_up(runs)
+        updates = []
+        for param, run in runs.items():
+            shard = self.layout.shard(param)
+            g = self._gradient(run, len(shard))
+            updates.append(Update(param, self.layout.run(param), g, shard))
+        self.optimizer.update(updates, self.layout.all_reduce)
+        self.layout.publish(runs)
+        self.tally.stepped += len(runs)
+
+    def _use_up(self, runs: Collection[Tensor]) -> None:
+        """Raises RuntimeError for a second gradient of a parameter, on all ranks alike."""
+        again = self.tally.used_up.intersection(runs)
+        if again:
+            raise RuntimeError(f"{self.layout.name(again.pop())} {_SECOND_GRADIENT}")
+        self.tally.used_up.update(runs)
+
+    @property
+    def _unscale(self) -> float:
+        """What makes a summed gradient of the scaled loss the mean gradient of the loss."""
+        return 1 / (self.loss_scale * (self.layout.world if self.how.average else 1))
+
+    def _gradient(self, run: Run, n: int) -> ops.Gradient:
+        """The first ``n`` elements of a run as the rule is to see them."""
+        factor = self._unscale * self.tally.coefficient
+        g = run.g[:n]
+        bound = self.how.max_value or None
+        return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
+
+    def _record(self, runs: dict[Tensor, Run]) -> None:
+        """Adds gradients to the norm, and notes which may not be finite."""
+        tally = self.tally
+        for param, run in runs.items():
+            shard = self.layout.shard(param)
+            g = run.g[: len(shard)]
+            square = ops.square_sum(g, shard, g).double() * self._unscale**2
+            tally.square = square if tally.square is None else tally.square + square
+            if self.how.max_value:
+                bound = self.how.max_value / self._unscale
+                beyond = ops.count_beyond(g, bound, shard, g)
+                tally.beyond = beyond if tally.beyond is None else tally.beyond + beyond
+            tally.elements += shard.numel
+            tally.suspects.append((param, run.bad))
+
+    def _bad(self) -> set[Tensor]:
+        """Finds which gradients recorded since the last call are bad; waits for the device."""
+        suspects, self.tally.suspects = self.tally.suspects, []
+        if not suspects:
+            return set()
+        verdicts = torch.stack([bad for _, bad in suspects]).tolist()
+        found = {param for (param, _), bad in zip(suspects, verdicts, strict=True) if bad}
+        self.tally.bad += found
+        self.tally.overflow |= bool(found)
+        return found
+
+    def _judge(self) -> None:
+        """Finds the norm of all gradients of the step, what to clip them by, and the bad ones."""
+        tally = self.tally
+        if tally.square is None:
+            return
+        tally.norm = self._norm(tally.square)
+        tally.coefficient = self._coefficient(tally.norm)
+        self._bad()
+        tally.overflow |= not math.isfinite(tally.norm)  # sums may overflow where no part did
+
+    def _norm(self, square: Tensor) -> float:
+        """The 2-norm over all ranks."""
+        total = square.clone()
+        self.layout.all_reduce(total)
+        return float(total.sqrt())
+
+    def _coefficient(self, norm: float | None) -> float:
+        """What gradients are clipped by if this is their norm; torch's formula."""
+        if not self.how.max_norm or norm is None:
+            return 1.0
+        return min(1.0, self.how.max_norm / (norm + 1e-6))
+
+    def _conclude(self, tally: Tally) -> StepResult:
+        assert tally.norm is not None
+        self.norm = tally.norm
+        if math.isfinite(tally.norm):
+            self.previous_norm = tally.norm
+        skipped = tally.overflow and not tally.stepped
+        self.skipped += len(tally.bad)
+        self.skipped_steps += skipped
+        if tally.overflow and self.layout.rank == 0:
+            names = ", ".join(map(self.layout.name, tally.bad)) or "their sum"
+            what = "the step is skipped" if skipped else "not updated in this step"
+            logger.warning("gradients that are not finite, or too large: %s; %s", names, what)
+        self.metrics = self._measurements(tally)
+        return StepResult(tally.norm, tally.overflow, skipped)
+
+    def _measurements(self, tally: Tally) -> dict[str, float]:
+        """What ``metrics`` tells of a step."""
+        clipped = float(tally.coefficient < 1)
+        if tally.beyond is not None:
+            self.layout.all_reduce(tally.beyond)
+            clipped = float(tally.beyond) / tally.elements
+        return {
+            "grad_norm": math.nan if tally.norm is None else tally.norm,
+            "clip_coefficient": tally.coefficient,
+            "clipped_fraction": clipped,
+            "skipped_parameters": len(tally.bad),
+            "skipped_steps": self.skipped_steps,
+            "bytes_sent": self.layout.take_bytes_sent(),
+        }
+
+
+@contextlib.contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Puts the random number generators back at the end, for the backward pass that follows."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        yield
 
 
 def fuse_into_backward(
@@ -208,6 +322,11 @@ def fuse_into_backward(
     optimizer: RuleOptimizer,
     group: Group = None,
     bucket_size: int | None = None,
+    *,
+    max_grad_norm: float = 0.0,
+    clip_value: float = 0.0,
+    clip_mode: str = "exact",
+    gradient_policy: str = "fused",
 ) -> FusedBackward:
     """Makes ``loss.backward()`` step each parameter as its gradient appears, with no engine.
 
@@ -215,27 +334,38 @@ def fuse_into_backward(
     gradients is then ``.norm`` of what is returned; its ``remove()`` undoes this. Where
     torch.distributed is initialised, rank 0's weights are sent to all ranks of ``group`` and
     gradients are averaged, ``bucket_size`` elements at a time: do not wrap the model in DDP.
+
+    ``max_grad_norm`` clips by the norm of all gradients, exactly with ``.backward(loss)`` of what
+    is returned instead of ``loss.backward()``, which runs the graph backward twice, or by the norm
+    of the step before with ``clip_mode="previous"``. ``clip_value`` bounds their elements. With
+    ``gradient_policy="sharded"`` gradients are kept in fp32 until ``optimizer.step()``, over any
+    number of backward passes, and clipped then.
     """
     layout = Replicated(group, {p: name for name, p in model.named_parameters()})
     layout.broadcast(model)
     if bucket_size is None:
         bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1
-    fused = FusedBackward(model, optimizer, layout, bucket_size)
+    how = settings.Gradients(bucket_size, gradient_policy, max_grad_norm, clip_value, clip_mode)
+    fused = FusedBackward(model, optimizer, layout, how)
 
     def end_step(*_: object) -> None:
+        fused.finish()
         fused.end_step()
 
     fused.hooks.append(optimizer.register_step_pre_hook(end_step))
     return fused
 
 
-def _drop(param: Tensor) -> None:
-    """Frees the gradient of a trainable parameter that the optimizer was not given."""
-    param.grad = None
-
-
-def _storage_users(x: Tensor) -> int:
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-
-
-_SOLE_USER = _storage_users(torch.empty(1))
+_SECOND_GRADIENT = (
+    "got a second gradient after its update and before engine.step(). Gradients are used up "
+    "inside backward: call backward once a step (add losses up before), or keep gradients until "
+    'the step by gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}; use '
+    "checkpointing with use_reentrant=False where a weight is reached by two checkpointed "
+    "segments other than through its module."
+)
+_MEASURE_FIRST = (
+    "gradient_clipping needs the norm of all gradients before the first of them is used: call "
+    "engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward() (after "
+    'fuse_into_backward, its .backward(loss)); or set "ds_ext": {"gradient_policy": "sharded"}, '
+    "which keeps this rank's part of the gradients until the step."
+)

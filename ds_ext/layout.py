@@ -8,9 +8,9 @@
 ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in zero.py.
 """
 
-import zlib
-from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,14 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Agreement(NamedTuple):
+    """What the ranks found out about the gradients that wait on them."""
+
+    ready: list[Tensor]  # parameters to be reduced now, in the same order on all ranks
+    in_parts: set[Tensor]  # those of which a further part may come on some rank
+    ended: bool  # no rank will bring more
+
+
 class Replicated:
     """Every rank holds and updates all of a parameter: ZeRO stage 0, DDP, a single process."""
 
@@ -36,6 +44,7 @@ class Replicated:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.device = next(iter(names)).device if names else torch.device("cpu")
+        self.bytes_sent = 0  # handed to collectives by this rank, on the optimizer's behalf
         for param in names:
             if not param.is_contiguous():
                 param.data = param.data.contiguous()  # a run is a view
@@ -57,40 +66,56 @@ class Replicated:
         """This rank's run of the weight, [len(shard)], to be updated in place."""
         return param.data.view(-1)
 
-    def agree(self, params: Iterable[Tensor]) -> None:
-        """Raises RuntimeError on all ranks if they come with different parameters.
+    def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
+        """Modules whose parameters arrive together, used or not: ZeRO-3's leaf modules."""
+        return {}
 
-        Ranks may use different parameters in a step; their gradients must not be mixed up then,
-        nor one rank wait for what the others never send.
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
+        """Finds the parameters that can be reduced now. All ranks call it equally often.
+
+        ``waiting`` tells of each parameter whether a further part may come. Ranks may use
+        different parameters in a step (mixtures of experts): what all have is ready; what some
+        have is ready when backward has ``ended`` on every rank.
         """
         if self.world == 1:
-            return
-        mine = [self.name(p) for p in params]
-        mark = zlib.crc32("\n".join(mine).encode())
-        marks = torch.tensor([mark, -mark], device=self.device)
-        dist.all_reduce(marks, dist.ReduceOp.MAX, group=self.group)
-        high, low = marks.tolist()
-        if high != -low:
-            raise RuntimeError(
-                f"the ranks do not have gradients of the same parameters: rank {self.rank} has "
-                f"those of {', '.join(mine) or 'no further ones'}. Every rank must use the same "
-                "parameters in a step; add 0 * parameter.sum() to the loss of those that do not."
-            )
+            return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+        params = list(self.names)
+        own = [[p in waiting, waiting.get(p, False)] for p in params]
+        counts = torch.tensor([*own, [ended, False]], dtype=torch.int32, device=self.device)
+        self._sum(counts)
+        *found, (ends, _) = counts.tolist()
+        needed = 1 if ends == self.world else self.world
+        ready = {p: more > 0 for p, (n, more) in zip(params, found, strict=True) if n >= needed}
+        return Agreement(list(ready), {p for p in ready if ready[p]}, ends == self.world)
 
     def reduce(self, flats: Iterable[Tensor]) -> list[Tensor]:
         """Sums flat gradients over the ranks, in place -> this rank's runs of them."""
         return [self._reduce(flat) for flat in flats]
 
     def _reduce(self, flat: Tensor) -> Tensor:
-        if self.world > 1:
-            dist.all_reduce(flat, group=self.group)
+        self._sum(flat)
         return flat
+
+    def take_bytes_sent(self) -> int:
+        """Bytes handed to collectives since the last call."""
+        sent, self.bytes_sent = self.bytes_sent, 0
+        return sent
+
+    def _sum(self, x: Tensor) -> None:
+        if self.world > 1:
+            self.bytes_sent += x.nbytes
+            dist.all_reduce(x, group=self.group)
 
     def all_reduce(self, sums: Tensor) -> None:
         """Adds up partial sums over the ranks that share a parameter, in place."""
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Brings updated runs to the ranks that hold the whole parameter."""
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """A backward pass runs within this context whose graph is run backward once more."""
+        yield
 
     def end_backward(self) -> None:
         """Called when a backward pass has ended."""
@@ -116,12 +141,12 @@ class Sharded(Replicated):
     def _reduce(self, flat: Tensor) -> Tensor:
         run = flat.view(self.world, -1)[self.rank]
         if self.world > 1:
+            self.bytes_sent += flat.nbytes
             _REDUCE_SCATTER(run, flat, group=self.group)
         return run
 
     def all_reduce(self, sums: Tensor) -> None:
-        if self.world > 1:
-            dist.all_reduce(sums, group=self.group)
+        self._sum(sums)
 
     def publish(self, params: Iterable[Tensor]) -> None:
         if self.world == 1:
@@ -135,6 +160,7 @@ class Sharded(Replicated):
             part = whole.view(self.world, size)[self.rank]
             run = self.run(param)
             part[: len(run)].copy_(run)
+            self.bytes_sent += part.nbytes
             _ALL_GATHER(whole, part, group=self.group)
             if whole is not flat:
                 flat.copy_(whole[: flat.numel()])

@@ -45,7 +45,7 @@ def own_basis(q: Tensor, right: bool, shard: Shard) -> Tensor:
     return (q.T if right else q[touched(shard)]).clone(memory_format=torch.contiguous_format)
 
 
-def project(g: Tensor, q: Tensor, right: bool, shard: Shard) -> Tensor:
+def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
     """R of one run, to be summed over ranks; ``q`` is what the rank keeps of the basis."""
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
     r = torch.zeros(shape, dtype=q.dtype, device=q.device)
@@ -72,7 +72,7 @@ class Product:
         return (self.left[rows] @ self.right[:, b.cols]).unsqueeze(0)
 
 
-def basis(g: Tensor, rank: int, right: bool, shard: Shard) -> Rounds:
+def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Rounds:
     """The leading singular vectors of one side of the whole matrix: what this rank keeps of them.
 
     A run of a flattened matrix has neither whole rows nor whole columns, so the Gram matrix of the
@@ -81,7 +81,7 @@ def basis(g: Tensor, rank: int, right: bool, shard: Shard) -> Rounds:
     in fp64 for its condition is the square of G's, and sends the vectors to all. The long side's
     are G·w/σ; those without a gradient (σ = 0) are left 0, where an SVD would choose at random.
     """
-    like = ops.zeros(g[:0])
+    like = torch.empty(0, dtype=ops.accumulator(g.dtype), device=g.device)
     tall = shard.rows > shard.cols or (shard.rows == shard.cols and right)
     short = min(shard.rows, shard.cols)
     is_owner = shard.start == 0 and len(shard) > 0
@@ -111,15 +111,15 @@ def _slices(shard: Shard, tall: bool) -> Iterator[tuple[slice, slice]]:
         yield (cut, cols) if tall else (rows, cut)
 
 
-def _window(g: Tensor, rows: slice, cols: slice, shard: Shard) -> Tensor:
+def _window(g: ops.Gradient, rows: slice, cols: slice, shard: Shard) -> Tensor:
     """A box of the matrix, 0 but for the elements of the run ``g``."""
     shape = (rows.stop - rows.start, cols.stop - cols.start)
     window = torch.zeros(shape, dtype=ops.accumulator(g.dtype), device=g.device)
     for b in shard.blocks():
         row, col = _common(rows, b.rows), _common(cols, b.cols)
         if row.start < row.stop and col.start < col.stop:
-            part = g[b.run].view(b.shape)[0][_within(row, b.rows), _within(col, b.cols)]
-            window[_within(row, rows), _within(col, cols)] = part.to(window.dtype)
+            part = ops.read(g, b)[0][_within(row, b.rows), _within(col, b.cols)]
+            window[_within(row, rows), _within(col, cols)] = part
     return window
 
 

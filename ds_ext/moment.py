@@ -30,7 +30,7 @@ def init(p: Tensor, shard: Shard) -> Moment:
     }
 
 
-def sums(x: ops.Readable, shard: Shard, like: Tensor) -> tuple[Tensor, ...]:
+def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...]:
     """What the ranks have to add up before ``update_``: row and column sums of x²."""
     return ops.matrix_square_sums(x, shard, like) if shard.is_matrix else ()
 
@@ -61,7 +61,7 @@ def divide_sqrt(x: ops.Readable, v: Moment, shard: Shard) -> ops.Quotient:
 
 
 def normalize(
-    g: Tensor, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
+    g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
 ) -> Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[ops.Quotient, tuple[Tensor, ...]]]:
     """Updates ``v`` by g and gives u = g / sqrt(v), its RMS bounded by ``clip``. Two rounds.
 

@@ -27,6 +27,7 @@ class WritableRun(Run, Protocol):
 
 
 Readable: TypeAlias = "Tensor | Run"
+Gradient: TypeAlias = "Tensor | Scaled"  # has a dtype and a device too
 Writable: TypeAlias = "Tensor | WritableRun"
 
 
@@ -48,6 +49,27 @@ def write_(x, b: Block, new: Tensor) -> None:
         x[b.run].view(b.shape).copy_(new)
     else:
         x.write_(b, new)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """x · factor, kept within ± ``bound``: a gradient averaged, unscaled and clipped when read."""
+
+    x: Tensor
+    factor: Tensor | float = 1.0
+    bound: float | None = None
+
+    def block(self, b: Block) -> Tensor:
+        x = read(self.x, b) * self.factor
+        return x if self.bound is None else x.clamp_(-self.bound, self.bound)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
 
 
 @dataclass(frozen=True)
@@ -122,7 +144,7 @@ class AdamStep:
 
     m: Writable
     v: Writable
-    g: Tensor
+    g: Gradient
     beta1: float
     beta2: float
     eps: float
@@ -136,7 +158,7 @@ class AdamStep:
         return m.div_(v.sqrt_().add_(self.eps))
 
 
-def square_sum(x: Readable, shard: Shard, like: Tensor) -> Tensor:
+def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """Sum of the squares of a run -> []. ``like`` gives device and dtype where the run is empty."""
     total = torch.zeros((), dtype=accumulator(like.dtype), device=like.device)
     for b in shard.blocks():
@@ -145,7 +167,15 @@ def square_sum(x: Readable, shard: Shard, like: Tensor) -> Tensor:
     return total
 
 
-def matrix_square_sums(x: Readable, shard: Shard, like: Tensor) -> tuple[Tensor, Tensor]:
+def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
+    """How many elements of a run lie outside ± ``bound`` -> []."""
+    total = torch.zeros((), dtype=torch.float64, device=like.device)
+    for b in shard.blocks():
+        total += (read(x, b).abs() > bound).sum()
+    return total
+
+
+def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     """Sums of the squares of a run over each row and column -> [mats, rows], [mats, cols].
 
     Rows and columns outside the run are 0, so that summing over ranks gives the whole matrix's.
@@ -187,7 +217,7 @@ def zeros(p: Tensor) -> Tensor:
     return torch.zeros_like(p, dtype=accumulator(p.dtype))
 
 
-def evaluate(x: Readable, shard: Shard, like: Tensor) -> Tensor:
+def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """The values of a run, [len(shard)], as a tensor: for what is small beside the parameter."""
     values = torch.empty(len(shard), dtype=accumulator(like.dtype), device=like.device)
     for b in shard.blocks():
@@ -195,7 +225,7 @@ def evaluate(x: Readable, shard: Shard, like: Tensor) -> Tensor:
     return values
 
 
-def pad(x: Tensor, part: slice, like: Tensor) -> Tensor:
+def pad(x: Tensor, part: slice, like: Gradient) -> Tensor:
     """Zeros shaped as ``like`` with ``x`` as the elements ``part``, counted flat."""
     whole = torch.zeros_like(like)
     whole.view(-1)[part] = x

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import hyper, precision, rounds, rules
+from ds_ext import hyper, ops, precision, rounds, rules
 from ds_ext.shard import Shard
 
 # What a group may hold beside its parameters and hyper-parameters: names, and a scheduler's note.
@@ -21,7 +21,7 @@ class Update(NamedTuple):
 
     param: Tensor  # the key of its state and group
     p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
-    g: Tensor  # the same run of the gradient
+    g: ops.Gradient  # the same run of the gradient
     shard: Shard
 
 

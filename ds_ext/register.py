@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_ext import hyper, settings
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
-from ds_ext.zero import ZeroAdapter, log
+from ds_ext.zero import ZeroAdapter, effective, log
 
 # Names that DeepSpeed knew without ds_ext, and what it made of them.
 _TAKEN_OVER = {
@@ -99,7 +99,7 @@ def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:
 
 def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """Raises ValueError for what this engine was asked to do and ds_ext cannot."""
-    settings.refuse(engine._config._param_dict | _effective(engine))
+    settings.refuse(engine._config._param_dict | effective(engine))
     if isinstance(engine.module, PipelineModule):
         raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
     if engine.has_moe_layers:
@@ -111,17 +111,6 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
             'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
             "always has a scheduler), or remove the scheduler."
         )
-
-
-def _effective(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Settings that DeepSpeed derives or that have more than one spelling."""
-    config = engine._config._param_dict
-    zero = config.get("zero_optimization", {})
-    return {
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "sequence_parallel_size": engine.sequence_parallel_size,
-        "zero_optimization": zero | {"stage": int(engine.zero_optimization_stage())},
-    }
 
 
 def _accept_scalars() -> None:

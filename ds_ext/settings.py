@@ -1,13 +1,29 @@
 """Which settings of a DeepSpeed config ds_ext honours: the others are refused by name."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from ds_ext import hyper
+from ds_ext.hyper import NonNegative
+
 BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
+
+
+_DTYPES = {  # as DeepSpeed spells them
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
+}
+PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
+ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
 
 def refuse(config: dict[str, Any]) -> None:
@@ -30,24 +46,15 @@ def _no_device(value: Any) -> bool:
     return value in (None, "none")
 
 
-_CLIP = (
-    'set "gradient_clipping": 0, or, if it is "auto" under HF Trainer, max_grad_norm=0.0 in '
-    "TrainingArguments (its default is 1.0). AdaLomo, Adafactor and CAME bound the RMS of each "
-    "update by themselves (clip_threshold)."
-)
-_ACCUMULATE = (
-    "set it to 1 (gradient_accumulation_steps=1 in TrainingArguments) and raise the micro-batch; "
-    "gradients are used up inside backward, so there is nothing to accumulate them in."
-)
-_FP16 = 'set "bf16": {"enabled": true}, or neither for fp32.'
 _REMOVE = "remove it."
-_WEIGHTS_ONLY = "there is no fp32 copy of weights or gradients; remove it."
+_MASTER = (
+    'remove it. "weight_update" in optimizer.params says how 16-bit weights are written, with no '
+    'copy in fp32 unless it is "master"; data_types.grad_accum_dtype, what gradients are kept in; '
+    "statistics are fp32."
+)
 
 # (key, what is honoured, what to do otherwise)
 _HONOURED = [
-    ("gradient_clipping", _off, _CLIP),
-    ("gradient_accumulation_steps", _one, _ACCUMULATE),
-    ("managed_gradient_accumulation", lambda v: v is True, _ACCUMULATE),
     ("zero_optimization.reduce_scatter", lambda v: v is True, _REMOVE),
     ("zero_optimization.offload_param.device", _no_device, _REMOVE),
     (
@@ -63,12 +70,9 @@ _HONOURED = [
     ("zero_optimization.zero_quantized_gradients", _off, _REMOVE),
     ("zero_optimization.zenflow", _off, _REMOVE),
     ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
-    ("fp16.enabled", _off, _FP16),
-    ("fp16.fp16_master_weights_and_grads", _off, _WEIGHTS_ONLY),
-    ("bf16.bf16_master_weights_and_grads", _off, _WEIGHTS_ONLY),
-    ("bf16.bf16_optimizer_states", _off, _WEIGHTS_ONLY),
-    ("torch_autocast.enabled", _off, 'use "bf16": {"enabled": true} instead.'),
-    ("data_types.grad_accum_dtype", _off, "no gradient is accumulated; remove it."),
+    ("fp16.fp16_master_weights_and_grads", _off, _MASTER),
+    ("bf16.bf16_master_weights_and_grads", _off, _MASTER),
+    ("bf16.bf16_optimizer_states", _off, _MASTER),
     ("prescale_gradients", _off, _REMOVE),
     ("gradient_predivide_factor", _one, _REMOVE),
     ("tensor_parallel.autotp_size", lambda v: v in (0, 1), _REMOVE),
@@ -84,6 +88,111 @@ def _lookup(config: Any, key: str) -> Any:
             return None
         config = config.get(part)
     return config
+
+
+@dataclass(frozen=True)
+class Section:
+    """The section "ds_ext" of a DeepSpeed config."""
+
+    gradient_policy: PolicyName | None = None  # null: "sharded" where gradients have to be kept
+    clip_mode: ClipMode = "exact"  # "previous": approximately, by the norm of the step before
+    clip_value: NonNegative = 0.0  # largest absolute value of a gradient's element; 0: none
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How gradients are reduced, kept and clipped; ValueError for what contradicts itself."""
+
+    bucket_size: int = BUCKET_SIZE  # elements
+    policy: str = "fused"
+    max_norm: float = 0.0  # 0: not clipped
+    max_value: float = 0.0
+    clip_mode: str = "exact"
+    average: bool = True  # over the ranks, else summed
+    accumulate_in: torch.dtype | None = None  # of kept gradients; None: fp32
+
+    def __post_init__(self) -> None:
+        given = {
+            "gradient_policy": self.policy,
+            "clip_mode": self.clip_mode,
+            "clip_value": self.max_value,
+        }
+        hyper.check(Section, given, "ds_ext")
+        if self.max_norm and self.max_value:
+            raise ValueError(
+                f"gradient_clipping = {self.max_norm} and ds_ext.clip_value = {self.max_value} "
+                "clip the same gradients: set one of them to 0."
+            )
+        if self.clip_mode == "previous" and not self.max_norm:
+            raise ValueError('ds_ext.clip_mode = "previous" needs gradient_clipping > 0.')
+        if self.clip_mode == "previous" and self.policy == "sharded":
+            raise ValueError(
+                'ds_ext.clip_mode = "previous" is for gradients that are not kept; here they are '
+                "(gradient_policy sharded), and clipped exactly at no cost: remove it."
+            )
+        if self.accumulate_in is not None and self.policy == "fused":
+            raise ValueError(
+                "data_types.grad_accum_dtype: no gradient is accumulated; remove it, or set "
+                '"ds_ext": {"gradient_policy": "sharded"}.'
+            )
+
+
+def gradients(config: dict[str, Any]) -> Gradients:
+    """What a DeepSpeed config says of gradients."""
+    section = Section(**hyper.check(Section, config.get("ds_ext") or {}, "ds_ext"))
+    kept = [
+        f"{key} = {value!r}"
+        for key, honoured in (
+            ("gradient_accumulation_steps", 1),
+            ("managed_gradient_accumulation", True),
+        )
+        if (value := config.get(key, honoured)) != honoured
+    ]
+    if kept and section.gradient_policy == "fused":
+        raise ValueError(
+            f'ds_ext.gradient_policy = "fused" keeps no gradients, as {kept[0]} needs: remove one.'
+        )
+    max_norm = config.get("gradient_clipping") or 0.0
+    if not isinstance(max_norm, int | float) or not 0 <= max_norm < math.inf:
+        raise ValueError(f"gradient_clipping is {max_norm!r}; allowed: a number >= 0.")
+    dtype = _lookup(config, "data_types.grad_accum_dtype")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"data_types.grad_accum_dtype is {dtype!r}; allowed: fp32, bf16, fp16.")
+    return Gradients(
+        bucket_size=bucket_size(config),
+        policy=section.gradient_policy or ("sharded" if kept else "fused"),
+        max_norm=float(max_norm),
+        max_value=section.clip_value,
+        clip_mode=section.clip_mode,
+        accumulate_in=None if dtype is None else _DTYPES[dtype],
+    )
+
+
+def report(how: Gradients, config: dict[str, Any], kept_bytes: int) -> list[str]:
+    """What the log says of how gradients are treated, and what that costs."""
+    lines = [
+        f"buckets of {how.bucket_size:,} gradient elements (zero_optimization.reduce_bucket_size)"
+    ]
+    if how.policy == "sharded":
+        lines.append(
+            f"gradients are kept until the step: {kept_bytes / 2**20:,.1f} MiB on this rank "
+            "(gradient_accumulation_steps > 1, or gradient_policy sharded)"
+        )
+    if config.get("gradient_clipping") is None:
+        lines.append(
+            "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers would "
+            'clip at its default, 1.0). Write "gradient_clipping": 0 to say so.'
+        )
+    elif how.max_norm:
+        cost = {"exact": "exactly, by running backward twice", "previous": "approximately"}
+        way = (
+            "exactly, by scaling the kept ones" if how.policy == "sharded" else cost[how.clip_mode]
+        )
+        lines.append(
+            f"gradients are clipped to a norm of {how.max_norm:g}, {way}. AdaLomo, Adafactor and "
+            "CAME bound the RMS of each update anyway: gradient_clipping = 0 costs nothing."
+        )
+    return lines
 
 
 def bucket_size(config: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ class Uses:
         self.training = False  # whether the model was last called with gradients
         self.hooks = [module.register_forward_pre_hook(self._begin)]
         for owner in module.modules():
-            params = [p for p in owner.parameters(recurse=False) if p.requires_grad]
+            params = list(owner.parameters(recurse=False))
             if params:
                 self.hooks.append(owner.register_forward_pre_hook(self._counter(params)))
 

@@ -1,17 +1,22 @@
 """The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, at every stage."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
+from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from torch import Tensor
+from deepspeed.utils import z3_leaf_module
+from torch import Tensor, nn
 
 from ds_ext import checkpoint, settings
 from ds_ext.gradients import FusedBackward, logger
-from ds_ext.layout import Replicated, Sharded
+from ds_ext.layout import Agreement, Replicated, Sharded
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.shard import Shard
 
@@ -29,8 +34,24 @@ class Partitions(Sharded):
     def run(self, param: Tensor) -> Tensor:
         return param.ds_tensor[: len(self.shard(param))]
 
-    def agree(self, params: Iterable[Tensor]) -> None:
-        """They do: the ranks have gathered the same parameters together."""
+    def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
+        leaves = [m for m in module.modules() if z3_leaf_module(m)]
+        return {leaf: list(leaf.parameters()) for leaf in leaves}
+
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
+        """The ranks have gathered the same parameters together: what waits on one does on all."""
+        return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        # DeepSpeed counts the uses of each module down to know when to gather and to release it.
+        keys = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+        modules = [m.__dict__ for m in self.offload.module.modules()]
+        counts = [{k: m[k] for k in keys if k in m} for m in modules]
+        yield
+        for m, count in zip(modules, counts, strict=True):
+            m.update(count)
+        self.offload.release_backward_leftovers()
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Nobody else holds the weight, but for what ``end_step`` gathers."""
@@ -61,54 +82,131 @@ class ZeroAdapter(ZeROOptimizer):
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         super().__init__()
+        self.engine = engine
         self.optimizer = optimizer
         self.module = engine.module
         self.dp_process_group = engine.seq_data_parallel_group
         self.layout = layout_of(engine)
-        engine.enable_backward_allreduce = False  # the hooks reduce gradients
-        if engine._config._param_dict.get("gradient_clipping") is None:
-            log(
-                "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers "
-                'would clip at its default, 1.0). Write "gradient_clipping": 0 to say so.'
-            )
-        engine._config.gradient_clipping = 0.0  # or the engine clips gradients that are gone
+        how = settings.gradients(engine._config._param_dict | effective(engine))
         self.fused = FusedBackward(
             engine.module,
             optimizer,
             self.layout,
-            bucket_size=settings.bucket_size(engine._config._param_dict),
-            comm_dtype=engine.communication_data_type,
-            average=engine.gradient_average,
+            replace(how, average=engine.gradient_average),
+            self._comm_dtype,
+            self._is_boundary,
         )
-        log(
-            f"{type(optimizer).__name__}: buckets of {self.fused.bucket_size:,} gradient elements "
-            "(zero_optimization.reduce_bucket_size)"
-        )
+        self.loss_scaler = _loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
-        # Read by the engine and by ZeROOptimizer; there is no loss scaling.
+        self._rehearsing = False
+        # Read by ZeROOptimizer and the engine, whose own ways of doing this they are.
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
-        self.loss_scale = self.cur_scale = 1.0
+        engine.torch_autocast_z0_gradscaler = None
+        engine.enable_backward_allreduce = False
+        engine._config.gradient_clipping = 0.0
+        for line in settings.report(how, engine._config._param_dict, self.fused.kept_bytes()):
+            log(f"{type(optimizer).__name__}: {line}")
 
+    loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
+    dynamic_loss_scale = property(lambda self: self.loss_scaler.dynamic)
     param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
     bit16_groups = fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])
+
+    def _comm_dtype(self, param: Tensor) -> torch.dtype:
+        """What the gradient of a parameter is reduced in."""
+        autocast = self.engine.torch_autocast_enabled()
+        return get_comm_dtype(param) if autocast else self.engine.communication_data_type
+
+    def _is_boundary(self) -> bool:
+        engine = self.engine
+        return engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt
+
+    def needs_scaler(self) -> bool:
+        return self.loss_scale != 1
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """The loss times the loss scale, on which gradients have been measured if they have to be.
+
+        Called by engine.backward and engine.scale before they run, or return, it backward.
+        """
+        loss = self.loss_scaler.scale_loss(value)
+        self.fused.loss_scale = self.loss_scale
+        if self.fused.must_measure:
+            state = self._backward_hook_state
+            hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
+            self._rehearsing = True
+            try:
+                self.fused.rehearse(loss)
+            finally:
+                self._rehearsing = False
+                state._grad_acc_post_hooks = hooks
+            # The engine learns of a graph's first backward pass only: tell it of the second.
+            state.post_backward_callback_queued = False
+            loss.register_hook(self._announce)
+        return loss
+
+    def _announce(self, grad: Tensor) -> None:
+        self.queue_post_backward_callback()
+
+    def backward_prologue(self) -> None:
+        """A backward pass begins from outputs of the engine."""
+        engine = self.engine
+        scaled = engine._running_engine_backward or engine._manual_backward_expected
+        if self.needs_scaler() and not (scaled or self._rehearsing):
+            raise RuntimeError(
+                f"the loss has to be multiplied by the loss scale ({self.loss_scale:g}) of fp16: "
+                "call engine.backward(loss), or engine.scale(loss).backward()."
+            )
 
     def backward_epilogue(self, **_: Any) -> None:
         """Backward has ended, with engine.backward(loss) and with loss.backward()."""
         self.fused.finish()
         self.layout.end_backward()
 
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Nothing is left to do where the caller manages accumulation: ``step`` ends it."""
+
     def step(self, closure: None = None) -> None:
-        """Finalises a step whose updates were made in backward; a second call changes nothing."""
+        """Ends a step, most of which was made in backward; a second call changes nothing."""
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
         self.optimizer._opt_called = True  # torch's schedulers look for a step, made in backward
-        norm = self.fused.end_step()
-        if norm is not None:
-            self._global_grad_norm = norm
-            self.layout.end_step()
+        self.fused.finish()
+        result = self.fused.end_step()
+        self.overflow = result is not None and result.skipped
+        if result is None:
+            return
+        self._global_grad_norm = result.norm
+        if self.dynamic_loss_scale:
+            self.loss_scaler.update_scale(result.overflow)
+        self.layout.end_step()
+        self._write_events()
+
+    def metrics(self) -> dict[str, float]:
+        """What is known of the last step: see README, "What a step tells"."""
+        return self.fused.metrics | {"loss_scale": self.loss_scale}
+
+    def _write_events(self) -> None:
+        """Sends the metrics to DeepSpeed's monitors (TensorBoard, W&B, CSV)."""
+        engine = self.engine
+        if engine.monitor.enabled and engine.global_rank == 0:
+            samples = engine.global_samples + engine.train_batch_size()
+            events = [(f"Train/Samples/{k}", v, samples) for k, v in self.metrics().items()]
+            engine.monitor.write_events(events)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Gives the optimizer further parameters, which must be part of the engine's module."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        if any(p not in self.layout.names for p in params):
+            raise ValueError(
+                "add_param_group: a parameter is not part of the model that the engine was "
+                "initialized with. Build the model with it, frozen if need be."
+            )
+        self.optimizer.add_param_group({**param_group, "params": params})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -117,7 +215,9 @@ class ZeroAdapter(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         layout = self.layout
-        return checkpoint.save(self.optimizer, layout.names, self._runs(), layout.parts)
+        saved = checkpoint.save(self.optimizer, layout.names, self._runs(), layout.parts)
+        scaler = {k: v for k, v in vars(self.loss_scaler).items() if k != "dtype"}
+        return saved | {"loss_scaler": scaler, "previous_norm": self.fused.previous_norm}
 
     def load_state_dict(
         self,
@@ -139,6 +239,9 @@ class ZeroAdapter(ZeROOptimizer):
         checkpoint.load(
             saved, self.optimizer, layout.names, runs, layout.parts, load_optimizer_states
         )
+        if load_optimizer_states:
+            vars(self.loss_scaler).update(saved["loss_scaler"])
+            self.fused.previous_norm = saved["previous_norm"]
         self.layout.end_step()
 
     def _runs(self) -> dict[str, Tensor]:
@@ -178,6 +281,26 @@ def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
+
+
+def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Settings that DeepSpeed derives or that have more than one spelling."""
+    config = engine._config._param_dict
+    zero = config.get("zero_optimization", {})
+    return {
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "sequence_parallel_size": engine.sequence_parallel_size,
+        "zero_optimization": zero | {"stage": int(engine.zero_optimization_stage())},
+    }
+
+
+def _loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
+    """DeepSpeed's scaler for fp16 weights; for fp16 autocast, one with torch's settings."""
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
+        return DynamicLossScaler(2.0**16, 2000, 2.0**-24, 1, False, raise_error_at_min_scale=False)
+    dtype = torch.float16 if engine.fp16_enabled() else torch.float32
+    dynamic, args = engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
+    return CreateLossScaler(dtype, engine.loss_scale(), dynamic, args)
 
 
 def log(message: str) -> None:

@@ -1,7 +1,14 @@
-"""What every test needs before ds_ext is imported: an accelerator by name, one thread a process."""
+"""What every test needs before ds_ext is imported: an accelerator by name, one thread a process.
+
+And the real ranks: each world is started once, and runs all cases of worker.py.
+"""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -14,3 +21,22 @@ torch.set_num_threads(1)  # simulated and real ranks share the cores; also the o
 # The same examples at every run: a red test is red for everyone.
 settings.register_profile("ds_ext", deadline=None, derandomize=True, database=None)
 settings.load_profile("ds_ext")
+
+
+@pytest.fixture(scope="session", params=[1, 2, 3], ids="ranks{}".format)
+def run(request, tmp_path_factory):
+    """(number of ranks, results of worker.py by case)."""
+    out = tmp_path_factory.mktemp("world") / "results.pt"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc_per_node={request.param}", "-m", "tests.worker", str(out)]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return request.param, torch.load(out, weights_only=False)

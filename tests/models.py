@@ -16,9 +16,12 @@ class Zoo(nn.Module):
     where ``step`` is odd. ``tensors`` adds parameters of 0, 3 and 4 dimensions.
     """
 
-    def __init__(self, checkpointing: str | None = None, tensors: bool = True) -> None:
+    def __init__(
+        self, checkpointing: str | None = None, tensors: bool = True, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.checkpointing = checkpointing
+        self.dropout = dropout
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.up = nn.Linear(WIDTH, 13)
         self.down = nn.Linear(13, WIDTH)
@@ -39,6 +42,7 @@ class Zoo(nn.Module):
         self.tensors = tensors
 
     def first(self, h):
+        h = F.dropout(h, self.dropout)
         return h + torch.tanh(self.down(torch.tanh(self.up(self.shared(h)))))
 
     def second(self, h):
@@ -74,7 +78,7 @@ def batch(step: int, world: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (world, 3, LENGTH), generator=generator)
 
 
-def make(checkpointing: str | None = None, tensors: bool = True) -> Zoo:
+def make(checkpointing: str | None = None, tensors: bool = True, dropout: float = 0.0) -> Zoo:
     """The model with weights from a fixed seed."""
     torch.manual_seed(7)
-    return Zoo(checkpointing, tensors)
+    return Zoo(checkpointing, tensors, dropout)

@@ -126,7 +126,7 @@ def test_generation_between_steps_does_not_count_as_use():
                 for _ in range(3):
                     m(models.batch(5, 1)[0])
         loss = m(models.batch(0, 1)[0])
-        assert {p.shape for p in fused.uses.count if fused.uses.count[p] > 1} == {
+        assert {p.shape for p in fused.buckets.uses.count if fused.buckets.uses.count[p] > 1} == {
             m.shared.weight.shape,
             m.shared.bias.shape,
         }

@@ -8,9 +8,6 @@ from ds_ext import settings
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
 SETTINGS = [
-    ("gradient_clipping", [1.0, 0.5, "auto"], [0, 0.0], "max_grad_norm=0.0"),
-    ("gradient_accumulation_steps", [2, 16, "auto"], [1], "set it to 1"),
-    ("managed_gradient_accumulation", [False], [True], "set it to 1"),
     ("zero_optimization.reduce_scatter", [False], [True], "remove it"),
     ("zero_optimization.offload_param.device", ["cpu", "nvme"], ["none", None], "remove it"),
     ("zero_optimization.offload_optimizer.device", ["cpu", "nvme"], ["none", None], "remove it"),
@@ -22,12 +19,9 @@ SETTINGS = [
     ("zero_optimization.zero_quantized_nontrainable_weights", [True], [False], "remove it"),
     ("zero_optimization.zero_quantized_gradients", [True], [False], "remove it"),
     ("zero_optimization.zenflow", [{"topk_ratio": 0.1}], [None], "remove it"),
-    ("fp16.enabled", [True, "auto"], [False], '"bf16": {"enabled": true}'),
-    ("fp16.fp16_master_weights_and_grads", [True], [False], "no fp32 copy"),
-    ("bf16.bf16_master_weights_and_grads", [True], [False], "no fp32 copy"),
-    ("bf16.bf16_optimizer_states", [True], [False], "no fp32 copy"),
-    ("torch_autocast.enabled", [True], [False], '"bf16": {"enabled": true}'),
-    ("data_types.grad_accum_dtype", ["fp32", "bf16"], [None], "no gradient is accumulated"),
+    ("fp16.fp16_master_weights_and_grads", [True], [False], "weight_update"),
+    ("bf16.bf16_master_weights_and_grads", [True], [False], "weight_update"),
+    ("bf16.bf16_optimizer_states", [True], [False], "weight_update"),
     ("prescale_gradients", [True], [False], "remove it"),
     ("gradient_predivide_factor", [2.0], [1.0, 1], "remove it"),
     ("tensor_parallel.autotp_size", [2], [0, 1], "remove it"),
@@ -69,10 +63,10 @@ def test_a_usual_config_passes():
     settings.refuse(
         {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
-            "bf16": {"enabled": True},
-            "fp16": {"enabled": False, "loss_scale": 0},
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": False},
+            "fp16": {"enabled": True, "loss_scale": 0},
             "zero_optimization": {
                 "stage": 3,
                 "overlap_comm": True,
@@ -85,12 +79,68 @@ def test_a_usual_config_passes():
     settings.refuse({})
 
 
-def test_the_default_of_hf_trainer_is_told_what_to_set():
+def test_gradients_are_kept_where_they_have_to_be_and_nowhere_else():
+    assert settings.gradients({}) == settings.Gradients()
+    assert settings.gradients({"gradient_accumulation_steps": 1}).policy == "fused"
+    for kept in (
+        {"gradient_accumulation_steps": 2},
+        {"managed_gradient_accumulation": False},
+        {"ds_ext": {"gradient_policy": "sharded"}},
+    ):
+        assert settings.gradients(kept).policy == "sharded"
+
+
+def test_clipping_and_the_dtype_of_kept_gradients():
+    clipped = settings.gradients({"gradient_clipping": 1})
+    assert (clipped.max_norm, clipped.max_value, clipped.clip_mode) == (1.0, 0.0, "exact")
+    section = {"clip_value": 0.5, "gradient_policy": "sharded"}
+    bounded = settings.gradients({"ds_ext": section, "data_types": {"grad_accum_dtype": "bf16"}})
+    assert (bounded.max_norm, bounded.max_value) == (0.0, 0.5)
+    assert bounded.accumulate_in == torch.bfloat16
+    assert settings.gradients({"gradient_clipping": None}).max_norm == 0
+
+
+CONTRADICTIONS = [
+    ({"ds_ext": {"gradient_polcy": "fused"}}, ["ds_ext.gradient_polcy", '"gradient_policy"']),
+    ({"ds_ext": {"gradient_policy": "kept"}}, ["ds_ext.gradient_policy", '"sharded"']),
+    ({"ds_ext": {"clip_mode": "last"}}, ["ds_ext.clip_mode", '"previous"']),
+    ({"ds_ext": {"clip_value": -1.0}}, ["ds_ext.clip_value", ">= 0"]),
+    ({"gradient_clipping": -1.0}, ["gradient_clipping", ">= 0"]),
+    ({"gradient_clipping": "auto"}, ["gradient_clipping", "'auto'"]),
+    (
+        {"gradient_clipping": 1.0, "ds_ext": {"clip_value": 1.0}},
+        ["gradient_clipping = 1.0", "ds_ext.clip_value = 1.0"],
+    ),
+    ({"ds_ext": {"clip_mode": "previous"}}, ["clip_mode", "gradient_clipping > 0"]),
+    (
+        {
+            "gradient_clipping": 1.0,
+            "gradient_accumulation_steps": 2,
+            "ds_ext": {"clip_mode": "previous"},
+        },
+        ["clip_mode", "exactly at no cost"],
+    ),
+    (
+        {"gradient_accumulation_steps": 4, "ds_ext": {"gradient_policy": "fused"}},
+        ["gradient_policy", "gradient_accumulation_steps = 4"],
+    ),
+    (
+        {"managed_gradient_accumulation": False, "ds_ext": {"gradient_policy": "fused"}},
+        ["gradient_policy", "managed_gradient_accumulation = False"],
+    ),
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, ["grad_accum_dtype", "sharded"]),
+    (
+        {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "int8"}},
+        ["grad_accum_dtype", "'int8'", "fp32"],
+    ),
+]
+
+
+@pytest.mark.parametrize("given, parts", CONTRADICTIONS)
+def test_contradictions_are_refused_by_name(given, parts):
     with pytest.raises(ValueError) as caught:
-        settings.refuse({"gradient_clipping": 1.0})
-    message = str(caught.value)
-    parts = ["gradient_clipping = 1.0", "max_grad_norm=0.0", "TrainingArguments", "default is 1.0"]
-    assert all(part in message for part in [*parts, '"gradient_clipping": 0', "clip_threshold"])
+        settings.gradients(given)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
 def test_a_section_that_is_no_section_is_not_searched():

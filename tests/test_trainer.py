@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests import trainer_jobs
-from tests.test_zero3 import SGD
+from tests.authors import SGD
 from tests.trainer_jobs import ARGUMENTS, JOBS, STEPS
 
 pytestmark = pytest.mark.slow

@@ -1,10 +1,12 @@
 """One rank of a real run: all cases of ``CASES`` in one process group, results saved by rank 0.
 
-Usage: torchrun --nproc_per_node N tests/worker.py OUT.pt
+Usage: torchrun --nproc_per_node N tests/worker.py OUT.pt [REGEX of cases]
 """
 
 import contextlib
+import re
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +18,9 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ext
-from ds_ext import gradients, layout
+from ds_ext import buckets, layout
 from ds_ext.optimizer import OPTIMIZERS
-from tests import models
+from tests import models, training
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 STEPS = 20
@@ -168,22 +170,29 @@ class Watch:
 
     def hook(self):
         """A hook that counts around FusedBackward's."""
-        original = gradients.FusedBackward._take
+        original = buckets.Buckets._take
 
-        def _take(fused: gradients.FusedBackward, param: torch.Tensor) -> None:
+        def _take(fused: buckets.Buckets, param: torch.Tensor) -> None:
             self.refs.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.numel()))
             self._count(fused)
             original(fused, param)
             self._count(fused)
 
-        return mock.patch.object(gradients.FusedBackward, "_take", _take)
+        return mock.patch.object(buckets.Buckets, "_take", _take)
 
-    def _count(self, fused: gradients.FusedBackward) -> None:
+    def _count(self, fused: buckets.Buckets) -> None:
+        if self._held(fused) > self.alive:
+            time.sleep(0.002)  # gloo's threads let go of what they have sent a little later
+            self.alive = max(self.alive, self._held(fused))
+
+    def _held(self, fused: buckets.Buckets) -> int:
+        """Elements of gradients, and of copies of them that wait."""
         self.refs = [(ref, n) for ref, n in self.refs if not ref.expired()]
         known = {ref.cdata for ref, _ in self.refs}
-        flats = {StorageWeakRef(f.untyped_storage()).cdata: f for f in fused.bucket.values()}
+        waiting = [f for f in fused.waiting.values() if f is not None]
+        flats = {StorageWeakRef(f.untyped_storage()).cdata: f for f in waiting}
         copies = sum(f.numel() for cdata, f in flats.items() if cdata not in known)
-        self.alive = max(self.alive, sum(n for _, n in self.refs) + copies)
+        return sum(n for _, n in self.refs) + copies
 
     @contextlib.contextmanager
     def collectives(self):
@@ -474,6 +483,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     jobs = {name: lambda n=name: train(n, CASES[n]) for name in CASES}
+    jobs |= {f"training {n}": lambda r=r: training.train(r) for n, r in training.RUNS.items()}
     jobs |= {
         "refusals": refusals,
         "second backward": second_backward,
@@ -483,7 +493,10 @@ def main() -> None:
         "galore json": galore_json,
         "resume": lambda: resume(sys.argv[1] + ".checkpoint"),
     }
+    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
     for name, job in jobs.items():
+        if not chosen.search(name):
+            continue
         try:
             results[name] = job()
         except Exception:

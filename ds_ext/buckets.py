@@ -1,0 +1,229 @@
+"""Gradients on their way from autograd: hooks, buckets, reduce-scatter, delivery.
+
+A hook takes each gradient as autograd finishes it and puts it in a bucket. A full bucket is
+reduced in place, so that each rank's run of the summed gradient lies inside the gradient's own
+memory, and these runs are delivered: to be stepped by, measured or kept (gradients.py).
+"""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext import ops
+from ds_ext.layout import Replicated
+from ds_ext.uses import Uses
+
+logger = logging.getLogger("ds_ext")
+
+
+class Run(NamedTuple):
+    """This rank's run of a gradient summed over the ranks, padded, and what all ranks say of it."""
+
+    g: Tensor
+    bad: Tensor  # [], whether any rank's part was not finite
+
+    def plus(self, other: "Run") -> "Run":
+        """The sum with a further part, in the memory of this one."""
+        return Run(self.g.add_(other.g), self.bad | other.bad)
+
+
+Deliver: TypeAlias = Callable[[dict[Tensor, Run]], None]
+
+
+class Buckets:
+    """Collects the gradients of ``module`` and delivers this rank's runs of them.
+
+    At most ``size`` elements wait, or one parameter larger than that, beside those that other
+    ranks have no gradient of. They are reduced in ``comm_dtype(param)``, None for their own.
+    ``begin`` gives the receiver when the first gradient of a backward pass arrives. A parameter
+    whose gradient comes in parts (``uses.py``) is delivered when backward has ended. Gradients
+    that are not ``wanted`` are dropped.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Replicated,
+        size: int,
+        comm_dtype: Callable[[Tensor], torch.dtype | None],
+        wanted: Callable[[Tensor], bool],
+        begin: Callable[[], Deliver],
+    ) -> None:
+        self.layout = layout
+        self.size = size
+        self.comm_dtype = comm_dtype
+        self.wanted = wanted
+        self.begin = begin
+        self.deliver: Deliver | None = None  # the receiver of this backward pass
+        self.waiting: dict[Tensor, Tensor | None] = {}  # flat, in equal parts; None: has none
+        self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
+        self.uses = Uses(module)
+        self.size_of = {p: _padded(layout.shard(p).numel, layout.parts) for p in layout.names}
+        self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self.hooks = [module.register_forward_pre_hook(self.attach)]
+        self.together = {p for params in layout.leaves(module).values() for p in params}
+        for leaf, params in layout.leaves(module).items():
+            self.hooks.append(leaf.register_full_backward_hook(self._taker(params)))
+        self.attach()
+
+    def attach(self, *_: object) -> None:
+        """Hooks parameters that have become trainable since; called before each forward pass."""
+        new = [p for p in self.layout.names if p.requires_grad and p not in self.hooked]
+        for param in new:
+            take = _leave if param in self.together else self._take
+            self.hooked[param] = param.register_post_accumulate_grad_hook(take)
+        names = ", ".join(self.layout.name(p) for p in new if not self.wanted(p))
+        if names and self.layout.rank == 0:
+            logger.warning("trainable but not given to the optimizer, not updated: %s", names)
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters and modules."""
+        for hook in (*self.hooked.values(), *self.hooks, *self.uses.hooks):
+            hook.remove()
+
+    @torch.no_grad()
+    def _take(self, param: Tensor) -> None:
+        """Moves a parameter's gradient, which it may lack, into the bucket; the hook."""
+        grad, param.grad = param.grad, None
+        size = self.size_of[param]
+        if not self.wanted(param) or not size:
+            return
+        self._receiver()
+        if param not in self.waiting:
+            if self.elements + size > self.size:
+                self.flush()
+            self.waiting[param] = None
+        if grad is not None:
+            before, own = self.waiting[param], self._own(param, grad)
+            # a further part comes from another checkpointed segment
+            self.waiting[param] = own if before is None else before + own
+        del grad
+        if self.elements >= self.size:
+            self.flush()
+
+    def _taker(self, params: list[Tensor]) -> Callable[..., None]:
+        """A hook for a module whose parameters are taken together, used or not."""
+
+        def hook(*_: object) -> None:
+            for param in params:
+                if param.requires_grad:
+                    self._take(param)
+
+        return hook
+
+    @property
+    def elements(self) -> int:
+        """Gradient elements that wait in the bucket."""
+        return sum(self.size_of[p] for p in self.waiting)
+
+    def _own(self, param: Tensor, grad: Tensor) -> Tensor:
+        """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
+        # Autograd may hand out a view of a gradient that other nodes still wait to read.
+        is_shared = self.layout.world > 1 and _storage_users(grad) > _SOLE_USER
+        flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
+        missing = self.size_of[param] - flat.numel()
+        if missing:
+            return nn.functional.pad(flat, (0, missing))
+        is_view = flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+        return flat.clone() if is_shared and is_view else flat
+
+    @torch.no_grad()
+    def flush(self, ended: bool = False) -> bool:
+        """Reduces what all ranks have and delivers it; -> whether no rank will bring more."""
+        more = {p: self.uses.in_parts(p) for p in self.waiting}
+        agreed = self.layout.agree(more, ended)
+        for piece in self.pieces(agreed.ready):
+            runs = self._reduce({p: self.waiting.pop(p, None) for p in piece})
+            for param in agreed.in_parts & runs.keys():
+                self._hold(param, runs.pop(param))
+            if runs:
+                self._receiver()(runs)
+        return agreed.ended
+
+    def finish(self) -> None:
+        """Ends a backward pass: delivers what waits on any rank, and what came in parts."""
+        while not self.flush(ended=True):
+            pass
+        parts, self.parts = self.parts, {}
+        if parts:
+            self._receiver()(parts)
+        self.deliver = None
+
+    def _receiver(self) -> Deliver:
+        """Who takes the runs of this pass, of which this rank may have had no gradient itself."""
+        if self.deliver is None:
+            self.deliver = self.begin()
+        return self.deliver
+
+    def pieces(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """Cuts what is ready into pieces of at most ``size`` elements: this rank may lack some."""
+        pieces: list[list[Tensor]] = []
+        room = 0
+        for param in params:
+            if self.size_of[param] > room or not pieces:
+                pieces.append([])
+                room = self.size
+            pieces[-1].append(param)
+            room -= self.size_of[param]
+        return pieces
+
+    def _hold(self, param: Tensor, run: Run) -> None:
+        if param in self.parts:
+            self.parts[param] = self.parts[param].plus(run)
+        else:
+            self.parts[param] = apart(run, ops.accumulator(run.g.dtype))
+
+    def _reduce(self, grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Run]:
+        """This rank's runs of the summed gradients, inside their memory.
+
+        Every rank also tells every other whether it has a gradient, and whether that has values
+        that are not finite or may not stay so when summed: all agree, whichever run they lie in.
+        """
+        flats = [self._zeros(p) if flat is None else flat for p, flat in grads.items()]
+        votes = torch.stack([self._vote(flat) for flat in flats])
+        has = torch.tensor([flat is not None for flat in grads.values()], device=votes.device)
+        *runs, votes = self.layout.reduce((*flats, (votes * has).repeat(self.layout.parts)))
+        reduced = dict(zip(grads, map(Run, runs, (votes >= _BAD).unbind()), strict=True))
+        if not self.together.isdisjoint(grads):
+            used = dict(zip(grads, votes.tolist(), strict=True))
+            reduced = {p: run for p, run in reduced.items() if used[p]}
+        return reduced
+
+    def _zeros(self, param: Tensor) -> Tensor:
+        """What a rank adds to the sum that has no gradient of a parameter."""
+        dtype = self.comm_dtype(param) or param.dtype
+        return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
+
+    def _vote(self, flat: Tensor) -> Tensor:
+        """1 for a gradient, ``_BAD`` if it, its sum over the ranks or its square may overflow."""
+        low, high = torch.aminmax(flat)
+        squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
+        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.world
+        return torch.where((high <= bound) & (low >= -bound), 1.0, _BAD)
+
+
+def apart(run: Run, dtype: torch.dtype) -> Run:
+    """A run in memory of its own, so that the rest of the gradient can be freed."""
+    g = run.g.to(dtype)
+    is_part = g.untyped_storage().nbytes() > g.nbytes
+    return run._replace(g=g.clone() if is_part else g)
+
+
+def _padded(numel: int, parts: int) -> int:
+    """Elements of a gradient that is cut into equal parts."""
+    return numel + -numel % parts
+
+
+def _leave(param: Tensor) -> None:
+    """The hook of a parameter whose module takes it."""
+
+
+def _storage_users(x: Tensor) -> int:
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+_SOLE_USER = _storage_users(torch.empty(1))
+_BAD = 2.0**20  # beyond any number of ranks

@@ -1,0 +1,32 @@
+"""Clipping and accumulation on real ranks, by policy and stage, against one process."""
+
+import pytest
+import torch
+
+from tests import authors, training
+from tests.training import RUNS, STEPS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_one_process_with_the_global_batch(run, name):
+    world, results = run
+    got, how = results[f"training {name}"], RUNS[name]
+    assert "error" not in got, got["error"]
+    reference = training.Reference(how, authors.ordinary)
+    before = {n: p.detach().clone() for n, p in reference.model.named_parameters()}
+    for step in range(STEPS):
+        reference.step(step, world)
+    square = square_error = 0.0
+    for n, p in reference.model.named_parameters():
+        assert torch.equal(got["before"][n], before[n])
+        update, error = (p - before[n]).norm(), (got["after"][n] - p).norm()
+        assert error <= max(1e-5 * update, STEPS * 2**-24 * p.norm()), (n, error / update)
+        square, square_error = square + update**2, square_error + error**2
+    assert square_error**0.5 <= 1e-5 * square**0.5
+    assert got["norms"] == pytest.approx(reference.norms, rel=1e-4)
+    if how.max_norm:
+        assert max(reference.norms) > 1.5 * how.max_norm  # or it would show nothing
+    if how.clip_value:
+        assert 0.01 < got["metrics"]["clipped_fraction"] < 1
