@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext import hyper, settings
+from ds_ext import settings
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.zero import ZeroAdapter, effective, log
 
@@ -74,7 +74,7 @@ def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     is_galore = engine.optimizer_name() == "galoreadamw"
     targets = given.pop("target_modules", "all-linear") if is_galore else None
     grouped = bool(params) and isinstance(params[0], dict)
-    checked = hyper.check(optimizer_type.rule, given)
+    checked = optimizer_type.check(given)
     if checked["weight_decay"] and not grouped:
         groups = settings.decay_groups(engine.module, params, checked["weight_decay"])
         params = [group for group in groups if group["params"]]
