@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import hyper, ops, precision, rounds, rules
+from ds_ext.meter import Meter
 from ds_ext.shard import Shard
 
 # What a group may hold beside its parameters and hyper-parameters: names, and a scheduler's note.
@@ -30,6 +31,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     And those of ``precision.Writing``: how the weights are rounded. Raises ValueError for an
     unknown or ill-valued hyper-parameter, here and in groups.
+
+    ``meter`` sums up the sizes of updates and weights, for 5 to 20 % of a step's time on a CPU;
+    None measures nothing.
     """
 
     rule: ClassVar[type]
@@ -45,6 +49,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
 
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
+        self.meter: Meter | None = Meter(0)
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -61,15 +66,21 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group | checked)
         self._index()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"meter": self.meter}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._index()
 
     def _index(self) -> None:
         """Notes each parameter's group, and its number, which is the same on every rank."""
-        grouped = [(p, group) for group in self.param_groups for p in group["params"]]
-        self.group_of = {p: group for p, group in grouped}
+        grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+        self.group_of = {p: self.param_groups[i] for p, i in grouped}
+        self.row_of = dict(grouped)
         self.number_of = {p: i for i, (p, _) in enumerate(grouped)}
+        if self.meter is not None:
+            self.meter.groups = len(self.param_groups)
 
     @torch.no_grad()
     def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
@@ -85,6 +96,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             state.update(rule.init(u.p, u.shard), step=0)
         state["step"] += 1
         p = precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
+        if self.meter is not None:
+            p = self.meter.watch(p, self.row_of[u.param], u.p)
         return rule.step(p, u.g, state, state["step"], u.shard)
 
     @torch.no_grad()

@@ -32,6 +32,9 @@ class Writing:
     seed: Size = 0  # of the random bits of "stochastic"
 
 
+# Runs of 16 bits, read and written as fp32. ``write_`` returns what they then hold.
+
+
 @dataclass(frozen=True)
 class StochasticWeight:
     """A 16-bit run that rounds what is written to it, up or down at random."""
@@ -43,9 +46,10 @@ class StochasticWeight:
     def block(self, b: Block) -> Tensor:
         return self.run[b.run].view(b.shape).float()
 
-    def write_(self, b: Block, new: Tensor) -> None:
+    def write_(self, b: Block, new: Tensor) -> Tensor:
         rounded = ROUND[self.run.dtype](new, self.key, self.start + b.run.start)
         self.run[b.run].view(b.shape).copy_(rounded)
+        return rounded
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,12 @@ class SplitWeight:
         bits = self.run[b.run].float().view(torch.int32).add_(self.residual[b.run])
         return bits.view(torch.float32).view(b.shape)
 
-    def write_(self, b: Block, new: Tensor) -> None:
+    def write_(self, b: Block, new: Tensor) -> Tensor:
         x = new.nan_to_num(torch.nan, torch.inf, -torch.inf).reshape(-1)
         bits = x.view(torch.int32)
         self.residual[b.run].copy_(bits)  # keeps the low 16 bits
         self.run[b.run].view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
+        return new
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,10 @@ class CopiedWeight:
         run, copy = self.run[b.run], self.copy[b.run]
         return torch.where(copy.to(run.dtype) == run, copy, run.float()).view(b.shape)
 
-    def write_(self, b: Block, new: Tensor) -> None:
+    def write_(self, b: Block, new: Tensor) -> Tensor:
         self.copy[b.run].view(b.shape).copy_(new)
         self.run[b.run].view(b.shape).copy_(new)
+        return new
 
 
 Weight: TypeAlias = Tensor | StochasticWeight | SplitWeight | CopiedWeight

@@ -1,0 +1,99 @@
+"""How large the updates and the weights are, by parameter group, taken while weights are written.
+
+A ``Meter`` hands out runs that measure what is written to them, block by block: rules know nothing
+of it, and memory is not passed over once more. Sums are of this rank's runs. The caller adds up
+those of ranks that hold different ones, and ``rms`` makes figures of the totals.
+"""
+
+import math
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.precision import Weight
+from ds_ext.shard import Block
+
+
+class Meter:
+    """Sums, by parameter group, over all that was written since the last ``clear``."""
+
+    def __init__(self, groups: int) -> None:
+        self.groups = groups
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was measured."""
+        self.elements: Counter[int] = Counter()
+        self.squares: dict[tuple[int, torch.device], Tensor] = {}
+
+    def watch(self, p: Weight, group: int, run: Tensor) -> ops.Writable:
+        """What reads and writes as ``p``, the weight kept in ``run``, and is to be written once."""
+        self.elements[group] += run.numel()
+        key = group, run.device
+        if key not in self.squares:
+            self.squares[key] = torch.zeros(2, dtype=torch.float64, device=run.device)
+        kind = MeteredTensor if isinstance(p, Tensor) else MeteredWeight
+        return kind(p, *self.squares[key])
+
+    def sums(self) -> Tensor:
+        """Squares of changes, squares of new weights, elements -> [groups, 3] fp64.
+
+        On the device of the weights, on the CPU if none was stepped.
+        """
+        devices = [device for _, device in self.squares]
+        total = torch.zeros(self.groups, 3, dtype=torch.float64, device=(devices or ["cpu"])[0])
+        total[:, 2] = torch.tensor([self.elements[i] for i in range(self.groups)])
+        for (group, _), squares in self.squares.items():
+            total[group, :2] += squares.to(total.device)
+        return total
+
+
+def rms(totals: Tensor) -> list[dict[str, float]]:
+    """The root mean squares of each group, from its sums over all ranks; 0 of no elements."""
+    return [
+        {"update_rms": math.sqrt(moved / (n or 1)), "weight_rms": math.sqrt(weight / (n or 1))}
+        for moved, weight, n in totals.tolist()
+    ]
+
+
+class MeteredTensor:
+    """A tensor, which rounds what is written to it to its dtype's nearest."""
+
+    def __init__(self, run: Tensor, moved: Tensor, weight: Tensor) -> None:
+        self.run, self.moved, self.weight = run, moved, weight
+
+    def block(self, b: Block) -> Tensor:
+        return ops.read(self.run, b)
+
+    def write_(self, b: Block, new: Tensor) -> None:
+        held = new.to(self.run.dtype).to(new.dtype)
+        add_square_(self.moved, held - self.block(b))
+        add_square_(self.weight, held)
+        ops.write_(self.run, b, held)
+
+
+class MeteredWeight:
+    """A run kept in another form, which tells what it holds when it was written."""
+
+    def __init__(self, run, moved: Tensor, weight: Tensor) -> None:
+        self.run, self.moved, self.weight = run, moved, weight
+        self.last: tuple[Block, Tensor] | None = None
+
+    def block(self, b: Block) -> Tensor:
+        self.last = b, self.run.block(b)
+        return self.last[1]
+
+    def write_(self, b: Block, new: Tensor) -> None:
+        # Rules write a block after they have read it, and reading a master is not cheap.
+        old = self.last[1] if self.last and self.last[0] is b else self.run.block(b)
+        held = self.run.write_(b, new)
+        add_square_(self.moved, held - old)
+        add_square_(self.weight, held)
+
+
+def add_square_(total: Tensor, x: Tensor) -> None:
+    """total ← total + sum of x², which in fp32 is up to 2e-4 of it off where all x are alike."""
+    flat = x.reshape(-1)
+    total += torch.dot(flat, flat)
