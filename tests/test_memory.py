@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext import memory, rounds
+from ds_ext import memory, rounds, settings
+from ds_ext.buckets import Buckets
 from ds_ext.gradients import FusedBackward
-from ds_ext.layout import Sharded
+from ds_ext.layout import Agreement, Sharded
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.shard import Shard
 from tests import models
@@ -120,8 +121,8 @@ class Ranks(Sharded):
     def reduce(self, flats):
         return [flat.view(self.world, -1)[self.rank] for flat in flats]
 
-    def agree(self, bucket):
-        pass
+    def agree(self, waiting, ended):
+        return Agreement(list(waiting), set(), ended)
 
     def all_reduce(self, sums):
         pass
@@ -133,19 +134,21 @@ class Ranks(Sharded):
 def gradients_alive(module, ranks, bucket, monkeypatch):
     """The most bytes of gradients alive at once in a backward pass."""
     most = 0
-    own = FusedBackward._own
+    own = Buckets._own
 
-    def measured(self, grad):
+    def measured(self, param, grad):
         nonlocal most
-        mine = own(self, grad)
-        most = max(most, held([*self.bucket.values(), grad, mine]))
+        mine = own(self, param, grad)
+        waiting = [flat for flat in self.waiting.values() if flat is not None]
+        most = max(most, held([*waiting, grad, mine]))
         return mine
 
-    monkeypatch.setattr(FusedBackward, "_own", measured)
+    monkeypatch.setattr(Buckets, "_own", measured)
     optimizer = OPTIMIZERS["lomo"](module.parameters())
-    fused = FusedBackward(module, optimizer, Ranks(module, ranks), bucket)
+    fused = FusedBackward(module, optimizer, Ranks(module, ranks), settings.Gradients(bucket))
     tokens = torch.randint(0, 301, (1, 4))
     module(tokens, labels=tokens).loss.backward()
+    fused.finish()
     fused.end_step()
     return most
 
