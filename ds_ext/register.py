@@ -7,6 +7,7 @@ weights and gradients are what we exist to avoid.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -37,10 +38,13 @@ def register() -> None:
     # What DeepSpeed asks of its own FusedLamb (a dynamic loss scale) is not asked of ours.
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     _accept_scalars()
-    build, check, wrap = (
+    build, check, wrap, make_scheduler, schedule, take_step = (
         DeepSpeedEngine._configure_basic_optimizer,
         DeepSpeedEngine._do_optimizer_sanity_check,
         DeepSpeedEngine._configure_zero_optimizer,
+        DeepSpeedEngine._scheduler_from_config,
+        DeepSpeedEngine._configure_lr_scheduler,
+        DeepSpeedEngine._take_model_step,
     )
 
     @functools.wraps(build)
@@ -60,9 +64,30 @@ def register() -> None:
         ours = isinstance(optimizer, RuleOptimizer)
         return ZeroAdapter(self, optimizer) if ours else wrap(self, optimizer)
 
+    @functools.wraps(make_scheduler)
+    def _scheduler_from_config(self: DeepSpeedEngine, optimizer: Any) -> Any:
+        # DeepSpeed's schedulers look inside its optimizers for torch's, torch's own do not.
+        ours = isinstance(optimizer, ZeroAdapter)
+        return make_scheduler(self, optimizer.optimizer if ours else optimizer)
+
+    @functools.wraps(schedule)
+    def _configure_lr_scheduler(self: DeepSpeedEngine) -> None:
+        schedule(self)
+        if isinstance(self.optimizer, ZeroAdapter):
+            _check_betas(self.lr_scheduler, self.optimizer.optimizer)
+
+    @functools.wraps(take_step)
+    def _take_model_step(self: DeepSpeedEngine, lr_kwargs: dict[str, Any] | None) -> None:
+        if isinstance(self.optimizer, ZeroAdapter) and self.lr_scheduler is not None:
+            _check_metrics(self.lr_scheduler, lr_kwargs or {})
+        take_step(self, lr_kwargs)
+
     DeepSpeedEngine._configure_basic_optimizer = _configure_basic_optimizer
     DeepSpeedEngine._do_optimizer_sanity_check = _do_optimizer_sanity_check
     DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
+    DeepSpeedEngine._scheduler_from_config = _scheduler_from_config
+    DeepSpeedEngine._configure_lr_scheduler = _configure_lr_scheduler
+    DeepSpeedEngine._take_model_step = _take_model_step
 
 
 def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
@@ -110,6 +135,27 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
             "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
             'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
             "always has a scheduler), or remove the scheduler."
+        )
+
+
+def _check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
+    """Raises ValueError if a scheduler has set too few betas: DeepSpeed's OneCycle, with CAME."""
+    needed = len(optimizer.defaults.get("betas", ()))
+    for group in optimizer.param_groups:
+        if len(group.get("betas", ())) != needed:
+            raise ValueError(
+                f"{type(optimizer).__name__} has {needed} betas; {type(scheduler).__name__} sets "
+                f'{group["betas"]}: put "cycle_momentum": false into scheduler.params.'
+            )
+
+
+def _check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
+    """Raises ValueError for a scheduler whose metric, missing, would be the batch size."""
+    if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in given:
+        raise ValueError(
+            f"{type(scheduler).__name__} needs a metric, for which DeepSpeed would take the batch "
+            'size: call engine.step(lr_kwargs={"metrics": ...}), or step it yourself and keep it '
+            "from DeepSpeed. In HF Trainer, choose another lr_scheduler_type."
         )
 
 
