@@ -367,3 +367,29 @@ def test_small_updates_are_not_lost_but_by_rounding_to_nearest(mode, error, half
     held = value(optimizer, p) if mode == "master" else p.float()
     expected = 1 if mode == "nearest" else (1 - lr) ** 20
     assert held.mean().item() == pytest.approx(expected, abs=error)
+
+
+def test_gradient_descent_goes_on_where_rounding_to_nearest_stops():
+    """The least squares of benchmarks/rounding.py's claim: p → target, in steps of a hundredth."""
+    generator = torch.Generator().manual_seed(0)
+    start = (1 + torch.rand(64, 64, generator=generator)).bfloat16()
+    target = start + 0.05 * torch.randn(64, 64, generator=generator)
+
+    def error(dtype, mode):
+        p = nn.Parameter(start.to(dtype, copy=True))
+        optimizer = OPTIMIZERS["lomo"]([p], lr=0.01, weight_update=mode)
+        for _ in range(300):
+            g = value(optimizer, p) if mode == "master" and optimizer.state[p] else p.float()
+            optimizer.update([whole(p, g.detach() - target)], lambda sums: None)
+        held = value(optimizer, p) if mode == "master" else p.float()
+        return ((held - target).square().mean() / (start - target).square().mean()).item()
+
+    fp32 = error(torch.float32, "nearest")
+    assert fp32 == pytest.approx(0.99**600, rel=1e-3)
+    assert error(torch.bfloat16, "master") == fp32
+    assert error(torch.bfloat16, "stochastic") < 0.02
+    assert error(torch.bfloat16, "nearest") > 0.95
+
+
+def whole(p, g):
+    return Update(p, p.detach().view(-1), g.reshape(-1), Shard.whole(p.shape))
