@@ -134,7 +134,7 @@ def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
     bits = _bounded(x, torch.bfloat16).view(torch.int32)
     noise = random_bits(x.numel(), key, start, x.device).bitwise_and_(0xFFFF)
     rounded = noise.view(x.shape).add_(bits).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x)
+    return _where_finite_(rounded, x)
 
 
 def round_to_fp16(x: Tensor, key: int, start: int) -> Tensor:
@@ -148,12 +148,18 @@ def round_to_fp16(x: Tensor, key: int, start: int) -> Tensor:
     threshold = _shift_right(random_bits(x.numel(), key, start, x.device), 8).view(x.shape)
     further = part.abs().mul_(2**24) > threshold
     rounded = torch.where(further, whole + part.sign(), whole).mul_(spacing)
-    return torch.where(x.isfinite(), rounded, x)
+    return _where_finite_(rounded, x)
 
 
 def _bounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
     return x.contiguous().clamp(-most, most)
+
+
+def _where_finite_(rounded: Tensor, x: Tensor) -> Tensor:
+    """``rounded``, but x where x is not finite; isfinite and where take five times as long."""
+    most = torch.finfo(torch.float32).max
+    return rounded.clamp_(x - most, x + most)
 
 
 ROUND: dict[torch.dtype, Callable[[Tensor, int, int], Tensor]] = {
