@@ -60,12 +60,12 @@ class Buckets:
         self.deliver: Deliver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat, in equal parts; None: has none
         self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
-        self.uses = Uses(module)
+        leaves = layout.leaves(module)
+        self.uses = Uses(module, leaves)
         self.size_of = {p: _padded(layout.shard(p).numel, layout.parts) for p in layout.names}
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self.hooks = [module.register_forward_pre_hook(self.attach)]
-        self.together = {p for params in layout.leaves(module).values() for p in params}
-        for leaf, params in layout.leaves(module).items():
+        for leaf, params in leaves.items():
             self.hooks.append(leaf.register_full_backward_hook(self._taker(params)))
         self.attach()
 
@@ -73,7 +73,7 @@ class Buckets:
         """Hooks parameters that have become trainable since; called before each forward pass."""
         new = [p for p in self.layout.names if p.requires_grad and p not in self.hooked]
         for param in new:
-            take = _leave if param in self.together else self._take
+            take = _leave if param in self.uses.together else self._take
             self.hooked[param] = param.register_post_accumulate_grad_hook(take)
         names = ", ".join(self.layout.name(p) for p in new if not self.wanted(p))
         if names and self.layout.rank == 0:
@@ -137,7 +137,7 @@ class Buckets:
         agreed = self.layout.agree(more, ended)
         for piece in self.pieces(agreed.ready):
             runs = self._reduce({p: self.waiting.pop(p, None) for p in piece})
-            for param in agreed.in_parts & runs.keys():
+            for param in [p for p in runs if p in agreed.in_parts]:  # in the order of all ranks
                 self._hold(param, runs.pop(param))
             if runs:
                 self._receiver()(runs)
@@ -187,7 +187,7 @@ class Buckets:
         has = torch.tensor([flat is not None for flat in grads.values()], device=votes.device)
         *runs, votes = self.layout.reduce((*flats, (votes * has).repeat(self.layout.parts)))
         reduced = dict(zip(grads, map(Run, runs, (votes >= _BAD).unbind()), strict=True))
-        if not self.together.isdisjoint(grads):
+        if not self.uses.together.isdisjoint(grads):
             used = dict(zip(grads, votes.tolist(), strict=True))
             reduced = {p: run for p, run in reduced.items() if used[p]}
         return reduced

@@ -124,7 +124,9 @@ def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:
 
 def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """Raises ValueError for what this engine was asked to do and ds_ext cannot."""
-    settings.refuse(engine._config._param_dict | effective(engine))
+    config = engine._config._param_dict | effective(engine)
+    settings.refuse(config)
+    settings.gradients(config)
     if isinstance(engine.module, PipelineModule):
         raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
     if engine.has_moe_layers:

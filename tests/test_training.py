@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import authors, training
+from tests import authors, routing, training
 from tests.training import RUNS, STEPS
 
 pytestmark = pytest.mark.slow
@@ -30,3 +30,16 @@ def test_equals_one_process_with_the_global_batch(run, name):
         assert max(reference.norms) > 1.5 * how.max_norm  # or it would show nothing
     if how.clip_value:
         assert 0.01 < got["metrics"]["clipped_fraction"] < 1
+
+
+@pytest.mark.parametrize("name", routing.RUNS)
+def test_ranks_that_use_different_parameters_neither_hang_nor_drift(run, name):
+    world, results = run
+    got, how = results[f"routing {name}"], routing.RUNS[name]
+    assert "error" not in got, got["error"]
+    model, steps = routing.reference(how, world, authors.ordinary)
+    assert got["drift"] == 0
+    assert got["steps"] == {n: number for n, number in steps.items() if number}
+    for n, p in model.named_parameters():
+        update, error = (p - got["before"][n]).norm(), (got["after"][n] - p).norm()
+        assert error <= max(1e-5 * update, routing.STEPS * 2**-24 * p.norm()), (n, error / update)

@@ -122,9 +122,10 @@ MESSAGES = {
     "type": ["optimizer.params.lr", "'fast'", "a number >= 0"],
     "negative": ["optimizer.params.lr", "-1.0", "a number >= 0"],
     "pair": ["optimizer.params.betas", "[0.9, 0.999]", "a list of 3"],
-    "clipping": ["gradient_clipping", "max_grad_norm=0.0"],
-    "accumulation": ["gradient_accumulation_steps", "set it to 1"],
-    "derived accumulation": ["gradient_accumulation_steps"],
+    "clipping": ["gradient_clipping", "-1.0", ">= 0"],
+    "accumulation": ["gradient_accumulation_steps = 2", "ds_ext.gradient_policy"],
+    "derived accumulation": ["gradient_accumulation_steps = 2", "ds_ext.gradient_policy"],
+    "section": ["ds_ext.clip_mod", '"clip_mode"'],
     "scheduler": ["relative_step", "scheduler"],
 }
 
@@ -148,15 +149,6 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight_on_any_rank(run):
 
 def test_a_trainable_parameter_outside_the_optimizer_keeps_no_gradient(run):
     assert run[1]["outside"] == {"kept": 0, "changed": {"weight"}}
-
-
-def test_ranks_with_different_parameters_get_an_error_and_do_not_hang(run):
-    world, results = run
-    for messages in results["uneven"]:
-        assert len(messages) == world
-        if world > 1:
-            assert all("same parameters" in message for message in messages)
-            assert "bad.weight" in messages[0] and "other.weight" in messages[1]
 
 
 def test_target_modules_choose_what_galore_projects(run):

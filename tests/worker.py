@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ds_ext
 from ds_ext import buckets, layout
 from ds_ext.optimizer import OPTIMIZERS
-from tests import models, training
+from tests import models, routing, training
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 STEPS = 20
@@ -315,9 +315,15 @@ def refusals() -> dict[str, list[str]]:
         "type": adalomo(lr="fast"),
         "negative": adalomo(lr=-1.0),
         "pair": base | {"optimizer": {"type": "CAME", "params": {"betas": [0.9, 0.999]}}},
-        "clipping": good | {"gradient_clipping": 1.0},
-        "accumulation": good | {"gradient_accumulation_steps": 2},
-        "derived accumulation": good | {"train_batch_size": 6 * dist.get_world_size()},
+        "clipping": good | {"gradient_clipping": -1.0},
+        "accumulation": good
+        | {"gradient_accumulation_steps": 2, "ds_ext": {"gradient_policy": "fused"}},
+        "derived accumulation": good
+        | {
+            "train_batch_size": 6 * dist.get_world_size(),
+            "ds_ext": {"gradient_policy": "fused"},
+        },
+        "section": good | {"ds_ext": {"clip_mod": "exact"}},
         "scheduler": base
         | {
             "optimizer": {"type": "Adafactor", "params": {}},
@@ -404,28 +410,6 @@ def outside() -> dict[str, Any]:
     return {"kept": kept, "changed": changed}
 
 
-def uneven(stage: int) -> list[str]:
-    """The errors of ranks of which the first alone uses a parameter."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = Pieces()
-    made = config(CASES["adalomo"]) | {"zero_optimization": {"stage": stage}}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=ds_ext.AdaLomo(model.parameters()), config=made
-    )
-    h = torch.randn(4, 5)
-    used = engine.module.bad if rank == 0 else engine.module.other
-    message = ""
-    try:
-        engine.backward(used(engine.module.twice(h)).square().sum())
-        engine.step()
-    except RuntimeError as error:
-        message = str(error)
-    messages = [""] * world
-    dist.all_gather_object(messages, message)
-    return messages
-
-
 def galore_json() -> dict[str, Any]:
     """The ranks that ``target_modules`` of a JSON config gives to parameters, and a wrong one."""
     params = {"rank": 3, "target_modules": ["up", r"down\.w"], "weight_decay": 0.1}
@@ -484,12 +468,12 @@ def main() -> None:
     results: dict[str, Any] = {}
     jobs = {name: lambda n=name: train(n, CASES[n]) for name in CASES}
     jobs |= {f"training {n}": lambda r=r: training.train(r) for n, r in training.RUNS.items()}
+    jobs |= {f"routing {n}": lambda r=r: routing.train(r) for n, r in routing.RUNS.items()}
     jobs |= {
         "refusals": refusals,
         "second backward": second_backward,
         "not finite": not_finite,
         "outside": outside,
-        "uneven": lambda: [uneven(stage) for stage in range(3)],
         "galore json": galore_json,
         "resume": lambda: resume(sys.argv[1] + ".checkpoint"),
     }
