@@ -144,10 +144,10 @@ def round_to_fp16(x: Tensor, key: int, start: int) -> Tensor:
     spacing = power.clamp_(min=2**-14).mul_(2**-10)
     steps = bounded / spacing
     whole = steps.trunc()
-    part = steps - whole
     threshold = _shift_right(random_bits(x.numel(), key, start, x.device), 8).view(x.shape)
-    further = part.abs().mul_(2**24) > threshold
-    rounded = torch.where(further, whole + part.sign(), whole).mul_(spacing)
+    above = (steps - whole).abs_().mul_(2**24).sub_(threshold)
+    further = above.ceil_().clamp_(0, 1).copysign_(steps)  # 1 where above > 0
+    rounded = whole.add_(further).mul_(spacing)
     return _where_finite_(rounded, x)
 
 
