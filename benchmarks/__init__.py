@@ -1,0 +1,1 @@
+"""What the claims of the README are measured with."""
