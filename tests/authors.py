@@ -82,22 +82,23 @@ class SGD(torch.optim.Optimizer):
 class LAMB(torch.optim.Optimizer):
     """Algorithm 2 of arXiv 1904.00962, in fp64."""
 
-    def __init__(self, groups, lr):
-        super().__init__(groups, {"lr": lr})
+    def __init__(self, groups, lr, betas=(0.9, 0.999)):
+        super().__init__(groups, {"lr": lr, "betas": betas})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
+        assert closure is None
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._step(p, group["lr"], group["weight_decay"])
+                    self._step(p, group["lr"], group["weight_decay"], *group["betas"])
 
-    def _step(self, p, lr, decay):
+    def _step(self, p, lr, decay, beta1, beta2):
         s, g, w = self.state[p], p.grad.double(), p.double()
         s["t"] = s.get("t", 0) + 1
-        s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
-        s["v"] = 0.999 * s.get("v", 0) + 0.001 * g**2
-        m, v = s["m"] / (1 - 0.9 ** s["t"]), s["v"] / (1 - 0.999 ** s["t"])
+        s["m"] = beta1 * s.get("m", 0) + (1 - beta1) * g
+        s["v"] = beta2 * s.get("v", 0) + (1 - beta2) * g**2
+        m, v = s["m"] / (1 - beta1 ** s["t"]), s["v"] / (1 - beta2 ** s["t"])
         u = m / (v.sqrt() + 1e-6) + decay * w
         ratio = w.norm() / u.norm() if w.norm() > 0 and u.norm() > 0 else 1.0
         p.copy_(w - lr * ratio * u)

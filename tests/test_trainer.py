@@ -1,29 +1,32 @@
 """HF Trainer on two ranks with the shipped configs, against HF Trainer in one process with the
-authors' optimizers; accelerate's own loop; and the refusals that a Trainer user meets."""
+authors' optimizers; LoRA adapters; accelerate's own loop, and one of parameter groups."""
 
+import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-import came_pytorch
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests import trainer_jobs
-from tests.authors import SGD
-from tests.trainer_jobs import ARGUMENTS, JOBS, STEPS
+from tests import authors, own_loops, trainer_jobs
+from tests.own_loops import GROUPED, LOOPS
+from tests.trainer_jobs import BATCH, JOBS, STEPS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
-TRAINED = [name for name, job in JOBS.items() if not job.refused]
+LORA = [name for name, job in JOBS.items() if job.lora]
+COMPARED = [name for name, job in JOBS.items() if not job.refused and name != "scheduler"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(folder with the saved models, results of trainer_worker.py by job)."""
+    """(folder with the saved models, results of trainer_worker.py by job, its log)."""
     folder = tmp_path_factory.mktemp("trainer")
     trainer_jobs.model().save_pretrained(folder / "model")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -40,93 +43,131 @@ def run(tmp_path_factory):
     return folder, torch.load(folder / "results.pt", weights_only=False), done.stderr
 
 
-def reference(job, folder):
-    """The same training by HF Trainer in one process -> (weights, log)."""
+def result(run, name):
+    got = run[1][name]
+    assert "error" not in got, got["error"]
+    return got
+
+
+def build(lora=False):
     model = trainer_jobs.model()
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": ARGUMENTS["weight_decay"]},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    lr = (ARGUMENTS | job.arguments)["learning_rate"]
-    if job.config == "came":
-        optimizer = came_pytorch.CAME(groups, lr=lr)
-    elif job.config == "lomo":
-        optimizer = SGD(groups, lr)
-    else:
-        optimizer = transformers.Adafactor(groups, lr=lr, relative_step=False)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, **ARGUMENTS | job.arguments
-    )
-    trainer = trainer_jobs.Sequential(
-        model=model,
-        args=arguments,
-        train_dataset=trainer_jobs.data(),
-        optimizers=(optimizer, None),
-    )
-    trainer.train()
-    return dict(model.named_parameters()), trainer.state.log_history
+    return trainer_jobs.adapted(model) if lora else model
 
 
-@pytest.mark.parametrize("name", [n for n in TRAINED if n != "scheduler"])
-def test_trainer_equals_one_process(run, name, tmp_path):
-    folder, results, _ = run
-    assert "error" not in results[name], results[name]["error"]
-    before = dict(trainer_jobs.model().named_parameters())
-    after, log = reference(JOBS[name], tmp_path)
-    saved = load_file(folder / name / "model.safetensors")
-    for n, p in after.items():
-        update = (p - before[n]).norm()
-        resolution = STEPS * 2**-24 * p.norm()
-        assert (saved[n] - p).norm() <= max(2e-5 * update, resolution), n
-    assert results[name]["kept"] == 0
-    assert of(results[name]["log"], "loss") == pytest.approx(of(log, "loss"), rel=1e-3)
-    # under DeepSpeed the Trainer logs the rate of the step to come
-    rates = of(results[name]["log"], "learning_rate")
-    assert rates[:-1] == pytest.approx(of(log, "learning_rate")[1:])
+def weights(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def split(model, decay):
+    """Groups with and without weight decay of what is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay}
+    others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    return [group for group in (decayed, others) if group["params"]]
+
+
+@functools.cache  # runs that differ in accumulation, checkpointing or stage have the same reference
+def reference(config, max_norm, lora):
+    """The same training by HF Trainer in one process, of whole batches -> (weights, log)."""
+    job = trainer_jobs.Job(config, {"max_grad_norm": max_norm})
+    model = build(lora)
+    groups = split(model, job.all_arguments["weight_decay"])
+    optimizer = authors.ordinary(config, groups, {"lr": job.all_arguments["learning_rate"]})
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_jobs.Sequential(
+            model=model,
+            args=transformers.TrainingArguments(
+                output_dir=folder, per_device_train_batch_size=BATCH, **job.all_arguments
+            ),
+            train_dataset=trainer_jobs.data(),
+            optimizers=(optimizer, None),
+        )
+        trainer.train()
+    return weights(model), trainer.state.log_history
+
+
+def compare(got, expected, before, steps):
+    """Compares errors with updates, weight by weight and in all; a frozen weight has none."""
+    assert got.keys() == expected.keys()
+    updates = torch.stack([(p - before[n]).norm() for n, p in expected.items()])
+    errors = torch.stack([(got[n] - p).norm() for n, p in expected.items()])
+    resolution = steps * 2**-24 * torch.stack([p.norm() for p in expected.values()])
+    allowed = torch.maximum(2e-5 * updates, resolution).where(updates > 0, 0)
+    assert not [n for n, bad in zip(expected, errors > allowed, strict=True) if bad]
+    assert errors.norm() <= 1e-5 * updates.norm()
 
 
 def of(log, key):
     return [entry[key] for entry in log if key in entry]
 
 
-def test_the_gradient_norm_is_logged(run):
-    _, results, _ = run
-    norms = of(results["adalomo"]["log"], "grad_norm")
-    assert len(norms) == STEPS and all(norm > 0.01 for norm in norms)
-    model = trainer_jobs.model()
-    batch = trainer_jobs.data()[:4]
-    tokens = torch.stack([row["input_ids"] for row in batch])
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    assert norms[0] == pytest.approx(float(expected), rel=1e-4)
+@pytest.mark.parametrize("name", COMPARED)
+def test_trainer_equals_one_process(run, name):
+    got, job = result(run, name), JOBS[name]
+    after, log = reference(job.config, job.max_norm, job.lora)
+    compare(got["after"], after, weights(build(job.lora)), STEPS)
+    assert got["kept"] == 0
+    assert got["policy"] == ("fused" if job.accumulation == 1 else "sharded")
+    assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=1e-3)
+    assert len(of(log, "grad_norm")) == STEPS
+    assert of(got["log"], "grad_norm") == pytest.approx(of(log, "grad_norm"), rel=1e-4)
+    if job.max_norm:
+        assert min(of(log, "grad_norm")) > 1.05 * job.max_norm  # or it would show nothing
+    # under DeepSpeed the Trainer logs the rate of the step to come
+    rates = of(got["log"], "learning_rate")
+    assert rates[:-1] == pytest.approx(of(log, "learning_rate")[1:])
+
+
+@pytest.mark.parametrize("name", [name for name in COMPARED if not JOBS[name].lora])
+def test_the_saved_model_is_the_trained_one(run, name):
+    saved = load_file(run[0] / name / "model.safetensors")
+    after = result(run, name)["after"]
+    assert saved.keys() == after.keys()
+    assert all(torch.equal(saved[n], after[n]) for n in saved)
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_lora_changes_the_adapters_alone_and_they_load(run, name):
+    got, before = result(run, name), weights(build(lora=True))
+    changed = {n for n in before if not torch.equal(got["after"][n], before[n])}
+    assert changed == {n for n in before if "lora_" in n}
+    assert got["state"] == len(changed)
+    loaded = peft.PeftModel.from_pretrained(trainer_jobs.model(), run[0] / name)
+    assert all(torch.equal(p, got["after"][n]) for n, p in loaded.named_parameters())
 
 
 def test_norms_are_not_decayed_and_the_log_says_so(run):
-    _, results, stderr = run
-    for name, decay in results["adalomo"]["decays"].items():
+    for name, decay in result(run, "adalomo")["decays"].items():
         assert decay == (0.0 if "norm" in name else 0.1), name
-    assert "model.layers.*.self_attn.q_proj.weight (2)" in stderr
-    assert "no weight decay on: model.layers.*.input_layernorm.weight (2)" in stderr
+    assert "model.layers.*.self_attn.q_proj.weight (2)" in run[2]
+    assert "no weight decay on: model.layers.*.input_layernorm.weight (2)" in run[2]
 
 
 def test_a_scheduler_of_the_config_is_followed(run):
-    _, results, _ = run
-    assert "error" not in results["scheduler"], results["scheduler"]["error"]
-    rates = of(results["scheduler"]["log"], "learning_rate")
+    rates = of(result(run, "scheduler")["log"], "learning_rate")
     assert max(rates) == pytest.approx(1e-2) and rates[-1] < 3e-3 and rates[0] < 1e-2
 
 
-def test_refusals_tell_a_trainer_user_what_to_set(run):
-    _, results, _ = run
-    assert "max_grad_norm=0.0 in TrainingArguments" in results["clipping"]
-    assert "gradient_accumulation_steps=1 in TrainingArguments" in results["accumulation"]
+def test_a_scheduler_that_deepspeed_would_give_no_metric_is_refused(run):
+    assert "choose another lr_scheduler_type" in run[1]["plateau"]["error"]
 
 
-def test_accelerate_loop_learns(run):
-    _, results, _ = run
-    got = results["accelerate"]
-    assert "error" not in got, got["error"]
-    assert len(got["losses"]) == 20 and got["norm"] > 0
-    assert got["losses"][-1] < got["losses"][0] - 0.5
+@pytest.mark.parametrize("name", LOOPS)
+def test_accelerate_loop_equals_one_process(run, name):
+    got, loop = result(run, f"accelerate {name}"), LOOPS[name]
+    model = build()
+    optimizer = authors.ordinary(loop.config, split(model, 0.0), {"lr": loop.lr})
+    norms, rates = own_loops.accelerated_reference(loop, model, optimizer)
+    compare(got["after"], weights(model), weights(build()), len(norms))
+    assert got["norms"] == pytest.approx(norms, rel=1e-4)
+    assert got["rates"] == pytest.approx(rates)
+    assert min(norms) > 1.2 * loop.max_norm
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_keep_their_settings_and_schedules(run, name):
+    got, model = result(run, f"groups {name}"), build()
+    optimizer = authors.ordinary(name, own_loops.groups(model, name), {"lr": 1.0})
+    rates = own_loops.grouped_reference(model, optimizer)
+    compare(got["after"], weights(model), weights(build()), len(rates))
+    assert got["rates"] == rates

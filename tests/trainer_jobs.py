@@ -3,18 +3,34 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import peft
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 STEPS = 10
+BATCH = 4  # rows a step, over all ranks and micro-batches
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
     config: str
     arguments: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)  # to the shipped config
+    stage: int = 3
+    lora: bool = False
     refused: bool = False
+
+    @property
+    def all_arguments(self) -> dict[str, Any]:
+        return ARGUMENTS | RATES.get(self.config, {}) | self.arguments
+
+    @property
+    def max_norm(self) -> float:
+        return self.all_arguments.get("max_grad_norm", 1.0)  # the Trainer's default
+
+    @property
+    def accumulation(self) -> int:
+        return self.arguments.get("gradient_accumulation_steps", 1)
 
 
 def _checkpointing(use_reentrant: bool) -> dict[str, Any]:
@@ -30,37 +46,53 @@ ARGUMENTS: dict[str, Any] = {
     "weight_decay": 0.1,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
-    "max_grad_norm": 0.0,
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
     "use_cpu": True,
     "disable_tqdm": True,
 }
-JOBS = {
-    "adalomo": Job("adalomo"),
-    "adalomo-reentrant": Job("adalomo", _checkpointing(True)),
-    "adalomo-nonreentrant": Job("adalomo", _checkpointing(False)),
-    "adafactor": Job("adafactor"),
-    "lomo": Job("lomo"),
-    "came": Job("came", {"learning_rate": 1e-3}),
-    "scheduler": Job(
-        "adalomo",
-        changes={
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {
-                    "total_num_steps": "auto",
-                    "warmup_min_lr": "auto",
-                    "warmup_max_lr": "auto",
-                    "warmup_num_steps": "auto",
-                },
-            }
-        },
-    ),
-    "clipping": Job("adalomo", {"max_grad_norm": 1.0}, refused=True),
-    "accumulation": Job("adalomo", {"gradient_accumulation_steps": 2}, refused=True),
+RATES = {"came": {"learning_rate": 1e-3}, "lomo": {"learning_rate": 0.1}}
+FREE = {"max_grad_norm": 0.0}
+TIGHT = {"max_grad_norm": 0.1}
+TIGHTER = {"max_grad_norm": 0.03}  # the norm of adapters' gradients is small
+TWICE = {"gradient_accumulation_steps": 2}
+WARMUP_DECAY = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "total_num_steps": "auto",
+        "warmup_min_lr": "auto",
+        "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto",
+    },
 }
+
+
+def _jobs() -> dict[str, Job]:
+    made = {name: Job(name, FREE) for name in ("adalomo", "adafactor", "came", "lomo")}
+    for name in ("adalomo", "lomo"):
+        made[f"{name}-clip"] = Job(name)  # to the Trainer's default, 1.0
+    made["came-clip"] = Job("came", TIGHT)
+    made["came-accumulation"] = Job("came", FREE | TWICE)
+    made["lomo-accumulation"] = Job("lomo", FREE | TWICE)
+    made["lomo-both"] = Job("lomo", TIGHT | TWICE)
+    for use_reentrant in (True, False):
+        kind = "reentrant" if use_reentrant else "nonreentrant"
+        checkpointing = _checkpointing(use_reentrant)
+        made[f"adalomo-{kind}"] = Job("adalomo", FREE | checkpointing)
+        made[f"lomo-clip-{kind}"] = Job("lomo", TIGHT | checkpointing)
+        made[f"lomo-both-{kind}"] = Job("lomo", TIGHT | TWICE | checkpointing)
+    for stage in (2, 3):
+        for name in ("adalomo", "came"):
+            made[f"lora-{name}-stage{stage}"] = Job(name, TIGHTER | TWICE, stage=stage, lora=True)
+    made["lora-lomo-nonreentrant"] = Job("lomo", TIGHTER | _checkpointing(False), lora=True)
+    made["scheduler"] = Job("adalomo", FREE, {"scheduler": WARMUP_DECAY})
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+    made["plateau"] = Job("adalomo", FREE | plateau, refused=True)
+    return made
+
+
+JOBS = _jobs()
 
 
 class Sequential(Trainer):
@@ -71,10 +103,13 @@ class Sequential(Trainer):
 
 
 def data() -> list[dict[str, torch.Tensor]]:
-    """40 sequences of 16 tokens."""
+    """40 sequences of 16 tokens, of which differently many are to be learnt."""
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(0, 64, (40, 16), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in rows]
+    return [
+        {"input_ids": row, "labels": row.where(torch.arange(16) >= i % 7, -100)}
+        for i, row in enumerate(rows)
+    ]
 
 
 def model() -> LlamaForCausalLM:
@@ -92,3 +127,10 @@ def model() -> LlamaForCausalLM:
             tie_word_embeddings=True,
         )
     )
+
+
+def adapted(base: LlamaForCausalLM) -> peft.PeftModel:
+    """The model with LoRA adapters, all else frozen."""
+    torch.manual_seed(2)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets))
