@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ds_ext
 from ds_ext import buckets, layout
 from ds_ext.optimizer import OPTIMIZERS
-from tests import models, routing, training
+from tests import models, routing, scaling, training
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 STEPS = 20
@@ -469,7 +469,9 @@ def main() -> None:
     jobs = {name: lambda n=name: train(n, CASES[n]) for name in CASES}
     jobs |= {f"training {n}": lambda r=r: training.train(r) for n, r in training.RUNS.items()}
     jobs |= {f"routing {n}": lambda r=r: routing.train(r) for n, r in routing.RUNS.items()}
+    jobs |= {f"fp16 {n}": lambda r=r: scaling.train(r) for n, r in scaling.RUNS.items()}
     jobs |= {
+        "fp16 unscaled": scaling.unscaled,
         "refusals": refusals,
         "second backward": second_backward,
         "not finite": not_finite,
@@ -478,6 +480,9 @@ def main() -> None:
         "resume": lambda: resume(sys.argv[1] + ".checkpoint"),
     }
     chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
+    for stage in range(4):  # last: DeepSpeed never forgets that it was on
+        for dtype in ("bfloat16", "float16"):
+            jobs[f"autocast {stage} {dtype}"] = lambda s=stage, d=dtype: scaling.autocast(s, d)
     for name, job in jobs.items():
         if not chosen.search(name):
             continue
