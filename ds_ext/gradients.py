@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_ext import ops, settings
+from ds_ext import meter, ops, settings
 from ds_ext.buckets import Buckets, Deliver, Run, apart
 from ds_ext.layout import Group, Replicated
 from ds_ext.optimizer import RuleOptimizer, Update
@@ -93,6 +93,8 @@ class FusedBackward:
             begin=self._begin,
         )
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        if how.measure_updates:
+            optimizer.meter = meter.Meter(len(optimizer.param_groups))
 
     def remove(self) -> None:
         """Takes the hooks off the parameters and modules."""
@@ -306,8 +308,19 @@ class FusedBackward:
             "clipped_fraction": clipped,
             "skipped_parameters": len(tally.bad),
             "skipped_steps": self.skipped_steps,
+            **self._sizes(),
             "bytes_sent": self.layout.take_bytes_sent(),
         }
+
+    def _sizes(self) -> dict[str, float]:
+        """The RMS of updates and of weights by parameter group, if they are measured."""
+        if self.optimizer.meter is None:
+            return {}
+        totals = self.optimizer.meter.sums().to(self.layout.device)
+        self.optimizer.meter.clear()
+        self.layout.all_reduce(totals)
+        figures = enumerate(meter.rms(totals))
+        return {f"{key}/{i}": value for i, group in figures for key, value in group.items()}
 
 
 @contextlib.contextmanager
@@ -327,6 +340,7 @@ def fuse_into_backward(
     clip_value: float = 0.0,
     clip_mode: str = "exact",
     gradient_policy: str = "fused",
+    measure_updates: bool = False,
 ) -> FusedBackward:
     """Makes ``loss.backward()`` step each parameter as its gradient appears, with no engine.
 
@@ -339,13 +353,21 @@ def fuse_into_backward(
     is returned instead of ``loss.backward()``, which runs the graph backward twice, or by the norm
     of the step before with ``clip_mode="previous"``. ``clip_value`` bounds their elements. With
     ``gradient_policy="sharded"`` gradients are kept in fp32 until ``optimizer.step()``, over any
-    number of backward passes, and clipped then.
+    number of backward passes, and clipped then. ``.metrics`` of what is returned tells of the last
+    step, with ``measure_updates`` also the RMS of updates and weights.
     """
     layout = Replicated(group, {p: name for name, p in model.named_parameters()})
     layout.broadcast(model)
     if bucket_size is None:
         bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1
-    how = settings.Gradients(bucket_size, gradient_policy, max_grad_norm, clip_value, clip_mode)
+    how = settings.Gradients(
+        bucket_size,
+        gradient_policy,
+        max_grad_norm,
+        clip_value,
+        clip_mode,
+        measure_updates=measure_updates,
+    )
     fused = FusedBackward(model, optimizer, layout, how)
 
     def end_step(*_: object) -> None:

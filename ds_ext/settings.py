@@ -97,6 +97,7 @@ class Section:
     gradient_policy: PolicyName | None = None  # null: "sharded" where gradients have to be kept
     clip_mode: ClipMode = "exact"  # "previous": approximately, by the norm of the step before
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient's element; 0: none
+    measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Gradients:
     clip_mode: str = "exact"
     average: bool = True  # over the ranks, else summed
     accumulate_in: torch.dtype | None = None  # of kept gradients; None: fp32
+    measure_updates: bool = False  # the RMS of updates and weights, by group
 
     def __post_init__(self) -> None:
         given = {
@@ -137,8 +139,8 @@ class Gradients:
             )
 
 
-def gradients(config: dict[str, Any]) -> Gradients:
-    """What a DeepSpeed config says of gradients."""
+def gradients(config: dict[str, Any], monitored: bool = False) -> Gradients:
+    """What a DeepSpeed config, of which a monitor may be on, says of gradients."""
     section = Section(**hyper.check(Section, config.get("ds_ext") or {}, "ds_ext"))
     kept = [
         f"{key} = {value!r}"
@@ -165,6 +167,7 @@ def gradients(config: dict[str, Any]) -> Gradients:
         max_value=section.clip_value,
         clip_mode=section.clip_mode,
         accumulate_in=None if dtype is None else _DTYPES[dtype],
+        measure_updates=monitored if section.measure_updates is None else section.measure_updates,
     )
 
 

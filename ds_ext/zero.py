@@ -87,7 +87,9 @@ class ZeroAdapter(ZeROOptimizer):
         self.module = engine.module
         self.dp_process_group = engine.seq_data_parallel_group
         self.layout = layout_of(engine)
-        how = settings.gradients(engine._config._param_dict | effective(engine))
+        how = settings.gradients(
+            engine._config._param_dict | effective(engine), engine.monitor.enabled
+        )
         self.fused = FusedBackward(
             engine.module,
             optimizer,

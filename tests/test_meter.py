@@ -22,7 +22,9 @@ kinds = pytest.mark.parametrize("dtype, mode", KINDS)
 
 def make(name, dtype, mode, shapes=SHAPES):
     params = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    return params, OPTIMIZERS[name](params, **HYPERS.get(name, {}), weight_update=mode)
+    optimizer = OPTIMIZERS[name](params, **HYPERS.get(name, {}), weight_update=mode)
+    optimizer.meter = Meter(1)
+    return params, optimizer
 
 
 def step(params, optimizer, gradients):
@@ -108,6 +110,7 @@ def cut(x, shard):
 def test_groups_are_measured_apart():
     a, b, c = (nn.Parameter(torch.full((3, 4), x)) for x in (1.0, 2.0, 3.0))
     optimizer = OPTIMIZERS["lomo"]([{"params": [a]}, {"params": [b], "lr": 0.1}], lr=0.5)
+    optimizer.meter = Meter(2)
     optimizer.add_param_group({"params": [c]})
     step([a, b, c], optimizer, [torch.ones(3, 4), torch.ones(3, 4), None])
     figures = rms(optimizer.meter.sums())
@@ -158,6 +161,7 @@ def test_stochastic_rounding_moves_further_than_the_update():
     """As documented, the values really stored count: whole spacings, now and then."""
     p = nn.Parameter(torch.full((64, 64), 1.5, dtype=torch.bfloat16))
     optimizer = AdaLomo([p], lr=1e-4)
+    optimizer.meter = Meter(1)
     step([p], optimizer, [torch.ones_like(p)])
     (figures,) = rms(optimizer.meter.sums())
     assert figures["update_rms"] > 3 * 1e-4 * 1.5
