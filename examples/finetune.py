@@ -53,9 +53,12 @@ def options() -> argparse.Namespace:
     add("--ranks", type=int, default=1 if GPU else 2, help="processes (default: 1 GPU, or 2 CPUs)")
     add("--steps", type=int, default=40)
     add("--batch", type=int, default=4, help="sequences a step, over all ranks (default: 4)")
+    add("--accumulation", type=int, default=1, help="micro-batches a step; gradients are kept")
     add("--max-length", type=int, default=128, help="tokens of a sequence (default: 128)")
     add("--lr", type=float, help="peak learning rate (default: one that suits the optimizer)")
     add("--weight-decay", type=float, default=0.0)
+    # AdaLomo's authors do not clip: it bounds the RMS of each update itself.
+    add("--max-grad-norm", type=float, default=0.0, help="clip to it, exactly (default: 0, do not)")
     add("--dtype", choices=("fp32", "bf16"), default="bf16" if GPU else "fp32")
     add("--model", help="Hugging Face model folder (default: SmolLM2-135M-Instruct)")
     add("--data", help=f"file that ends in {', '.join(text_data.KINDS)} (default: the Devil's)")
@@ -63,8 +66,12 @@ def options() -> argparse.Namespace:
     add("--prompt", help="what to ask before and after (default: the first held-out question)")
     add("--out", type=Path, help="folder of model and pictures (default: runs/OPTIMIZER)")
     args = parser.parse_args()
-    if args.batch % args.ranks:
-        parser.error(f"--batch {args.batch} must be a multiple of --ranks {args.ranks}")
+    parts = args.ranks * args.accumulation
+    if parts < 1 or args.batch % parts:
+        parser.error(
+            f"--batch {args.batch} must be a multiple of --ranks {args.ranks} times "
+            f"--accumulation {args.accumulation}"
+        )
     if args.dtype == "bf16" and not GPU and not torch.cpu._is_avx512_bf16_supported():
         parser.error("--dtype bf16 needs a GPU, or a CPU with AVX512-BF16: choose fp32")
     fill_in(args)
@@ -97,18 +104,20 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     config = json.loads(args.config.read_text())
     if args.stage is not None:
         config["zero_optimization"]["stage"] = args.stage
+    batch = args.batch // (args.ranks * args.accumulation)
     return TrainingArguments(
         output_dir=str(args.out),
         deepspeed=config,
-        per_device_train_batch_size=args.batch // args.ranks,
-        per_device_eval_batch_size=2 * args.batch // args.ranks,  # nothing kept for a backward
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=2 * batch,  # nothing kept for a backward
+        gradient_accumulation_steps=args.accumulation,
         max_steps=args.steps,
         learning_rate=args.lr,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
         warmup_steps=min(5, args.steps // 2),
         weight_decay=args.weight_decay,
-        max_grad_norm=0.0,  # a gradient is used and freed before the norm of all of them is known
+        max_grad_norm=args.max_grad_norm,
         bf16=args.dtype == "bf16",
         use_cpu=not GPU,
         eval_on_start=True,

@@ -62,9 +62,11 @@ def measured(trainer: Trainer, seconds: float, peak: float) -> dict:
     stage, dtype = int(engine.zero_optimization_stage()), "bf16" if args.bf16 else "fp32"
     weights = sum(getattr(p, "ds_tensor", p).nbytes for p in params)
     state = sum(tensor_bytes(s) for s in engine.optimizer.state.values())
-    largest = torch.tensor([peak, weights, state], dtype=torch.float64, device=args.device)
+    fused = engine.optimizer.fused
+    kept = fused.kept_bytes() if fused.how.policy == "sharded" else 0
+    largest = torch.tensor([peak, weights, state, kept], dtype=torch.float64, device=args.device)
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-    peak, weights, state = largest.tolist()
+    peak, weights, state, kept = largest.tolist()
     return {
         "model": Path(trainer.model.name_or_path).name,
         "optimizer": type(engine.basic_optimizer).__name__,
@@ -78,7 +80,7 @@ def measured(trainer: Trainer, seconds: float, peak: float) -> dict:
         "tokens_per_second": trainer.state.num_input_tokens_seen / seconds,
         "seconds_per_step": seconds / trainer.state.global_step,
         "peak": peak,
-        "held": {"weights": weights, "optimizer state": state},
+        "held": {"weights": weights, "optimizer state": state, "gradients": kept},
         "adamw_computed": adamw_bytes(elements, dtype, stage, args.world_size),
     }
 

@@ -21,6 +21,8 @@ import ds_ext  # noqa: F401  makes "AdaLomo" and the others known to DeepSpeed
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,  # more: gradients are kept until a step's last micro-batch
+    "gradient_clipping": 0.0,  # AdaLomo bounds its updates itself; more: backward runs twice
     "bf16": {"enabled": DTYPE == torch.bfloat16},
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "optimizer": {"type": "AdaLomo", "params": {"lr": 5e-4}},
@@ -45,7 +47,7 @@ def main() -> None:
     for step, batch in zip(range(STEPS), batches, strict=False):
         loss = engine(**batch.to(engine.device)).loss
         engine.backward(loss)  # each gradient is used and freed in here, as it appears
-        engine.step()
+        engine.step()  # called for every micro-batch, also where several make a step
         if engine.global_rank == 0:
             print(f"step {step}: loss {loss:.2f}, norm {engine.get_global_grad_norm():.2f}")
 
