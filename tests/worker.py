@@ -4,6 +4,8 @@ Usage: torchrun --nproc_per_node N tests/worker.py OUT.pt [REGEX of cases]
 """
 
 import contextlib
+import functools
+import itertools
 import re
 import sys
 import time
@@ -20,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ds_ext
 from ds_ext import buckets, layout
 from ds_ext.optimizer import OPTIMIZERS
-from tests import models, routing, scaling, training
+from tests import habits, models, routing, scaling, training
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 STEPS = 20
@@ -458,6 +460,7 @@ def resume(folder: str) -> dict[str, Any]:
     return {"equal": all(torch.equal(a[n], b[n]) for n in a), "lr": lr, "message": message}
 
 
+POLICIES = ("fused", "sharded")
 SCHEDULE = {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}
 OTHER = {"optimizer": {"type": "LOMO", "params": {}}}
 
@@ -466,10 +469,12 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    jobs = {name: lambda n=name: train(n, CASES[n]) for name in CASES}
-    jobs |= {f"training {n}": lambda r=r: training.train(r) for n, r in training.RUNS.items()}
-    jobs |= {f"routing {n}": lambda r=r: routing.train(r) for n, r in routing.RUNS.items()}
-    jobs |= {f"fp16 {n}": lambda r=r: scaling.train(r) for n, r in scaling.RUNS.items()}
+    jobs = {n: functools.partial(train, n, case) for n, case in CASES.items()}
+    jobs |= {
+        f"training {n}": functools.partial(training.train, r) for n, r in training.RUNS.items()
+    }
+    jobs |= {f"routing {n}": functools.partial(routing.train, r) for n, r in routing.RUNS.items()}
+    jobs |= {f"fp16 {n}": functools.partial(scaling.train, r) for n, r in scaling.RUNS.items()}
     jobs |= {
         "fp16 unscaled": scaling.unscaled,
         "refusals": refusals,
@@ -480,9 +485,19 @@ def main() -> None:
         "resume": lambda: resume(sys.argv[1] + ".checkpoint"),
     }
     chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
+    jobs["stranger"] = habits.stranger
+    for stage, policy, norm in [*itertools.product((0, 1, 3), POLICIES, [0.1]), (2, "fused", 0.0)]:
+        jobs[f"frozen {stage} {policy} {norm}"] = functools.partial(
+            habits.frozen, stage, policy, norm
+        )
+    for stage in range(4):
+        folder = sys.argv[1] + ".csv"
+        jobs[f"metrics {stage}"] = functools.partial(habits.metrics, stage, folder)
+        for way in ("stochastic", "nearest", "master"):
+            jobs[f"bits {stage} {way}"] = functools.partial(habits.bits, stage, way)
     for stage in range(4):  # last: DeepSpeed never forgets that it was on
         for dtype in ("bfloat16", "float16"):
-            jobs[f"autocast {stage} {dtype}"] = lambda s=stage, d=dtype: scaling.autocast(s, d)
+            jobs[f"autocast {stage} {dtype}"] = functools.partial(scaling.autocast, stage, dtype)
     for name, job in jobs.items():
         if not chosen.search(name):
             continue
