@@ -2,6 +2,8 @@
 authors' optimizers; LoRA adapters; accelerate's own loop, and one of parameter groups."""
 
 import functools
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +23,8 @@ from tests.trainer_jobs import BATCH, JOBS, STEPS
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 LORA = [name for name, job in JOBS.items() if job.lora]
-COMPARED = [name for name, job in JOBS.items() if not job.refused and name != "scheduler"]
+OTHER = [name for name, job in JOBS.items() if job.refused or job.half or job.changes]
+COMPARED = [name for name in JOBS if name not in OTHER]
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +137,31 @@ def test_lora_changes_the_adapters_alone_and_they_load(run, name):
     assert got["state"] == len(changed)
     loaded = peft.PeftModel.from_pretrained(trainer_jobs.model(), run[0] / name)
     assert all(torch.equal(p, got["after"][n]) for n, p in loaded.named_parameters())
+
+
+def test_fp16_equals_one_process_but_for_its_rounding(run):
+    got, job = result(run, "lomo-fp16"), JOBS["lomo-fp16"]
+    after, log = reference(job.config, job.max_norm, job.lora)
+    before = weights(build())
+    errors = [got["after"][n].float() - p for n, p in after.items()]
+    updates = [p - before[n] for n, p in after.items()]
+    norm = torch.nn.utils.get_total_norm
+    assert norm(errors) <= 0.1 * norm(updates)
+    assert got["skipped"] == 0 and got["scale"] == 2**8
+    assert of(got["log"], "grad_norm") == pytest.approx(of(log, "grad_norm"), rel=1e-2)
+    assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=2e-3)
+
+
+def test_fp16_overflow_skips_steps_and_the_schedule_waits(run):
+    got, expected = result(run, "lomo-fp16-overflow"), result(run, "lomo-fp16")
+    skipped = got["skipped"]
+    assert 0 < skipped < STEPS and got["scale"] == 2 ** (19 - skipped)
+    rates, all_rates = (of(r["log"], "learning_rate") for r in (got, expected))
+    advanced = [new for old, new in itertools.pairwise([0.0, *rates]) if new != old]
+    assert advanced == all_rates[: STEPS - skipped]
+    assert all(p.isfinite().all() for p in got["after"].values())
+    assert not math.isfinite(of(got["log"], "grad_norm")[0])
+    assert math.isfinite(of(got["log"], "grad_norm")[-1])
 
 
 def test_norms_are_not_decayed_and_the_log_says_so(run):

@@ -29,6 +29,10 @@ class Job:
         return self.all_arguments.get("max_grad_norm", 1.0)  # the Trainer's default
 
     @property
+    def half(self) -> bool:
+        return self.arguments.get("fp16", False)
+
+    @property
     def accumulation(self) -> int:
         return self.arguments.get("gradient_accumulation_steps", 1)
 
@@ -87,6 +91,9 @@ def _jobs() -> dict[str, Job]:
             made[f"lora-{name}-stage{stage}"] = Job(name, TIGHTER | TWICE, stage=stage, lora=True)
     made["lora-lomo-nonreentrant"] = Job("lomo", TIGHTER | _checkpointing(False), lora=True)
     made["scheduler"] = Job("adalomo", FREE, {"scheduler": WARMUP_DECAY})
+    for name, power in (("fp16", 8), ("fp16-overflow", 19)):
+        fp16 = {"enabled": "auto", "initial_scale_power": power, "hysteresis": 1}
+        made[f"lomo-{name}"] = Job("lomo", TIGHT | {"fp16": True}, {"fp16": fp16})
     plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
     made["plateau"] = Job("adalomo", FREE | plateau, refused=True)
     return made
