@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
@@ -143,3 +144,164 @@ def test_a_model_can_be_copied_before_it_is_fused():
     ds_ext.fuse_into_backward(model, optimizer_of("lomo", model))
     twin(models.batch(0, 1)[0]).backward()
     assert twin.up.weight.grad is not None
+
+
+class NoisyBackward(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by random numbers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.rand_like(g)
+
+
+def noisy(model, tokens):
+    h = NoisyBackward.apply(torch.tanh(model.up(model.embed(tokens))))
+    return model.down(F.dropout(h, 0.3)).square().mean()
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_both_backward_passes_see_the_same_random_numbers(policy):
+    plain, model = models.make(), models.make()
+    ordinary, optimizer = optimizer_of("lomo", plain), optimizer_of("lomo", model)
+    fused = ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=1e-3, gradient_policy=policy)
+    for step in range(3):
+        tokens = models.batch(step, 1)[0]
+        torch.manual_seed(step)
+        ordinary.zero_grad()
+        noisy(plain, tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        ordinary.step()
+        after = torch.rand(1)
+        torch.manual_seed(step)
+        fused.backward(noisy(model, tokens))
+        optimizer.step()
+        assert torch.equal(torch.rand(1), after)  # and the script's numbers are not disturbed
+        assert fused.norm == pytest.approx(float(norm), rel=1e-5) and fused.norm > 1e-3
+    start = weights(models.make())
+    expected = weights(plain)
+    for n, p in weights(model).items():
+        assert (p - expected[n]).norm() <= 1e-5 * (expected[n] - start[n]).norm() + 1e-9, n
+
+
+def clipped(model, optimizer, **how):
+    return ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=0.1, **how)
+
+
+def test_backward_that_was_not_measured_is_an_error_before_anything_moves():
+    model = models.make()
+    fused = clipped(model, optimizer_of("lomo", model))
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"engine\.backward\(loss\).*sharded"):
+        model(models.batch(0, 1)[0]).backward()
+    assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+    assert fused.norm is None
+
+
+def test_measuring_alone_changes_nothing_and_keeps_no_gradient():
+    model = models.make()
+    optimizer = optimizer_of("came", model)
+    fused = clipped(model, optimizer)
+    before = weights(model)
+    fused.rehearse(model(models.batch(0, 1)[0]))
+    assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+    assert not optimizer.state and not fused.tally.kept
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_second_backward_before_step_is_refused_where_it_was_clipped_by_the_first():
+    model = models.make()
+    fused = clipped(model, optimizer_of("lomo", model))
+    fused.backward(model(models.batch(0, 1)[0]))
+    with pytest.raises(RuntimeError, match="second gradient"):
+        fused.backward(model(models.batch(1, 1)[0]))
+
+
+@pytest.mark.parametrize("how", [{"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_measured_or_kept_is_skipped_whole(name, how, caplog):
+    model, twin = models.make(), models.make()
+    optimizer, other = optimizer_of(name, model), optimizer_of(name, twin)
+    fused = ds_ext.fuse_into_backward(model, optimizer, **how)
+    without = ds_ext.fuse_into_backward(twin, other, **how)
+    logging.getLogger("ds_ext").propagate = True
+    for step in range(4):
+        loss = model(models.batch(step, 1)[0], step=step)
+        if step == 2:  # one element of one gradient is not finite
+            before = weights(model)
+            mask = torch.zeros_like(model.up.weight)
+            mask[0, 0] = torch.inf
+            fused.backward(loss + (model.up.weight * mask).sum())
+            optimizer.step()
+            assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+            continue
+        fused.backward(loss)
+        without.backward(twin(models.batch(step, 1)[0], step=step))
+        optimizer.step()
+        other.step()
+    logging.getLogger("ds_ext").propagate = False
+    expected = weights(twin)
+    assert all(torch.equal(p, expected[n]) for n, p in weights(model).items())
+    assert fused.skipped_steps == 1 and fused.metrics["skipped_parameters"] == 0
+    assert "up.weight" in caplog.text and "the step is skipped" in caplog.text
+
+
+def test_the_norm_of_the_step_before_is_never_one_that_is_not_finite():
+    model = models.make()
+    optimizer = optimizer_of("lomo", model)
+    fused = clipped(model, optimizer, clip_mode="previous")
+    fused.backward(model(models.batch(0, 1)[0]))
+    optimizer.step()
+    known = fused.norm
+    model(models.batch(1, 1)[0]).mul(torch.inf).backward()  # needs no measuring any more
+    optimizer.step()
+    assert fused.metrics["skipped_parameters"] > 0 and fused.previous_norm == known
+    fused.backward(model(models.batch(2, 1)[0]))
+    optimizer.step()
+    assert fused.metrics["clip_coefficient"] == pytest.approx(0.1 / known, rel=1e-4)
+
+
+def test_kept_gradients_are_a_part_in_fp32_and_gone_after_the_step():
+    model = models.make()
+    optimizer = optimizer_of("adalomo", model)
+    fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded")
+    for part in range(2):
+        model(models.batch(part, 1)[0]).backward()
+    kept = fused.tally.kept
+    used = [p for n, p in model.named_parameters() if not n.startswith(("frozen", "unused", "odd"))]
+    assert set(kept) == set(used) and all(run.g.dtype == torch.float32 for run in kept.values())
+    assert sum(run.g.numel() for run in kept.values()) == sum(p.numel() for p in used)
+    optimizer.step()
+    assert not fused.tally.kept and fused.kept_bytes() >= 4 * sum(p.numel() for p in used)
+
+
+def test_an_optimizer_over_parameters_outside_the_model_is_refused():
+    model, other = models.make(), torch.nn.Linear(2, 2)
+    optimizer = OPTIMIZERS["lomo"]([*model.parameters(), *other.parameters()])
+    with pytest.raises(ValueError, match="2 of the optimizer's parameters are not in the model"):
+        ds_ext.fuse_into_backward(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"gradient_policy": "keep"}, {"clip_mode": "last"}, {"max_grad_norm": 1.0, "clip_value": 1.0}],
+)
+def test_contradictions_are_refused(how):
+    model = models.make()
+    with pytest.raises(ValueError):
+        ds_ext.fuse_into_backward(model, optimizer_of("lomo", model), **how)
+
+
+def test_measured_rms_is_told():
+    model = models.make()
+    optimizer = optimizer_of("lomo", model)
+    fused = ds_ext.fuse_into_backward(model, optimizer, measure_updates=True)
+    before = weights(model)
+    model(models.batch(0, 1)[0]).backward()
+    optimizer.step()
+    moved = {n: p - before[n] for n, p in weights(model).items() if not torch.equal(p, before[n])}
+    expected = torch.cat([x.flatten() for x in moved.values()]).square().mean().sqrt()
+    assert fused.metrics["update_rms/0"] == pytest.approx(float(expected), rel=1e-3)
