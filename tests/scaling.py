@@ -1,5 +1,6 @@
 """fp16 with a loss scale, and torch autocast: runs of worker.py."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -42,12 +43,11 @@ class Net(nn.Module):
 
 def _runs() -> dict[str, Scaled]:
     made = {}
-    for stage in range(4):
-        for policy, norm in (("fused", 0.1), ("sharded", 0.0), ("sharded", 0.1)):
-            for static in (0.0, 64.0):
-                for planted in (True, False):
-                    kind = f"{policy}-{norm}-{static or 'dynamic'}-{planted}"
-                    made[f"stage{stage}-{kind}"] = Scaled(stage, policy, norm, static, planted)
+    ways = [(stage, policy, 0.1) for stage in (0, 2, 3) for policy in ("fused", "sharded")]
+    for stage, policy, norm in [*ways, (1, "sharded", 0.0)]:
+        for static, planted in itertools.product((0.0, 64.0), (True, False)):
+            name = f"stage{stage}-{policy}-{norm}-{static or 'dynamic'}-{planted}"
+            made[name] = Scaled(stage, policy, norm, static, planted)
     made["scale"] = Scaled(3, "fused", 0.1, 64.0, how="scale")
 
     return made

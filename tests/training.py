@@ -4,6 +4,7 @@ Clipping, accumulation and gradient policy, by stage, with dropout on.
 """
 
 import contextlib
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,21 +55,26 @@ class Training:
 
 def _runs() -> dict[str, Training]:
     made = {}
-    for stage in (None, 0, 1, 2, 3):
+    for stage, policy in itertools.product((None, 0, 1, 2, 3), ("fused", "sharded")):
         at = f"stage{stage}" if stage is not None else "plain"
-        for policy in ("fused", "sharded"):
-            for ckpt in (None, "reentrant", "nonreentrant"):
-                name = f"clip-{at}-{policy}-{ckpt}"
-                made[name] = Training(stage=stage, policy=policy, max_norm=0.5, checkpointing=ckpt)
-            made[f"value-{at}-{policy}"] = Training(stage=stage, policy=policy, clip_value=0.02)
-        for n in (1, 2, 3):
-            for norm in (0.0, 0.4):
-                name = f"accumulation{n}-{at}" + ("-clip" if norm else "")
-                made[name] = Training("came", stage, "sharded", norm, accumulation=n)
-        made[f"previous-{at}"] = Training(stage=stage, max_norm=0.5, clip_mode="previous")
+        for ckpt in ("none", "reentrant", "nonreentrant") if stage in (0, 2, 3) else ("none",):
+            checkpointing = None if ckpt == "none" else ckpt
+            made[f"clip-{at}-{policy}-{ckpt}"] = Training(
+                stage=stage, policy=policy, max_norm=0.5, checkpointing=checkpointing
+            )
+    for stage, policy in itertools.product((0, 3), ("fused", "sharded")):
+        made[f"value-stage{stage}-{policy}"] = Training(stage=stage, policy=policy, clip_value=0.02)
+    for stage, n, norm in itertools.product((0, 2, 3), (1, 2, 3), (0.0, 0.4)):
+        name = f"accumulation{n}-stage{stage}" + ("-clip" if norm else "")
+        made[name] = Training("came", stage, "sharded", norm, accumulation=n)
+    for stage in (None, 1):
+        name = "plain" if stage is None else f"stage{stage}"
+        made[f"accumulation2-{name}-clip"] = Training("came", stage, "sharded", 0.4, accumulation=2)
+    for stage in (None, 0, 3):
+        name = "plain" if stage is None else f"stage{stage}"
+        made[f"previous-{name}"] = Training(stage=stage, max_norm=0.5, clip_mode="previous")
     for rule in HYPERS:
-        for policy in ("fused", "sharded"):
-            made[f"{rule}-clip-{policy}"] = Training(rule, 3, policy, 0.3)
+        made[f"{rule}-clip"] = Training(rule, 3, "fused", 0.3)
     made["scale"] = Training(max_norm=0.5, how="scale")
     made["tensor backward"] = Training(max_norm=0.5, how="tensor", policy="sharded")
     made["tensor backward of many"] = Training("came", accumulation=3, how="tensor")
