@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointFunction
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
@@ -102,6 +103,7 @@ class ZeroAdapter(ZeROOptimizer):
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._rehearsing = False
+        self._can_repeat = False  # whether a graph of the model was seen to run backward twice
         # Read by ZeROOptimizer and the engine, whose own ways of doing this they are.
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
@@ -137,6 +139,9 @@ class ZeroAdapter(ZeROOptimizer):
         loss = self.loss_scaler.scale_loss(value)
         self.fused.loss_scale = self.loss_scale
         if self.fused.must_measure:
+            if not self._can_repeat:
+                _refuse_to_repeat(loss)
+                self._can_repeat = True
             state = self._backward_hook_state
             hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
             self._rehearsing = True
@@ -283,6 +288,24 @@ def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
+
+
+def _refuse_to_repeat(loss: Tensor) -> None:
+    """Raises RuntimeError if the graph of ``loss`` cannot be run backward twice."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        if getattr(node, "_forward_cls", None) is CheckpointFunction:
+            raise RuntimeError(
+                "gradient_clipping: deepspeed.checkpointing forgets its inputs in the first "
+                "backward pass, so that gradients cannot be measured before they are used. Use "
+                'torch.utils.checkpoint, or set "ds_ext": {"gradient_policy": "sharded"}, or '
+                '"gradient_clipping": 0.'
+            )
 
 
 def effective(engine: DeepSpeedEngine) -> dict[str, Any]:

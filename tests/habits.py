@@ -187,3 +187,52 @@ def bits_reference(weight_update: str) -> dict[str, torch.Tensor]:
         model(step).backward()
         optimizer.step()
     return {n: p.detach() for n, p in model.named_parameters()}
+
+
+class Checkpointed(Tower):
+    """Its middle is run again by DeepSpeed's own activation checkpointing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = nn.Sequential(self.second, nn.Tanh(), self.second)
+        h = deepspeed.checkpointing.checkpoint(middle, torch.tanh(self.first(x)))
+        return self.third(h).square().mean()
+
+
+def checkpointed(stage: int, policy: str, max_norm: float) -> dict[str, Any]:
+    torch.manual_seed(11)
+    model = Checkpointed()
+    made = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": max_norm,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+        "ds_ext": {"gradient_policy": policy},
+    }
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    before, message = whole(model), ""
+    try:
+        for step in range(STEPS):
+            engine.backward(loss_of(engine, step, dist.get_rank()))
+            engine.step()
+    except RuntimeError as error:
+        message = str(error)
+    return {"before": before, "after": whole(model), "message": message}
+
+
+def checkpointed_reference(world: int, max_norm: float) -> Tower:
+    torch.manual_seed(11)
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for rank in range(world):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            h = torch.tanh(model.first(torch.randn(4, 6, generator=generator)))
+            h = model.second(torch.tanh(model.second(h)))
+            total = total + model.third(h).square().mean() / world
+        total.backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return model

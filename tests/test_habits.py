@@ -62,3 +62,22 @@ def test_bf16_weights_have_the_same_bits_on_any_number_of_ranks(run, stage, weig
     assert "error" not in got, got.get("error")
     for n, p in habits.bits_reference(weight_update).items():
         assert p.dtype == torch.bfloat16 and torch.equal(got[n], p), n
+
+
+@pytest.mark.parametrize("policy, max_norm", [("fused", 0.0), ("sharded", 0.05)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_activation_checkpointing_of_deepspeed_is_exact(run, stage, policy, max_norm):
+    world, results = run
+    got = results[f"checkpointed {stage} {policy} {max_norm}"]
+    assert "error" not in got, got["error"]
+    assert got["message"] == ""
+    for n, p in habits.checkpointed_reference(world, max_norm).named_parameters():
+        update, error = (p - got["before"][n]).norm(), (got["after"][n] - p).norm()
+        assert error <= max(1e-5 * update, habits.STEPS * 2**-24 * p.norm()), n
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_activation_checkpointing_of_deepspeed_cannot_be_measured_and_says_so(run, stage):
+    got = run[1][f"checkpointed {stage} fused 0.05"]
+    assert "deepspeed.checkpointing" in got["message"] and "sharded" in got["message"]
+    assert all(torch.equal(p, got["before"][n]) for n, p in got["after"].items())

@@ -464,9 +464,9 @@ def resume(folder: str) -> dict[str, Any]:
 # cuts may break. (Numbers of ranks up to 1,024 are simulated in test_rules.py.)
 ON_THREE = re.compile(
     r"^(lomo|adalomo|adafactor|came)(-stage1|-reentrant|-plain)?$|^(lamb|galoreadamw)-stage[13]$"
-    r"|^adalomo-(groups|bf16-stage3|authors)$|^bits|^frozen [03]|^metrics [13]|^stranger"
+    r"|^adalomo-(groups|bf16-stage3|authors)$|^bits|^checkpointed|^frozen [03]"
     r"|^training (clip-stage[03]-(fused|sharded)-(none|reentrant)|accumulation2-stage[23]-clip)"
-    r"|^training (value|previous|unmanaged|no_sync|galore)|^fp16 (unscaled|.*-64)|^autocast 3"
+    r"|^metrics [13]|^stranger|^training (value|previous|unmanaged|no_sync|galore)|^fp16 (unscaled|.*-64)|^autocast 3"
     r"|^routing .*-(60|reentrant|clip)$|^(refusals|second|not finite|outside|galore json|resume)"
 )
 POLICIES = ("fused", "sharded")
@@ -498,6 +498,10 @@ def main() -> None:
     for stage, policy, norm in [*itertools.product((0, 1, 3), POLICIES, [0.1]), (2, "fused", 0.0)]:
         jobs[f"frozen {stage} {policy} {norm}"] = functools.partial(
             habits.frozen, stage, policy, norm
+        )
+    for stage, policy, norm in itertools.product((1, 3), POLICIES, (0.0, 0.05)):
+        jobs[f"checkpointed {stage} {policy} {norm}"] = functools.partial(
+            habits.checkpointed, stage, policy, norm
         )
     for stage in range(4):
         folder = sys.argv[1] + ".csv"
