@@ -124,7 +124,7 @@ MESSAGES = {
     "pair": ["optimizer.params.betas", "[0.9, 0.999]", "a list of 3"],
     "clipping": ["gradient_clipping", "-1.0", ">= 0"],
     "accumulation": ["gradient_accumulation_steps = 2", "ds_ext.gradient_policy"],
-    "derived accumulation": ["gradient_accumulation_steps = 2", "ds_ext.gradient_policy"],
+    "derived accumulation": ["gradient_accumulation_steps = 6", "ds_ext.gradient_policy"],
     "section": ["ds_ext.clip_mod", '"clip_mode"'],
     "scheduler": ["relative_step", "scheduler"],
 }

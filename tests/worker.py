@@ -466,8 +466,9 @@ ON_THREE = re.compile(
     r"^(lomo|adalomo|adafactor|came)(-stage1|-reentrant|-plain)?$|^(lamb|galoreadamw)-stage[13]$"
     r"|^adalomo-(groups|bf16-stage3|authors)$|^bits|^checkpointed|^frozen [03]"
     r"|^training (clip-stage[03]-(fused|sharded)-(none|reentrant)|accumulation2-stage[23]-clip)"
-    r"|^metrics [13]|^stranger|^training (value|previous|unmanaged|no_sync|galore)|^fp16 (unscaled|.*-64)|^autocast 3"
-    r"|^routing .*-(60|reentrant|clip)$|^(refusals|second|not finite|outside|galore json|resume)"
+    r"|^metrics [13]|^stranger|^training (value|previous|unmanaged|no_sync|galore)|^autocast 3"
+    r"|^fp16 (unscaled|.*-64)|^routing .*-(60|reentrant|clip)$"
+    r"|^(refusals|second|not finite|outside|galore json|resume)"
 )
 POLICIES = ("fused", "sharded")
 SCHEDULE = {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}
