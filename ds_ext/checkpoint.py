@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_ext.optimizer import RuleOptimizer
 
-VERSION = 1
+VERSION = 2
 
 
 def save(

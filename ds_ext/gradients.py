@@ -84,6 +84,7 @@ class FusedBackward:
         self.skipped = 0  # parameters not updated because of their gradient, in all steps
         self.skipped_steps = 0  # steps that updated nothing
         self.metrics: dict[str, float] = {}  # of the last step
+        self.told_cost = False  # of gradients that are kept
         self.buckets = Buckets(
             module,
             layout,
@@ -147,11 +148,10 @@ class FusedBackward:
         """Ends a step, by now stepping what was kept; None if there were no gradients."""
         tally = self.tally
         if tally.kept:
-            kept = dict(sorted(tally.kept.items(), key=lambda kv: self.optimizer.number_of[kv[0]]))
-            self._record(kept)
+            self._record(tally.kept)
             self._judge()
             if not tally.overflow:
-                self._step_kept(kept)
+                self._step_kept(tally.kept)
         self.tally = Tally()
         if tally.square is None:
             return None
@@ -166,6 +166,9 @@ class FusedBackward:
     def _begin(self) -> Deliver:
         """Who takes the gradients of the backward pass that begins."""
         if self._keeps():
+            if not self.told_cost and self.layout.rank == 0:
+                logger.info(settings.cost(self.kept_bytes()))
+            self.told_cost = True
             return self._keep
         verdict, self.tally.verdict = self.tally.verdict, None
         if verdict is not None:
@@ -199,7 +202,7 @@ class FusedBackward:
 
     def _step_kept(self, kept: dict[Tensor, Run]) -> None:
         """Steps parameters by their kept gradients, a bucket at a time, and frees these."""
-        for piece in self.buckets.pieces(list(kept)):
+        for piece in self.buckets.pieces(sorted(kept, key=self.optimizer.number_of.__getitem__)):
             self._update({p: kept.pop(p) for p in piece})
 
     def _update(self, runs: dict[Tensor, Run]) -> None:

@@ -171,16 +171,16 @@ def gradients(config: dict[str, Any], monitored: bool = False) -> Gradients:
     )
 
 
-def report(how: Gradients, config: dict[str, Any], kept_bytes: int) -> list[str]:
-    """What the log says of how gradients are treated, and what that costs."""
+def cost(kept_bytes: int) -> str:
+    """What the log says of gradients that are kept."""
+    return f"gradients are kept until the step: {kept_bytes / 2**20:,.1f} MiB on this rank"
+
+
+def report(how: Gradients, config: dict[str, Any]) -> list[str]:
+    """What the log says of how gradients are treated."""
     lines = [
         f"buckets of {how.bucket_size:,} gradient elements (zero_optimization.reduce_bucket_size)"
     ]
-    if how.policy == "sharded":
-        lines.append(
-            f"gradients are kept until the step: {kept_bytes / 2**20:,.1f} MiB on this rank "
-            "(gradient_accumulation_steps > 1, or gradient_policy sharded)"
-        )
     if config.get("gradient_clipping") is None:
         lines.append(
             "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers would "

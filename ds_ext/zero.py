@@ -110,7 +110,7 @@ class ZeroAdapter(ZeROOptimizer):
         engine.torch_autocast_z0_gradscaler = None
         engine.enable_backward_allreduce = False
         engine._config.gradient_clipping = 0.0
-        for line in settings.report(how, engine._config._param_dict, self.fused.kept_bytes()):
+        for line in settings.report(how, engine._config._param_dict):
             log(f"{type(optimizer).__name__}: {line}")
 
     loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
@@ -223,6 +223,8 @@ class ZeroAdapter(ZeROOptimizer):
     def state_dict(self) -> dict[str, Any]:
         layout = self.layout
         saved = checkpoint.save(self.optimizer, layout.names, self._runs(), layout.parts)
+        if self.fused.tally.kept:
+            logger.warning("saved between the micro-batches of a step: their gradients are not.")
         scaler = {k: v for k, v in vars(self.loss_scaler).items() if k != "dtype"}
         return saved | {"loss_scaler": scaler, "previous_norm": self.fused.previous_norm}
 

@@ -236,3 +236,54 @@ def checkpointed_reference(world: int, max_norm: float) -> Tower:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return model
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "bf16 stochastic": {"bf16": {"enabled": True}},
+    "bf16 master": {"bf16": {"enabled": True}, "weight_update": "master"},
+    "clipped by the step before": {
+        "gradient_clipping": 0.05,
+        "ds_ext": {"clip_mode": "previous"},
+    },
+    "torch_autocast fp16": {  # a dynamic loss scale that rises between the steps
+        "torch_autocast": {"enabled": True, "dtype": "float16"},
+        "ds_ext": {"gradient_policy": "sharded"},
+    },
+}
+
+
+def resumed(kind: str, folder: str) -> dict[str, Any]:
+    """Six steps without a break, and three, a checkpoint, a new engine and three more."""
+    made = dict(RESUMED[kind])
+    hypers = {"weight_update": made.pop("weight_update", "stochastic"), "seed": 3}
+
+    def begin():
+        torch.manual_seed(11)
+        model = Tower()
+        base = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+        optimizer = ds_ext.LAMB(model.parameters(), lr=0.01, **hypers)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=base | made)[0]
+
+    def steps(engine, numbers):
+        for step in numbers:
+            dtype = torch.bfloat16 if "bf16" in made else torch.float32
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            engine.backward(engine(torch.randn(4, 6, generator=generator).to(dtype)))
+            engine.step()
+
+    first, second = begin(), begin()
+    if engine_scale := getattr(first.optimizer.loss_scaler, "scale_window", None):
+        assert engine_scale == 2000
+        for engine in (first, second):
+            engine.optimizer.loss_scaler.scale_window = 2
+    steps(first, range(3))
+    first.save_checkpoint(folder, tag="three")
+    steps(first, range(3, 6))
+    second.load_checkpoint(folder, tag="three")
+    steps(second, range(3, 6))
+    a, b = whole(first.module), whole(second.module)
+    return {
+        "equal": all(torch.equal(a[n], b[n]) for n in a),
+        "scales": (first.optimizer.loss_scale, second.optimizer.loss_scale),
+        "metrics": (first.optimizer.metrics(), second.optimizer.metrics()),
+    }

@@ -264,7 +264,9 @@ def test_the_norm_of_the_step_before_is_never_one_that_is_not_finite():
     assert fused.metrics["clip_coefficient"] == pytest.approx(0.1 / known, rel=1e-4)
 
 
-def test_kept_gradients_are_a_part_in_fp32_and_gone_after_the_step():
+def test_kept_gradients_are_in_fp32_and_gone_after_the_step_and_the_log_tells_their_cost(caplog):
+    logging.getLogger("ds_ext").propagate = True
+    caplog.set_level(logging.INFO)
     model = models.make()
     optimizer = optimizer_of("adalomo", model)
     fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded")
@@ -275,7 +277,9 @@ def test_kept_gradients_are_a_part_in_fp32_and_gone_after_the_step():
     assert set(kept) == set(used) and all(run.g.dtype == torch.float32 for run in kept.values())
     assert sum(run.g.numel() for run in kept.values()) == sum(p.numel() for p in used)
     optimizer.step()
+    logging.getLogger("ds_ext").propagate = False
     assert not fused.tally.kept and fused.kept_bytes() >= 4 * sum(p.numel() for p in used)
+    assert "gradients are kept until the step" in caplog.text
 
 
 def test_an_optimizer_over_parameters_outside_the_model_is_refused():

@@ -81,3 +81,16 @@ def test_activation_checkpointing_of_deepspeed_cannot_be_measured_and_says_so(ru
     got = run[1][f"checkpointed {stage} fused 0.05"]
     assert "deepspeed.checkpointing" in got["message"] and "sharded" in got["message"]
     assert all(torch.equal(p, got["before"][n]) for n, p in got["after"].items())
+
+
+@pytest.mark.parametrize("kind", habits.RESUMED)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(run, kind):
+    got = run[1][f"resumed {kind}"]
+    assert "error" not in got, got["error"]
+    assert got["equal"] and got["scales"][0] == got["scales"][1]
+    for key in ("grad_norm", "clip_coefficient"):
+        assert got["metrics"][0][key] == got["metrics"][1][key]
+    if kind == "torch_autocast fp16":
+        assert got["scales"][0] != 2**16  # it moved, so that its count had to be resumed
+    if kind == "clipped by the step before":
+        assert got["metrics"][0]["clip_coefficient"] < 1

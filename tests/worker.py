@@ -509,6 +509,10 @@ def main() -> None:
         jobs[f"metrics {stage}"] = functools.partial(habits.metrics, stage, folder)
         for way in ("stochastic", "nearest", "master"):
             jobs[f"bits {stage} {way}"] = functools.partial(habits.bits, stage, way)
+    for kind in habits.RESUMED:
+        jobs[f"resumed {kind}"] = functools.partial(
+            habits.resumed, kind, f"{sys.argv[1]}.{kind}".replace(" ", "-")
+        )
     for stage in range(4):  # last: DeepSpeed never forgets that it was on
         for dtype in ("bfloat16", "float16"):
             jobs[f"autocast {stage} {dtype}"] = functools.partial(scaling.autocast, stage, dtype)
