@@ -5,7 +5,7 @@ Importing ds_ext makes its optimizers known to DeepSpeed by name.
 
 import logging
 
-from ds_ext.gradients import fuse_into_backward
+from ds_ext.fuse import fuse_into_backward
 from ds_ext.optimizer import CAME, LAMB, LOMO, Adafactor, AdaLomo, GaLoreAdamW, RuleOptimizer
 from ds_ext.register import register
 

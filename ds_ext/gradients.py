@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_ext import meter, ops, settings
 from ds_ext.buckets import Buckets, Deliver, Run, apart
-from ds_ext.layout import Group, Replicated
+from ds_ext.layout import Replicated
 from ds_ext.optimizer import RuleOptimizer, Update
 
 logger = logging.getLogger("ds_ext")
@@ -331,54 +331,6 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
     """Puts the random number generators back at the end, for the backward pass that follows."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         yield
-
-
-def fuse_into_backward(
-    model: nn.Module,
-    optimizer: RuleOptimizer,
-    group: Group = None,
-    bucket_size: int | None = None,
-    *,
-    max_grad_norm: float = 0.0,
-    clip_value: float = 0.0,
-    clip_mode: str = "exact",
-    gradient_policy: str = "fused",
-    measure_updates: bool = False,
-) -> FusedBackward:
-    """Makes ``loss.backward()`` step each parameter as its gradient appears, with no engine.
-
-    Go on calling ``optimizer.step()`` after backward: it ends the step, and the norm of all
-    gradients is then ``.norm`` of what is returned; its ``remove()`` undoes this. Where
-    torch.distributed is initialised, rank 0's weights are sent to all ranks of ``group`` and
-    gradients are averaged, ``bucket_size`` elements at a time: do not wrap the model in DDP.
-
-    ``max_grad_norm`` clips by the norm of all gradients, exactly with ``.backward(loss)`` of what
-    is returned instead of ``loss.backward()``, which runs the graph backward twice, or by the norm
-    of the step before with ``clip_mode="previous"``. ``clip_value`` bounds their elements. With
-    ``gradient_policy="sharded"`` gradients are kept in fp32 until ``optimizer.step()``, over any
-    number of backward passes, and clipped then. ``.metrics`` of what is returned tells of the last
-    step, with ``measure_updates`` also the RMS of updates and weights.
-    """
-    layout = Replicated(group, {p: name for name, p in model.named_parameters()})
-    layout.broadcast(model)
-    if bucket_size is None:
-        bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1
-    how = settings.Gradients(
-        bucket_size,
-        gradient_policy,
-        max_grad_norm,
-        clip_value,
-        clip_mode,
-        measure_updates=measure_updates,
-    )
-    fused = FusedBackward(model, optimizer, layout, how)
-
-    def end_step(*_: object) -> None:
-        fused.finish()
-        fused.end_step()
-
-    fused.hooks.append(optimizer.register_step_pre_hook(end_step))
-    return fused
 
 
 _SECOND_GRADIENT = (

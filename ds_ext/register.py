@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext import settings
+from ds_ext import grouping, settings
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.zero import ZeroAdapter, effective, log
 
@@ -101,13 +101,13 @@ def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     grouped = bool(params) and isinstance(params[0], dict)
     checked = optimizer_type.check(given)
     if checked["weight_decay"] and not grouped:
-        groups = settings.decay_groups(engine.module, params, checked["weight_decay"])
+        groups = grouping.decay_groups(engine.module, params, checked["weight_decay"])
         params = [group for group in groups if group["params"]]
         log(_decay_report(engine, params))
     if is_galore:
-        params = settings.galore_groups(engine.module, params, targets)
+        params = grouping.galore_groups(engine.module, params, targets)
         projected = [p for g in params if "rank" not in g for p in g["params"]]
-        names = settings.summary(engine.param_names[p] for p in projected)
+        names = grouping.summary(engine.param_names[p] for p in projected)
         log(f"GaLore projects the gradients of: {names}")
     return optimizer_type(params, **checked)
 
@@ -116,7 +116,7 @@ def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:
     def names(decayed: bool) -> str:
         chosen = [g["params"] for g in groups if bool(g["weight_decay"]) == decayed]
         params = [p for group in chosen for p in group if p.requires_grad]
-        return settings.summary(engine.param_names[p] for p in params)
+        return grouping.summary(engine.param_names[p] for p in params)
 
     decay = groups[0]["weight_decay"]
     return f"weight decay {decay} on: {names(True)}; no weight decay on: {names(False)}"

@@ -1,15 +1,11 @@
-"""Which settings of a DeepSpeed config ds_ext honours: the others are refused by name."""
+"""What a DeepSpeed config says of gradients, and which of its settings are refused, by name."""
 
 import math
-import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from ds_ext import hyper
 from ds_ext.hyper import NonNegative
@@ -202,117 +198,3 @@ def bucket_size(config: dict[str, Any]) -> int:
     """Gradient elements in flight: ``zero_optimization.reduce_bucket_size``, or our default."""
     size = _lookup(config, "zero_optimization.reduce_bucket_size")
     return BUCKET_SIZE if size is None else int(size)
-
-
-def decay_groups(
-    module: nn.Module, params: list[Tensor], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Splits a flat list of parameters into one group with weight decay and one without.
-
-    Norms, biases and whatever else has fewer than two dimensions are not decayed.
-    """
-    owners = _owners(module)
-    decayed = [p for p in params if p in owners and _decays(p, *owners[p])]
-    chosen = set(decayed)
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": [p for p in params if p not in chosen], "weight_decay": 0.0},
-    ]
-
-
-def _owners(module: nn.Module) -> dict[Tensor, tuple[str, nn.Module]]:
-    """The name of each parameter and the module it belongs to, the first of several."""
-    owners: dict[Tensor, tuple[str, nn.Module]] = {}
-    for prefix, owner in module.named_modules():
-        for name, param in owner.named_parameters(prefix, recurse=False):
-            owners.setdefault(param, (name, owner))
-    return owners
-
-
-def _decays(param: Tensor, name: str, owner: nn.Module) -> bool:
-    is_norm = "norm" in type(owner).__name__.lower()
-    return _dims(param) >= 2 and not is_norm and not name.endswith("bias")
-
-
-def _dims(param: Tensor) -> int:
-    return len(getattr(param, "ds_shape", param.shape))
-
-
-def galore_groups(
-    module: nn.Module, groups: Iterable[Any], target_modules: Any = "all-linear"
-) -> list[dict[str, Any]]:
-    """Splits parameters, or groups of them, into those that GaLore projects and the others.
-
-    The others get ``rank`` None. ``target_modules`` is a regular expression or a list of them, of
-    which one is found somewhere in the name of a matrix; a plain part of a name is one too.
-    "all-linear" is every nn.Linear's weight but the output head's (get_output_embeddings(), or
-    named lm_head) and those shared with an embedding.
-    """
-    given: list[dict[str, Any]] = []
-    for entry in groups:
-        if isinstance(entry, dict):
-            given.append(entry)
-        elif given:
-            given[0]["params"].append(entry)
-        else:
-            given.append({"params": [entry]})
-    owners = _owners(module)
-    matrices = [p for g in given for p in g["params"] if p in owners and _dims(p) == 2]
-    chosen = _targets(module, {p: owners[p] for p in matrices}, target_modules)
-    split = []
-    for group in given:
-        matched = [p for p in group["params"] if p in chosen]
-        others = [p for p in group["params"] if p not in chosen]
-        split += [{**group, "params": matched}, {**group, "params": others, "rank": None}]
-    return [group for group in split if group["params"]]
-
-
-def _targets(
-    module: nn.Module, matrices: dict[Tensor, tuple[str, nn.Module]], targets: Any
-) -> set[Tensor]:
-    """The matrices that ``target_modules`` names; ValueError where it names none."""
-    key = "GaLoreAdamW: optimizer.params.target_modules"
-    if targets == "all-linear":
-        spared = _embeddings(module)
-        chosen = {p for p, (_, owner) in matrices.items() if isinstance(owner, nn.Linear)} - spared
-        if not chosen:
-            raise ValueError(
-                f'{key} is "all-linear", but no nn.Linear weight is trained: list names.'
-            )
-        return chosen
-    patterns = [targets] if isinstance(targets, str) else targets
-    if not patterns or not isinstance(patterns, list | tuple) or "" in patterns:
-        raise ValueError(
-            f'{key} is {targets!r}; allowed: "all-linear" or a list of (parts of) names.'
-        )
-    chosen = set()
-    for pattern in patterns:
-        try:
-            found = {p for p, (name, _) in matrices.items() if _finds(pattern, name)}
-        except (re.error, TypeError):
-            raise ValueError(f"{key}: {pattern!r} is not a regular expression.") from None
-        if not found:
-            known = summary(name for name, _ in matrices.values())
-            raise ValueError(f"{key}: {pattern!r} is in no trained matrix's name. Known: {known}.")
-        chosen |= found
-    return chosen
-
-
-def _finds(pattern: str, name: str) -> bool:
-    """Whether a pattern is found in the name of a parameter, or of its module (for "...$")."""
-    return bool(re.search(pattern, name) or re.search(pattern, name.rpartition(".")[0]))
-
-
-def _embeddings(module: nn.Module) -> set[Tensor]:
-    """Weights of embeddings and of the output head."""
-    spared = [m for m in module.modules() if isinstance(m, nn.Embedding)]
-    spared += [m for name, m in module.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    if callable(getattr(module, "get_output_embeddings", None)):
-        spared.append(module.get_output_embeddings())
-    return {p for m in spared if m is not None for p in m.parameters()}
-
-
-def summary(names: Iterable[str]) -> str:
-    """Parameter names with their layer numbers left out: "layers.*.q_proj.weight (30), ..."."""
-    counts = Counter(re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name) for name in names)
-    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"

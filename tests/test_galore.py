@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext import lowrank, ops, quantize, rounds, rules, settings
+from ds_ext import grouping, lowrank, ops, quantize, rounds, rules
 from ds_ext.rules import GaLoreAdamW
 from ds_ext.shard import Shard
 from tests import table
@@ -545,7 +545,7 @@ ALL = {f"layers.{i}.{name}.weight" for i in LAYERS for name in ("q_proj", "mlp")
 def test_target_modules(targets, expected):
     module = Net()
     params = list(module.parameters())
-    groups = settings.galore_groups(module, params, targets)
+    groups = grouping.galore_groups(module, params, targets)
     assert projected(module, groups) == expected
     assert [p for p in params if any(p is q for g in groups for q in g["params"])] == params
     assert sum(len(g["params"]) for g in groups) == len(params)
@@ -554,8 +554,8 @@ def test_target_modules(targets, expected):
 
 def test_target_modules_split_the_groups_of_weight_decay():
     module = Net()
-    given = settings.decay_groups(module, list(module.parameters()), 0.1)
-    groups = settings.galore_groups(module, given, ["q_proj"])
+    given = grouping.decay_groups(module, list(module.parameters()), 0.1)
+    groups = grouping.galore_groups(module, given, ["q_proj"])
     assert [(g["weight_decay"], "rank" in g, len(g["params"])) for g in groups] == [
         (0.1, False, 11),
         (0.1, True, 14),
@@ -567,12 +567,12 @@ def test_target_modules_split_the_groups_of_weight_decay():
 def test_tied_and_partitioned_weights():
     module = Net()
     module.lm_head.weight = module.embed.weight
-    groups = settings.galore_groups(module, list(module.parameters()), "all-linear")
+    groups = grouping.galore_groups(module, list(module.parameters()), "all-linear")
     assert projected(module, groups) == ALL | {"score.weight"}
     for p in module.parameters():  # as under ZeRO-3
         p.ds_shape = p.shape
         p.data = torch.empty(0)
-    groups = settings.galore_groups(module, list(module.parameters()), "all-linear")
+    groups = grouping.galore_groups(module, list(module.parameters()), "all-linear")
     assert projected(module, groups) == ALL | {"score.weight"}
 
 
@@ -583,14 +583,14 @@ def test_target_modules_that_match_nothing_are_refused():
         with pytest.raises(
             ValueError, match=r"target_modules: '.*' is in no trained matrix's name"
         ):
-            settings.galore_groups(module, params, targets)
+            grouping.galore_groups(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules.*not a regular expression"):
-        settings.galore_groups(module, params, ["q_proj("])
+        grouping.galore_groups(module, params, ["q_proj("])
     for targets in (3, [], ""):
         with pytest.raises(ValueError, match=r"optimizer.params.target_modules is .*; allowed"):
-            settings.galore_groups(module, params, targets)
+            grouping.galore_groups(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules is \"all-linear\", but no"):
-        settings.galore_groups(module, [module.embed.weight], "all-linear")
+        grouping.galore_groups(module, [module.embed.weight], "all-linear")
 
 
 def test_the_rules_are_exported():

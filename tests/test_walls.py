@@ -11,9 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "ds_ext"
 # the package; a part that is not named here yet has to be given its place.
 STANDS_ON = {
     "__main__": ["register", "memory"],
-    "__init__": ["register", "gradients"],
-    "register": ["zero"],
-    "zero": ["gradients", "checkpoint", "settings"],
+    "__init__": ["register", "fuse"],
+    "register": ["zero", "grouping"],
+    "zero": ["partitions", "gradients", "checkpoint", "settings"],
+    "partitions": ["layout"],
+    "fuse": ["gradients"],
+    "grouping": [],
     "checkpoint": ["optimizer"],
     "gradients": ["optimizer", "buckets", "settings"],
     "buckets": ["uses", "layout", "ops"],
@@ -37,7 +40,7 @@ STANDS_ON = {
 
 # The only parts that may import a package. Torch's own distributed package counts as one.
 ONLY = {
-    "deepspeed": {"zero", "register"},
+    "deepspeed": {"zero", "partitions", "register"},
     "triton": {"kernels"},
     "bitsandbytes": {"quantize"},
     "torch.distributed": {"layout", "zero"},
