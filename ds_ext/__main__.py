@@ -54,6 +54,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="bf16", help="of weights and gradients (default bf16)")
     size = settings.BUCKET_SIZE
     add("--bucket", type=_positive, default=size, help=f"reduce_bucket_size (default {size})")
+    add(
+        "--accumulate",
+        action="store_true",
+        help="with gradient_accumulation_steps > 1, or gradient_policy sharded: gradients are kept",
+    )
     add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to fit into")
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
@@ -120,7 +125,7 @@ def _rows(rule: Any, shapes: Shapes, options: argparse.Namespace) -> dict[str, M
     for stage in stages:
         label = "plain step()" if stage is None else f"ZeRO-{stage}"
         name = f"{type(rule).__name__}, {label}"
-        table[name] = memory.ours(rule, shapes, stage, ranks, dtype, bucket)
+        table[name] = memory.ours(rule, shapes, stage, ranks, dtype, bucket, options.accumulate)
     for stage in sorted({stage or 0 for stage in stages}):
         adamw = memory.adamw(shapes, stage, ranks, dtype, bucket)
         table[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw

@@ -57,18 +57,26 @@ class Memory:
 
 
 def ours(
-    rule: Any, shapes: Shapes, stage: int | None, ranks: int, dtype: torch.dtype, bucket: int
+    rule: Any,
+    shapes: Shapes,
+    stage: int | None,
+    ranks: int,
+    dtype: torch.dtype,
+    bucket: int,
+    accumulates: bool = False,
 ) -> Memory:
     """A rule's memory at a ZeRO stage, or with a plain ``step()`` on whole gradients (None).
 
-    ``rule`` is one of a ``RuleOptimizer.hypers``, ``bucket`` is reduce_bucket_size.
+    ``rule`` is one of a ``RuleOptimizer.hypers``, ``bucket`` is reduce_bucket_size;
+    ``accumulates``: this rank's runs of gradients are kept until the step, in fp32.
     """
     cut = ranks if stage in (1, 2, 3) else 1
+    kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
     return Memory(
         weights=_weights(shapes, stage, ranks) * dtype.itemsize,
         state=_most(rule.init, shapes, cut, dtype),
-        gradients=in_flight * dtype.itemsize,
+        gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
         master=_most(lambda p, _: precision.master(p, rule), shapes, cut, dtype),
     )
 

@@ -102,6 +102,13 @@ def test_a_master_counts(capsys):
     assert plan(capsys, *options)[1]["AdaLomo, ZeRO-3"]["master"] == "0.00"
 
 
+def test_gradients_that_are_kept_count(capsys):
+    options = ["--model", "llama-7b", "--stage", "3", "--ranks", 8]
+    used, kept = (plan(capsys, *options, *more)[1] for more in ([], ["--accumulate"]))
+    more = float(kept["AdaLomo, ZeRO-3"]["gradients"]) - float(used["AdaLomo, ZeRO-3"]["gradients"])
+    assert more == pytest.approx(4 * 6.738e9 / 8 / 2**30, abs=0.011)
+
+
 def test_other_models_than_language_models(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = transformers.ViTConfig(**sizes, num_attention_heads=4)

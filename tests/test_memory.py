@@ -168,6 +168,24 @@ def test_gradients_in_flight_are_as_planned(ranks, bucket, slack, monkeypatch):
     assert planned.gradients <= alive * slack
 
 
+@pytest.mark.parametrize("ranks", [1, 5])
+def test_kept_gradients_are_as_planned(ranks):
+    module = llama()
+    optimizer = OPTIMIZERS["lomo"](module.parameters())
+    how = settings.Gradients(3000, "sharded")
+    fused = FusedBackward(module, optimizer, Ranks(module, ranks), how)
+    for _ in range(2):
+        tokens = torch.randint(0, 301, (1, 4))
+        module(tokens, labels=tokens).loss.backward()
+        fused.finish()
+    lomo = OPTIMIZERS["lomo"].hypers()
+    used, kept = (
+        memory.ours(lomo, shapes_of(module), 1, ranks, torch.bfloat16, 3000, accumulates)
+        for accumulates in (False, True)
+    )
+    assert held(run.g for run in fused.tally.kept.values()) == kept.gradients - used.gradients
+
+
 # Closed forms. R and C are the sizes of a matrix, d the ranks.
 
 SEVEN = memory.llama(*memory.KNOWN["llama-7b"])
