@@ -206,10 +206,10 @@ class Buckets:
 
 
 def apart(run: Run, dtype: torch.dtype) -> Run:
-    """A run in memory of its own, so that the rest of the gradient can be freed."""
+    """A run in memory of its own: it can be added to, and the rest of the gradient be freed."""
     g = run.g.to(dtype)
     is_part = g.untyped_storage().nbytes() > g.nbytes
-    return run._replace(g=g.clone() if is_part else g)
+    return run._replace(g=g.clone() if is_part or _storage_users(g) > _SOLE_USER else g)
 
 
 def _padded(numel: int, parts: int) -> int:

@@ -309,3 +309,20 @@ def test_measured_rms_is_told():
     moved = {n: p - before[n] for n, p in weights(model).items() if not torch.equal(p, before[n])}
     expected = torch.cat([x.flatten() for x in moved.values()]).square().mean().sqrt()
     assert fused.metrics["update_rms/0"] == pytest.approx(float(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
+def test_backward_passes_add_up_though_autograd_lets_gradients_share_memory(checkpointing):
+    plain, model = models.make(), models.make(checkpointing)
+    ordinary, optimizer = optimizer_of("lomo", plain), optimizer_of("lomo", model)
+    ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded")
+    for step in range(3):
+        ordinary.zero_grad()
+        sum(plain(models.batch(10 * step + part, 1)[0], step=step) for part in range(3)).backward()
+        ordinary.step()
+        for part in range(3):
+            model(models.batch(10 * step + part, 1)[0], step=step).backward()
+        optimizer.step()
+    start, expected = weights(models.make()), weights(plain)
+    for n, p in weights(model).items():
+        assert (p - expected[n]).norm() <= 1e-4 * (expected[n] - start[n]).norm(), n
