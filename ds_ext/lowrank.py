@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.shard import Block, Shard
+from ds_ext.shard import Block, Shard, outward
+from ds_ext.state import Part
 
 # Elements of the gradient that all ranks hold at a time while the basis is renewed.
 SLICE = 2**20
@@ -27,17 +28,30 @@ def touched(shard: Shard) -> slice:
     return slice(shard.start // shard.cols, -(-shard.stop // shard.cols))
 
 
-def own_part(rank: int, right: bool, shard: Shard) -> slice:
-    """Elements of R, flat, whose moments a rank keeps.
+def own_part(rank: int, right: bool, shard: Shard, unit: int = 1) -> slice:
+    """Elements of R, flat, whose moments a rank keeps, in whole units.
 
     Right: the rows its run touches, which are what its update is made of; a row on two ranks is
     kept by both. Left: every rank's update is made of all of R, so R is cut as the matrix is.
     """
     if right:
         rows = touched(shard)
-        return slice(rows.start * rank, rows.stop * rank)
+        return outward(rows.start * rank, rows.stop * rank, unit, shard.rows * rank)
     size = rank * shard.cols
-    return slice(size * shard.start // shard.numel, size * shard.stop // shard.numel)
+
+    def cut(at: int) -> int:
+        return size if at == shard.numel else size * at // shard.numel // unit * unit
+
+    return slice(cut(shard.start), cut(shard.stop))
+
+
+def basis_part(rank: int, right: bool, shard: Shard) -> Part:
+    """What a rank keeps of a basis: see ``own_basis``."""
+    if right:
+        return Part.whole(rank, shard.cols)
+    rows = touched(shard)
+    shape = (rows.stop - rows.start, rank)
+    return Part(rows.start * rank, rows.stop * rank, shard.rows * rank, shape)
 
 
 def own_basis(q: Tensor, right: bool, shard: Shard) -> Tensor:

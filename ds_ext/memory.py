@@ -1,6 +1,6 @@
 """Bytes that one rank holds of weights, optimizer state, gradients and masters of weights.
 
-Ours come from the rules: ``init`` is run on tensors without storage, so that this arithmetic
+Ours come from the rules: their state is made of tensors without storage, so that this arithmetic
 cannot drift from the code; masters come from ``precision`` alike. The rank is the one that holds
 most. Beside ours: AdamW in DeepSpeed and Megatron-LM's distributed optimizer. Not counted:
 activations, the weights that ZeRO-3 gathers for computing, blocks of scratch, and what the
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ds_ext import precision
 from ds_ext.shard import Shard
+from ds_ext.state import zeros
 
 Shapes = Mapping[str, tuple[int, ...]]
-Init = Callable[[Tensor, Shard], Any]  # a rule's ``init``, or what is kept like its state
+Init = Callable[[Tensor, Shard], Any]  # makes what is kept beside a run
 
 # DeepSpeed's defaults, in elements.
 PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
@@ -75,7 +76,7 @@ def ours(
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
     return Memory(
         weights=_weights(shapes, stage, ranks) * dtype.itemsize,
-        state=_most(rule.init, shapes, cut, dtype),
+        state=_most(lambda p, shard: zeros(rule.keeps(shard), p), shapes, cut, dtype),
         gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
         master=_most(lambda p, _: precision.master(p, rule), shapes, cut, dtype),
     )

@@ -9,24 +9,23 @@ mean(col), so it needs no reduction of its own. Source: Shazeer and Stern, arXiv
 
 from collections.abc import Generator
 
-import torch
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.shard import Shard
+from ds_ext.state import Part
 
 Moment = dict[str, Tensor]
 Rounds = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
 
 
-def init(p: Tensor, shard: Shard) -> Moment:
-    """Zero statistics for a run ``p``, in the accumulator's dtype."""
-    new = {"dtype": ops.accumulator(p.dtype), "device": p.device}
+def keeps(shard: Shard) -> dict[str, Part]:
+    """What a rank keeps of the statistics."""
     if not shard.is_matrix:
-        return {"full": torch.zeros(len(shard), **new)}
+        return {"full": Part.like(shard)}
     return {
-        "row": torch.zeros(shard.mats, shard.rows, **new),
-        "col": torch.zeros(shard.mats, shard.cols, **new),
+        "row": Part.whole(shard.mats, shard.rows),
+        "col": Part.whole(shard.mats, shard.cols),
     }
 
 

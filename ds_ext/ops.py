@@ -51,6 +51,11 @@ def write_(x, b: Block, new: Tensor) -> None:
         x.write_(b, new)
 
 
+def flat(run: slice) -> Block:
+    """Elements of a run as a block of one row."""
+    return Block(run, slice(0, 1), slice(0, 1), run)
+
+
 @dataclass(frozen=True)
 class Scaled:
     """x · factor, kept within ± ``bound``: a gradient averaged, unscaled and clipped when read."""
@@ -70,6 +75,35 @@ class Scaled:
     @property
     def device(self) -> torch.device:
         return self.x.device
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A flat run of ``size`` elements between others, which are read and never written."""
+
+    before: Tensor
+    x: Readable
+    size: int
+    after: Tensor
+
+    def block(self, b: Block) -> Tensor:
+        before, own, after = self._cut(b)
+        parts = (self.before[before], read(self.x, own).reshape(-1), self.after[after])
+        return torch.cat(parts).view(b.shape)
+
+    def write_(self, b: Block, new: Tensor) -> None:
+        before, own, _ = self._cut(b)
+        first = before.stop - before.start
+        write_(self.x, own, new.reshape(-1)[first : first + own.shape[2]].view(own.shape))
+
+    def _cut(self, b: Block) -> tuple[slice, Block, slice]:
+        """The elements of a block that lie before, in and after the run."""
+        cuts, start = [], 0
+        for size in (len(self.before), self.size, len(self.after)):
+            low, high = (min(max(at - start, 0), size) for at in (b.run.start, b.run.stop))
+            cuts.append(slice(low, high))
+            start += size
+        return cuts[0], flat(cuts[1]), cuts[2]
 
 
 @dataclass(frozen=True)
@@ -210,11 +244,6 @@ def apply_(p, u: Readable, lr: Tensor | float, decay: Tensor | float, shard: Sha
     for b in shard.blocks():
         old = read(p, b)
         write_(p, b, old - (read(u, b) * lr).add_(old * decay))
-
-
-def zeros(p: Tensor) -> Tensor:
-    """A zero run like ``p`` in the accumulator's dtype: momentum."""
-    return torch.zeros_like(p, dtype=accumulator(p.dtype))
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ds_ext import hyper, ops, precision, rounds, rules
 from ds_ext.meter import Meter
 from ds_ext.shard import Shard
+from ds_ext.state import zeros
 
 # What a group may hold beside its parameters and hyper-parameters: names, and a scheduler's note.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr"}
@@ -93,7 +94,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         rule = self.hypers(**{name: group[name] for name in hyper.names(self.hypers)})
         state = self.state[u.param]
         if not state:
-            state.update(rule.init(u.p, u.shard), step=0)
+            state.update(zeros(rule.keeps(u.shard), u.p), step=0)
         state["step"] += 1
         p = precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
         if self.meter is not None:

@@ -1,20 +1,25 @@
 """8-bit runs, by bitsandbytes: 256 elements share a scale, and a code book of 256 values.
 
 What is kept is plain tensors, {"code": [n] uint8, "absmax": [ceil(n / 256)] fp32}; the code books
-are constants of bitsandbytes. Blocks count from the start of a rank's own run, so how a value is
-rounded depends on where the run was cut.
+are constants of bitsandbytes. Blocks are those of the whole parameter's values: one that a cut
+goes through is kept by both ranks, so that a value is rounded alike on any number of them.
 """
 
 import functools
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ds_ext.shard import Block
+from ds_ext import ops
+from ds_ext.shard import Block, Shard, outward
+from ds_ext.state import Part
 
 SIZE = 256  # of a block, as in bitsandbytes' own optimizers
+
+Edges = Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, Tensor]]
 
 
 def functional() -> ModuleType:
@@ -29,12 +34,42 @@ def functional() -> ModuleType:
     return bitsandbytes.functional
 
 
-def zeros(n: int, device: torch.device) -> dict[str, Tensor]:
-    """The state of a run of zeros."""
+def keeps(run: slice, total: int) -> dict[str, Part]:
+    """What is kept of the values ``run`` of ``total``, which are whole blocks."""
+    scales = slice(run.start // SIZE, -(-run.stop // SIZE))
+    if run.start == run.stop:
+        scales = slice(scales.start, scales.start)
     return {
-        "code": torch.zeros(n, dtype=torch.uint8, device=device),
-        "absmax": torch.zeros(-(-n // SIZE), dtype=torch.float32, device=device),
+        "code": Part.of(run, total, torch.uint8),
+        "absmax": Part.of(scales, -(-total // SIZE), torch.float32),
     }
+
+
+def complete(g: ops.Gradient, shard: Shard) -> Edges:
+    """The elements before and after a run that other ranks have of its first and last block.
+
+    In one round, of the blocks that cuts go through; none if there are none.
+    """
+    shared = sorted({at // SIZE for at in shard.cuts if at % SIZE})
+    new = {"dtype": ops.accumulator(g.dtype), "device": g.device}
+    before = after = torch.zeros(0, **new)
+    if not shared:
+        return before, after
+    edges = torch.zeros(len(shared), SIZE, **new)
+    ends = {shard.start // SIZE, (shard.stop - 1) // SIZE} & set(shared) if len(shard) else set()
+    for block in ends:
+        start, stop = max(block * SIZE, shard.start), min((block + 1) * SIZE, shard.stop)
+        own = ops.flat(slice(start - shard.start, stop - shard.start))
+        row = edges[shared.index(block)]
+        row[start - block * SIZE : stop - block * SIZE] = ops.read(g, own).reshape(-1)
+    (edges,) = yield (edges,)
+    run = outward(shard.start, shard.stop, SIZE, shard.numel)
+    if run.start < shard.start:
+        before = edges[shared.index(run.start // SIZE), : shard.start - run.start]
+    if shard.stop < run.stop:
+        last = (shard.stop - 1) // SIZE
+        after = edges[shared.index(last), shard.stop - last * SIZE : run.stop - last * SIZE]
+    return before, after
 
 
 @dataclass(frozen=True)

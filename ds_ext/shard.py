@@ -26,6 +26,13 @@ class Block:
         )
 
 
+def outward(start: int, stop: int, unit: int, total: int) -> slice:
+    """The least whole units, of ``total`` elements, that ``[start, stop)`` touches."""
+    if start == stop:
+        return slice(start, start)
+    return slice(start // unit * unit, min(-(-stop // unit) * unit, total))
+
+
 @dataclass(frozen=True)
 class Shard:
     """One rank's run ``[start, stop)`` of a parameter of ``shape`` flattened in row-major order.
@@ -37,6 +44,7 @@ class Shard:
     shape: tuple[int, ...]
     start: int
     stop: int
+    size: int  # of a full run: the parameter is cut at multiples of it
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop <= self.numel, f"{self} lies outside its parameter"
@@ -44,14 +52,15 @@ class Shard:
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Shard":
         """The run of a process that holds the parameter alone."""
-        return cls(tuple(shape), 0, math.prod(shape))
+        numel = math.prod(shape)
+        return cls(tuple(shape), 0, numel, numel)
 
     @classmethod
     def of_rank(cls, shape: tuple[int, ...], rank: int, world: int) -> "Shard":
         """ZeRO's cut: equal runs of ``ceil(numel / world)``, the last ones short or empty."""
         numel = math.prod(shape)
         size = -(-numel // world)
-        return cls(tuple(shape), min(rank * size, numel), min((rank + 1) * size, numel))
+        return cls(tuple(shape), min(rank * size, numel), min((rank + 1) * size, numel), size)
 
     @property
     def numel(self) -> int:
@@ -60,6 +69,11 @@ class Shard:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def cuts(self) -> range:
+        """Elements that a run starts at, other than the first."""
+        return range(self.size, self.numel, self.size or 1)
 
     @property
     def is_matrix(self) -> bool:

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext import grouping, lowrank, ops, quantize, rounds, rules
+from ds_ext import grouping, lowrank, quantize, rounds, rules
 from ds_ext.rules import GaLoreAdamW
 from ds_ext.shard import Shard
+from ds_ext.state import zeros
 from tests import table
 from tests.table import MANY, WORLDS
 from tests.test_lamb import BROKEN, EXACT, Ranks, dropping, errors
@@ -272,7 +273,7 @@ def test_the_side_is_that_of_the_whole_matrix_not_of_the_run():
     shard = Shard.of_rank((14, 9), 3, 7)
     assert len(shard) == 2 * 9
     for proj_type, right in [("std", 1), ("reverse_std", 0), ("left", 0), ("right", 1)]:
-        state = GaLoreAdamW(rank=2, proj_type=proj_type).init(torch.zeros(18), shard)
+        state = zeros(GaLoreAdamW(rank=2, proj_type=proj_type).keeps(shard), torch.zeros(18))
         assert state["q"].shape == ((2, 9) if right else (2, 2))
         assert state["m"].shape == ((2 * 2,) if right else (2 * 9 // 7,)) or not right
     assert GaLoreAdamW(rank=2).space(Shard.whole((9, 9))) == (2, True)
@@ -406,6 +407,19 @@ def test_8_bit_equals_the_textbook_that_rounds_its_moments():
         assert (max(errors(exact, plain, before)) > BROKEN) == is_rounded
 
 
+@pytest.mark.parametrize("world", [2, 3, 7, 64])
+@pytest.mark.parametrize("proj_type", ["std", "reverse_std"])
+@pytest.mark.parametrize("rank", [16, None])
+def test_8_bit_rounds_alike_on_any_number_of_ranks(world, proj_type, rank):
+    shapes = (*WIDE, (1500,), (7, 31, 9), (1025,), (40,))
+    hypers = EIGHT | {"proj_type": proj_type, "rank": rank}
+    whole = run(shapes, 1, hypers, 6, dtype=torch.float64).params
+    sharded = run(shapes, world, hypers, 6, dtype=torch.float64).params
+    before = table.weights(shapes)
+    # a code flips once in many million values, where a moment lies between two: see above
+    assert max(errors(sharded, whole, before)) <= 1e-6
+
+
 LOSS = 0.05  # what 8 bits may change of the total update
 
 
@@ -434,7 +448,7 @@ def test_8_bit_small_moments_stay_fp32_whatever_the_ranks():
     for world in (1, 7):
         for shape, eight in [((12, 9), False), ((13, 9), True), ((99,), False), ((100,), True)]:
             shard = Shard.of_rank(shape, 0, world)
-            state = rule.init(torch.zeros(len(shard)), shard)
+            state = zeros(rule.keeps(shard), torch.zeros(len(shard)))
             assert isinstance(state["m"], dict) == eight
             assert isinstance(state["v"], dict) == eight
 
@@ -468,9 +482,7 @@ def test_state_saved_and_loaded_goes_on_bit_for_bit(nbits):
     lost = copy.deepcopy(loaded)
     for s in lost["state"].values():
         s["m"] = (
-            ops.zeros(s["m"])
-            if nbits == 32
-            else {k: torch.zeros_like(x) for k, x in s["m"].items()}
+            {k: torch.zeros_like(x) for k, x in s["m"].items()}
             if isinstance(s["m"], dict)
             else torch.zeros_like(s["m"])
         )

@@ -10,6 +10,7 @@ import ds_ext
 from ds_ext import rounds, rules
 from ds_ext.optimizer import Update
 from ds_ext.shard import Shard
+from ds_ext.state import zeros
 from tests import table
 from tests.table import MANY, SHAPES, WORLDS
 
@@ -30,7 +31,7 @@ class Ranks:
         self.runs = self.cut(params)
         self.shards = [[shifted(s, r, world, shift) for s in self.shapes] for r in range(world)]
         self.states = [
-            [rule.init(p, shard) for p, shard in zip(*rank, strict=True)]
+            [zeros(rule.keeps(shard), p) for p, shard in zip(*rank, strict=True)]
             for rank in zip(self.runs, self.shards, strict=True)
         ]
 
@@ -65,7 +66,7 @@ def shifted(shape, rank, world, shift):
     """A rank's run; rank 0 is told a place that is wrong by ``shift``."""
     shard = Shard.of_rank(shape, rank, world)
     shift = shift if rank == 0 and shard.stop < shard.numel else 0
-    return Shard(shape, shard.start + shift, shard.stop + shift)
+    return Shard(shape, shard.start + shift, shard.stop + shift, shard.size)
 
 
 def dropping(number):

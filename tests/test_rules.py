@@ -13,6 +13,7 @@ import torch
 
 from ds_ext import rounds
 from ds_ext.shard import Block, Shard
+from ds_ext.state import zeros
 from tests import table
 from tests.reference import Authors, Textbook
 from tests.table import CASES, MANY, REDUCING, RULES, SHAPES, VECTORS, WORLDS
@@ -35,7 +36,7 @@ class Ranks:
         self.runs = self.cut(params)
         self.shards = [[Shard.of_rank(s, r, world) for s in self.shapes] for r in range(world)]
         self.states = [
-            [self.rule.init(p, shard) for p, shard in zip(runs, shards, strict=True)]
+            [zeros(self.rule.keeps(shard), p) for p, shard in zip(runs, shards, strict=True)]
             for runs, shards in zip(self.runs, self.shards, strict=True)
         ]
 
@@ -190,7 +191,7 @@ def test_a_round_is_one_flat_tensor_of_all_statistics(name):
     reduced = []
     rounds.run(
         [
-            rule.step(p.flatten(), g.flatten(), rule.init(p.flatten(), shard), 1, shard)
+            rule.step(p.flatten(), g.flatten(), zeros(rule.keeps(shard), p.flatten()), 1, shard)
             for p, g, shard in zip(params, grads, shards, strict=True)
         ],
         lambda total: reduced.append(total.shape),
@@ -396,7 +397,7 @@ def test_geometry_shifted_by_one_is_seen(name, world, monkeypatch):
     def of_rank(shape, rank, world):
         shard = original(shape, rank, world)
         shift = rank == 0 and shard.stop < shard.numel
-        return Shard(shape, shard.start + shift, shard.stop + shift)
+        return Shard(shape, shard.start + shift, shard.stop + shift, shard.size)
 
     monkeypatch.setattr(Shard, "of_rank", of_rank)
     assert worst_error(name, "decay", world) > BROKEN

@@ -18,7 +18,7 @@ def shards(draw):
     """Any run of any parameter, not only those that ZeRO cuts."""
     shape = draw(shapes)
     start = draw(st.integers(0, math.prod(shape)))
-    return Shard(shape, start, draw(st.integers(start, math.prod(shape))))
+    return Shard(shape, start, draw(st.integers(start, math.prod(shape))), 1)
 
 
 def elements(block, shard):
@@ -105,7 +105,7 @@ def test_mats_rows_and_cols_are_those_of_the_shape(shape):
 @given(shapes, st.integers(0, 2400), st.integers(1, 400))
 def test_an_empty_run_has_no_blocks(shape, at, limit):
     at = min(at, math.prod(shape))
-    shard = Shard(shape, at, at)
+    shard = Shard(shape, at, at, 1)
     assert len(shard) == 0 and list(shard.blocks(limit)) == []
 
 
@@ -119,7 +119,7 @@ def test_a_parameter_without_elements(shape):
 @pytest.mark.parametrize("start, stop", [(-1, 3), (4, 3), (0, 16), (16, 16)])
 def test_a_run_outside_the_parameter_is_refused(start, stop):
     with pytest.raises(AssertionError, match="outside"):
-        Shard((3, 5), start, stop)
+        Shard((3, 5), start, stop, 5)
 
 
 @given(shards(), st.floats(0, 1e6))

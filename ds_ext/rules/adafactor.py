@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ds_ext import moment, ops
 from ds_ext.hyper import Fraction, Negative, NonNegative, Positive
+from ds_ext.state import Part
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Adafactor:
         if self.warmup_init and not self.relative_step:
             raise ValueError("warmup_init=true needs relative_step=true.")
 
-    def init(self, p, shard):
-        s = {"v": moment.init(p, shard)}
-        return s if self.beta1 is None else s | {"m": ops.zeros(p)}
+    def keeps(self, shard):
+        s = {"v": moment.keeps(shard)}
+        return s if self.beta1 is None else s | {"m": Part.like(shard)}
 
     def step(self, p, g, s, t, shard):
         eps1, eps2 = self.eps

@@ -18,8 +18,8 @@ class AdaLomo:
     decay_rate: Negative = -0.8
     weight_decay: NonNegative = 0.0  # decoupled, times lr · RMS(p)
 
-    def init(self, p, shard):
-        return {"v": moment.init(p, shard)}
+    def keeps(self, shard):
+        return {"v": moment.keeps(shard)}
 
     def step(self, p, g, s, t, shard):
         eps1, eps2 = self.eps

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ds_ext import moment, ops
 from ds_ext.hyper import Fraction, NonNegative, Positive
+from ds_ext.state import Part
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class CAME:
     clip_threshold: Positive = 1.0  # largest RMS of an update before momentum
     weight_decay: NonNegative = 0.0  # decoupled, times lr
 
-    def init(self, p, shard):
-        s = {"v": moment.init(p, shard), "m": ops.zeros(p)}
-        return s | {"r": moment.init(p, shard)} if shard.is_matrix else s
+    def keeps(self, shard):
+        s = {"v": moment.keeps(shard), "m": Part.like(shard)}
+        return s | {"r": moment.keeps(shard)} if shard.is_matrix else s
 
     def step(self, p, g, s, t, shard):
         beta1, beta2, beta3 = self.betas

@@ -4,19 +4,21 @@ to the uncorrected root), weight decay after the update, moments kept when the b
 rank above the short side cut to it. Unlike theirs, a basis vector's sign is not left to chance.
 
 The side is that of the whole matrix: ``std`` takes rows >= cols right, else left. What one rank of
-d holds beside its run, in bytes, r the rank; 8-bit moments take 1/4 (and are rounded by ranks):
+d holds beside its run, in bytes, r the rank; 8-bit moments take 1/4 (up to 510 elements more, for
+their blocks of 256 are those of the whole moment, so that any number of ranks rounds alike):
   right, R = G·V [rows, r]    basis 4·r·cols, replicated;  moments 8·r·rows / d (+ a row)
   left, R = U'·G [r, cols]    basis 4·r·rows / d (+ a row); moments 8·r·cols / d
 A step takes one round (right) or two (left); renewing the basis, one more for every 2**20 elements
 of the gradient, and 1 or 2. Vectors, tensors of more than two dimensions and groups with rank null
-are stepped by AdamW: moments 8·numel / d, no rounds.
+are stepped by AdamW: moments 8·numel / d, no rounds (8-bit: one if a cut goes through a block).
 """
 
 from dataclasses import dataclass
 
 from ds_ext import lowrank, ops, quantize
 from ds_ext.hyper import Bits, Count, Fraction, NonNegative, Positive, Side, Size
-from ds_ext.shard import Shard
+from ds_ext.shard import Shard, outward
+from ds_ext.state import Part
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,14 @@ class GaLoreAdamW:
         if self.nbits == 8:
             quantize.functional()
 
-    def init(self, p, shard):
+    def keeps(self, shard):
         if not self.projects(shard):
-            return self.moments(p, shard.numel, len(shard))
+            total = shard.numel
+            return self.moments(outward(shard.start, shard.stop, self.unit(total), total), total)
         rank, right = self.space(shard)
-        part = lowrank.own_part(rank, right, shard)
-        q = ops.zeros(p).new_zeros(shard.cols if right else shard.rows, rank)
         total = rank * (shard.rows if right else shard.cols)
-        s = self.moments(p, total, part.stop - part.start)
-        return s | {"q": lowrank.own_basis(q, right, shard)}
+        part = lowrank.own_part(rank, right, shard, self.unit(total))
+        return self.moments(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
 
     def step(self, p, g, s, t, shard):
         beta1, beta2 = self.betas
@@ -53,6 +54,10 @@ class GaLoreAdamW:
         decay = self.lr * self.weight_decay
         alpha *= 1 - decay  # the decay is that of the updated weight
         if not self.projects(shard):
+            if self.unit(shard.numel) > 1:
+                before, after = yield from quantize.complete(g, shard)
+                g, p = (ops.Extended(before, x, len(shard), after) for x in (g, p))
+                shard = Shard.whole((len(before) + len(shard) + len(after),))
             flat = Shard.whole((len(shard),))
             ops.apply_(p, self.adam(s, g), alpha, decay, flat)
             return
@@ -61,10 +66,12 @@ class GaLoreAdamW:
         if (t - 1) % self.update_proj_gap == 0:
             s["q"] = yield from lowrank.basis(g, rank, right, shard)
         (r,) = yield (lowrank.project(g, s["q"], right, shard),)
-        part = lowrank.own_part(rank, right, shard)
+        part = lowrank.own_part(rank, right, shard, self.unit(r.numel()))
         u = ops.evaluate(self.adam(s, r.view(-1)[part]), Shard.whole((part.stop - part.start,)), r)
         first = lowrank.touched(shard).start
         if right:
+            own = lowrank.own_part(rank, right, shard)
+            u = u[own.start - part.start : own.stop - part.start]
             back = lowrank.Product(u.view(-1, rank), s["q"], first)
         else:
             (u,) = yield (ops.pad(u, part, r),)
@@ -82,11 +89,14 @@ class GaLoreAdamW:
             self.proj_type, self.proj_type == "right"
         )
 
-    def moments(self, p, total, n):
-        """Zero moments of ``n`` of ``total`` elements."""
-        if self.nbits == 8 and total >= self.min_8bit_size:
-            return {"m": quantize.zeros(n, p.device), "v": quantize.zeros(n, p.device)}
-        return {"m": ops.zeros(p).new_zeros(n), "v": ops.zeros(p).new_zeros(n)}
+    def unit(self, total):
+        """Moments that are kept together, of ``total``: the blocks of 8-bit ones."""
+        return quantize.SIZE if self.nbits == 8 and total >= self.min_8bit_size else 1
+
+    def moments(self, part, total):
+        """Moments of the elements ``part`` of ``total``."""
+        kept = quantize.keeps if self.unit(total) > 1 else Part.of
+        return {"m": kept(part, total), "v": kept(part, total)}
 
     def adam(self, s, g):
         """The update by a flat run ``g``; its blocks advance the moments and are read once."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ds_ext import ops
 from ds_ext.hyper import Fraction, NonNegative, Positive
+from ds_ext.state import Part
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class LAMB:
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_coeff={low} is larger than max_coeff={high}: swap them.")
 
-    def init(self, p, shard):
-        return {"m": ops.zeros(p), "v": ops.zeros(p)}
+    def keeps(self, shard):
+        return {"m": Part.like(shard), "v": Part.like(shard)}
 
     def step(self, p, g, s, t, shard):
         beta1, beta2 = self.betas

@@ -11,7 +11,7 @@ class LOMO:
     lr: NonNegative = 1e-3
     weight_decay: NonNegative = 0.0  # decoupled, times lr
 
-    def init(self, p, shard):
+    def keeps(self, shard):
         return {}
 
     def step(self, p, g, s, t, shard):
