@@ -5,8 +5,10 @@ Importing ds_ext makes its optimizers known to DeepSpeed by name.
 
 import logging
 
+from ds_ext.folder import Checkpoint, CheckpointError, newest_checkpoint
 from ds_ext.fuse import fuse_into_backward
 from ds_ext.optimizer import CAME, LAMB, LOMO, Adafactor, AdaLomo, GaLoreAdamW, RuleOptimizer
+from ds_ext.ranks import LostRankError
 from ds_ext.register import register
 
 __all__ = [
@@ -18,6 +20,10 @@ __all__ = [
     "GaLoreAdamW",
     "RuleOptimizer",
     "fuse_into_backward",
+    "newest_checkpoint",
+    "Checkpoint",
+    "CheckpointError",
+    "LostRankError",
 ]
 
 logger = logging.getLogger("ds_ext")

@@ -1,87 +1,211 @@
-"""What a rank saves of a run, and how it is put back: its runs of weights and its rule state.
+"""What a rank saves of a run, and how any number of ranks put it together again.
 
-Everything is under parameters' names, in plain tensors and numbers. A checkpoint is loaded by as
-many ranks as wrote it.
+Everything is plain tensors and numbers under parameters' names. A tensor is saved as a piece,
+``{"start", "total", "values"}``: elements [start, start + len) of the ``total`` that all ranks
+keep of it, flattened. A rank that loads reads what it needs of it from whoever saved it, so the
+number of ranks and the ZeRO stage may change. Weights with a master are saved in fp32.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ds_ext import hyper
+from ds_ext.folder import VERSION, CheckpointError
 from ds_ext.optimizer import RuleOptimizer
+from ds_ext.shard import Shard
+from ds_ext.state import Part, Parts, State, leaves
 
-VERSION = 2
+Saved = Mapping[str, Any]  # what one rank saved, or a part of it
+
+
+class Own(NamedTuple):
+    """What a rank has of a parameter."""
+
+    name: str
+    run: Tensor  # of the weight, [len(shard)]
+    shard: Shard
 
 
 def save(
-    optimizer: RuleOptimizer, names: Mapping[Tensor, str], runs: Mapping[str, Tensor], ranks: int
+    optimizer: RuleOptimizer, owned: Mapping[Tensor, Own], rank: int, ranks: int
 ) -> dict[str, Any]:
-    """This rank's part of a checkpoint; ``runs`` are its runs of all weights, frozen ones too."""
+    """One rank's part of a checkpoint, if ``ranks`` share the parameters."""
+    state, weights = {}, {}
+    for param, own in owned.items():
+        values = optimizer.weights(param, own.run, own.shard)
+        weights[own.name] = piece(values, Part.like(own.shard), shape=list(own.shard.shape))
+        if kept := optimizer.state.get(param):
+            is_writer = optimizer.number_of[param] % ranks == rank
+            parts = optimizer.rule_of(param).keeps(own.shard)
+            state[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
     return {
         "ds_ext": VERSION,
         "optimizer": type(optimizer).__name__,
-        "ranks": ranks,
-        "weights": {name: run.detach().clone() for name, run in runs.items()},
-        "state": {names[p]: state for p, state in optimizer.state.items()},
+        "weights": weights,
+        "state": state,
         "groups": [
-            {**group, "params": [names[p] for p in group["params"]]}
+            {**group, "params": [owned[p].name for p in group["params"]]}
             for group in optimizer.param_groups
         ],
     }
 
 
-@torch.no_grad()
-def load(
-    saved: Mapping[str, Any],
-    optimizer: RuleOptimizer,
-    names: Mapping[Tensor, str],
-    runs: Mapping[str, Tensor],
-    ranks: int,
-    with_state: bool,
+def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
+    """A piece of what is saved. Memory that it shares with more than itself is not saved."""
+    values = values.detach()
+    if values.untyped_storage().nbytes() > values.nbytes:
+        values = values.to("cpu", copy=True)
+    return {"start": part.start, "total": part.total, "values": values, **more}
+
+
+def _pieces(kept: Mapping[str, Any], parts: Parts, is_writer: bool) -> dict[str, Any]:
+    """The pieces of a state; of what is the same on every rank, if this one is to write it."""
+    saved: dict[str, Any] = {}
+    for key, part in parts.items():
+        if not isinstance(part, Part):
+            saved[key] = _pieces(kept[key], part, is_writer)
+        elif is_writer or not part.is_shared:
+            saved[key] = piece(kept[key], part)
+    return saved
+
+
+class Pieces:
+    """What all ranks saved, read a piece at a time: their files may be mapped, not in memory."""
+
+    def __init__(self, saved: Sequence[Saved]) -> None:
+        self.saved = saved
+
+    def find(self, *keys: str) -> Iterator[Any]:
+        """What the ranks saved under these keys, those of them that saved any."""
+        for found in self.saved:
+            for key in keys:
+                found = found.get(key, {})
+            if found:
+                yield found
+
+    def lacks(self, part: Part, *keys: str) -> bool:
+        """Whether not all elements of a part were saved, or those of another total."""
+        at = part.start
+        for found in self._pieces(keys):
+            if found["total"] != part.total:
+                return True
+            if found["start"] <= at:
+                at = max(at, found["start"] + found["values"].shape.numel())
+        return at < part.stop
+
+    def read(self, part: Part, *keys: str) -> Tensor:
+        """The elements of a part, flat, on the CPU."""
+        values, at = torch.empty(0), part.start
+        for found in self._pieces(keys):
+            first = found["start"]
+            stop = min(part.stop, first + found["values"].shape.numel())
+            if first <= at < stop:
+                flat = found["values"].contiguous().view(-1)
+                if at == part.start:
+                    values = flat.new_empty(part.stop - part.start)
+                values[at - part.start : stop - part.start] = flat[at - first : stop - first]
+                at = stop
+        return values
+
+    def _pieces(self, keys: tuple[str, ...]) -> list[Saved]:
+        return sorted(self.find(*keys), key=lambda piece: piece["start"])
+
+
+def check(
+    pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own], strict: bool
 ) -> None:
-    """Puts back what ``save`` made: weights in place, and state and groups if ``with_state``.
-
-    Raises ValueError, before anything is changed, for a checkpoint of another kind.
-    """
-    _check(saved, optimizer, runs, ranks)
-    if with_state:
-        _check_groups(saved, optimizer, names)
-    for name, run in runs.items():
-        run.copy_(saved["weights"][name])
-    if with_state:
-        numbers = {names[p]: i for p, i in optimizer.number_of.items()}
-        optimizer.load_state_dict(
-            {
-                "state": {numbers[name]: state for name, state in saved["state"].items()},
-                "param_groups": [
-                    {**group, "params": [numbers[name] for name in group["params"]]}
-                    for group in saved["groups"]
-                ],
-            }
-        )
-
-
-def _check(
-    saved: Mapping[str, Any], optimizer: RuleOptimizer, runs: Mapping[str, Tensor], ranks: int
-) -> None:
+    """Raises CheckpointError if what was saved is not of this optimizer and these parameters."""
     kind = type(optimizer).__name__
-    if not isinstance(saved, Mapping) or saved.get("ds_ext") != VERSION:
-        raise ValueError(f"this checkpoint was not written by ds_ext (format {VERSION}).")
-    if saved["optimizer"] != kind:
-        raise ValueError(f"this checkpoint is of {saved['optimizer']}, the optimizer is {kind}.")
-    if saved["ranks"] != ranks:
-        raise ValueError(f"this checkpoint is of {saved['ranks']} ranks and cannot load on {ranks}")
-    shapes = {name: run.shape for name, run in runs.items()}
-    if {name: run.shape for name, run in saved["weights"].items()} != shapes:
-        differ = sorted(set(shapes).symmetric_difference(saved["weights"])) or sorted(shapes)
-        raise ValueError(f"this checkpoint is of another model; parameters differ: {differ[:5]}")
+    first = pieces.saved[0]
+    if first["optimizer"] != kind:
+        raise CheckpointError(
+            f"this checkpoint is of {first['optimizer']}, the optimizer is {kind}. To take its "
+            "weights alone: load_checkpoint(..., load_optimizer_states=False)."
+        )
+    check_weights(pieces, owned, strict)
+    names = [[owned[p].name for p in group["params"]] for group in optimizer.param_groups]
+    saved_names: list[list[str]] = [group["params"] for group in first["groups"]]
+    none: list[str] = []
+    for i, (theirs, mine) in enumerate(zip_longest(saved_names, names, fillvalue=none)):
+        if theirs != mine:
+            differ = sorted(set(theirs).symmetric_difference(mine))[:5]
+            raise CheckpointError(
+                "this checkpoint has other parameter groups than the optimizer: group "
+                f"{i} differs in {', '.join(differ) or 'the order of its parameters'}."
+            )
+    for group, saved in zip(optimizer.param_groups, first["groups"], strict=True):
+        rule = optimizer.hypers(**{name: saved[name] for name in hyper.names(optimizer.hypers)})
+        for own in (owned[p] for p in group["params"]):
+            if next(pieces.find("state", own.name), None) is not None:
+                for keys, part in leaves(rule.keeps(own.shard)):
+                    if pieces.lacks(part, "state", own.name, *keys):
+                        what = ".".join(keys)
+                        raise CheckpointError(f"this checkpoint lacks some of {own.name}'s {what}.")
 
 
-def _check_groups(
-    saved: Mapping[str, Any], optimizer: RuleOptimizer, names: Mapping[Tensor, str]
-) -> None:
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    if [group["params"] for group in saved["groups"]] != groups:
-        raise ValueError("this checkpoint has other parameter groups than the optimizer.")
+def check_weights(pieces: Pieces, owned: Mapping[Tensor, Own], strict: bool) -> None:
+    """Raises CheckpointError if weights of the model are missing, or have other shapes."""
+    missing = []
+    for own in owned.values():
+        found = next(pieces.find("weights", own.name), None)
+        if found is None:
+            missing.append(own.name)
+        elif tuple(found["shape"]) != own.shard.shape:
+            raise CheckpointError(
+                f"this checkpoint is of another model: {own.name} has the shape "
+                f"{tuple(found['shape'])} in it and {own.shard.shape} in the model."
+            )
+        elif pieces.lacks(Part.like(own.shard), "weights", own.name):
+            raise CheckpointError(f"this checkpoint lacks some of {own.name}.")
+    known = {own.name for own in owned.values()}
+    unknown = {name for saved in pieces.saved for name in saved["weights"] if name not in known}
+    if strict and (missing or unknown):
+        parts = [f"it lacks {', '.join(missing[:5])}"] if missing else []
+        parts += [f"the model lacks {', '.join(sorted(unknown)[:5])}"] if unknown else []
+        raise CheckpointError(f"this checkpoint is of another model: {'; '.join(parts)}.")
+
+
+@torch.no_grad()
+def load(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
+    """Puts back this rank's part of weights, state and groups; ``check`` comes before."""
+    for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
+        group.update({k: v for k, v in saved.items() if k != "params"})
+    optimizer.state.clear()
+    for param, own in owned.items():
+        found = next(pieces.find("state", own.name), None)
+        if found is not None:
+            parts = optimizer.rule_of(param).keeps(own.shard)
+            state = _state(pieces, parts, own)
+            optimizer.state[param] = {**state, "step": found["step"]}
+    load_weights(pieces, optimizer, owned)
+
+
+@torch.no_grad()
+def load_weights(
+    pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]
+) -> list[str]:
+    """Puts back this rank's part of the weights -> names of those that were not saved."""
+    missing = []
+    for param, own in owned.items():
+        if next(pieces.find("weights", own.name), None) is None:
+            missing.append(own.name)
+            continue
+        values = pieces.read(Part.like(own.shard), "weights", own.name)
+        optimizer.write_weights(param, own.run, own.shard, values)
+    return missing
+
+
+def _state(pieces: Pieces, parts: Parts, own: Own) -> State:
+    """This rank's part of a parameter's state."""
+    made: State = {}
+    for keys, part in leaves(parts):
+        inner = made
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})  # type: ignore[assignment]
+        values = pieces.read(part, "state", own.name, *keys)
+        inner[keys[-1]] = values.view(part.shape).to(own.run.device)
+    return made

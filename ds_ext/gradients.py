@@ -10,7 +10,7 @@ is not finite skips it. Without, it skips its own parameter. Either way all rank
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -158,6 +158,14 @@ class FusedBackward:
         if tally.norm is None:
             tally.norm = self._norm(tally.square)
         return self._conclude(tally)
+
+    def begin_with(self, kept: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
+        """Begins a step, with gradients of earlier micro-batches: runs, and if they are bad."""
+        self.tally = Tally()
+        for param, (values, bad) in kept.items():
+            size = self.buckets.size_of[param] // self.layout.parts
+            g = nn.functional.pad(values, (0, size - len(values)))
+            self.tally.kept[param] = Run(g, torch.tensor(bad, device=g.device))
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""

@@ -90,8 +90,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _begin(self, u: Update) -> rounds.Rule:
         """Starts the rule of one parameter, making its state if it has none."""
-        group = self.group_of[u.param]
-        rule = self.hypers(**{name: group[name] for name in hyper.names(self.hypers)})
+        rule = self.rule_of(u.param)
         state = self.state[u.param]
         if not state:
             state.update(zeros(rule.keeps(u.shard), u.p), step=0)
@@ -100,6 +99,21 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self.meter is not None:
             p = self.meter.watch(p, self.row_of[u.param], u.p)
         return rule.step(p, u.g, state, state["step"], u.shard)
+
+    def rule_of(self, param: Tensor) -> Any:
+        """The rule of a parameter, with the hyper-parameters that its group has now."""
+        group = self.group_of[param]
+        return self.hypers(**{name: group[name] for name in hyper.names(self.hypers)})
+
+    def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
+        """The weights of a run ``p``, [len(shard)]: in fp32 if there is a master of them."""
+        return precision.values(p, self.state.get(param, {}), shard)
+
+    @torch.no_grad()
+    def write_weights(self, param: Tensor, p: Tensor, shard: Shard, values: Tensor) -> None:
+        """Makes ``values`` the weights of a run ``p``; of its master too, if it has state."""
+        how = self.rule_of(param) if param in self.group_of else precision.Writing("nearest")
+        precision.set_(p, self.state.get(param, {}), how, shard, values)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -113,7 +113,7 @@ def weight(p: Tensor, s: dict[str, Any], how: Writing, number: int, shard: Shard
         return p
     if how.weight_update == "stochastic":
         return StochasticWeight(p, key(how.seed, number, s["step"]), shard.start)
-    return (SplitWeight if p.dtype == torch.bfloat16 else CopiedWeight)(p, s["master"])
+    return _with_master(p, s)
 
 
 def master(p: Tensor, how: Writing) -> dict[str, Tensor]:
@@ -123,6 +123,34 @@ def master(p: Tensor, how: Writing) -> dict[str, Tensor]:
     if p.dtype == torch.bfloat16:
         return {"master": torch.zeros_like(p, dtype=torch.int16)}
     return {"master": p.float()}
+
+
+def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
+    """What a run ``p`` is: fp32 where it has a master, or itself."""
+    if "master" not in s:
+        return p
+    held = _with_master(p, s)
+    new = torch.empty(len(p), dtype=torch.float32)
+    for b in shard.blocks():
+        new[b.run].view(b.shape).copy_(held.block(b))
+    return new
+
+
+def set_(p: Tensor, s: dict[str, Any], how: Writing, shard: Shard, new: Tensor) -> None:
+    """Makes ``new``, [len(p)], what a run is; with a state ``s``, also what its master holds."""
+    s.pop("master", None)
+    made = master(p, how)
+    if not s or not made:
+        p.copy_(new)
+        return
+    s.update(made)
+    held = _with_master(p, s)
+    for b in shard.blocks():
+        held.write_(b, new[b.run].to(p.device, torch.float32).view(b.shape))
+
+
+def _with_master(p: Tensor, s: dict[str, Any]) -> SplitWeight | CopiedWeight:
+    return (SplitWeight if p.dtype == torch.bfloat16 else CopiedWeight)(p, s["master"])
 
 
 def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:

@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext import grouping, settings
+from ds_ext import grouping, ranks, resume, settings
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.zero import ZeroAdapter, effective, log
 
@@ -38,6 +38,8 @@ def register() -> None:
     # What DeepSpeed asks of its own FusedLamb (a dynamic loss scale) is not asked of ours.
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     _accept_scalars()
+    _save_and_load()
+    _end_with_the_others()
     build, check, wrap, make_scheduler, schedule, take_step = (
         DeepSpeedEngine._configure_basic_optimizer,
         DeepSpeedEngine._do_optimizer_sanity_check,
@@ -88,6 +90,77 @@ def register() -> None:
     DeepSpeedEngine._scheduler_from_config = _scheduler_from_config
     DeepSpeedEngine._configure_lr_scheduler = _configure_lr_scheduler
     DeepSpeedEngine._take_model_step = _take_model_step
+
+
+def _save_and_load() -> None:
+    """Makes saving and loading ours where the optimizer is."""
+    save, load = DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.optimizer, ZeroAdapter):
+            return save(self, *args, **kwargs)
+        return resume.save_checkpoint(save, self, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(self.optimizer, ZeroAdapter)
+        return (resume.load_checkpoint if ours else load)(self, *args, **kwargs)
+
+    DeepSpeedEngine.save_checkpoint = save_checkpoint
+    DeepSpeedEngine.load_checkpoint = load_checkpoint
+
+
+def _end_with_the_others() -> None:
+    """Refuses ranks that differ before they wait for each other, and explains a lost one."""
+    configure = DeepSpeedEngine._configure_distributed_model
+
+    @functools.wraps(configure)
+    def _configure_distributed_model(self: DeepSpeedEngine, model: Any) -> None:
+        if not isinstance(model, PipelineModule):  # its ranks have different layers
+            ranks.agree(_facts(self, model))
+        configure(self, model)
+
+    def explaining(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(self.optimizer, ZeroAdapter):
+                return method(self, *args, **kwargs)
+            with ranks.explained():
+                return method(self, *args, **kwargs)
+
+        return call
+
+    DeepSpeedEngine._configure_distributed_model = _configure_distributed_model
+    for name in ("forward", "backward", "step", "save_checkpoint", "load_checkpoint"):
+        setattr(DeepSpeedEngine, name, explaining(getattr(DeepSpeedEngine, name)))
+
+
+# What may differ from rank to rank: it is about what is written and shown.
+_LOCAL = {
+    *("tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "dump_state"),
+    *("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger"),
+}
+
+
+def _facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
+    """What all ranks must have been started with alike, if one of them uses ds_ext."""
+    client = engine.client_optimizer
+    ours = isinstance(client, RuleOptimizer)
+    name = type(client).__name__ if client is not None else engine.optimizer_name()
+    if not ours and name not in OPTIMIZERS:
+        return {"optimizer": name}
+    names = {p: n for n, p in model.named_parameters()}
+    config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
+    parameters = [
+        (n, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad)
+        for p, n in names.items()
+    ]
+    groups = [
+        {**group, "params": [names.get(p) for p in group["params"]]}
+        for group in (client.param_groups if ours else ())
+    ]
+    return {"optimizer": name, "config": config, "parameter": parameters, "parameter group": groups}
 
 
 def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:

@@ -49,6 +49,12 @@ _MASTER = (
     "statistics are fp32."
 )
 
+_ANY = (
+    "remove it, and load what engine.save_checkpoint wrote, or a checkpoint of DeepSpeed's AdamW, "
+    "as it is: it loads on any number of ranks and at any ZeRO stage without ds_to_universal."
+)
+_SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
+
 # (key, what is honoured, what to do otherwise)
 _HONOURED = [
     ("zero_optimization.reduce_scatter", lambda v: v is True, _REMOVE),
@@ -75,6 +81,11 @@ _HONOURED = [
     ("expert_parallel.enabled", _off, _REMOVE),
     ("sequence_parallel_size", _one, _REMOVE),
     ("compile.deepcompile", _off, _REMOVE),
+    ("checkpoint.load_universal", _off, _ANY),
+    ("checkpoint.use_node_local_storage", _off, _SHARED),
+    ("checkpoint.writer", _off, _REMOVE),
+    ("checkpoint.checkpoint_serialization", lambda v: v is True, _REMOVE),
+    ("datastates_ckpt.enabled", _off, _REMOVE),
 ]
 
 

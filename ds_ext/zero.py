@@ -1,5 +1,6 @@
 """The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, at every stage."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,15 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
 from deepspeed.runtime.torch_autocast import get_comm_dtype
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ext import checkpoint, settings
+from ds_ext.checkpoint import Own, Pieces
+from ds_ext.folder import CheckpointError
 from ds_ext.gradients import FusedBackward, logger
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.partitions import Partitions, layout_of
+from ds_ext.state import Part
 
 
 class ZeroAdapter(ZeROOptimizer):
@@ -159,42 +163,107 @@ class ZeroAdapter(ZeROOptimizer):
             for param in group["params"]:
                 param.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        layout = self.layout
-        saved = checkpoint.save(self.optimizer, layout.names, self._runs(), layout.parts)
-        if self.fused.tally.kept:
-            logger.warning("saved between the micro-batches of a step: their gradients are not.")
-        scaler = {k: v for k, v in vars(self.loss_scaler).items() if k != "dtype"}
-        return saved | {"loss_scaler": scaler, "previous_norm": self.fused.previous_norm}
+    # For zero_to_fp32.py: runs of one parameter by all ranks are what it puts together.
+    round_robin_bit16_groups = property(lambda self: [[p] for p in self._stepped()])
 
-    def load_state_dict(
-        self,
-        state_dict_list: list[Any] | dict[str, Any],
-        load_optimizer_states: bool = True,
-        checkpoint_folder: str | None = None,
-        **_: Any,
-    ) -> None:
-        """Loads this rank's part of a checkpoint; DeepSpeed's further arguments are of its own."""
-        if checkpoint_folder is not None:
-            raise ValueError(
-                "ds_ext cannot load a universal checkpoint yet: remove checkpoint.load_universal."
-            )
+    def _stepped(self) -> list[Tensor]:
+        """The optimizer's parameters, in order, but for those without elements."""
+        params = self.optimizer.number_of
+        return [p for p in params if self.layout.shard(p).numel]
+
+    def owned(self) -> dict[Tensor, Own]:
+        """This rank's part of every parameter of the model."""
         layout = self.layout
-        saved: Any = state_dict_list
-        if isinstance(saved, list):  # without ZeRO it is one dict for all ranks
-            saved = saved[layout.rank]
-        runs = self._runs()
-        checkpoint.load(
-            saved, self.optimizer, layout.names, runs, layout.parts, load_optimizer_states
-        )
-        if load_optimizer_states:
+        return {p: Own(n, layout.run(p), layout.shard(p)) for p, n in layout.names.items()}
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError if weights have been stepped in a step that has not ended."""
+        tally = self.fused.tally
+        if tally.used_up or (tally.square is not None and not tally.kept):
+            raise RuntimeError("save_checkpoint came after backward and before engine.step().")
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint: see checkpoint.py. Frozen weights are DeepSpeed's."""
+        layout = self.layout
+        owned = self.owned()
+        trained = {
+            p: own for p, own in owned.items() if p in self.optimizer.group_of or p.requires_grad
+        }
+        saved = checkpoint.save(self.optimizer, trained, layout.rank % layout.parts, layout.parts)
+        runs = []
+        is_padded = isinstance(layout, Partitions)
+        for param in self._stepped():
+            piece = saved["weights"][owned[param].name]
+            n, size = len(piece["values"]), -(-piece["total"] // layout.parts)
+            run = (
+                nn.functional.pad(piece["values"], (0, size - n)) if is_padded else piece["values"]
+            )
+            piece["values"] = run[:n]  # saved once
+            runs.append(run)
+        return saved | {
+            "zero_stage": int(self.engine.zero_optimization_stage()),
+            "partition_count": layout.parts,
+            "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
+            "loss_scaler": {k: v for k, v in vars(self.loss_scaler).items() if k != "dtype"},
+            "previous_norm": self.fused.previous_norm,
+            "skipped_steps": self.fused.skipped_steps,
+            "accumulated": self._accumulated(owned),
+        }
+
+    def _accumulated(self, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
+        """The gradients that wait for the rest of their step's micro-batches."""
+        gradients = {}
+        for param, run in self.fused.tally.kept.items():
+            part = Part.like(owned[param].shard)
+            values = run.g[: part.stop - part.start]
+            gradients[owned[param].name] = checkpoint.piece(values, part, bad=bool(run.bad))
+        engine, steps = self.engine, self.engine.gradient_accumulation_steps()
+        done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
+        return {"passes": [done, steps], "ranks": self.layout.world, "gradients": gradients}
+
+    def check_accumulated(self, pieces: Pieces) -> None:
+        """Raises CheckpointError if gradients were saved that cannot be gone on from."""
+        saved = pieces.saved[0]["accumulated"]
+        done, of = saved["passes"]
+        steps = self.engine.gradient_accumulation_steps()
+        if done * steps % of:
+            raise CheckpointError(
+                f"this checkpoint was saved after {done} of {of} micro-batches of a step, which is "
+                f"no whole number out of {steps}: make gradient_accumulation_steps a multiple "
+                f"of {of}."
+            )
+        for own in self.owned().values():
+            if next(pieces.find("accumulated", "gradients", own.name), None) is not None:
+                if pieces.lacks(Part.like(own.shard), "accumulated", "gradients", own.name):
+                    raise CheckpointError(f"this checkpoint lacks some of {own.name}'s gradient.")
+
+    def restore(self, pieces: Pieces) -> None:
+        """Puts back what ``state_dict`` saved beside weights and the optimizer's state."""
+        saved = pieces.saved[0]
+        if saved["loss_scaler"].keys() <= vars(self.loss_scaler).keys():
             vars(self.loss_scaler).update(saved["loss_scaler"])
-            self.fused.previous_norm = saved["previous_norm"]
+        else:
+            log("the loss scale is not that of the checkpoint, which had another kind of it")
+        self.fused.previous_norm = saved["previous_norm"]
+        self.fused.skipped_steps = saved["skipped_steps"]
+        ratio = self.layout.world / saved["accumulated"]["ranks"]
+        kept = {}
+        for param, own in self.owned().items():
+            found = next(pieces.find("accumulated", "gradients", own.name), None)
+            if found is not None:
+                values = pieces.read(Part.like(own.shard), "accumulated", "gradients", own.name)
+                # Gradients are sums over the ranks, divided by their number in the end.
+                factor = ratio if self.fused.how.average else 1.0
+                kept[param] = (values.to(own.run.device) * factor, found["bad"])
+        self.fused.begin_with(kept)
+
+    def publish_all(self) -> None:
+        """Brings loaded runs to the ranks that hold the whole parameter."""
+        self.layout.publish(self.layout.names)
         self.layout.end_step()
 
-    def _runs(self) -> dict[str, Tensor]:
-        layout = self.layout
-        return {name: layout.run(p) for p, name in layout.names.items()}
+    def load_state_dict(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("the optimizer is loaded by engine.load_checkpoint, with the weights.")
 
     def checkpoint_event_prologue(self) -> None:
         self.empty_partition_cache()

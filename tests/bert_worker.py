@@ -15,6 +15,7 @@ import transformers
 from transformers import BertConfig
 
 from ds_ext.optimizer import OPTIMIZERS
+from tests.leave import leave
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 CLASSES = (
@@ -128,8 +129,7 @@ def main() -> None:
                     errors[name, rule, stage] = traceback.format_exc()
     if dist.get_rank() == 0:
         torch.save(errors, sys.argv[1])
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,12 +12,15 @@ PACKAGE = Path(__file__).parent.parent / "ds_ext"
 STANDS_ON = {
     "__main__": ["register", "memory"],
     "__init__": ["register", "fuse"],
-    "register": ["zero", "grouping"],
+    "register": ["resume", "grouping"],
+    "resume": ["zero", "ranks"],
     "zero": ["partitions", "gradients", "checkpoint", "settings"],
     "partitions": ["layout"],
-    "fuse": ["gradients"],
+    "fuse": ["gradients", "ranks"],
+    "ranks": ["layout", "folder"],
+    "folder": [],
     "grouping": [],
-    "checkpoint": ["optimizer"],
+    "checkpoint": ["optimizer", "folder"],
     "gradients": ["optimizer", "buckets", "settings"],
     "buckets": ["uses", "layout", "ops"],
     "uses": [],
@@ -41,15 +44,15 @@ STANDS_ON = {
 
 # The only parts that may import a package. Torch's own distributed package counts as one.
 ONLY = {
-    "deepspeed": {"zero", "partitions", "register"},
+    "deepspeed": {"zero", "partitions", "register", "resume"},
     "triton": {"kernels"},
     "bitsandbytes": {"quantize"},
-    "torch.distributed": {"layout", "zero"},
+    "torch.distributed": {"layout", "ranks", "zero"},
     "lomo_optim": set(),  # the authors' code is for tests
     "came_pytorch": set(),
     "galore_torch": set(),
 }
-WITHOUT_TORCH = {"shard", "hyper"}
+WITHOUT_TORCH = {"shard", "hyper", "folder"}
 
 
 def below(part: str) -> set[str]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import ds_ext  # noqa: F401 (registers the optimizers, all that a script has to do)
 from tests import own_loops
+from tests.leave import leave
 from tests.own_loops import GROUPED, LOOPS, whole
 from tests.trainer_jobs import BATCH, JOBS, Job, Sequential, adapted, data
 
@@ -97,8 +98,7 @@ def main() -> None:
             print(name, results[name]["error"], flush=True)
     if dist.get_rank() == 0:
         torch.save(results, folder / "results.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def accelerate(folder: Path, loop: own_loops.Loop) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""Checkpoints on disk: written aside, described by a manifest, and moved into place when complete.
+
+FOLDER/latest                       the tag of the newest one
+FOLDER/TAG/ds_ext.json              sizes and checksums of all its files
+FOLDER/.incomplete-TAG/             one that is being written, or was left when that failed
+FOLDER/.replaced-TAG/               the one before, for as long as the new one takes its place
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MANIFEST = "ds_ext.json"
+VERSION = 3  # of the format: manifest and contents
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, is damaged, or is not of this run."""
+
+
+class Checkpoint(NamedTuple):
+    """Where a checkpoint lies: engine.load_checkpoint(folder, tag)."""
+
+    folder: str
+    tag: str
+    steps: int
+
+
+def incomplete(path: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return path.with_name(f".incomplete-{path.name}")
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".replaced-{path.name}")
+
+
+def describe(path: Path) -> dict[str, int]:
+    """Size and CRC-32 of a file, once it is on the disk."""
+    size, checksum = 0, 0
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        while block := file.read(2**22):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return {"bytes": size, "crc32": checksum}
+
+
+def commit(path: Path, manifest: dict[str, Any], latest: bool) -> None:
+    """Moves a checkpoint from ``incomplete(path)`` to ``path``, and names it as the latest.
+
+    A process killed in here leaves the old checkpoint or the new one, complete.
+    """
+    written, before = incomplete(path), _replaced(path)
+    for name, file in manifest["files"].items():
+        if not (written / name).is_file() or (written / name).stat().st_size != file["bytes"]:
+            raise CheckpointError(
+                f"{name} was written by its rank but is not in {written}: the folder must lie on "
+                "a file system that all ranks share."
+            )
+    _write(written / MANIFEST, json.dumps(manifest, indent=1))
+    if path.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        path.rename(before)
+    written.rename(path)
+    _sync(path.parent)
+    if latest:
+        folder = path.parents[len(Path(manifest["tag"]).parts) - 1]
+        _write(folder / "latest", manifest["tag"])
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    aside = path.with_name(path.name + ".new")
+    with open(aside, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find(folder: Path, tag: str | None) -> Path | None:
+    """The folder of a checkpoint, by default the latest; None if nothing was ever saved.
+
+    Raises CheckpointError if there is none under this tag.
+    """
+    if tag is None:
+        latest = folder / "latest"
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+        if not tag:
+            raise CheckpointError(f"{latest} is empty. {_others(folder, folder / ' ')}")
+    path = folder / tag
+    if not path.is_dir() and (_replaced(path) / MANIFEST).is_file():
+        return _replaced(path)  # killed while the new one took its place
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}. {_others(folder, path)}")
+    return path
+
+
+def manifest(path: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of itself; None if ds_ext did not write it."""
+    file = path / MANIFEST
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text())
+        version = found["ds_ext"]
+        known = version != VERSION or all(
+            isinstance(entry["bytes"], int) and isinstance(entry["crc32"], int)
+            for entry in found["files"].values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise CheckpointError(f"{file} is damaged. {_others(path.parent, path)}")
+    if version != VERSION:
+        raise CheckpointError(
+            f"{path} has format {version} of ds_ext's checkpoints, this is ds_ext with format "
+            f"{VERSION}: load it with the version of ds_ext that wrote it, save_16bit_model there, "
+            "and go on from that model."
+        )
+    return found
+
+
+def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> None:
+    """Raises CheckpointError if one of the named files is not what was written."""
+    for name in names:
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing. {_others(path.parent, path)}")
+        size = file.stat().st_size
+        if size != files[name]["bytes"]:
+            raise CheckpointError(
+                f"{file} is damaged: {size} bytes of {files[name]['bytes']}. "
+                f"{_others(path.parent, path)}"
+            )
+        if describe(file) != files[name]:
+            raise CheckpointError(
+                f"{file} is damaged: its checksum differs. {_others(path.parent, path)}"
+            )
+
+
+def _others(folder: Path, path: Path) -> str:
+    """What a user can load instead of ``path``: said in an error."""
+    found = [c.tag for c in _complete(folder) if folder / c.tag != path]
+    if not found:
+        return f"No other complete checkpoint is in {folder}."
+    return f"Nothing was loaded. Complete checkpoints in {folder}: {', '.join(found[:5])}."
+
+
+def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
+    """The newest checkpoint that is complete and undamaged, to go on from after a failure.
+
+    ``folder`` is what was given to engine.save_checkpoint, or the output_dir of HF Trainer: its
+    ``resume_from_checkpoint`` then takes the result's ``folder``. None if there is none. Reads
+    the checkpoint once to verify it.
+    """
+    trainers = [
+        c
+        for inner in Path(folder).glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", inner.name) and (inner / "trainer_state.json").is_file()
+        for c in _complete(inner)
+    ]
+    candidates = sorted([*_complete(Path(folder)), *trainers], key=lambda c: -c.steps)
+    for candidate in candidates:
+        path = Path(candidate.folder, candidate.tag)
+        try:
+            files = (manifest(path) or {"files": {}})["files"]
+            verify(path, files, files)
+        except (CheckpointError, OSError):
+            continue
+        return candidate
+    return None
+
+
+def _complete(folder: Path) -> list[Checkpoint]:
+    """Checkpoints whose files are all there, newest first."""
+    found = []
+    for file in _manifests(folder):
+        path = file.parent
+        try:
+            said = manifest(path) or {}
+            sizes = {name: entry["bytes"] for name, entry in said["files"].items()}
+            if all((path / name).stat().st_size == size for name, size in sizes.items()):
+                found.append(Checkpoint(str(folder), said["tag"], said["global_steps"]))
+        except (CheckpointError, OSError, KeyError):
+            continue
+    return sorted(found, key=lambda c: (-c.steps, c.tag))
+
+
+def _manifests(folder: Path) -> Iterator[Path]:
+    for file in folder.glob(f"*/{MANIFEST}"):
+        if not file.parent.name.startswith(".incomplete-"):
+            yield file

@@ -1,0 +1,107 @@
+"""What ranks have to know of each other: that one failed, that they differ, that one is gone.
+
+A rank that raises alone leaves the others waiting in a collective for as long as the time limit of
+the process group allows. What can fail on one rank is therefore done ``together``.
+"""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ds_ext.folder import CheckpointError
+from ds_ext.layout import Group
+
+T = TypeVar("T")
+
+# How torch's backends tell that a peer is gone or late: gloo by words, NCCL by DistError.
+_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket (closed|timeout)|"
+    r"remote (process|peer) (exited|closed)|failed to (recv|connect)|no route to host",
+    re.IGNORECASE,
+)
+
+
+class LostRankError(RuntimeError):
+    """Another rank has ended, or did not come within the time limit of the process group."""
+
+
+def gathered(value: T, group: Group = None) -> list[T]:
+    """The values of all ranks, in their order; without a process group this one's."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    with explained():
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def together(action: Callable[[], T], error: Callable[[str], Exception], group: Group = None) -> T:
+    """Runs ``action`` on every rank; if it fails on one, raises ``error(text)`` on all of them."""
+    failed, result = None, None
+    try:
+        result = action()
+    except Exception as caught:
+        failed = caught
+    told = gathered(None if failed is None else _told(failed), group)
+    if any(told):
+        ranks = {r: text for r, text in enumerate(told) if text}
+        alike = len(set(ranks.values())) == 1 and len(ranks) == len(told)
+        lines = ranks.values() if alike else [f"rank {r}: {text}" for r, text in ranks.items()]
+        raise error("; ".join(dict.fromkeys(lines))) from failed
+    return result  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> str:
+    known = isinstance(error, (ValueError, CheckpointError)) and str(error)
+    return known or f"{type(error).__name__}: {error}"
+
+
+def agree(facts: Mapping[str, Any], group: Group = None) -> None:
+    """Raises ValueError on all ranks if they differ in a fact, naming it, and where it differs."""
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    if len(set(gathered(digest, group))) == 1:
+        return
+    everyone = gathered(dict(facts), group)
+    for name in facts:
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(name) != everyone[0].get(name):
+                where = _difference(everyone[0].get(name), theirs.get(name))
+                raise ValueError(
+                    f"the ranks were started with different {name}s: rank 0 and rank {rank} differ "
+                    f"in {where}. Start all ranks with the same script, config and model."
+                )
+
+
+def _difference(a: Any, b: Any, where: str = "") -> str:
+    """The first place in which two nested values differ, with both."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(k for k in b if k not in a)]:
+            if a.get(key) != b.get(key) or (key in a) != (key in b):
+                return _difference(a.get(key), b.get(key), f"{where}.{key}".lstrip("."))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            if x != y:
+                return _difference(x, y, f"{where}[{i}]")
+        return f"{where or 'their number'}: {len(a)} and {len(b)}"
+    return f"{where + ': ' if where else ''}{a!r} and {b!r}"
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Says what a lost connection to another rank means, as LostRankError."""
+    try:
+        yield
+    except LostRankError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+            raise
+        raise LostRankError(
+            "another rank has ended, or did not come within the time limit of the process group "
+            "(deepspeed.init_distributed(timeout=...)). The first error in the other ranks' output "
+            "tells why. Nothing saved is lost: start again from the newest complete checkpoint."
+        ) from error
