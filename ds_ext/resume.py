@@ -25,7 +25,13 @@ _OWN = {
     *_COUNTS,
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
     *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
-    *("dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dims"),
+    *(
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+    ),
 }
 
 
@@ -187,7 +193,7 @@ class _Load:
             folder.verify(self.path, files, list(files)[layout.rank :: layout.world])
             names = manifest["model_files"]
             for name in manifest["state_files"]:
-                found = _map(self.path / name)
+                found = _map(self.path / name, is_plain="optim_states" in name)
                 self.saved.append(found.get("optimizer_state_dict") or found["optimizer"])
         if not names:
             raise CheckpointError(f"{self.path} holds no checkpoint: no file *model_states.pt.")
@@ -293,9 +299,12 @@ def _pieces(
     return made
 
 
-def _map(path: Path) -> Any:
-    """What torch.save wrote, its tensors left on the disk until they are read."""
-    is_plain = "optim_states" in path.name  # the model's file has what the client put into it
+def _map(path: Path, is_plain: bool = False) -> Any:
+    """What torch.save wrote, its tensors left on the disk until they are read.
+
+    ``is_plain``: there are only tensors and numbers in it, nothing that the client or DeepSpeed
+    put there.
+    """
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=is_plain)
     except Exception as error:
