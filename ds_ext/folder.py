@@ -19,6 +19,9 @@ MANIFEST = "ds_ext.json"
 VERSION = 3  # of the format: manifest and contents
 
 
+_REPLACED = ".replaced-"
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, is damaged, or is not of this run."""
 
@@ -37,7 +40,7 @@ def incomplete(path: Path) -> Path:
 
 
 def _replaced(path: Path) -> Path:
-    return path.with_name(f".replaced-{path.name}")
+    return path.with_name(_REPLACED + path.name)
 
 
 def describe(path: Path) -> dict[str, int]:
@@ -51,7 +54,7 @@ def describe(path: Path) -> dict[str, int]:
     return {"bytes": size, "crc32": checksum}
 
 
-def commit(path: Path, manifest: dict[str, Any], latest: bool) -> None:
+def commit(path: Path, manifest: dict[str, Any], is_latest: bool) -> None:
     """Moves a checkpoint from ``incomplete(path)`` to ``path``, and names it as the latest.
 
     A process killed in here leaves the old checkpoint or the new one, complete.
@@ -63,13 +66,14 @@ def commit(path: Path, manifest: dict[str, Any], latest: bool) -> None:
                 f"{name} was written by its rank but is not in {written}: the folder must lie on "
                 "a file system that all ranks share."
             )
-    _write(written / MANIFEST, json.dumps(manifest, indent=1))
+    said = manifest | {"crc32": _checksum(manifest)}
+    _write(written / MANIFEST, json.dumps(said, indent=1))
     if path.exists():
         shutil.rmtree(before, ignore_errors=True)
         path.rename(before)
     written.rename(path)
     _sync(path.parent)
-    if latest:
+    if is_latest:
         folder = path.parents[len(Path(manifest["tag"]).parts) - 1]
         _write(folder / "latest", manifest["tag"])
     shutil.rmtree(before, ignore_errors=True)
@@ -94,18 +98,19 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def find(folder: Path, tag: str | None) -> Path | None:
-    """The folder of a checkpoint, by default the latest; None if nothing was ever saved.
+def latest(folder: Path) -> str | None:
+    """The tag of the checkpoint that was saved last; None if nothing was ever saved."""
+    file = folder / "latest"
+    if not file.is_file():
+        return None
+    tag = file.read_text().strip()
+    if not tag:
+        raise CheckpointError(f"{file} is empty. {_others(folder, folder / ' ')}")
+    return tag
 
-    Raises CheckpointError if there is none under this tag.
-    """
-    if tag is None:
-        latest = folder / "latest"
-        if not latest.is_file():
-            return None
-        tag = latest.read_text().strip()
-        if not tag:
-            raise CheckpointError(f"{latest} is empty. {_others(folder, folder / ' ')}")
+
+def find(folder: Path, tag: str) -> Path:
+    """The folder of a checkpoint. Raises CheckpointError if there is none under this tag."""
     path = folder / tag
     if not path.is_dir() and (_replaced(path) / MANIFEST).is_file():
         return _replaced(path)  # killed while the new one took its place
@@ -115,28 +120,37 @@ def find(folder: Path, tag: str | None) -> Path | None:
 
 
 def manifest(path: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of itself; None if ds_ext did not write it."""
-    file = path / MANIFEST
-    if not file.is_file():
+    """What a checkpoint says of itself; None if ds_ext did not write it.
+
+    Raises CheckpointError if it is damaged, or of another version of the format.
+    """
+    if not (path / MANIFEST).is_file():
         return None
     try:
-        found = json.loads(file.read_text())
-        version = found["ds_ext"]
-        known = version != VERSION or all(
-            isinstance(entry["bytes"], int) and isinstance(entry["crc32"], int)
-            for entry in found["files"].values()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        known = False
-    if not known:
-        raise CheckpointError(f"{file} is damaged. {_others(path.parent, path)}")
-    if version != VERSION:
+        return _manifest(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {_others(path.parent, path)}") from error
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        said = json.loads((path / MANIFEST).read_text())
+        damaged = said.pop("crc32") != _checksum(said)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        damaged = True
+    if damaged:
+        raise CheckpointError(f"{path / MANIFEST} is damaged.")
+    if said["ds_ext"] != VERSION:
         raise CheckpointError(
-            f"{path} has format {version} of ds_ext's checkpoints, this is ds_ext with format "
-            f"{VERSION}: load it with the version of ds_ext that wrote it, save_16bit_model there, "
-            "and go on from that model."
+            f"{path} has format {said['ds_ext']} of ds_ext's checkpoints, this ds_ext reads format "
+            f"{VERSION}: load it with the version that wrote it, save_16bit_model there, and go on "
+            "from that model."
         )
-    return found
+    return said
+
+
+def _checksum(said: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
 
 
 def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> None:
@@ -180,13 +194,13 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     ]
     candidates = sorted([*_complete(Path(folder)), *trainers], key=lambda c: -c.steps)
     for candidate in candidates:
-        path = Path(candidate.folder, candidate.tag)
         try:
-            files = (manifest(path) or {"files": {}})["files"]
+            path = find(Path(candidate.folder), candidate.tag)
+            files = _manifest(path)["files"]
             verify(path, files, files)
+            return candidate
         except (CheckpointError, OSError):
             continue
-        return candidate
     return None
 
 
@@ -196,11 +210,12 @@ def _complete(folder: Path) -> list[Checkpoint]:
     for file in _manifests(folder):
         path = file.parent
         try:
-            said = manifest(path) or {}
-            sizes = {name: entry["bytes"] for name, entry in said["files"].items()}
-            if all((path / name).stat().st_size == size for name, size in sizes.items()):
-                found.append(Checkpoint(str(folder), said["tag"], said["global_steps"]))
-        except (CheckpointError, OSError, KeyError):
+            said = _manifest(path)
+            files = said["files"].items()
+            if all((path / name).stat().st_size == file["bytes"] for name, file in files):
+                tag = path.name.removeprefix(_REPLACED)
+                found.append(Checkpoint(str(folder), tag, said["global_steps"]))
+        except (CheckpointError, OSError):
             continue
     return sorted(found, key=lambda c: (-c.steps, c.tag))
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ds_ext import settings
+from ds_ext import ranks, settings
 from ds_ext.gradients import FusedBackward
 from ds_ext.layout import Group, Replicated
 from ds_ext.optimizer import RuleOptimizer
@@ -34,6 +34,8 @@ def fuse_into_backward(
     number of backward passes, and clipped then. ``.metrics`` of what is returned tells of the last
     step, with ``measure_updates`` also the RMS of updates and weights.
     """
+    kind = {"optimizer": type(optimizer).__name__}
+    ranks.agree(kind | ranks.facts(model, optimizer), group)
     layout = Replicated(group, {p: name for name, p in model.named_parameters()})
     layout.broadcast(model)
     if bucket_size is None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from ds_ext.folder import CheckpointError
 from ds_ext.layout import Group
@@ -60,13 +62,28 @@ def _told(error: Exception) -> str:
     return known or f"{type(error).__name__}: {error}"
 
 
-def agree(facts: Mapping[str, Any], group: Group = None) -> None:
+def facts(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What ranks that train the same model by the same optimizer agree in."""
+    names = {p: n for n, p in model.named_parameters()}
+    return {
+        "parameter": [
+            (n, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad)
+            for p, n in names.items()
+        ],
+        "parameter group": [
+            {**group, "params": [names.get(p) for p in group["params"]]}
+            for group in (optimizer.param_groups if optimizer is not None else ())
+        ],
+    }
+
+
+def agree(told: Mapping[str, Any], group: Group = None) -> None:
     """Raises ValueError on all ranks if they differ in a fact, naming it, and where it differs."""
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()
     if len(set(gathered(digest, group))) == 1:
         return
-    everyone = gathered(dict(facts), group)
-    for name in facts:
+    everyone = gathered(dict(told), group)
+    for name in told:
         for rank, theirs in enumerate(everyone):
             if theirs.get(name) != everyone[0].get(name):
                 where = _difference(everyone[0].get(name), theirs.get(name))

@@ -150,17 +150,8 @@ def _facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
     name = type(client).__name__ if client is not None else engine.optimizer_name()
     if not ours and name not in OPTIMIZERS:
         return {"optimizer": name}
-    names = {p: n for n, p in model.named_parameters()}
     config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
-    parameters = [
-        (n, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad)
-        for p, n in names.items()
-    ]
-    groups = [
-        {**group, "params": [names.get(p) for p in group["params"]]}
-        for group in (client.param_groups if ours else ())
-    ]
-    return {"optimizer": name, "config": config, "parameter": parameters, "parameter group": groups}
+    return {"optimizer": name, "config": config, **ranks.facts(model, client if ours else None)}
 
 
 def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:

@@ -63,7 +63,14 @@ class _Writer:
         self._try(self._save, state_dict, Path(path))
 
     def _save(self, state_dict: Any, path: Path) -> None:
-        self.inner.save(state_dict, str(path))
+        try:
+            self.inner.save(state_dict, str(path))
+        except Exception as error:
+            free = shutil.disk_usage(path.parent).free / 2**20
+            raise CheckpointError(
+                f"{path} could not be written ({free:,.0f} MiB are free there): "
+                f"{type(error).__name__}: {error}"
+            ) from error
         self.files[path.name] = folder.describe(path)
 
     def _copy_recovery_script(self, path: str) -> None:
@@ -160,12 +167,15 @@ def load_checkpoint(
     """
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: ds_ext reads weights in pieces; remove custom_load_fn.")
-    path = ranks.together(lambda: folder.find(Path(load_dir), tag), CheckpointError)
-    if path is None:
-        log(f"there is no checkpoint in {load_dir}: nothing is loaded")
-        return None, None
+    if tag is None:
+        tag = ranks.together(lambda: folder.latest(Path(load_dir)), CheckpointError)
+        if tag is None:
+            log(f"there is no checkpoint in {load_dir}: nothing is loaded")
+            return None, None
+    path = ranks.together(lambda: folder.find(Path(load_dir), str(tag)), CheckpointError)
     load = _Load(engine, path, load_module_strict)
-    ours = ranks.together(load.open, CheckpointError)
+    ours = ranks.together(load.verify, CheckpointError)
+    ranks.together(load.open, CheckpointError)
     with_state = ours and load_optimizer_states and not load_module_only
     ranks.together(lambda: load.check(with_state), lambda text: CheckpointError(f"{path}: {text}"))
     ranks.together(lambda: load.weights_and_state(with_state), CheckpointError)
@@ -183,26 +193,29 @@ class _Load:
         self.adapter: ZeroAdapter = engine.optimizer
         self.saved: list[Saved] = []  # by rank, of our optimizers
 
-    def open(self) -> bool:
-        """Verifies files and maps them -> whether ds_ext wrote them."""
-        manifest = folder.manifest(self.path)
-        layout = self.adapter.layout
-        names = sorted(file.name for file in self.path.glob("*model_states.pt"))
-        if manifest is not None:
-            files = manifest["files"]
+    def verify(self) -> bool:
+        """Verifies this rank's share of the files -> whether ds_ext wrote them."""
+        self.manifest = folder.manifest(self.path)
+        if self.manifest is not None:
+            files, layout = self.manifest["files"], self.adapter.layout
             folder.verify(self.path, files, list(files)[layout.rank :: layout.world])
-            names = manifest["model_files"]
-            for name in manifest["state_files"]:
+        return self.manifest is not None
+
+    def open(self) -> None:
+        """Maps the files."""
+        names = sorted(file.name for file in self.path.glob("*model_states.pt"))
+        if self.manifest is not None:
+            names = self.manifest["model_files"]
+            for name in self.manifest["state_files"]:
                 found = _map(self.path / name, is_plain="optim_states" in name)
                 self.saved.append(found.get("optimizer_state_dict") or found["optimizer"])
         if not names:
             raise CheckpointError(f"{self.path} holds no checkpoint: no file *model_states.pt.")
         models = [_map(self.path / name) for name in names]
-        if manifest is None:
+        if self.manifest is None:
             self._refuse_unfinished(models[0].get("optimizer"))
-        self.model = models[layout.rank % len(models)]
+        self.model = models[self.adapter.layout.rank % len(models)]
         self.pieces = Pieces([*self.saved, *self._weights_of(models, names)])
-        return manifest is not None
 
     def _refuse_unfinished(self, optimizer: Any) -> None:
         """Raises CheckpointError if ds_ext wrote these files after all."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointFunction
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -16,6 +17,7 @@ from ds_ext import checkpoint, settings
 from ds_ext.checkpoint import Own, Pieces
 from ds_ext.folder import CheckpointError
 from ds_ext.gradients import FusedBackward, logger
+from ds_ext.layout import Replicated
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.partitions import Partitions, layout_of
 from ds_ext.state import Part
@@ -31,6 +33,7 @@ class ZeroAdapter(ZeROOptimizer):
         self.module = engine.module
         self.dp_process_group = engine.seq_data_parallel_group
         self.layout = layout_of(engine)
+        _share_time_limit(self.layout)
         how = settings.gradients(
             engine._config._param_dict | effective(engine), engine.monitor.enabled
         )
@@ -281,6 +284,17 @@ class ZeroAdapter(ZeROOptimizer):
             self.layout.offload.destroy()
 
 
+def _share_time_limit(layout: Replicated) -> None:
+    """Makes the layout's group wait as long as the group of all ranks was told to.
+
+    DeepSpeed makes its groups with torch's default, half an hour.
+    """
+    everyone = dist.group.WORLD
+    if everyone is not None and layout.group is not None:
+        limit = everyone._get_backend(layout.device).options._timeout
+        dist.distributed_c10d._set_pg_timeout(limit, layout.group)
+
+
 def _refuse_to_repeat(loss: Tensor) -> None:
     """Raises RuntimeError if the graph of ``loss`` cannot be run backward twice."""
     waiting, seen = [loss.grad_fn], set()
@@ -321,5 +335,5 @@ def _loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
 
 def log(message: str) -> None:
     """Tells the user, once and not on every rank."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info(message)

@@ -53,3 +53,7 @@ def run(request, tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return request.param, Results(torch.load(out, weights_only=False), request.param)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=4, help="ranks killed in the soak")
