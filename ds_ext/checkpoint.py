@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import hyper
+from ds_ext import hyper, ops
 from ds_ext.folder import VERSION, CheckpointError
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.shard import Shard
@@ -207,5 +207,6 @@ def _state(pieces: Pieces, parts: Parts, own: Own) -> State:
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})  # type: ignore[assignment]
         values = pieces.read(part, "state", own.name, *keys)
-        inner[keys[-1]] = values.view(part.shape).to(own.run.device)
+        dtype = part.dtype or ops.accumulator(own.run.dtype)
+        inner[keys[-1]] = values.view(part.shape).to(own.run.device, dtype)
     return made

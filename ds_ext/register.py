@@ -119,7 +119,8 @@ def _end_with_the_others() -> None:
     def _configure_distributed_model(self: DeepSpeedEngine, model: Any) -> None:
         if not isinstance(model, PipelineModule):  # its ranks have different layers
             ranks.agree(_facts(self, model))
-        configure(self, model)
+        with ranks.explained():
+            configure(self, model)
 
     def explaining(method: Any) -> Any:
         @functools.wraps(method)

@@ -148,7 +148,10 @@ class Gradients:
 
 def gradients(config: dict[str, Any], monitored: bool = False) -> Gradients:
     """What a DeepSpeed config, of which a monitor may be on, says of gradients."""
-    section = Section(**hyper.check(Section, config.get("ds_ext") or {}, "ds_ext"))
+    given = config.get("ds_ext") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f'ds_ext is {given!r}; allowed: a section, {{"gradient_policy": ...}}.')
+    section = Section(**hyper.check(Section, given, "ds_ext"))
     kept = [
         f"{key} = {value!r}"
         for key, honoured in (
@@ -165,7 +168,7 @@ def gradients(config: dict[str, Any], monitored: bool = False) -> Gradients:
     if not isinstance(max_norm, int | float) or not 0 <= max_norm < math.inf:
         raise ValueError(f"gradient_clipping is {max_norm!r}; allowed: a number >= 0.")
     dtype = _lookup(config, "data_types.grad_accum_dtype")
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
         raise ValueError(f"data_types.grad_accum_dtype is {dtype!r}; allowed: fp32, bf16, fp16.")
     return Gradients(
         bucket_size=bucket_size(config),
@@ -208,4 +211,10 @@ def report(how: Gradients, config: dict[str, Any]) -> list[str]:
 def bucket_size(config: dict[str, Any]) -> int:
     """Gradient elements in flight: ``zero_optimization.reduce_bucket_size``, or our default."""
     size = _lookup(config, "zero_optimization.reduce_bucket_size")
-    return BUCKET_SIZE if size is None else int(size)
+    if size is None:
+        return BUCKET_SIZE
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
+        raise ValueError(
+            f"zero_optimization.reduce_bucket_size is {size!r}; allowed: a number of elements >= 0."
+        )
+    return int(size)

@@ -301,7 +301,7 @@ def soak(folder: str, kills: int, seed: int = 0) -> dict[str, Any]:
     lost, reached, moments, done = [], [], [], 0
     saved = 0
     while done < kills:
-        world = chance.choice((1, 2))
+        world = chance.choice((1, 2, 2))
         with tempfile.TemporaryDirectory() as out:
             pids = forks.start(world, run_on, (folder, chance.randrange(4)), Path(out), 60)
             time.sleep(chance.uniform(0.5, 3))

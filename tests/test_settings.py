@@ -28,6 +28,11 @@ SETTINGS = [
     ("expert_parallel.enabled", [True], [False], "remove it"),
     ("sequence_parallel_size", [2], [1], "remove it"),
     ("compile.deepcompile", [True], [False], "remove it"),
+    ("checkpoint.load_universal", [True], [False], "without ds_to_universal"),
+    ("checkpoint.use_node_local_storage", [True], [False], "file system that all ranks share"),
+    ("checkpoint.writer", [{"decoupled": True}], [None], "remove it"),
+    ("checkpoint.checkpoint_serialization", [False], [True], "remove it"),
+    ("datastates_ckpt.enabled", [True], [False], "remove it"),
 ]
 REFUSED = [(key, value, advice) for key, bad, _, advice in SETTINGS for value in bad]
 HONOURED = [(key, value) for key, _, good, _ in SETTINGS for value in good]
@@ -155,14 +160,14 @@ def test_bucket_size():
     assert settings.bucket_size(config("zero_optimization.reduce_bucket_size", 1)) == 1
 
 
-def test_a_bucket_of_nothing_is_not_silently_the_default():
-    """DeepSpeed takes 0: each parameter by itself. To refuse it would do as well."""
-    try:
-        size = settings.bucket_size(config("zero_optimization.reduce_bucket_size", 0))
-    except ValueError as error:
-        assert "reduce_bucket_size" in str(error)
-    else:
-        assert size == 0
+def test_a_bucket_of_nothing_is_each_parameter_by_itself():
+    assert settings.bucket_size(config("zero_optimization.reduce_bucket_size", 0)) == 0
+
+
+@pytest.mark.parametrize("size", ["auto", -1, True, [], float("inf")])
+def test_a_bucket_size_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match="zero_optimization.reduce_bucket_size is .*; allowed"):
+        settings.bucket_size(config("zero_optimization.reduce_bucket_size", size))
 
 
 class RMSNorm(nn.Module):

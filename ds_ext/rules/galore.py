@@ -79,7 +79,7 @@ class GaLoreAdamW:
         ops.apply_(p, back, alpha * self.scale, decay, shard)
 
     def projects(self, shard):
-        return self.rank is not None and len(shard.shape) == 2
+        return self.rank is not None and len(shard.shape) == 2 and shard.numel > 0
 
     def space(self, shard):
         """(dimensions, whether they are the right side's) of the whole matrix."""
