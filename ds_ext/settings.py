@@ -85,7 +85,7 @@ _HONOURED = [
     ("checkpoint.use_node_local_storage", _off, _SHARED),
     ("checkpoint.writer", _off, _REMOVE),
     ("checkpoint.checkpoint_serialization", lambda v: v is True, _REMOVE),
-    ("datastates_ckpt.enabled", _off, _REMOVE),
+    ("datastates_ckpt", lambda v: v is False, _REMOVE),
 ]
 
 

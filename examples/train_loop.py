@@ -2,6 +2,13 @@
 
     torchrun --nproc_per_node 2 examples/train_loop.py [MODEL_FOLDER]
 
+Started again, it goes on from its newest checkpoint, on any number of ranks that divides BATCH.
+With this on each of two hosts torchrun does so itself: when a rank dies it is started again, when
+a host is lost the run goes on without it.
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc_per_node 1 --max-restarts 3 \
+        --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 examples/train_loop.py
+
 On a machine without a GPU, put DS_ACCELERATOR=cpu before it.
 """
 
@@ -12,22 +19,22 @@ import deepspeed
 import torch
 from smollm2 import smollm2
 from text_data import load_file, tokenize
-from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 from transformers.integrations import HfDeepSpeedConfig
 
-import ds_ext  # noqa: F401  makes "AdaLomo" and the others known to DeepSpeed
+import ds_ext  # makes "AdaLomo" and the others known to DeepSpeed
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+BATCH = 4  # rows a step, over all ranks
 CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": BATCH,
     "gradient_accumulation_steps": 1,  # more: gradients are kept until a step's last micro-batch
     "gradient_clipping": 0.0,  # AdaLomo bounds its updates itself; more: backward runs twice
     "bf16": {"enabled": DTYPE == torch.bfloat16},
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "optimizer": {"type": "AdaLomo", "params": {"lr": 5e-4}},
 }
-STEPS = 40
+STEPS, SAVE_EVERY = 40, 20
 OUT = "runs/train_loop"
 
 
@@ -43,13 +50,22 @@ def main() -> None:
     rows = load_file(str(Path(__file__).parent / "data" / "devil_train.jsonl"))
     rows = tokenize(rows, tokenizer, max_length=128)
     collate = DataCollatorForSeq2Seq(tokenizer)
-    batches = DataLoader(rows, 2, sampler=DistributedSampler(rows), collate_fn=collate)
-    for step, batch in zip(range(STEPS), batches, strict=False):
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    rank, world = engine.global_rank, torch.distributed.get_world_size()
+
+    checkpoints = f"{OUT}/checkpoints"
+    if newest := ds_ext.newest_checkpoint(checkpoints):  # complete and undamaged
+        engine.load_checkpoint(newest.folder, newest.tag)
+    for step in range(engine.global_steps, STEPS):
+        chosen = [order[i % len(order)] for i in range(step * BATCH, (step + 1) * BATCH)]
+        batch = collate([rows[i] for i in chosen[rank::world]])
         loss = engine(**batch.to(engine.device)).loss
         engine.backward(loss)  # each gradient is used and freed in here, as it appears
         engine.step()  # called for every micro-batch, also where several make a step
-        if engine.global_rank == 0:
+        if rank == 0:
             print(f"step {step}: loss {loss:.2f}, norm {engine.get_global_grad_norm():.2f}")
+        if (step + 1) % SAVE_EVERY == 0:
+            engine.save_checkpoint(checkpoints, tag="newest")  # takes the place of the one before
 
     engine.save_16bit_model(OUT)  # in fp32 where the weights are
     if engine.global_rank == 0:

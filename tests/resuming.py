@@ -13,10 +13,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import zero_to_fp32
+from transformers import TrainingArguments
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
-from tests import forks, models
+from tests import forks, models, own_loops, trainer_jobs, trainer_worker
 
 ROWS = 6  # of a step, over all ranks
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -335,6 +336,41 @@ def from_adamw(folder: str) -> dict[str, Any]:
     return results
 
 
+TRAINERS = {"adalomo": 3, "came": 2}  # config, stage
+
+
+def trainer(folder: str, way: str) -> dict[str, Any]:
+    """HF Trainer, unchanged, that saves every four steps; and one that resumes from the fourth."""
+    results = {}
+    for name, stage in TRAINERS.items():
+        arguments = trainer_jobs.ARGUMENTS | trainer_jobs.RATES.get(name, {})
+        output = f"{folder}/{name}"
+
+        def make(output=output, arguments=arguments, name=name, stage=stage):
+            given = TrainingArguments(
+                output_dir=output,
+                per_device_train_batch_size=trainer_jobs.BATCH // dist.get_world_size(),
+                deepspeed=trainer_worker.config(name, stage),
+                **(arguments | {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}),
+            )
+            model = trainer_jobs.model()
+            return trainer_jobs.Sequential(
+                model=model, args=given, train_dataset=trainer_jobs.data()
+            )
+
+        if way == "write":
+            first = make()
+            before = own_loops.whole(first.model)
+            first.train()
+            results[name, "first"] = own_loops.whole(first.model_wrapped.module)
+            results[name, "before"] = before
+        second = make(output=f"{output} {way}")
+        second.train(resume_from_checkpoint=f"{output}/checkpoint-4")
+        results[name, "second"] = own_loops.whole(second.model_wrapped.module)
+        results[name, "steps"] = [log["step"] for log in second.state.log_history if "loss" in log]
+    return results
+
+
 def phases(folder: str) -> dict[str, Any]:
     """Each phase: the number of ranks, and what they do."""
     return {
@@ -345,6 +381,8 @@ def phases(folder: str) -> dict[str, Any]:
         "bits": (2, bits, f"{folder}/bits"),
         **{f"accumulated {s}": (2, accumulate, f"{folder}/kept {s}", s, "write") for s in STAGES},
         **{f"accumulated one {s}": (1, accumulate, f"{folder}/kept {s}", s, "") for s in STAGES},
+        "trainer": (2, trainer, f"{folder}/trainer", "write"),
+        "trainer one": (1, trainer, f"{folder}/trainer", "one"),
         "tools": (2, tools, f"{folder}/tools"),
         "adamw": (2, adamw, folder),
         "from adamw": (1, from_adamw, folder),

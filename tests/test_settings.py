@@ -32,7 +32,7 @@ SETTINGS = [
     ("checkpoint.use_node_local_storage", [True], [False], "file system that all ranks share"),
     ("checkpoint.writer", [{"decoupled": True}], [None], "remove it"),
     ("checkpoint.checkpoint_serialization", [False], [True], "remove it"),
-    ("datastates_ckpt.enabled", [True], [False], "remove it"),
+    ("datastates_ckpt", [{}, {"x": 1}], [False], "remove it"),
 ]
 REFUSED = [(key, value, advice) for key, bad, _, advice in SETTINGS for value in bad]
 HONOURED = [(key, value) for key, _, good, _ in SETTINGS for value in good]
