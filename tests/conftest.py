@@ -49,10 +49,18 @@ def run(request, tmp_path_factory):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return request.param, Results(torch.load(out, weights_only=False), request.param)
+
+
+def pytest_collection_modifyitems(items):
+    """Side by side run files; those that share the worlds here run together, one world at a time."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        group = "worlds" if "run" in params else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_addoption(parser):

@@ -30,7 +30,7 @@ def faults(tmp_path_factory, request):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300 + 10 * int(kills),
+        timeout=600 + 10 * int(kills),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return torch.load(out, weights_only=False)

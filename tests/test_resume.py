@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.resuming import BITS, KINDS, STAGES, error, same
+from tests.resuming import BITS, KINDS, STAGES, TRAINERS, error, same
 
 EXACT = 1e-6  # of the update of the whole model
 ALL = [(kind, stage) for kind in KINDS for stage in STAGES]
@@ -27,7 +27,7 @@ def seen(tmp_path_factory):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     phases = torch.load(out, weights_only=False)
@@ -76,6 +76,18 @@ def test_gradients_that_wait_are_gone_on_from(seen, stage):
     whole, one = (seen[f"accumulated{n} {stage}"][0].result for n in ("", " one"))
     assert error(one["after"], whole["after"], whole["before"]) <= EXACT
     assert whole["micro"] == one["micro"] == 3
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_hf_trainer_resumes_unchanged(seen, name):
+    for rank in seen["trainer"]:
+        got = rank.result
+        assert same(got[name, "first"], got[name, "second"])
+        assert got[name, "steps"] == list(range(1, 9))
+    (one,) = seen["trainer one"]  # of twice the batch
+    off = error(one.result[name, "second"], got[name, "first"], got[name, "before"])
+    # Small steps: next to the weights' own resolution in fp32, 1e-6 of such an update.
+    assert off <= 2 * EXACT
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -40,7 +40,7 @@ def run(tmp_path_factory):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder, torch.load(folder / "results.pt", weights_only=False), done.stderr

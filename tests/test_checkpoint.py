@@ -1,0 +1,123 @@
+"""What is saved and how it is read: pieces, not wholes. (Real ranks: test_resume.py.)"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import ds_ext
+from ds_ext import checkpoint, folder, ranks
+from ds_ext.checkpoint import Own, Pieces
+from ds_ext.optimizer import Update
+from ds_ext.shard import Shard
+from ds_ext.state import Part
+
+SHAPE = (4096, 2048)
+
+
+def owned(values, rank, world):
+    key = torch.empty(0, requires_grad=True)
+    shard = Shard.of_rank(tuple(values.shape), rank, world)
+    run = values.flatten()[shard.start : shard.stop].clone()
+    return {key: Own("weight", run, shard)}
+
+
+def anonymous() -> int:
+    """Bytes that this process has in memory of its own: no mapped files."""
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_a_rank_reads_its_part_and_no_more(tmp_path, monkeypatch):
+    own = owned(torch.randn(SHAPE), 0, 1)
+    ((key, whole),) = own.items()
+    optimizer = ds_ext.CAME([key])
+    gradient = torch.randn(whole.run.numel())
+    optimizer.update([Update(key, whole.run, gradient, whole.shard)], lambda total: None)
+    torch.save(checkpoint.save(optimizer, own, 0, 1), tmp_path / "saved.pt")
+    size = 4 * whole.run.numel()
+    expected = whole.run.clone(), optimizer.state[key]["m"].clone()
+    del optimizer, own, gradient, whole
+
+    world, rank = 8, 3
+    part = owned(torch.zeros(SHAPE), rank, world)
+    ((key, mine),) = part.items()
+    optimizer = ds_ext.CAME([key])
+    before, peak = anonymous(), 0
+    read = Pieces.read
+
+    def watched(*args):
+        nonlocal peak
+        values = read(*args)
+        peak = max(peak, anonymous())
+        return values
+
+    monkeypatch.setattr(Pieces, "read", watched)
+    saved = torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True)
+    checkpoint.check(Pieces([saved]), optimizer, part, True)
+    checkpoint.load(Pieces([saved]), optimizer, part)
+    cut = slice(mine.shard.start, mine.shard.stop)
+    assert torch.equal(mine.run, expected[0][cut])
+    assert torch.equal(optimizer.state[key]["m"], expected[1][cut])
+    assert peak - before < 2 * size / world + 2**21  # of weights and momentum; 2 · size are all
+    # The watch does see a whole tensor that is read.
+    watched(Pieces([saved]), Part.of(slice(0, size // 4), size // 4), "weights", "weight")
+    assert peak - before > size
+
+
+@pytest.mark.parametrize("first, second", [((0, 5), (5, 9)), ((0, 6), (4, 9)), ((3, 9), (0, 4))])
+def test_pieces_may_overlap_and_come_in_any_order(first, second):
+    whole = torch.arange(9.0)
+    saved = [
+        {"x": checkpoint.piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in (first, second)
+    ]
+    for start in range(9):
+        for stop in range(start, 10):
+            part = Part.of(slice(start, stop), 9)
+            assert not Pieces(saved).lacks(part, "x")
+            assert torch.equal(Pieces(saved).read(part, "x"), whole[start:stop])
+
+
+def test_a_gap_between_pieces_is_seen():
+    whole = torch.arange(9.0)
+    saved = [
+        {"x": checkpoint.piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in ((0, 4), (5, 9))
+    ]
+    pieces = Pieces(saved)
+    assert pieces.lacks(Part.of(slice(3, 6), 9), "x")
+    assert not pieces.lacks(Part.of(slice(5, 9), 9), "x")
+    assert pieces.lacks(Part.of(slice(0, 4), 8), "x")  # of another total
+
+
+def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
+    assert folder.newest_checkpoint(tmp_path) is None
+
+    def write(path, steps):
+        aside = folder.incomplete(path)
+        aside.mkdir(parents=True)
+        (aside / "file.pt").write_bytes(b"content %d" % steps)
+        files = {"file.pt": folder.describe(aside / "file.pt")}
+        said = {"ds_ext": folder.VERSION, "tag": path.name, "global_steps": steps, "files": files}
+        folder.commit(path, said, True)
+
+    for steps in (9, 10, 30):
+        write(tmp_path / f"global_step{steps}", steps)
+    assert folder.newest_checkpoint(tmp_path).steps == 30
+    assert folder.latest(tmp_path) == "global_step30"
+    (tmp_path / "global_step30" / "file.pt").write_bytes(b"c0ntent 30")
+    assert folder.newest_checkpoint(tmp_path) == (str(tmp_path), "global_step10", 10)
+    write(tmp_path / "checkpoint-40" / "global_step40", 40)  # HF Trainer killed before it was done
+    assert folder.newest_checkpoint(tmp_path).steps == 10
+    (tmp_path / "checkpoint-40" / "trainer_state.json").write_text("{}")
+    inner = str(tmp_path / "checkpoint-40")
+    assert folder.newest_checkpoint(tmp_path) == (inner, "global_step40", 40)
+    write(tmp_path / "global_step9", 11)  # in the place of the one before
+    assert not list(tmp_path.glob(".*"))
+    assert folder.newest_checkpoint(tmp_path / "global_step9") is None
+
+
+def test_the_first_difference_is_named():
+    assert ranks._difference({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}) == "a.b[1]: 2 and 3"
+    assert ranks._difference({"a": 1}, {"a": 1, "c": 2}) == "c: None and 2"
+    assert ranks._difference([1], [1, 2], "x") == "x: 1 and 2"
