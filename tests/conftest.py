@@ -56,7 +56,7 @@ def run(request, tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """Side by side run files; those that share the worlds here run together, one world at a time."""
+    """Files run side by side; those that share the worlds above run one after another."""
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         group = "worlds" if "run" in params else item.path.name
