@@ -170,8 +170,8 @@ def check_weights(pieces: Pieces, owned: Mapping[Tensor, Own], strict: bool) -> 
 
 
 @torch.no_grad()
-def load(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
-    """Puts back this rank's part of weights, state and groups; ``check`` comes before."""
+def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
+    """Puts back this rank's part of state and groups, before ``load_weights``, after ``check``."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})
     optimizer.state.clear()
@@ -181,7 +181,6 @@ def load(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) 
             parts = optimizer.rule_of(param).keeps(own.shard)
             state = _state(pieces, parts, own)
             optimizer.state[param] = {**state, "step": found["step"]}
-    load_weights(pieces, optimizer, owned)
 
 
 @torch.no_grad()

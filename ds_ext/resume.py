@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from ds_ext import checkpoint, folder, ranks
+from ds_ext import checkpoint, folder, grouping, ranks
 from ds_ext.checkpoint import Pieces, Saved
 from ds_ext.folder import CheckpointError
 from ds_ext.zero import ZeroAdapter, log
@@ -104,7 +104,8 @@ def save_checkpoint(
 
     def prepare() -> None:
         if engine.global_rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            for left in aside.parent.glob(folder.incomplete(Path("*")).name):
+                shutil.rmtree(left, ignore_errors=True)
             aside.mkdir(parents=True)
 
     def written() -> dict[str, dict[str, int]]:
@@ -179,6 +180,7 @@ def load_checkpoint(
     with_state = ours and load_optimizer_states and not load_module_only
     ranks.together(lambda: load.check(with_state), lambda text: CheckpointError(f"{path}: {text}"))
     ranks.together(lambda: load.weights_and_state(with_state), CheckpointError)
+    engine.optimizer.publish_all()
     ranks.together(lambda: load.counts(load_lr_scheduler_states, load_module_only), CheckpointError)
     return str(path), load.client_state()
 
@@ -254,17 +256,16 @@ class _Load:
         adapter = self.adapter
         adapter.checkpoint_event_prologue()
         if with_state:
-            checkpoint.load(self.pieces, adapter.optimizer, adapter.owned())
+            checkpoint.load_state(self.pieces, adapter.optimizer, adapter.owned())
             adapter.restore(self.pieces)
         else:
             adapter.optimizer.state.clear()
             adapter.fused.begin_with({})
-            missing = checkpoint.load_weights(self.pieces, adapter.optimizer, adapter.owned())
             kind = type(adapter.optimizer).__name__
             log(f"{self.path}: weights are taken, the state of {kind} starts anew")
-            if missing:
-                log(f"not in the checkpoint, left as they were: {', '.join(missing[:5])}")
-        adapter.publish_all()
+        missing = checkpoint.load_weights(self.pieces, adapter.optimizer, adapter.owned())
+        if missing:
+            log(f"not in the checkpoint, left as they were: {grouping.summary(missing)}")
         names = set(self.engine.param_names.values())
         buffers = {k: v for k, v in self.model["module"].items() if k not in names}
         self.engine.module.load_state_dict(buffers, strict=False)

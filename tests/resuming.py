@@ -336,24 +336,27 @@ def from_adamw(folder: str) -> dict[str, Any]:
     return results
 
 
-TRAINERS = {"adalomo": 3, "came": 2}  # config, stage
+TRAINERS = {"adalomo": 3, "came": 2, "lora adalomo": 3}  # config, stage
 
 
 def trainer(folder: str, way: str) -> dict[str, Any]:
     """HF Trainer, unchanged, that saves every four steps; and one that resumes from the fourth."""
     results = {}
     for name, stage in TRAINERS.items():
-        arguments = trainer_jobs.ARGUMENTS | trainer_jobs.RATES.get(name, {})
+        config = name.split()[-1]
+        arguments = trainer_jobs.ARGUMENTS | trainer_jobs.RATES.get(config, {})
         output = f"{folder}/{name}"
 
-        def make(output=output, arguments=arguments, name=name, stage=stage):
+        def make(output=output, arguments=arguments, name=name, stage=stage, config=config):
             given = TrainingArguments(
                 output_dir=output,
                 per_device_train_batch_size=trainer_jobs.BATCH // dist.get_world_size(),
-                deepspeed=trainer_worker.config(name, stage),
+                deepspeed=trainer_worker.config(config, stage),
                 **(arguments | {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}),
             )
             model = trainer_jobs.model()
+            if "lora" in name:
+                model = trainer_jobs.adapted(model)
             return trainer_jobs.Sequential(
                 model=model, args=given, train_dataset=trainer_jobs.data()
             )

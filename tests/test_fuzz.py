@@ -112,7 +112,8 @@ class Ranks:
     def load(self, saved):
         for optimizer, owned in zip(self.optimizers, self.owned, strict=True):
             checkpoint.check(Pieces(saved), optimizer, owned, True)
-            checkpoint.load(Pieces(saved), optimizer, owned)
+            checkpoint.load_state(Pieces(saved), optimizer, owned)
+            checkpoint.load_weights(Pieces(saved), optimizer, owned)
 
     def weights(self):
         """The whole weights, flat, with their masters."""

@@ -24,7 +24,7 @@ def seen(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-m", "tests.resuming", str(out)],
         cwd=Path(__file__).parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=900,

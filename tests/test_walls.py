@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "ds_ext"
 STANDS_ON = {
     "__main__": ["register", "memory"],
     "__init__": ["register", "fuse"],
-    "register": ["resume", "grouping"],
-    "resume": ["zero", "ranks"],
+    "register": ["resume"],
+    "resume": ["zero", "ranks", "grouping"],
     "zero": ["partitions", "gradients", "checkpoint", "settings"],
     "partitions": ["layout"],
     "fuse": ["gradients", "ranks"],
