@@ -3,6 +3,7 @@
 And the real ranks: each world is started once, and runs all cases of worker.py.
 """
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -39,28 +40,34 @@ class Results(dict):
 @pytest.fixture(scope="session", params=[1, 2, 3], ids="ranks{}".format)
 def run(request, tmp_path_factory):
     """(number of ranks, results of worker.py by case)."""
-    out = tmp_path_factory.mktemp("world") / "results.pt"
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes that test side by side
+    out = folder / f"world{request.param}.pt"
+    log = folder / f"world{request.param}.log"
+    with open(folder / f"world{request.param}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes first runs it
+        if not log.exists():
+            log.write_text(world(request.param, out))
+    assert out.exists(), log.read_text()
+    return request.param, Results(torch.load(out, weights_only=False), request.param)
+
+
+def world(ranks: int, out: Path) -> str:
+    """Runs all cases on real ranks, into ``out`` if they end well -> the end of what they wrote."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc_per_node={request.param}", "-m", "tests.worker", str(out)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, f"--nproc_per_node={ranks}", "-m", "tests.worker", str(out)]
     done = subprocess.run(
         command,
         cwd=Path(__file__).parent.parent,
-        env=environment,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return request.param, Results(torch.load(out, weights_only=False), request.param)
-
-
-def pytest_collection_modifyitems(items):
-    """Files run side by side; those that share the worlds above run one after another."""
-    for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        group = "worlds" if "run" in params else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+    if done.returncode:
+        out.unlink(missing_ok=True)
+    return done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def pytest_addoption(parser):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ds_ext import AdaLomo, checkpoint, precision, rounds
+from ds_ext.checkpoint import Own, Pieces
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.precision import Writing
 from ds_ext.shard import Shard
@@ -295,10 +296,11 @@ def test_a_checkpoint_of_runs_has_the_same_bits(mode, half):
     gradients = table.gradients(8, SHAPES, half)
     through, _ = trained(mode, half, gradients)
     first, halfway = trained(mode, half, gradients[:4])
-    saved = from_file(checkpoint.save(halfway, *named(first), ranks=1))
+    saved = Pieces([from_file(checkpoint.save(halfway, owned(first), 0, 1))])
     second = [nn.Parameter(torch.zeros_like(p)) for p in first]
     resumed = AdaLomo(second, weight_update=mode)
-    checkpoint.load(saved, resumed, *named(second), ranks=1, with_state=True)
+    checkpoint.load_state(saved, resumed, owned(second))
+    checkpoint.load_weights(saved, resumed, owned(second))
     train(second, resumed, gradients[4:])
     assert all(p.equal(q) for p, q in zip(second, through, strict=True))
 
@@ -317,9 +319,11 @@ def train(params, optimizer, gradients):
     return params
 
 
-def named(params):
-    names = {p: str(i) for i, p in enumerate(params)}
-    return names, {name: p.detach().view(-1) for p, name in names.items()}
+def owned(params):
+    return {
+        p: Own(str(i), p.detach().view(-1), Shard.whole(tuple(p.shape)))
+        for i, p in enumerate(params)
+    }
 
 
 def from_file(saved):
