@@ -222,7 +222,12 @@ class ZeroAdapter(ZeROOptimizer):
             gradients[owned[param].name] = checkpoint.piece(values, part, bad=bool(run.bad))
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
         done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
-        return {"passes": [done, steps], "ranks": self.layout.world, "gradients": gradients}
+        return {
+            "passes": [done, steps],
+            "ranks": self.layout.world,
+            "loss_scale": self.loss_scale,
+            "gradients": gradients,
+        }
 
     def check_accumulated(self, pieces: Pieces) -> None:
         """Raises CheckpointError if gradients were saved that cannot be gone on from."""
@@ -249,14 +254,16 @@ class ZeroAdapter(ZeROOptimizer):
             log("the loss scale is not that of the checkpoint, which had another kind of it")
         self.fused.previous_norm = saved["previous_norm"]
         self.fused.skipped_steps = saved["skipped_steps"]
-        ratio = self.layout.world / saved["accumulated"]["ranks"]
+        # Gradients are of the scaled loss, and sums over the ranks, divided by their number later.
+        then = saved["accumulated"]
+        factor = self.loss_scale / then["loss_scale"]
+        if self.fused.how.average:
+            factor *= self.layout.world / then["ranks"]
         kept = {}
         for param, own in self.owned().items():
             found = next(pieces.find("accumulated", "gradients", own.name), None)
             if found is not None:
                 values = pieces.read(Part.like(own.shard), "accumulated", "gradients", own.name)
-                # Gradients are sums over the ranks, divided by their number in the end.
-                factor = ratio if self.fused.how.average else 1.0
                 kept[param] = (values.to(own.run.device) * factor, found["bad"])
         self.fused.begin_with(kept)
 
