@@ -30,7 +30,7 @@ test: .venv/.test
 	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
 	fi; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
 
 check: .venv/.test
 	$(BIN)/ruff check .

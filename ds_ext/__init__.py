@@ -7,8 +7,8 @@ import logging
 
 from ds_ext.folder import Checkpoint, CheckpointError, newest_checkpoint
 from ds_ext.fuse import fuse_into_backward
+from ds_ext.lost import LostRankError
 from ds_ext.optimizer import CAME, LAMB, LOMO, Adafactor, AdaLomo, GaLoreAdamW, RuleOptimizer
-from ds_ext.ranks import LostRankError
 from ds_ext.register import register
 
 __all__ = [

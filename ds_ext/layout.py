@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ext.lost import explained
 from ds_ext.shard import Shard
 
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: all ranks
@@ -104,7 +105,8 @@ class Replicated:
     def _sum(self, x: Tensor) -> None:
         if self.world > 1:
             self.bytes_sent += x.nbytes
-            dist.all_reduce(x, group=self.group)
+            with explained():
+                dist.all_reduce(x, group=self.group)
 
     def all_reduce(self, sums: Tensor) -> None:
         """Adds up partial sums over the ranks that share a parameter, in place."""
@@ -142,7 +144,8 @@ class Sharded(Replicated):
         run = flat.view(self.world, -1)[self.rank]
         if self.world > 1:
             self.bytes_sent += flat.nbytes
-            _REDUCE_SCATTER(run, flat, group=self.group)
+            with explained():
+                _REDUCE_SCATTER(run, flat, group=self.group)
         return run
 
     def all_reduce(self, sums: Tensor) -> None:
@@ -161,6 +164,7 @@ class Sharded(Replicated):
             run = self.run(param)
             part[: len(run)].copy_(run)
             self.bytes_sent += part.nbytes
-            _ALL_GATHER(whole, part, group=self.group)
+            with explained():
+                _ALL_GATHER(whole, part, group=self.group)
             if whole is not flat:
                 flat.copy_(whole[: flat.numel()])

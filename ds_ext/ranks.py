@@ -4,10 +4,8 @@ A rank that raises alone leaves the others waiting in a collective for as long a
 the process group allows. What can fail on one rank is therefore done ``together``.
 """
 
-import contextlib
 import hashlib
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,19 +14,9 @@ from torch.optim import Optimizer
 
 from ds_ext.folder import CheckpointError
 from ds_ext.layout import Group
+from ds_ext.lost import explained
 
 T = TypeVar("T")
-
-# How torch's backends tell that a peer is gone or late: gloo by words, NCCL by DistError.
-_LOST = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket (closed|timeout)|"
-    r"remote (process|peer) (exited|closed)|failed to (recv|connect)|no route to host",
-    re.IGNORECASE,
-)
-
-
-class LostRankError(RuntimeError):
-    """Another rank has ended, or did not come within the time limit of the process group."""
 
 
 def gathered(value: T, group: Group = None) -> list[T]:
@@ -105,20 +93,3 @@ def _difference(a: Any, b: Any, where: str = "") -> str:
                 return _difference(x, y, f"{where}[{i}]")
         return f"{where or 'their number'}: {len(a)} and {len(b)}"
     return f"{where + ': ' if where else ''}{a!r} and {b!r}"
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Says what a lost connection to another rank means, as LostRankError."""
-    try:
-        yield
-    except LostRankError:
-        raise
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
-            raise
-        raise LostRankError(
-            "another rank has ended, or did not come within the time limit of the process group "
-            "(deepspeed.init_distributed(timeout=...)). The first error in the other ranks' output "
-            "tells why. Nothing saved is lost: start again from the newest complete checkpoint."
-        ) from error

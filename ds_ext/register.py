@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
 from ds_ext import grouping, ranks, resume, settings
+from ds_ext.lost import explained
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.zero import ZeroAdapter, effective, log
 
@@ -119,7 +120,7 @@ def _end_with_the_others() -> None:
     def _configure_distributed_model(self: DeepSpeedEngine, model: Any) -> None:
         if not isinstance(model, PipelineModule):  # its ranks have different layers
             ranks.agree(_facts(self, model))
-        with ranks.explained():
+        with explained():
             configure(self, model)
 
     def explaining(method: Any) -> Any:
@@ -127,7 +128,7 @@ def _end_with_the_others() -> None:
         def call(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(self.optimizer, ZeroAdapter):
                 return method(self, *args, **kwargs)
-            with ranks.explained():
+            with explained():
                 return method(self, *args, **kwargs)
 
         return call

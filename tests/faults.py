@@ -264,6 +264,18 @@ def differ() -> dict[str, Any]:
     return results
 
 
+def plain() -> None:
+    """A rank killed in loss.backward(), without an engine."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
+    optimizer = ds_ext.CAME(model.parameters())
+    ds_ext.fuse_into_backward(model, optimizer)
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            model[0].weight.register_hook(_kill)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+
+
 def _json(begin, config, optimizer) -> None:
     config["optimizer"], before = optimizer, config["optimizer"]
     try:
@@ -364,6 +376,7 @@ def main() -> None:
         jobs[fault] = lambda f, fault=fault, i=i: suffer(f, fault, (3, 1, 2)[i % 3])
     jobs |= {
         "damage": lambda f: forks.run(2, damage, f, timeout=60),
+        "plain": lambda f: forks.run(2, plain, timeout=60),
         "differ": lambda f: forks.run(2, differ, timeout=60),
         "endure": lambda f: forks.run(1, endure, 1000, timeout=60),
         "soak": lambda f: soak(f, kills),

@@ -67,6 +67,12 @@ def test_the_other_ranks_end_with_a_clear_error_in_time(faults, fault):
         assert "this rank's forward fails" in failed[victim].output
 
 
+def test_a_lost_rank_is_told_without_an_engine_too(faults):
+    other, victim = faults["plain"]
+    assert (other.code, victim.code) == (1, -9)
+    assert LOST in other.output and other.seconds < 30
+
+
 FILES = [
     "ds_ext.json",
     *(

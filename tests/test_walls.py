@@ -24,7 +24,8 @@ STANDS_ON = {
     "gradients": ["optimizer", "buckets", "settings"],
     "buckets": ["uses", "layout", "ops"],
     "uses": [],
-    "layout": ["shard"],
+    "layout": ["shard", "lost"],
+    "lost": [],
     "memory": ["optimizer"],
     "optimizer": ["rounds", "rules", "meter"],
     "meter": ["ops", "precision"],
@@ -47,7 +48,7 @@ ONLY = {
     "deepspeed": {"zero", "partitions", "register", "resume"},
     "triton": {"kernels"},
     "bitsandbytes": {"quantize"},
-    "torch.distributed": {"layout", "ranks", "zero"},
+    "torch.distributed": {"layout", "lost", "ranks", "zero"},
     "lomo_optim": set(),  # the authors' code is for tests
     "came_pytorch": set(),
     "galore_torch": set(),
