@@ -17,7 +17,7 @@ import ds_ext
 from tests.resuming import start, steps, whole
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
-TOTAL = 40
+TOTAL = 60
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 def agent(port: int, folder: Path, hosts: str, log: Path) -> subprocess.Popen:
     """One host of one rank."""
-    conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60"
+    conf = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=200"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}"]
     command += ["--nproc_per_node=1", "--max-restarts=5", "--monitor-interval=0.2"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
@@ -44,7 +44,7 @@ def told(folder: Path, rank: int) -> list[list[str]]:
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def wait_for(condition, agents, logs, seconds=120):
+def wait_for(condition, agents, logs, seconds=240):
     until = time.monotonic() + seconds
     while not (found := condition()):
         late = time.monotonic() > until
@@ -77,7 +77,7 @@ def test_a_run_survives_a_killed_rank_and_a_lost_host(tmp_path):
         for line in told(folder, 1)[-1:]:
             os.kill(int(line[1]), signal.SIGKILL)
         wait_for(lambda: (folder / "weights.pt").exists(), agents, logs)
-        agents[0].wait(30)
+        agents[0].wait(60)
     finally:
         for each in agents:
             if each.poll() is None:
@@ -100,7 +100,7 @@ def reference(folder: Path):
     out = folder / "whole.pt"
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, "-c", code, str(out)], cwd=ROOT, env=environment, check=True, timeout=120
+        [sys.executable, "-c", code, str(out)], cwd=ROOT, env=environment, check=True, timeout=300
     )
     return torch.load(out)
 
