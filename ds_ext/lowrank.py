@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_ext import ops
+from ds_ext import ops, scratch
 from ds_ext.shard import Block, Shard, outward
 from ds_ext.state import Part
 
@@ -64,7 +64,7 @@ def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
     r = torch.zeros(shape, dtype=q.dtype, device=q.device)
     first = touched(shard).start
-    for b in shard.blocks():
+    for b in scratch.blocks(shard):
         x = ops.read(g, b)[0]
         if right:
             r[b.rows] += x @ q[:, b.cols].T
@@ -129,7 +129,7 @@ def _window(g: ops.Gradient, rows: slice, cols: slice, shard: Shard) -> Tensor:
     """A box of the matrix, 0 but for the elements of the run ``g``."""
     shape = (rows.stop - rows.start, cols.stop - cols.start)
     window = torch.zeros(shape, dtype=ops.accumulator(g.dtype), device=g.device)
-    for b in shard.blocks():
+    for b in scratch.blocks(shard):
         row, col = _common(rows, b.rows), _common(cols, b.cols)
         if row.start < row.stop and col.start < col.stop:
             part = ops.read(g, b)[0][_within(row, b.rows), _within(col, b.cols)]

@@ -11,9 +11,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from ds_ext import ops
+from ds_ext import ops, scratch
 from ds_ext.precision import Weight
-from ds_ext.shard import Block
+from ds_ext.shard import Block, Shard
 
 
 class Meter:
@@ -65,13 +65,23 @@ class MeteredTensor:
         self.run, self.moved, self.weight = run, moved, weight
 
     def block(self, b: Block) -> Tensor:
-        return ops.read(self.run, b)
+        x = ops.read(self.run, b)
+        return x.clone() if ops.is_part(x, self.run) else x
 
     def write_(self, b: Block, new: Tensor) -> None:
         held = new.to(self.run.dtype).to(new.dtype)
-        add_square_(self.moved, held - self.block(b))
+        add_square_(self.moved, held - ops.read(self.run, b))
         add_square_(self.weight, held)
         ops.write_(self.run, b, held)
+
+    def sub_(self, x: Tensor, alpha: float) -> None:
+        """As a tensor's, which does not pass through blocks: with the same bits."""
+        for b in scratch.blocks(Shard.whole((len(self.run),))):
+            old = ops.read(self.run, b).clone()
+            self.run[b.run].sub_(x[b.run], alpha=alpha)
+            held = ops.read(self.run, b)
+            add_square_(self.moved, held - old)
+            add_square_(self.weight, held)
 
 
 class MeteredWeight:
@@ -83,7 +93,7 @@ class MeteredWeight:
 
     def block(self, b: Block) -> Tensor:
         self.last = b, self.run.block(b)
-        return self.last[1]
+        return self.last[1].clone()
 
     def write_(self, b: Block, new: Tensor) -> None:
         # Rules write a block after they have read it, and reading a master is not cheap.

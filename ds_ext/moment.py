@@ -56,20 +56,36 @@ def divide_sqrt(x: ops.Readable, v: Moment, shard: Shard) -> ops.Quotient:
     if not shard.is_matrix:
         return ops.Quotient(x, None, v["full"].rsqrt())
     row = v["row"] / v["row"].mean(dim=-1, keepdim=True)
-    return ops.Quotient(x, row.rsqrt_(), v["col"].rsqrt())
+    return ops.Quotient(x, row.rsqrt_().unsqueeze(-1), v["col"].rsqrt().unsqueeze(-2))
 
 
 def normalize(
     g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
 ) -> Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[ops.Quotient, tuple[Tensor, ...]]]:
-    """Updates ``v`` by g and gives u = g / sqrt(v), its RMS bounded by ``clip``. Two rounds.
+    """Updates ``v`` by g and gives u = g / sqrt(v), its RMS bounded by ``clip``.
 
     ``more`` are further partial sums that travel with the first round; their totals are returned
-    beside u. What AdaLomo, Adafactor and CAME have in common.
+    beside u. What AdaLomo, Adafactor and CAME have in common. One round; two where the ranks hold
+    parts of rows. Whole rows have their new statistic before any sum is reduced, and
+
+        sum of u² = mean(row) · sum over columns (1 / col · sum over rows (g² / row)),
+
+    of which the inner sums, one for each column, travel with the statistics.
     """
-    mine = sums(g, shard, g)
-    totals = yield (*mine, *more)
-    update_(v, g, eps, totals[: len(mine)], beta, shard)
-    u = divide_sqrt(g, v, shard)
-    (u_sq,) = yield (ops.square_sum(u, shard, g),)
-    return u.times(1 / (shard.rms(u_sq) / clip).clamp(min=1)), totals[len(mine) :]
+    if not shard.is_matrix:
+        update_(v, g, eps, (), beta, shard)
+        u = divide_sqrt(g, v, shard)
+        u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
+    elif shard.holds_rows:
+        before, share = v["row"] * beta + (1 - beta) * eps, (1 - beta) / shard.cols
+        mine = ops.weighed_square_sums(g, before, share, shard, g)
+        row, col, weighed, *totals = yield (*mine, *more)
+        update_(v, g, eps, (row, col), beta, shard)
+        u = divide_sqrt(g, v, shard)
+        u_sq = (v["row"].mean(dim=-1) * (weighed / v["col"]).sum(dim=-1)).sum()
+    else:
+        row, col, *totals = yield (*sums(g, shard, g), *more)
+        update_(v, g, eps, (row, col), beta, shard)
+        u = divide_sqrt(g, v, shard)
+        (u_sq,) = yield (ops.square_sum(u, shard, g),)
+    return u.times((clip / shard.rms(u_sq)).clamp(max=1)), tuple(totals)

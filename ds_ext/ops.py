@@ -1,16 +1,19 @@
 """The passes over memory that rules are made of, in plain torch: the specification of each.
 
 A pass walks a rank's run in blocks of at most ``shard.BLOCK`` elements, so an update that is
-written as if it were a tensor (``Quotient``, ``Difference``) costs one scratch block. Anything
-with ``block(b)`` can be read, anything with ``write_(b, new)`` can be written; a tensor is both.
+written as if it were a tensor (``Quotient``, ``AdamStep``) costs some blocks of scratch memory.
+Anything with ``block(b)`` can be read, anything with ``write_(b, new)`` can be written; a tensor
+is both. What ``block`` returns is the caller's to overwrite.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ds_ext import scratch
 from ds_ext.shard import Block, Shard
 
 
@@ -23,7 +26,7 @@ class Run(Protocol):
 class WritableRun(Run, Protocol):
     """A run that is kept in another form than a tensor of its values."""
 
-    def write_(self, b: Block, new: Tensor) -> None: ...
+    def write_(self, b: Block, new: Tensor) -> object: ...
 
 
 Readable: TypeAlias = "Tensor | Run"
@@ -36,17 +39,38 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def part(x: Tensor, b: Block) -> Tensor:
+    """Block ``b`` of a flat run, [mats, rows, cols], in place."""
+    return x[b.run].view(b.shape)
+
+
 def read(x: Readable, b: Block) -> Tensor:
-    """Block ``b`` of a run, [mats, rows, cols], in the accumulator's dtype; may alias ``x``."""
-    if isinstance(x, Tensor):
-        return x[b.run].view(b.shape).to(accumulator(x.dtype))
-    return x.block(b)
+    """Block ``b`` of a run, [mats, rows, cols], in the accumulator's dtype.
+
+    It is a part of ``x`` itself where x is a tensor of that dtype, else the caller's.
+    """
+    if not isinstance(x, Tensor):
+        return x.block(b)
+    values, dtype = part(x, b), accumulator(x.dtype)
+    if values.dtype == dtype:
+        return values
+    return scratch.empty(b.shape, dtype, x.device).copy_(values)
 
 
-def write_(x, b: Block, new: Tensor) -> None:
-    """Stores ``new``, [mats, rows, cols], as block ``b`` of a run."""
+def is_part(values: Tensor, x: object) -> bool:
+    """Whether what was read from ``x`` is a part of it, and writing to one writes to the other."""
+    return isinstance(x, Tensor) and x.dtype == values.dtype
+
+
+def room(values: Tensor, x: Readable) -> Tensor:
+    """Where to write what is made of ``values``, read from ``x``: over them if x stays as it is."""
+    return scratch.like(values) if is_part(values, x) else values
+
+
+def write_(x: Writable, b: Block, new: Tensor) -> None:
+    """Stores ``new``, [mats, rows, cols], as block ``b`` of a run; it may be overwritten."""
     if isinstance(x, Tensor):
-        x[b.run].view(b.shape).copy_(new)
+        part(x, b).copy_(new)
     else:
         x.write_(b, new)
 
@@ -60,20 +84,23 @@ def flat(run: slice) -> Block:
 class Scaled:
     """x · factor, kept within ± ``bound``: a gradient averaged, unscaled and clipped when read."""
 
-    x: Tensor
+    x: Readable
     factor: Tensor | float = 1.0
     bound: float | None = None
 
     def block(self, b: Block) -> Tensor:
-        x = read(self.x, b) * self.factor
+        x = read(self.x, b)
+        x = torch.mul(x, self.factor, out=room(x, self.x))
         return x if self.bound is None else x.clamp_(-self.bound, self.bound)
 
     @property
     def dtype(self) -> torch.dtype:
+        assert isinstance(self.x, Tensor)
         return self.x.dtype
 
     @property
     def device(self) -> torch.device:
+        assert isinstance(self.x, Tensor)
         return self.x.device
 
 
@@ -108,37 +135,49 @@ class Extended:
 
 @dataclass(frozen=True)
 class Quotient:
-    """x · row · col · scale: an update by a second moment whose factors are inverse roots.
+    """x · row · col: an update by a second moment whose factors are inverse roots.
 
-    ``row`` is [mats, rows] and ``col`` [mats, cols]; for a parameter that is no matrix ``row`` is
-    None and ``col`` is a run like ``x``.
+    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols]; for a parameter that is no matrix
+    ``row`` is None and ``col`` is a run like ``x``.
     """
 
     x: Readable
     row: Tensor | None
     col: Tensor
-    scale: Tensor | float = 1.0
 
     def block(self, b: Block) -> Tensor:
         x = read(self.x, b)
+        u = room(x, self.x)
         if self.row is None:
-            return x * self.col[b.run].view(b.shape) * self.scale
-        row = self.row[b.mats, b.rows] * self.scale
-        return (x * row.unsqueeze(-1)).mul_(self.col[b.mats, b.cols].unsqueeze(-2))
+            return torch.mul(x, part(self.col, b), out=u)
+        return torch.mul(x, self.col[b.mats, :, b.cols], out=u).mul_(self.row[b.mats, b.rows])
+
+    def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
+        """old ← old − factor · this, with one pass less than in two steps."""
+        if self.row is None:
+            return old.sub_(self.block(b), alpha=factor)
+        x = read(self.x, b)
+        u = torch.mul(x, self.col[b.mats, :, b.cols], out=room(x, self.x))
+        return old.addcmul_(u, self.row[b.mats, b.rows], value=-factor)
 
     def times(self, factor: Tensor | float) -> "Quotient":
-        return replace(self, scale=self.scale * factor)
+        if self.row is None:
+            return replace(self, col=self.col * factor)
+        return replace(self, row=self.row * factor)
 
 
 @dataclass(frozen=True)
-class Difference:
-    """a − b."""
+class Residual:
+    """u − m, the momentum m ← m + weight · (u − m) advanced as a block is read: read each once."""
 
-    a: Readable
-    b: Readable
+    u: Readable
+    m: Tensor
+    weight: float
 
     def block(self, b: Block) -> Tensor:
-        return read(self.a, b) - read(self.b, b)
+        u = read(self.u, b)
+        m = advance_(self.m, b, u, self.weight)
+        return torch.sub(u, m, out=room(u, self.u))
 
 
 @dataclass(frozen=True)
@@ -150,61 +189,87 @@ class Sum:
     weight: float
 
     def block(self, b: Block) -> Tensor:
-        return read(self.x, b).add(read(self.y, b), alpha=self.weight)
+        x = read(self.x, b)
+        return torch.add(x, read(self.y, b), alpha=self.weight, out=room(x, self.x))
 
 
 @dataclass(frozen=True)
 class RootQuotient:
-    """c1 · m / (sqrt(c2 · v) + eps): Adam's update, ``c1`` and ``c2`` correcting the bias."""
+    """(m / c1) / (sqrt(v / c2) + eps): Adam's update, ``c1`` and ``c2`` correcting the bias."""
 
-    m: Readable
-    v: Readable
-    c1: float
-    c2: float
+    m: Writable
+    v: Writable
     eps: float
+    c1: float = 1.0
+    c2: float = 1.0
 
     def block(self, b: Block) -> Tensor:
-        divisor = (read(self.v, b) * self.c2).sqrt_().add_(self.eps)
-        return (read(self.m, b) * self.c1).div_(divisor)
+        return self.of(read(self.m, b), read(self.v, b))
+
+    def of(self, m: Tensor, v: Tensor) -> Tensor:
+        """The same of these values, which stay as they are."""
+        divisor = torch.sqrt(v, out=scratch.like(v))
+        torch.add(_as(self.eps * self.c1, v), divisor, alpha=self.c1 / self.c2**0.5, out=divisor)
+        return torch.div(m, divisor, out=divisor)
 
 
 @dataclass(frozen=True)
 class AdamStep:
-    """m / (sqrt(v) + eps), the moments advanced by ``g`` as a block is read: read each once.
+    """Adam's update ``u``, its moments advanced by ``g`` as a block is read: read each once.
 
     Where the moments are kept in 8 bits, the update is made before they are rounded: a v rounded
     to 0 would divide by eps alone.
     """
 
-    m: Writable
-    v: Writable
+    u: RootQuotient
     g: Gradient
     beta1: float
     beta2: float
-    eps: float
 
     def block(self, b: Block) -> Tensor:
         g = read(self.g, b)
-        m = read(self.m, b).to(g.dtype).lerp(g, 1 - self.beta1)
-        v = read(self.v, b).to(g.dtype).lerp(g.square(), 1 - self.beta2)
-        write_(self.m, b, m)
-        write_(self.v, b, v)
-        return m.div_(v.sqrt_().add_(self.eps))
+        m = advance_(self.u.m, b, g, 1 - self.beta1)
+        v = advance_(self.u.v, b, torch.mul(g, g, out=room(g, self.g)), 1 - self.beta2)
+        return self.u.of(m, v)
+
+
+def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:
+    """m ← m + weight · (x − m) for a block -> its new values, before they are rounded."""
+    values = read(m, b)
+    if is_part(values, m):
+        return values.lerp_(x, weight)
+    values = values.to(x.dtype).lerp_(x, weight)
+    write_(m, b, values)
+    return values
+
+
+def times(x: Readable, factor: Tensor | float) -> Readable:
+    """x · factor."""
+    if isinstance(factor, int | float) and factor == 1:
+        return x
+    return x.times(factor) if isinstance(x, Quotient) else Scaled(x, factor)
 
 
 def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """Sum of the squares of a run -> []. ``like`` gives device and dtype where the run is empty."""
-    total = torch.zeros((), dtype=accumulator(like.dtype), device=like.device)
-    for b in shard.blocks():
-        v = read(x, b).reshape(-1)
-        total += torch.dot(v, v)
-    return total
+    return square_sums((x,), shard, like)[0]
+
+
+def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> list[Tensor]:
+    """Sums of the squares of several runs, in one pass over what they have in common -> [] each."""
+    zero = {"dtype": accumulator(like.dtype), "device": like.device}
+    totals = [torch.zeros((), **zero) for _ in runs]
+    for b in scratch.blocks(shard):
+        for x, total in zip(runs, totals, strict=True):
+            v = read(x, b).reshape(-1)
+            total += torch.dot(v, v)
+    return totals
 
 
 def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
     """How many elements of a run lie outside ± ``bound`` -> []."""
     total = torch.zeros((), dtype=torch.float64, device=like.device)
-    for b in shard.blocks():
+    for b in scratch.blocks(shard):
         total += (read(x, b).abs() > bound).sum()
     return total
 
@@ -214,42 +279,100 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
 
     Rows and columns outside the run are 0, so that summing over ranks gives the whole matrix's.
     """
-    dtype = accumulator(like.dtype)
-    row = torch.zeros(shard.mats, shard.rows, dtype=dtype, device=like.device)
-    col = torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
-    for b in shard.blocks():
-        square = read(x, b).square()
-        row[b.mats, b.rows] += square.sum(-1)
-        col[b.mats, b.cols] += square.sum(-2)
+    row, col = _zeros(shard, like)
+    ones = torch.ones(max(shard.rows, shard.cols), dtype=row.dtype, device=row.device)
+    for b in scratch.blocks(shard):
+        square = squared(x, b)
+        mats, rows, cols = b.shape
+        # products with ones are faster by far than sums over a dimension
+        row[b.mats, b.rows].add_(square @ ones[:cols])
+        col[b.mats, b.cols].add_(ones[:rows] @ square)
     return row, col
+
+
+def weighed_square_sums(
+    x: Readable, before: Tensor, share: float, shard: Shard, like: Gradient
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and the sums over each column of squares divided by a number of their row.
+
+    That is ``before``, [mats, rows], + share · the sum of the row's squares: its new statistic,
+    which is known as soon as the row is read where runs hold whole rows. -> [mats, rows],
+    [mats, cols], [mats, cols]
+    """
+    assert shard.holds_rows
+    row, col = _zeros(shard, like)
+    both = torch.stack((col, col), dim=1)
+    for b in scratch.blocks(shard):
+        square = squared(x, b)
+        mats, rows, cols = b.shape
+        weights = torch.ones(mats, 2, rows, dtype=row.dtype, device=row.device)
+        sums = square @ weights.new_ones(cols)
+        row[b.mats, b.rows].copy_(sums)
+        weights[:, 1].copy_(torch.add(before[b.mats, b.rows], sums, alpha=share).reciprocal_())
+        both[b.mats].baddbmm_(weights, square)
+    return row, *both.unbind(1)
+
+
+def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
+    """Sums over rows and over columns of nothing."""
+    new = {"dtype": accumulator(like.dtype), "device": like.device}
+    return torch.zeros(shard.mats, shard.rows, **new), torch.zeros(shard.mats, shard.cols, **new)
+
+
+def squared(x: Readable, b: Block) -> Tensor:
+    """The squares of a block, which are the caller's."""
+    values = read(x, b)
+    return torch.mul(values, values, out=room(values, x))
 
 
 def lerp_(m: Tensor, x: Readable, weight: float, shard: Shard) -> None:
     """m ← m + weight · (x − m), for a run."""
-    for b in shard.blocks():
-        m[b.run].view(b.shape).lerp_(read(x, b), weight)
+    for b in scratch.blocks(shard):
+        advance_(m, b, read(x, b), weight)
 
 
 def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard) -> None:
     """v ← v + weight · (x² + eps − v), for a run."""
-    for b in shard.blocks():
-        v[b.run].view(b.shape).lerp_(read(x, b).square().add_(eps), weight)
+    for b in scratch.blocks(shard):
+        advance_(v, b, squared(x, b).add_(eps), weight)
 
 
-def apply_(p, u: Readable, lr: Tensor | float, decay: Tensor | float, shard: Shard) -> None:
-    """p ← p − (decay · p + lr · u), for a run of weights.
+def apply_(
+    p: Writable, u: Readable, lr: Tensor | float, decay: Tensor | float, shard: Shard
+) -> None:
+    """p ← p − lr · (u + decay · p), for a run of weights.
 
-    The change is added up before it meets p: 1 − decay would round alike at every step.
+    The change is added up before it meets p: 1 − lr · decay would round alike at every step.
     """
-    for b in shard.blocks():
+    decays = isinstance(decay, Tensor) or decay != 0
+    if isinstance(lr, Tensor):
+        u, decay, lr = times(u, lr), lr * decay, 1.0
+    if hasattr(p, "sub_") and isinstance(u, Tensor) and not decays:
+        p.sub_(u, alpha=lr)  # in one pass
+        return
+    for b in scratch.blocks(shard):
         old = read(p, b)
-        write_(p, b, old - (read(u, b) * lr).add_(old * decay))
+        if decays:
+            change = read(u, b)
+            change = torch.addcmul(change, old, _as(decay, old), out=room(change, u))
+            old.sub_(change, alpha=lr)
+        elif isinstance(u, Quotient):
+            u.subtract_from_(old, b, lr)
+        else:
+            old.sub_(read(u, b), alpha=lr)
+        if not is_part(old, p):
+            write_(p, b, old)
+
+
+def _as(x: Tensor | float, like: Tensor) -> Tensor:
+    """A number as a tensor []."""
+    return torch.as_tensor(x, dtype=like.dtype, device=like.device)
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """The values of a run, [len(shard)], as a tensor: for what is small beside the parameter."""
     values = torch.empty(len(shard), dtype=accumulator(like.dtype), device=like.device)
-    for b in shard.blocks():
+    for b in scratch.blocks(shard):
         write_(values, b, read(x, b))
     return values
 

@@ -7,6 +7,7 @@ parameter is sharded, and again after a resume. A master keeps, beside the weigh
 takes from it: a bf16 weight is stepped as if it were fp32 for two bytes more.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
@@ -15,6 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ds_ext import scratch
 from ds_ext.hyper import Size
 from ds_ext.shard import Block, Shard
 
@@ -32,7 +34,8 @@ class Writing:
     seed: Size = 0  # of the random bits of "stochastic"
 
 
-# Runs of 16 bits, read and written as fp32. ``write_`` returns what they then hold.
+# Runs of 16 bits, read and written as fp32. ``write_`` returns what they then hold, which may lie
+# where the new values were.
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class StochasticWeight:
     start: int  # element of the whole parameter that the run starts at
 
     def block(self, b: Block) -> Tensor:
-        return self.run[b.run].view(b.shape).float()
+        run = self.run[b.run].view(b.shape)
+        return scratch.empty(b.shape, torch.float32, run.device).copy_(run)
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
         rounded = ROUND[self.run.dtype](new, self.key, self.start + b.run.start)
@@ -64,14 +68,17 @@ class SplitWeight:
     residual: Tensor
 
     def block(self, b: Block) -> Tensor:
-        bits = self.run[b.run].float().view(torch.int32).add_(self.residual[b.run])
-        return bits.view(torch.float32).view(b.shape)
+        run = self.run[b.run].view(b.shape)
+        x = scratch.empty(b.shape, torch.float32, run.device).copy_(run)
+        x.view(torch.int32).add_(self.residual[b.run].view(b.shape))
+        return x
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
-        x = new.nan_to_num(torch.nan, torch.inf, -torch.inf).reshape(-1)
-        bits = x.view(torch.int32)
-        self.residual[b.run].copy_(bits)  # keeps the low 16 bits
-        self.run[b.run].view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
+        new.nan_to_num_(torch.nan, torch.inf, -torch.inf)
+        bits = new.view(torch.int32)
+        self.residual[b.run].view(b.shape).copy_(bits)  # keeps the low 16 bits
+        upper = torch.add(bits, 0x8000, out=scratch.like(bits)).bitwise_right_shift_(16)
+        self.run[b.run].view(torch.int16).view(b.shape).copy_(upper)
         return new
 
 
@@ -131,7 +138,7 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
         return p
     held = _with_master(p, s)
     new = torch.empty(len(p), dtype=torch.float32)
-    for b in shard.blocks():
+    for b in scratch.blocks(shard):
         new[b.run].view(b.shape).copy_(held.block(b))
     return new
 
@@ -145,7 +152,7 @@ def set_(p: Tensor, s: dict[str, Any], how: Writing, shard: Shard, new: Tensor) 
         return
     s.update(made)
     held = _with_master(p, s)
-    for b in shard.blocks():
+    for b in scratch.blocks(shard):
         held.write_(b, new[b.run].to(p.device, torch.float32).view(b.shape))
 
 
@@ -154,40 +161,36 @@ def _with_master(p: Tensor, s: dict[str, Any]) -> SplitWeight | CopiedWeight:
 
 
 def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
-    """fp32 ``x`` rounded to one of its two bf16 neighbours, as fp32; its mean over keys is x.
+    """fp32 ``x`` rounded in place to one of its two bf16 neighbours; its mean over keys is x.
 
-    Elements count from ``start``, below 2**32. What is not finite stays as it is, and what lies
-    beyond the largest bf16 goes to that.
+    Elements count from ``start``. What is not finite stays as it is, and what lies beyond the
+    largest bf16 goes to that.
     """
-    bits = _bounded(x, torch.bfloat16).view(torch.int32)
-    noise = random_bits(x.numel(), key, start, x.device).bitwise_and_(0xFFFF)
-    rounded = noise.view(x.shape).add_(bits).bitwise_and_(-0x10000).view(torch.float32)
-    return _where_finite_(rounded, x)
+    # The square sum of what has no such values, on a CPU the cheapest test of it, is finite.
+    odd = None if torch.dot(x.view(-1), x.view(-1)).isfinite() else x.clone()
+    if odd is not None:
+        most = torch.finfo(torch.bfloat16).max
+        x.nan_to_num_(0, most, -most).clamp_(-most, most)
+    bits = x.view(torch.int32)
+    add_noise_(bits.view(-1), key, start)
+    bits.bitwise_and_(-0x10000)
+    return x if odd is None else x.copy_(x.where(odd.isfinite(), odd))
 
 
 def round_to_fp16(x: Tensor, key: int, start: int) -> Tensor:
     """The same for fp16, whose spacing is 2**-24 for all that is smaller than 2**-14."""
-    bounded = _bounded(x, torch.float16)
+    most = torch.finfo(torch.float16).max
+    bounded = x.clamp(-most, most)
     power = bounded.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     spacing = power.clamp_(min=2**-14).mul_(2**-10)
     steps = bounded / spacing
     whole = steps.trunc()
-    threshold = _shift_right(random_bits(x.numel(), key, start, x.device), 8).view(x.shape)
-    above = (steps - whole).abs_().mul_(2**24).sub_(threshold)
-    further = above.ceil_().clamp_(0, 1).copysign_(steps)  # 1 where above > 0
+    # Up where the part that is cut off is more than the noise; it is never less than 0.
+    more = (steps - whole).abs_().mul_(-(2**16)).to(torch.int32)
+    add_noise_(more.view(-1), key, start)
+    further = (more < 0).to(x.dtype).copysign_(steps)
     rounded = whole.add_(further).mul_(spacing)
-    return _where_finite_(rounded, x)
-
-
-def _bounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    most = torch.finfo(dtype).max
-    return x.contiguous().clamp(-most, most)
-
-
-def _where_finite_(rounded: Tensor, x: Tensor) -> Tensor:
-    """``rounded``, but x where x is not finite; isfinite and where take five times as long."""
-    most = torch.finfo(torch.float32).max
-    return rounded.clamp_(x - most, x + most)
+    return x.copy_(rounded.where(x.isfinite(), x))
 
 
 ROUND: dict[torch.dtype, Callable[[Tensor, int, int], Tensor]] = {
@@ -201,15 +204,37 @@ def key(seed: int, number: int, step: int) -> int:
     return (_fold(seed) + number * 0x9E3779B1 + step * 0x85EBCA77) % 2**32
 
 
-def random_bits(n: int, key: int, start: int, device: torch.device) -> Tensor:
-    """``n`` hashes of 32 bits of the counters key + start, key + start + 1, ... -> [n] int32.
+def add_noise_(bits: Tensor, key: int, start: int) -> None:
+    """Adds random numbers in [0, 2**16) to ``bits``, [n] int32, elements ``start`` and on.
 
-    Source: the integer hash "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018.
+    Each CHUNK of elements gets every number once: a fixed permutation, entered at a place that is
+    a hash of the key and the chunk. So they depend on (key, element) alone, and are read, not made.
     """
-    h = torch.arange(n, dtype=torch.int32, device=device).add_(_signed(_hash(key) + start))
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        h.bitwise_xor_(_shift_right(h, shift)).mul_(_signed(factor))
-    return h.bitwise_xor_(_shift_right(h, 16))
+    table, at = _noise(bits.device), 0
+    while at < len(bits):
+        chunk, element = divmod(start + at, CHUNK)
+        n = min(CHUNK - element, len(bits) - at)
+        first = (place(key, chunk) + element) % CHUNK
+        bits[at : at + n].add_(table[first : first + n])
+        at += n
+
+
+CHUNK = 2**16
+
+
+def place(key: int, chunk: int) -> int:
+    """Where in the permutation a chunk begins."""
+    return _hash((key + chunk * 0xC2B2AE3D) % 2**32) % CHUNK
+
+
+@functools.cache
+def _noise(device: torch.device) -> Tensor:
+    """A permutation of the numbers below 2**16, twice, so that it can be read on past its end."""
+    h = torch.arange(CHUNK, dtype=torch.int64)
+    for shift, factor in ((7, 0x2993), (5, 0xE877), (9, 0x0235)):
+        h.bitwise_xor_(h >> shift).mul_(factor).remainder_(CHUNK)
+    h.bitwise_xor_(h >> 10)
+    return h.to(device, torch.int32).repeat(2)
 
 
 def _fold(number: int) -> int:
@@ -217,18 +242,8 @@ def _fold(number: int) -> int:
     return _hash(number if number < 2**32 else _fold(number >> 32) ^ number % 2**32)
 
 
-def _hash(key: int) -> int:
-    """The same hash of one number."""
+def _hash(x: int) -> int:
+    """A hash of 32 bits: "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        key = (key ^ (key >> shift)) * factor % 2**32
-    return key ^ (key >> 16)
-
-
-def _shift_right(h: Tensor, n: int) -> Tensor:
-    """A shift that fills with zeros; torch's int32 shift repeats the sign."""
-    return h.bitwise_right_shift(n).bitwise_and_(2 ** (32 - n) - 1)
-
-
-def _signed(x: int) -> int:
-    """The int32 of the same 32 bits."""
-    return (x + 2**31) % 2**32 - 2**31
+        x = (x ^ (x >> shift)) * factor % 2**32
+    return x ^ (x >> 16)

@@ -1,5 +1,6 @@
 """Geometry of the run ``[start, stop)`` of a flattened parameter that one rank owns. No torch."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class Block:
     rows: slice
     cols: slice
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, int, int]:
         return (
             self.mats.stop - self.mats.start,
@@ -80,6 +81,12 @@ class Shard:
         return len(self.shape) >= 2
 
     @property
+    def holds_rows(self) -> bool:
+        """Whether every rank's run, and every block of it, is whole rows of a matrix."""
+        is_cut = self.size < self.numel and self.size % self.cols != 0
+        return self.is_matrix and self.cols <= BLOCK and not is_cut
+
+    @property
     def mats(self) -> int:
         return math.prod(self.shape[:-2])
 
@@ -95,8 +102,9 @@ class Shard:
         """Root of the mean square, from a sum of squares over the whole parameter."""
         return (square_sum / self.numel) ** 0.5
 
-    def blocks(self, limit: int = BLOCK) -> Iterator[Block]:
-        """Cuts the run, in order, into boxes of at most ``limit`` elements."""
+    def blocks(self, limit: int | None = None) -> Iterator[Block]:
+        """Cuts the run, in order, into boxes of at most ``limit`` elements, None for ``BLOCK``."""
+        limit = limit or BLOCK
         at = self.start
         while at < self.stop:
             row, col = divmod(at, self.cols)

@@ -16,8 +16,9 @@ class Row:
     """What the tests need to know about a rule."""
 
     rule: type
-    rounds: int  # reductions that a bucket with a matrix takes
-    vector_rounds: int  # the same for a bucket of vectors and scalars
+    rounds: int  # reductions that a bucket takes in which a rank holds a part of a row
+    row_rounds: int  # one of matrices whose rows are whole
+    vector_rounds: int  # one of vectors and scalars
     settings: dict[str, Hypers]
 
 
@@ -25,13 +26,15 @@ RULES = {
     "lomo": Row(
         rules.LOMO,
         rounds=0,
+        row_rounds=0,
         vector_rounds=0,
         settings={"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.1}},
     ),
     "adalomo": Row(
         rules.AdaLomo,
         rounds=2,
-        vector_rounds=2,
+        row_rounds=1,
+        vector_rounds=1,
         settings={
             "defaults": {},
             "decay": {"lr": 0.02, "weight_decay": 0.1},
@@ -43,7 +46,8 @@ RULES = {
     "adafactor": Row(
         rules.Adafactor,
         rounds=2,
-        vector_rounds=2,
+        row_rounds=1,
+        vector_rounds=1,
         settings={
             "defaults": {},
             "decay": {"weight_decay": 0.1},
@@ -63,6 +67,7 @@ RULES = {
     "came": Row(
         rules.CAME,
         rounds=3,
+        row_rounds=2,
         vector_rounds=1,
         settings={
             "defaults": {},

@@ -46,7 +46,7 @@ def held(optimizer, params):
 
 
 def read(w, shard):
-    return [w.block(b) for b in shard.blocks()]
+    return [w.block(b).clone() for b in shard.blocks()]
 
 
 @kinds

@@ -49,7 +49,7 @@ class Adafactor:
         if self.scale_parameter:
             alpha = alpha * shard.rms(p_sq).clamp(min=eps2)
         if self.beta1 is None:
-            ops.apply_(p, u, alpha, alpha * self.weight_decay, shard)
+            ops.apply_(p, u, alpha, self.weight_decay, shard)
         else:
             ops.lerp_(s["m"], u.times(alpha), 1 - self.beta1, shard)
             ops.apply_(p, s["m"], 1, alpha * self.weight_decay, shard)

@@ -29,10 +29,11 @@ class CAME:
         eps1, eps2 = self.eps
         u, _ = yield from moment.normalize(g, s["v"], eps1, beta2, self.clip_threshold, shard)
         m = s["m"]
-        ops.lerp_(m, u, 1 - beta1, shard)
         if shard.is_matrix:
-            residual = ops.Difference(u, m)
+            residual = ops.Residual(u, m, 1 - beta1)  # advances m
             sums = yield moment.sums(residual, shard, g)
             moment.update_(s["r"], residual, eps2, sums, beta3, shard)
             m = moment.divide_sqrt(m, s["r"], shard)
-        ops.apply_(p, m, self.lr, self.lr * self.weight_decay, shard)
+        else:
+            ops.lerp_(m, u, 1 - beta1, shard)
+        ops.apply_(p, m, self.lr, self.weight_decay, shard)

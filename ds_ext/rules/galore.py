@@ -59,7 +59,7 @@ class GaLoreAdamW:
                 g, p = (ops.Extended(before, x, len(shard), after) for x in (g, p))
                 shard = Shard.whole((len(before) + len(shard) + len(after),))
             flat = Shard.whole((len(shard),))
-            ops.apply_(p, self.adam(s, g), alpha, decay, flat)
+            ops.apply_(p, ops.Scaled(self.adam(s, g), alpha), 1, decay, flat)
             return
 
         rank, right = self.space(shard)
@@ -76,7 +76,7 @@ class GaLoreAdamW:
         else:
             (u,) = yield (ops.pad(u, part, r),)
             back = lowrank.Product(s["q"], u, first)
-        ops.apply_(p, back, alpha * self.scale, decay, shard)
+        ops.apply_(p, ops.Scaled(back, alpha * self.scale), 1, decay, shard)
 
     def projects(self, shard):
         return self.rank is not None and len(shard.shape) == 2 and shard.numel > 0
@@ -104,4 +104,4 @@ class GaLoreAdamW:
         if isinstance(m, dict):
             m, v = quantize.Quantized(m, signed=True), quantize.Quantized(v, signed=False)
         eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)
-        return ops.AdamStep(m, v, g, *self.betas, eps)
+        return ops.AdamStep(ops.RootQuotient(m, v, eps), g, *self.betas)

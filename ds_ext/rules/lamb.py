@@ -32,13 +32,12 @@ class LAMB:
 
     def step(self, p, g, s, t, shard):
         beta1, beta2 = self.betas
-        m, v = s["m"], s["v"]
-        ops.lerp_(m, g, 1 - beta1, shard)
-        ops.square_lerp_(v, g, 0, 1 - beta2, shard)
         c1, c2 = (1 - beta1**t, 1 - beta2**t) if self.bias_correction else (1, 1)
-        u = ops.Sum(ops.RootQuotient(m, v, 1 / c1, 1 / c2, self.eps), p, self.weight_decay)
+        adam = ops.RootQuotient(s["m"], s["v"], self.eps, c1, c2)
+        first = ops.Sum(ops.AdamStep(adam, g, beta1, beta2), p, self.weight_decay)
+        u = ops.Sum(adam, p, self.weight_decay)
 
-        p_sq, u_sq = yield ops.square_sum(p, shard, g), ops.square_sum(u, shard, g)
+        p_sq, u_sq = yield ops.square_sums((p, first), shard, g)
         ratio = (p_sq.sqrt() / u_sq.sqrt()).clamp(self.min_coeff or 0, self.max_coeff)
         ratio = ratio.where((p_sq > 0) & (u_sq > 0), 1.0)
         ops.apply_(p, u, self.lr * ratio, 0, shard)
