@@ -3,8 +3,8 @@
 Ours come from the rules: their state is made of tensors without storage, so that this arithmetic
 cannot drift from the code; masters come from ``precision`` alike. The rank is the one that holds
 most. Beside ours: AdamW in DeepSpeed and Megatron-LM's distributed optimizer. Not counted:
-activations, the weights that ZeRO-3 gathers for computing, blocks of scratch, and what the
-allocator wastes.
+activations, the weights that ZeRO-3 gathers for computing, blocks of scratch (on a CPU, 2 to 8 MiB
+in all), and what the allocator wastes.
 """
 
 import math

@@ -8,6 +8,7 @@ mean(col), so it needs no reduction of its own. Source: Shazeer and Stern, arXiv
 """
 
 from collections.abc import Generator
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from ds_ext.shard import Shard
 from ds_ext.state import Part
 
 Moment = dict[str, Tensor]
+Update: TypeAlias = ops.Quotient | ops.RunQuotient
 Rounds = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
 
 
@@ -51,17 +53,17 @@ def update_(
     v["col"].lerp_(col / shard.rows + eps, 1 - beta)
 
 
-def divide_sqrt(x: ops.Readable, v: Moment, shard: Shard) -> ops.Quotient:
+def divide_sqrt(x: ops.Readable, v: Moment, shard: Shard) -> Update:
     """x / sqrt(v), to be evaluated block by block."""
     if not shard.is_matrix:
-        return ops.Quotient(x, None, v["full"].rsqrt())
+        return ops.RunQuotient(x, v["full"])
     row = v["row"] / v["row"].mean(dim=-1, keepdim=True)
     return ops.Quotient(x, row.rsqrt_().unsqueeze(-1), v["col"].rsqrt().unsqueeze(-2))
 
 
 def normalize(
     g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
-) -> Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[ops.Quotient, tuple[Tensor, ...]]]:
+) -> Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Update, tuple[Tensor, ...]]]:
     """Updates ``v`` by g and gives u = g / sqrt(v), its RMS bounded by ``clip``.
 
     ``more`` are further partial sums that travel with the first round; their totals are returned

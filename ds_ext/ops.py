@@ -13,7 +13,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext import scratch
+from ds_ext import launches, scratch
+from ds_ext.launches import Source, kept_of, source_of
 from ds_ext.shard import Block, Shard
 
 
@@ -93,6 +94,15 @@ class Scaled:
         x = torch.mul(x, self.factor, out=room(x, self.x))
         return x if self.bound is None else x.clamp_(-self.bound, self.bound)
 
+    def source(self) -> Source | None:
+        x = source_of(self.x)
+        if x is None or {"factor", "bound", "scale"} & x.numbers.keys():
+            return None
+        if x.form != "IS_RUN":
+            return None if self.bound else x.plus(x.form, {}, scale=self.factor)
+        bound = {} if self.bound is None else {"bound": self.bound}
+        return x.plus(x.form, {}, factor=self.factor, **bound)
+
     @property
     def dtype(self) -> torch.dtype:
         assert isinstance(self.x, Tensor)
@@ -137,33 +147,55 @@ class Extended:
 class Quotient:
     """x · row · col: an update by a second moment whose factors are inverse roots.
 
-    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols]; for a parameter that is no matrix
-    ``row`` is None and ``col`` is a run like ``x``.
+    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols].
     """
 
     x: Readable
-    row: Tensor | None
+    row: Tensor
     col: Tensor
 
     def block(self, b: Block) -> Tensor:
-        x = read(self.x, b)
-        u = room(x, self.x)
-        if self.row is None:
-            return torch.mul(x, part(self.col, b), out=u)
-        return torch.mul(x, self.col[b.mats, :, b.cols], out=u).mul_(self.row[b.mats, b.rows])
+        return self._by_column(b).mul_(self.row[b.mats, b.rows])
 
     def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
         """old ← old − factor · this, with one pass less than in two steps."""
-        if self.row is None:
-            return old.sub_(self.block(b), alpha=factor)
+        return old.addcmul_(self._by_column(b), self.row[b.mats, b.rows], value=-factor)
+
+    def _by_column(self, b: Block) -> Tensor:
         x = read(self.x, b)
-        u = torch.mul(x, self.col[b.mats, :, b.cols], out=room(x, self.x))
-        return old.addcmul_(u, self.row[b.mats, b.rows], value=-factor)
+        return torch.mul(x, self.col[b.mats, :, b.cols], out=room(x, self.x))
 
     def times(self, factor: Tensor | float) -> "Quotient":
-        if self.row is None:
-            return replace(self, col=self.col * factor)
         return replace(self, row=self.row * factor)
+
+    def source(self) -> Source | None:
+        x = source_of(self.x)
+        if x is None or x.form != "IS_RUN":
+            return None
+        return x.plus("IS_QUOTIENT", {"row": self.row.contiguous(), "col": self.col.contiguous()})
+
+
+@dataclass(frozen=True)
+class RunQuotient:
+    """x / sqrt(v) · scale: an update by a second moment that is a run like ``x``."""
+
+    x: Readable
+    v: Tensor
+    scale: Tensor | float = 1.0
+
+    def block(self, b: Block) -> Tensor:
+        v = part(self.v, b)
+        inverse = torch.rsqrt(v, out=scratch.like(v))
+        return inverse.mul_(read(self.x, b)).mul_(self.scale)
+
+    def times(self, factor: Tensor | float) -> "RunQuotient":
+        return replace(self, scale=self.scale * factor)
+
+    def source(self) -> Source | None:
+        x = source_of(self.x)
+        if x is None or x.form != "IS_RUN":
+            return None
+        return x.plus("IS_VECTOR", {"v": self.v}, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -179,6 +211,12 @@ class Residual:
         m = advance_(self.m, b, u, self.weight)
         return torch.sub(u, m, out=room(u, self.u))
 
+    def source(self) -> Source | None:
+        u = source_of(self.u)
+        if u is None or u.form != "IS_QUOTIENT":
+            return None
+        return u.plus("IS_RESIDUAL", {"m": self.m}, weight=self.weight)
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -191,6 +229,12 @@ class Sum:
     def block(self, b: Block) -> Tensor:
         x = read(self.x, b)
         return torch.add(x, read(self.y, b), alpha=self.weight, out=room(x, self.x))
+
+    def source(self) -> Source | None:
+        x, kept = source_of(self.x), kept_of(self.y)
+        if x is None or kept is None or x.kept is not None:
+            return None
+        return replace(x.plus(x.form, {}, decay=self.weight), kept=kept)
 
 
 @dataclass(frozen=True)
@@ -212,6 +256,12 @@ class RootQuotient:
         torch.add(_as(self.eps * self.c1, v), divisor, alpha=self.c1 / self.c2**0.5, out=divisor)
         return torch.div(m, divisor, out=divisor)
 
+    def source(self) -> Source | None:
+        if not isinstance(self.m, Tensor) or not isinstance(self.v, Tensor):
+            return None
+        a, b = self.c1 / self.c2**0.5, self.eps * self.c1
+        return Source("IS_ADAM", {"m": self.m, "v": self.v}, {"a": a, "b": b})
+
 
 @dataclass(frozen=True)
 class AdamStep:
@@ -232,6 +282,13 @@ class AdamStep:
         v = advance_(self.u.v, b, torch.mul(g, g, out=room(g, self.g)), 1 - self.beta2)
         return self.u.of(m, v)
 
+    def source(self) -> Source | None:
+        g, u = source_of(self.g), self.u.source()
+        if g is None or u is None or g.form != "IS_RUN":
+            return None
+        g = g.plus("IS_ADAM_STEP", u.tensors, **u.numbers)
+        return g.plus(g.form, {}, beta1=1 - self.beta1, beta2=1 - self.beta2)
+
 
 def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:
     """m ← m + weight · (x − m) for a block -> its new values, before they are rounded."""
@@ -247,7 +304,7 @@ def times(x: Readable, factor: Tensor | float) -> Readable:
     """x · factor."""
     if isinstance(factor, int | float) and factor == 1:
         return x
-    return x.times(factor) if isinstance(x, Quotient) else Scaled(x, factor)
+    return x.times(factor) if isinstance(x, Quotient | RunQuotient) else Scaled(x, factor)
 
 
 def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
@@ -255,6 +312,7 @@ def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     return square_sums((x,), shard, like)[0]
 
 
+@launches.tried(launches.square_sums)
 def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> list[Tensor]:
     """Sums of the squares of several runs, in one pass over what they have in common -> [] each."""
     zero = {"dtype": accumulator(like.dtype), "device": like.device}
@@ -268,12 +326,14 @@ def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> list[
 
 def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
     """How many elements of a run lie outside ± ``bound`` -> []."""
+    launches.launch()
     total = torch.zeros((), dtype=torch.float64, device=like.device)
     for b in scratch.blocks(shard):
         total += (read(x, b).abs() > bound).sum()
     return total
 
 
+@launches.tried(launches.matrix_square_sums)
 def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     """Sums of the squares of a run over each row and column -> [mats, rows], [mats, cols].
 
@@ -290,6 +350,7 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
     return row, col
 
 
+@launches.tried(launches.weighed_square_sums)
 def weighed_square_sums(
     x: Readable, before: Tensor, share: float, shard: Shard, like: Gradient
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,18 +386,21 @@ def squared(x: Readable, b: Block) -> Tensor:
     return torch.mul(values, values, out=room(values, x))
 
 
+@launches.tried(launches.lerp_)
 def lerp_(m: Tensor, x: Readable, weight: float, shard: Shard) -> None:
     """m ← m + weight · (x − m), for a run."""
     for b in scratch.blocks(shard):
         advance_(m, b, read(x, b), weight)
 
 
+@launches.tried(launches.square_lerp_)
 def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard) -> None:
     """v ← v + weight · (x² + eps − v), for a run."""
     for b in scratch.blocks(shard):
         advance_(v, b, squared(x, b).add_(eps), weight)
 
 
+@launches.tried(launches.apply_)
 def apply_(
     p: Writable, u: Readable, lr: Tensor | float, decay: Tensor | float, shard: Shard
 ) -> None:
@@ -371,6 +435,7 @@ def _as(x: Tensor | float, like: Tensor) -> Tensor:
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """The values of a run, [len(shard)], as a tensor: for what is small beside the parameter."""
+    launches.launch()
     values = torch.empty(len(shard), dtype=accumulator(like.dtype), device=like.device)
     for b in scratch.blocks(shard):
         write_(values, b, read(x, b))

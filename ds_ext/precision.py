@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_ext import scratch
 from ds_ext.hyper import Size
+from ds_ext.launches import Kept
 from ds_ext.shard import Block, Shard
 
 WeightUpdate = Annotated[
@@ -46,6 +47,9 @@ class StochasticWeight:
     key: int  # 32 bits
     start: int  # element of the whole parameter that the run starts at
 
+    def kept(self) -> Kept:
+        return Kept(self.run, "STOCHASTIC", key=self.key)
+
     def block(self, b: Block) -> Tensor:
         run = self.run[b.run].view(b.shape)
         return scratch.empty(b.shape, torch.float32, run.device).copy_(run)
@@ -66,6 +70,9 @@ class SplitWeight:
 
     run: Tensor
     residual: Tensor
+
+    def kept(self) -> Kept:
+        return Kept(self.run, "SPLIT", self.residual)
 
     def block(self, b: Block) -> Tensor:
         run = self.run[b.run].view(b.shape)
@@ -92,6 +99,9 @@ class CopiedWeight:
 
     run: Tensor
     copy: Tensor
+
+    def kept(self) -> Kept:
+        return Kept(self.run, "COPIED", self.copy)
 
     def block(self, b: Block) -> Tensor:
         run, copy = self.run[b.run], self.copy[b.run]

@@ -6,28 +6,42 @@ N merged generators advanced side by side are N ranks simulated in one process (
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ds_ext import launches
+
+Sums: TypeAlias = tuple[Tensor, ...]
 Rule = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
 Flat = Generator[Tensor, Tensor, None]
 
 
 def lockstep(rules: Iterable[Rule]) -> Flat:
     """Merges rules into one: yields all partial sums of a round, flat [n], takes their totals."""
-    waiting = [(rule, sums) for rule in rules if (sums := _advance(rule, None)) is not None]
+    waiting = _advance_all((rule, None) for rule in rules)
     while waiting:
         total = yield torch.cat([x.reshape(-1) for _, sums in waiting for x in sums])
         answers = iter(total.split([x.numel() for _, sums in waiting for x in sums]))
-        waiting = [
-            (rule, new)
-            for rule, sums in waiting
-            if (new := _advance(rule, tuple(next(answers).view(x.shape) for x in sums))) is not None
-        ]
+        waiting = _advance_all(
+            (rule, tuple(next(answers).view(x.shape) for x in sums)) for rule, sums in waiting
+        )
 
 
-def _advance(rule: Rule, totals: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+def _advance_all(answered: Iterable[tuple[Rule, Sums | None]]) -> list[tuple[Rule, Sums]]:
+    """Sends each rule its totals -> those that have not ended, and what they ask for next."""
+    waiting = []
+    with launches.together() as next_rule:
+        for rule, totals in answered:
+            sums = _advance(rule, totals)
+            next_rule()
+            if sums is not None:
+                waiting.append((rule, sums))
+    return waiting
+
+
+def _advance(rule: Rule, totals: Sums | None) -> Sums | None:
     """The next partial sums of a rule, None at its end. Asking for nothing takes no round."""
     try:
         sums = next(rule) if totals is None else rule.send(totals)

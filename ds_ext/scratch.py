@@ -57,6 +57,16 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return kind.seen[i]
 
 
+def nbytes() -> int:
+    """What this thread holds."""
+    return sum(buffer.nbytes for kind in _kinds.of.values() for buffer in kind.held)
+
+
+def clear() -> None:
+    """Gives it back, until the next pass."""
+    _kinds.of.clear()
+
+
 def like(x: Tensor) -> Tensor:
     """The same, of the shape, dtype and device of ``x``."""
     return empty(x.shape, x.dtype, x.device)

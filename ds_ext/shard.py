@@ -83,8 +83,9 @@ class Shard:
     @property
     def holds_rows(self) -> bool:
         """Whether every rank's run, and every block of it, is whole rows of a matrix."""
-        is_cut = self.size < self.numel and self.size % self.cols != 0
-        return self.is_matrix and self.cols <= BLOCK and not is_cut
+        if not self.is_matrix or not 0 < self.cols <= BLOCK:
+            return False
+        return self.size >= self.numel or self.size % self.cols == 0
 
     @property
     def mats(self) -> int:

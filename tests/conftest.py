@@ -16,6 +16,7 @@ from hypothesis import settings
 # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, if a test asks for it
 
 torch.set_num_threads(1)  # simulated and real ranks share the cores; also the order of sums
 

@@ -1,0 +1,43 @@
+"""Runs one benchmark, which is imported only then: ``python -m benchmarks step --help``."""
+
+import argparse
+import importlib
+import os
+import sys
+
+import torch
+
+BENCHMARKS = {
+    "step": "time of the optimizers' update",
+    "memory": "peak memory of a fine-tuning step",
+    "comm": "bytes and calls of collectives",
+    "train": "tokens per second of a whole step",
+}
+
+
+def main(argv: list[str]) -> None:
+    """Runs the benchmark that ``argv`` begins with, on the options that follow it."""
+    listed = "\n".join(f"  {name:8}{what}" for name, what in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        usage="%(prog)s BENCHMARK [--help] [options]",
+        description=f"benchmarks:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
+    name = parser.parse_args(argv[:1]).benchmark
+    if name == "comm":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # counts are those of any device
+    # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    module = importlib.import_module(f"benchmarks.{name}")
+    options = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}", description=str(module.__doc__).splitlines()[0]
+    )
+    module.add_arguments(options)
+    module.main(options.parse_args(argv[1:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,372 @@
+"""Bytes and calls of collectives in a step: ds_ext's AdaLomo against its authors', counted.
+
+Real ranks (gloo, CPU) train a small Llama; every call of a process group is noted, with the package
+that made it, so that DeepSpeed's gathering of weights is told from the optimizer's own. Bytes sent
+are those of ring algorithms: over d ranks an all-reduce sends 2(d-1)/d of its bytes from each rank,
+any other collective (d-1)/d.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import deepspeed
+import lomo_optim
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import ds_ext
+from benchmarks import report
+from benchmarks.memory import LLAMAS, Sizes, llama
+from ds_ext.memory import KNOWN
+from ds_ext.memory import llama as llama_shapes
+from ds_ext.optimizer import Update
+from ds_ext.shard import Shard
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODELS: dict[str, Sizes] = {"small": (2048, 256, 688, 4, 4, 4, False), "135M": LLAMAS["135M"]}
+LR = 5e-4
+ROOF = 0.51  # of upstream's bytes: half, and the statistics
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
+# The methods of torch's ProcessGroup, under all the names that versions of torch give them.
+METHODS = {
+    "allreduce": ALL_REDUCE,
+    "allreduce_coalesced": ALL_REDUCE,
+    "_reduce_scatter_base": REDUCE_SCATTER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "reduce_scatter_single": REDUCE_SCATTER,
+    "reduce_scatter_single_coalesced": REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": REDUCE_SCATTER,
+    "_allgather_base": ALL_GATHER,
+    "allgather": ALL_GATHER,
+    "allgather_coalesced": ALL_GATHER,
+    "allgather_into_tensor_coalesced": ALL_GATHER,
+    "all_gather_single": ALL_GATHER,
+    "all_gather_single_coalesced": ALL_GATHER,
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "alltoall": "all-to-all",
+    "alltoall_base": "all-to-all",
+    "all_to_all_single": "all-to-all",
+}
+CALLERS = ("ds_ext", "deepspeed", "lomo_optim")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--length", type=int, default=32, help="tokens of each rank's row")
+    parser.add_argument("--bucket", type=int, default=2**20, help="reduce_bucket_size, elements")
+
+
+class Call(NamedTuple):
+    """One collective of one rank."""
+
+    caller: str  # of CALLERS
+    kind: str  # all-reduce, …
+    nbytes: int  # of the whole that is summed or gathered
+
+
+class Step(NamedTuple):
+    """What one rank did in one step."""
+
+    calls: list[Call]
+    gradients: int  # bytes of the gradients of all parameters, in the dtype they are reduced in
+    rounds: list[int]  # of each bucket; empty for upstream
+
+
+def main(args: argparse.Namespace) -> None:
+    """Counts the steps of all kinds of runs, and writes the tables and the picture."""
+    runs = {"upstream, ZeRO-3": upstream, "ds_ext, ZeRO-3": stage3, "ds_ext, ZeRO-2": stage2}
+    counted = {
+        (model, name): on_ranks(args.ranks, job, MODELS[model], args.length, args.bucket)
+        for model in args.models
+        for name, job in runs.items()
+    }
+    rows = [
+        {"model": model, "run": name}
+        | figures(step, counted[model, "upstream, ZeRO-3"], args.ranks)
+        for (model, name), step in counted.items()
+    ]
+    tables = {
+        "A step": rows,
+        "All calls": [
+            {"model": model, "run": name} | row
+            for (model, name), step in counted.items()
+            for row in by_kind(step.calls, args.ranks)
+        ],
+        "Statistics of llama-7b's matrices": [share(d) for d in (2, 8, 64)],
+    }
+    text = TEXT.format(ranks=args.ranks, length=args.length, bucket=args.bucket)
+    title = "Bytes and calls of collectives in a step"
+    report.write("comm", title, text, tables, lambda figure: draw(figure, rows))
+
+
+TEXT = """
+The second step of AdaLomo on {ranks} real ranks (gloo) that train Llamas with random fp32 weights,
+each rank on {length} random tokens; `reduce_bucket_size` is {bucket:,} elements. Every call of a
+process group is counted where torch hands it to the backend, and is the optimizer's if ds_ext or
+lomo_optim made it; what DeepSpeed does to gather weights for computing is in the second table only.
+"Sent" is what a rank sends in a ring: 2(d-1)/d of the bytes of an all-reduce, (d-1)/d of those of
+other collectives. "Other than gradients" is all that the optimizer sends beside the gradients
+themselves, their padding among it; for ZeRO-2 without the updated weights, which have to be
+gathered there whatever the optimizer (upstream has no ZeRO-2).
+
+Upstream is `lomo_optim.AdaLomo` with its ZeRO-3 code, which reads an attribute `dp_rank` that
+nothing in the package sets: it is set here from outside, to the rank; and `Tensor.cuda` does
+nothing. It all-reduces each whole gradient. It runs on modules that DeepSpeed has partitioned,
+without DeepSpeed's engine, which refuses a `loss.backward()` that it has no optimizer for. So
+nothing gathers the embedding anew after it has been stepped, as DeepSpeed's optimizers and ds_ext
+see to: that is what it lacks in bytes of all-gather.
+
+The last table is computed for bf16, by ds_ext's AdaLomo stepping rank 0's run of each matrix and
+vector of llama-7b among d ranks: the bytes that it asks to have summed, as sent, by those of
+gradients.
+"""
+
+
+# The runs: each makes what takes one step on a row of tokens, on a rank.
+
+
+def stage3(sizes: Sizes, bucket: int) -> tuple[Callable[[Tensor], None], Step]:
+    return ours(sizes, bucket, stage=3)
+
+
+def stage2(sizes: Sizes, bucket: int) -> tuple[Callable[[Tensor], None], Step]:
+    return ours(sizes, bucket, stage=2)
+
+
+def ours(sizes: Sizes, bucket: int, stage: int) -> tuple[Callable[[Tensor], None], Step]:
+    """A step by DeepSpeed with ds_ext's AdaLomo, and where its rounds are noted."""
+    zero = {"stage": stage, "reduce_bucket_size": bucket}
+    optimizer = {"type": "AdaLomo", "params": {"lr": LR}}
+    engine, gradients = engine_of(sizes, {"zero_optimization": zero, "optimizer": optimizer})
+    found = Step([], gradients, [])
+    update = ds_ext.AdaLomo.update
+
+    def noting(self: Any, updates: Iterable[Any], all_reduce: Callable[[Tensor], None]) -> int:
+        found.rounds.append(update(self, updates, all_reduce))
+        return found.rounds[-1]
+
+    ds_ext.AdaLomo.update = noting  # type: ignore[method-assign]
+
+    def step(tokens: Tensor) -> None:
+        engine.backward(engine(tokens, labels=tokens).loss)
+        engine.step()
+
+    return step, found
+
+
+def upstream(sizes: Sizes, bucket: int) -> tuple[Callable[[Tensor], None], Step]:
+    """A step by the authors' AdaLomo on ZeRO-3 partitions; it has no buckets."""
+    engine, gradients = engine_of(sizes, {"zero_optimization": {"stage": 3}})
+    enabled = mock.patch("lomo_optim.adalomo.is_deepspeed_zero3_enabled", lambda: True)
+    with enabled, mock.patch.object(Tensor, "cuda", lambda self: self):
+        optimizer = lomo_optim.AdaLomo(engine.module, lr=LR, loss_scale=None)
+    optimizer.dp_rank = dist.get_rank()
+
+    def step(tokens: Tensor) -> None:
+        loss = engine.module(tokens, labels=tokens).loss
+        optimizer.fused_backward(loss, LR)
+
+    return step, Step([], gradients, [])
+
+
+def engine_of(sizes: Sizes, config: dict[str, Any]) -> tuple[Any, int]:
+    """DeepSpeed's engine of a Llama in fp32, and the bytes of all its gradients."""
+    model = llama(sizes, torch.float32, torch.device("cpu"))
+    gradients = sum(p.nbytes for p in model.parameters())
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    return engine, gradients
+
+
+# Ranks.
+
+
+def on_ranks(world: int, job: Callable[..., Any], sizes: Sizes, length: int, bucket: int) -> Step:
+    """The second step of ``job`` on ``world`` forked ranks, as rank 0 counted it.
+
+    Raises RuntimeError if a rank fails. This process must not have run backward itself, which
+    torch's autograd does not survive.
+    """
+    context = torch.multiprocessing.get_context("fork")
+    counted = context.SimpleQueue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fixed = (world, port, job, sizes, length, bucket, counted)
+    ranks = [context.Process(target=_rank, args=(rank, *fixed)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise RuntimeError(f"ranks ended with {[process.exitcode for process in ranks]}")
+    return counted.get()
+
+
+def _rank(rank, world, port, job, sizes, length, bucket, counted) -> None:
+    """One rank: never returns."""
+    code = 1
+    try:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world}
+        own = address | {"RANK": rank, "LOCAL_RANK": rank}
+        os.environ.update({key: str(value) for key, value in own.items()})
+        torch.set_num_threads(1)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+        deepspeed.init_distributed("gloo", verbose=False)
+        step, found = job(sizes, bucket)
+        tokens = torch.randint(
+            0, sizes[0], (1, length), generator=torch.Generator().manual_seed(rank)
+        )
+        step(tokens)  # the first, in which ZeRO-3 learns the order of modules
+        found.rounds.clear()
+        note_calls(found.calls)
+        step(tokens)
+        found = found._replace(calls=list(found.calls))  # without those of the barrier
+        dist.barrier()
+        if rank == 0:
+            counted.put(found)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # torch sometimes aborts in the teardown of a gloo group
+
+
+def note_calls(calls: list[Call]) -> None:
+    """Makes every collective of this process add itself to ``calls``."""
+    for method, kind in METHODS.items():
+        if hasattr(dist.ProcessGroup, method):
+            original = getattr(dist.ProcessGroup, method)
+            setattr(dist.ProcessGroup, method, _noting(original, kind, calls))
+
+
+def _noting(original: Callable[..., Any], kind: str, calls: list[Call]) -> Callable[..., Any]:
+    def method(group: Any, *args: Any, **options: Any) -> Any:
+        # Of what goes in and what comes out, one is the whole and the other a part of it.
+        sizes = [sum(t.nbytes for t in tree_leaves(x) if isinstance(t, Tensor)) for x in args]
+        calls.append(Call(_caller(), kind, max(sizes)))
+        return original(group, *args, **options)
+
+    return method
+
+
+def _caller() -> str:
+    """The package that called the collective."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        if package in CALLERS and not name.startswith("deepspeed.comm"):  # others' calls too
+            return package
+        frame = frame.f_back
+    return "other"
+
+
+# What is made of the counts.
+
+
+def sent(kind: str, nbytes: int, ranks: int) -> float:
+    """Bytes that each of ``ranks`` sends for a collective of ``nbytes`` in all, by a ring."""
+    return (2 if kind == ALL_REDUCE else 1) * nbytes * (ranks - 1) / ranks
+
+
+def figures(step: Step, reference: Step, ranks: int) -> dict[str, object]:
+    """A row of the first table; ``reference`` is upstream's step of the same model."""
+    calls = optimizers(step.calls)
+    gathering = [call for call in calls if call.kind == ALL_GATHER]
+    total = sum(sent(call.kind, call.nbytes, ranks) for call in calls)
+    weights = sum(sent(call.kind, call.nbytes, ranks) for call in gathering)
+    is_upstream = not step.rounds
+    gradients = sent(ALL_REDUCE if is_upstream else REDUCE_SCATTER, step.gradients, ranks)
+    theirs = sum(sent(call.kind, call.nbytes, ranks) for call in optimizers(reference.calls))
+    buckets = len(step.rounds)
+    return {
+        "sent by the optimizer, bytes": round(total),
+        "/ upstream": total / theirs,
+        "without weights / upstream": (total - weights) / theirs,
+        "other than gradients / gradients": (total - weights - gradients) / gradients,
+        "calls": len(calls),
+        "buckets": buckets or None,
+        "rounds of a bucket": max(step.rounds, default=None),
+        "calls per bucket": len(calls) / buckets if buckets else None,
+    }
+
+
+def optimizers(calls: Iterable[Call]) -> list[Call]:
+    """The calls that are not DeepSpeed's gathering of weights."""
+    return [call for call in calls if call.caller != "deepspeed"]
+
+
+def by_kind(calls: Iterable[Call], ranks: int) -> list[dict[str, object]]:
+    """Rows of calls and bytes by caller and kind."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for call in calls:
+        counts[call.caller, call.kind] += 1
+        sizes[call.caller, call.kind] += call.nbytes
+    return [
+        {
+            "called by": caller,
+            "collective": kind,
+            "calls": n,
+            "bytes": sizes[caller, kind],
+            "sent, bytes": round(sent(kind, sizes[caller, kind], ranks)),
+        }
+        for (caller, kind), n in sorted(counts.items())
+    ]
+
+
+def share(ranks: int) -> dict[str, object]:
+    """A row of what AdaLomo sends beside llama-7b's gradients in bf16, by what those take."""
+    shapes = Counter(llama_shapes(*KNOWN["llama-7b"]).values())
+    dtype = torch.bfloat16
+    summed = {shape: statistics(shape, ranks, dtype) for shape in shapes}
+    gradients = sum(n * torch.Size(shape).numel() * dtype.itemsize for shape, n in shapes.items())
+    statistic = sum(n * sum(summed[shape]) for shape, n in shapes.items())
+    ratio = sent(ALL_REDUCE, statistic, ranks) / sent(REDUCE_SCATTER, gradients, ranks)
+    return {
+        "ranks": ranks,
+        "rounds": max(map(len, summed.values())),
+        "statistics, bytes": statistic,
+        "gradients, bytes": gradients,
+        "sent for statistics / for gradients": f"{ratio:.3%}",
+    }
+
+
+def statistics(shape: Sequence[int], ranks: int, dtype: torch.dtype) -> list[int]:
+    """Bytes that rank 0 of ``ranks`` has summed in each round of AdaLomo's step of a parameter."""
+    param = torch.nn.Parameter(torch.empty(0, dtype=dtype))
+    shard = Shard.of_rank(tuple(shape), 0, ranks)
+    run = torch.full((len(shard),), 0.01, dtype=dtype)
+    rounds: list[int] = []
+    optimizer = ds_ext.AdaLomo([param], lr=LR, weight_update="nearest")
+    optimizer.update([Update(param, run, run.clone(), shard)], lambda x: rounds.append(x.nbytes))
+    return rounds
+
+
+def draw(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
+    """Bars of bytes sent as parts of upstream's, by model and run."""
+    axes = figure.subplots()
+    labels = [f"{row['run']}\n{row['model']}".replace(", ", "\n") for row in rows]
+    whole = [row["/ upstream"] for row in rows]
+    without = [row["without weights / upstream"] for row in rows]
+    axes.bar(labels, whole, color="tab:gray", label="updated weights (ZeRO-2)")
+    axes.bar(labels, without, label="gradients and statistics")
+    axes.axhline(ROOF, linestyle=":", color="black", label=f"{ROOF}")
+    axes.set(ylabel="bytes sent by the optimizer / upstream's")
+    figure.legend(loc="outside upper center", ncols=3)

@@ -1,0 +1,274 @@
+"""Peak memory of one fine-tuning step: weights, gradients, optimizer state and activations.
+
+On a GPU it is what torch's allocator says. On the CPU tensors are watched as they come and go:
+exact, but for what an operator allocates and frees while it runs. Two steps are made and the second
+is measured, when the optimizer's state is there. Weights and tokens are random.
+"""
+
+import argparse
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ds_ext
+from benchmarks import report
+from ds_ext.memory import KNOWN, elements
+from ds_ext.memory import llama as llama_shapes
+from ds_ext.optimizer import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+transformers.logging.set_verbosity_error()
+
+# Vocabulary, width, inner width, layers, heads, key-value heads, and whether the head is tied.
+Sizes = tuple[int, int, int, int, int, int, bool]
+LLAMAS: dict[str, Sizes] = {
+    "135M": KNOWN["smollm2-135m"],
+    "1B": KNOWN["tinyllama-1.1b"],
+    "3B": (32000, 3200, 8640, 26, 32, 32, False),  # OpenLLaMA's
+    "7B": KNOWN["llama-7b"],
+    "13B": KNOWN["llama-13b"],
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NONE, ADAMW = "none", "AdamW"
+NAMES = (NONE, ADAMW, *(cls.__name__ for cls in OPTIMIZERS.values()))
+CAPS = (24, 48, 80, 139)  # GiB that GPUs have
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
+    models = list(LLAMAS) if on_gpu else ["135M"]
+    parser.add_argument("--models", nargs="+", choices=LLAMAS, default=models)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512], help="tokens a row")
+    parser.add_argument("--batch", type=int, default=1, help="rows")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32")
+    parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=NAMES)
+
+
+class Measured(NamedTuple):
+    """What one run needed."""
+
+    model: str
+    length: int  # tokens a row
+    optimizer: str
+    peak: int | None  # bytes; None: more than there are
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measures every model, length and optimizer, and writes the tables and the picture."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[Measured] = []
+    too_large: set[tuple[int, str]] = set()  # for larger models there is no need to try
+    for model in sorted(args.models, key=list(LLAMAS).index):
+        for length, name in itertools.product(args.lengths, args.optimizers):
+            peak = None
+            if (length, name) not in too_large:
+                shape = (args.batch, length)
+                peak = measure(LLAMAS[model], shape, name, DTYPES[args.dtype], device)
+            if peak is None:
+                too_large.add((length, name))
+            rows.append(Measured(model, length, name, peak))
+            print(*rows[-1], flush=True)
+    tables = {"Peak of a step": [shown(row, rows) for row in rows]}
+    if device.type == "cuda":
+        tables["Largest model that fits"] = largest(rows)
+    text = TEXT.format(dtype=args.dtype, batch=args.batch, how=HOW[device.type])
+    title = "Peak memory of a fine-tuning step"
+    report.write("memory", title, text, tables, lambda figure: draw(figure, rows))
+
+
+TEXT = """
+The most bytes alive at once in the second of two training steps of a Llama with random weights, in
+one process and without DeepSpeed: {dtype} weights, rows of the tokens below in batches of {batch},
+no activation checkpointing. AdamW is torch's, `fused=True` so that it needs no scratch, with
+`loss.backward(); optimizer.step(); optimizer.zero_grad()`; `none` drops each gradient as it
+appears, which is the least that any optimizer can need; the others are ds_ext's through
+`fuse_into_backward`. Where the embedding is the head too (135M), both parts of its gradient are
+alive before autograd adds them up. GB are 10⁹ bytes.
+
+{how}
+"""
+HOW = {
+    "cpu": """Each storage is counted from when it is made until it is freed; scratch that an
+operator takes and frees while it runs is not seen.""",
+    "cuda": """Counted by torch's allocator (`max_memory_allocated`); what CUDA itself takes, less
+than a GiB, is beside it.""",
+}
+
+
+def llama(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A Llama with random weights."""
+    vocab, width, inner, layers, heads, groups, tied = sizes
+    config = transformers.LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def measure(
+    sizes: Sizes, shape: tuple[int, int], name: str, dtype: torch.dtype, device: torch.device
+) -> int | None:
+    """Peak bytes of the second step on tokens of ``shape``; None if the device has not as many."""
+    try:
+        model = llama(sizes, dtype, device)
+        tokens = torch.randint(0, sizes[0], shape, device=device)
+        return peak_of_second(fine_tuning(model, name, tokens), model.parameters(), device)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        model = tokens = None
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def fine_tuning(model: nn.Module, name: str, tokens: Tensor) -> Callable[[], None]:
+    """What makes one step of ``model`` on ``tokens`` by the optimizer of this name."""
+    params = list(model.parameters())
+    if name == NONE:
+        for param in params:
+            param.register_post_accumulate_grad_hook(drop)
+        return lambda: model(tokens, labels=tokens).loss.backward()
+    if name == ADAMW:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=1e-5, fused=True)
+    else:
+        optimizer = OPTIMIZERS[name.lower()](params)
+        ds_ext.fuse_into_backward(model, optimizer)
+
+    def step() -> None:
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def drop(param: Tensor) -> None:
+    """Frees a gradient; a hook for ``register_post_accumulate_grad_hook``."""
+    param.grad = None
+
+
+def peak_of_second(step: Callable[[], None], kept: Iterable[Tensor], device: torch.device) -> int:
+    """The most bytes alive at once in the second of two steps; ``kept`` are there before."""
+    if device.type == "cuda":
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated()
+    with Watch(kept) as watch:
+        step()
+        gc.collect()
+        watch.most = watch.now
+        step()
+    return watch.most
+
+
+class Watch(TorchDispatchMode):
+    """Counts the bytes of live storages, ``now`` and at ``most``, from those of ``kept`` on.
+
+    It sees what operators give out in the thread that entered it, which on the CPU is also the one
+    that runs backward. A storage that many tensors share counts once.
+    """
+
+    def __init__(self, kept: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}  # of live storages
+        self.now = self.most = 0
+        for tensor in kept:
+            self._see(tensor)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for value in tree_leaves(made):
+            if isinstance(value, Tensor):
+                self._see(value)
+        return made
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.sizes:
+            # Torch keeps the Python object of a storage as long as the storage itself.
+            weakref.finalize(storage, self._gone, key).atexit = False
+        self.now += storage.nbytes() - self.sizes.get(key, 0)  # it may have been resized
+        self.sizes[key] = storage.nbytes()
+        self.most = max(self.most, self.now)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+def shown(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
+    """A row of the table, beside AdamW's of the same model and length."""
+    n, peak = elements(llama_shapes(*LLAMAS[row.model])), row.peak
+    adamw = next((r.peak for r in rows if r == row._replace(optimizer=ADAMW, peak=r.peak)), None)
+    return {
+        "model": row.model,
+        "parameters": n,
+        "tokens": row.length,
+        "optimizer": row.optimizer,
+        "peak, bytes": peak or "does not fit",
+        "GB": peak and peak / 1e9,
+        "bytes per parameter": peak and peak / n,
+        "AdamW / this": adamw / peak if adamw and peak else None,
+    }
+
+
+def largest(rows: Sequence[Measured]) -> list[dict[str, object]]:
+    """Rows of the largest model whose peak is below each of ``CAPS``, by length and optimizer."""
+    found: list[dict[str, object]] = []
+    for length, name in dict.fromkeys((row.length, row.optimizer) for row in rows):
+        own = [r for r in rows if (r.length, r.optimizer) == (length, name) and r.peak]
+        fit = {
+            f"{cap} GiB": _last([r for r in own if (r.peak or 0) <= cap * 2**30]) for cap in CAPS
+        }
+        found.append({"tokens": length, "optimizer": name, **fit})
+    return found
+
+
+def _last(rows: Sequence[Measured]) -> str:
+    """The model of the last row, which is the largest."""
+    return rows[-1].model if rows else "none"
+
+
+def draw(figure: "Figure", rows: Sequence[Measured]) -> None:
+    """Bars of bytes per parameter: a panel for each length, a group for each model."""
+    lengths = list(dict.fromkeys(row.length for row in rows))
+    models = list(dict.fromkeys(row.model for row in rows))
+    names = list(dict.fromkeys(row.optimizer for row in rows))
+    panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    for axes, length in zip(panels, lengths, strict=True):
+        for i, name in enumerate(names):
+            own = {r.model: r for r in rows if (r.length, r.optimizer) == (length, name)}
+            heights = [(own[m].peak or 0) / elements(llama_shapes(*LLAMAS[m])) for m in models]
+            places = [at + 0.8 * i / len(names) for at in range(len(models))]
+            axes.bar(places, heights, 0.7 / len(names), label=name)
+        axes.set(title=f"{length} tokens", xticks=[at + 0.35 for at in range(len(models))])
+        axes.set_xticklabels(models)
+    panels[0].set(ylabel="peak bytes per parameter")
+    bars, labels = panels[0].get_legend_handles_labels()
+    figure.legend(bars, labels, loc="outside upper center", ncols=4)

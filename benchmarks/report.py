@@ -1,0 +1,142 @@
+"""What all benchmarks share: timing in turns, tables in Markdown, and files that name the machine.
+
+Times of candidates are compared within a round only, since a machine's speed drifts: see
+``ratios``.
+"""
+
+import datetime
+import math
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "deepspeed", "transformers")
+
+
+def machine() -> str:
+    """The hardware, the versions of what was measured with, and today's date, in words."""
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    cpu = f"{_cpu()}, {_count(cores, 'core')}, {_count(threads, 'thread')} used by torch"
+    gpu = _gpu()
+    memory = f" ({torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB), " if gpu else ""
+    versions = ", ".join(f"{name} {version}" for name in PACKAGES if (version := _version(name)))
+    return f"{gpu}{memory}{cpu}; {versions}; {datetime.date.today()}"
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def _cpu() -> str:
+    """The CPU's model, as the kernel or else Python names it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _version(name: str) -> str:
+    """A package's version, empty if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows in Markdown, under the keys of the first; floats with three significant digits."""
+    keys = list(rows[0])
+    lines = [keys, ["---"] * len(keys), *([_cell(row[key]) for key in keys] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    rounded = float(f"{value:.2e}")  # first: 9.999 has one digit more than it seems to
+    places = 2 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:.2e}" if places > 6 else f"{rounded:,.{max(places, 0)}f}"
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], None]], rounds: int, sync: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Seconds that each candidate took in each round, after one round that is not counted.
+
+    The candidates of a round run one after another. ``sync`` waits for the device.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for counted in [False] + [True] * rounds:
+        for name, candidate in candidates.items():
+            sync()
+            began = time.perf_counter()
+            candidate()
+            sync()
+            if counted:
+                times[name].append(time.perf_counter() - began)
+    return times
+
+
+def ratios(times: Mapping[str, list[float]], unit: str) -> dict[str, tuple[float, float]]:
+    """(median, minimum) over rounds of each candidate's time by that of ``unit`` in that round."""
+    found = {}
+    for name, own in times.items():
+        apart = [a / b for a, b in zip(own, times[unit], strict=True)]
+        found[name] = (statistics.median(apart), min(apart))
+    return found
+
+
+def write(
+    name: str,
+    title: str,
+    text: str,
+    tables: Mapping[str, Sequence[Mapping[str, object]]],
+    draw: "Callable[[Figure], None] | None",
+) -> None:
+    """Writes results/NAME.md, and NAME.png if there is something to ``draw``; prints the path.
+
+    ``tables`` go by their headings. On a GPU its name is added to the files', so that results of
+    several machines stand side by side.
+    """
+    RESULTS.mkdir(exist_ok=True)
+    name += f"_{_gpu().lower().replace(' ', '-')}" if _gpu() else ""
+    parts = [f"# {title}", text.strip()]
+    for heading, rows in tables.items():
+        parts += [f"## {heading}", table(rows)]
+    if draw is not None:
+        _plot(draw, RESULTS / f"{name}.png")
+        parts.append(f"![{title}]({name}.png)")
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    parts.append(f"{machine()}.\nMade by `{command}`.")
+    path = RESULTS / f"{name}.md"
+    path.write_text("\n\n".join(parts) + "\n")
+    print(os.path.relpath(path))
+
+
+def _plot(draw: "Callable[[Figure], None]", path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=150)

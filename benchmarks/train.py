@@ -1,0 +1,263 @@
+"""Speed of a whole training step: ds_ext's AdaLomo and AdamW under ZeRO-3, by the bare model's.
+
+One process, random weights and tokens. Runs are timed in turns and compared within a round. The
+unit is forward and backward of the same weights without DeepSpeed, each gradient dropped as it
+appears. On a GPU each engine has a process to itself, for two do not fit; peaks are measured.
+"""
+
+import argparse
+import gc
+import os
+import socket
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import report
+from benchmarks.memory import DTYPES, LLAMAS, Sizes, drop, llama
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODELS: dict[str, Sizes] = {"10M": (8192, 256, 704, 8, 4, 4, False), **LLAMAS}
+LR = 1e-5
+ALONE = "forward and backward alone"
+PLAIN = "AdaLomo, no DeepSpeed"
+OURS = "AdaLomo, ZeRO-3"
+ADAMW = "AdamW, ZeRO-3"
+OPTIMIZERS = {  # what DeepSpeed's config says
+    OURS: {"type": "AdaLomo", "params": {"lr": LR}},
+    ADAMW: {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
+    models = ["1B", "3B", "7B", "13B"] if on_gpu else ["10M"]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
+    parser.add_argument("--length", type=int, default=2048 if on_gpu else 128, help="tokens a row")
+    parser.add_argument("--batch", type=int, default=1, help="rows")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32")
+    parser.add_argument("--rounds", type=int, default=10 if on_gpu else 20)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs that are timed in turns, in one process."""
+
+    model: str
+    shape: tuple[int, int]  # rows, tokens a row
+    dtype: str
+    rounds: int
+    runs: tuple[str, ...] = (ALONE, PLAIN, OURS, ADAMW)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run took."""
+
+    seconds: list[float]  # of each round
+    peak: int  # bytes of a step; 0 where it is not measured
+    floor: int  # bytes of weights, the largest gradient, and what forward keeps for backward
+
+
+def main(args: argparse.Namespace) -> None:
+    """Times all models, and writes the table and the picture."""
+    rows: list[dict[str, Any]] = []
+    for model in args.models:
+        job = Job(model, (args.batch, args.length), args.dtype, args.rounds)
+        jobs = [job]
+        if torch.cuda.is_available():
+            jobs = [replace(job, runs=runs) for runs in ((ALONE, PLAIN, OURS), (ADAMW,))]
+        found: dict[str, Found] = {}
+        for part in jobs:
+            found |= isolated(part)
+        rows += [row(job, run, found) for run in job.runs]
+        print(report.table(rows[-len(job.runs) :]), flush=True)
+    text = TEXT.format(dtype=args.dtype, batch=args.batch, length=args.length, rounds=args.rounds)
+    title = "Speed of a whole training step"
+    report.write("train", title, text, {"Steps": rows}, lambda figure: draw(figure, rows))
+
+
+TEXT = """
+One process trains a Llama with random {dtype} weights on {batch} × {length} random tokens a step,
+without activation checkpointing: under DeepSpeed's ZeRO-3 with ds_ext's AdaLomo and with torch's
+AdamW (`"torch_adam": true`), by ds_ext's `fuse_into_backward` without DeepSpeed, and forward and
+backward alone, each gradient dropped as it appears, with no optimizer and no DeepSpeed. Medians of
+{rounds} rounds, in each of which the runs are timed in turn; ratios are medians of those within a
+round (in brackets the smallest); on a GPU AdamW has a process to itself, so its rounds come later.
+"Weights + largest gradient + activations" is measured too: the last are the bytes that one forward
+pass leaves allocated.
+"""
+
+
+def isolated(job: Job) -> dict[str, Found]:
+    """What the runs of ``job`` take, measured in a new process; empty if they do not fit."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure, job).result()
+        except torch.OutOfMemoryError:
+            return {}
+
+
+def measure(job: Job) -> dict[str, Found]:
+    """What the runs of ``job`` take, in this process."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+    join_world_of_one()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
+    engines = {run: engine_of(job, run, device) for run in job.runs if run in OPTIMIZERS}
+    steps = {run: engine_step(engine, job, device) for run, engine in engines.items()}
+    floor = 0
+    if ALONE in job.runs:
+        alone, fused = (sharing(engines[OURS], job, device) for _ in range(2))
+        for param in alone.parameters():
+            param.register_post_accumulate_grad_hook(drop)
+        steps[ALONE] = plain_step(alone, job, device)
+        steps[PLAIN] = fused_step(fused, job, device)
+        floor = least(alone, tokens(job, device)) if on_gpu else 0
+    gc.collect()
+    times = report.interleaved(steps, job.rounds, torch.cuda.synchronize if on_gpu else _nothing)
+    peaks = {run: peak(step) if on_gpu else 0 for run, step in steps.items()}
+    torch.distributed.destroy_process_group()
+    return {run: Found(times[run], peaks[run], floor) for run in steps}
+
+
+def join_world_of_one() -> None:
+    """Sets what torch.distributed reads of a single process, where no launcher has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def engine_of(job: Job, run: str, device: torch.device) -> Any:
+    """DeepSpeed's engine of a run."""
+    import deepspeed
+
+    import ds_ext  # noqa: F401  makes AdaLomo known to DeepSpeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": job.shape[0],
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": job.dtype == "bf16"},
+        "zero_optimization": {"stage": 3},
+        "optimizer": OPTIMIZERS[run],
+    }
+    model = llama(MODELS[job.model], DTYPES[job.dtype], device)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    return engine
+
+
+def sharing(engine: Any, job: Job, device: torch.device) -> nn.Module:
+    """A model outside DeepSpeed whose weights lie in the memory of the engine's partitions."""
+    model = llama(MODELS[job.model], DTYPES[job.dtype], device)
+    for own, its in zip(model.parameters(), engine.module.parameters(), strict=True):
+        own.data = its.ds_tensor[: own.numel()].view_as(own)  # of one rank: the whole
+    return model
+
+
+def tokens(job: Job, device: torch.device) -> Tensor:
+    return torch.randint(0, MODELS[job.model][0], job.shape, device=device)
+
+
+def engine_step(engine: Any, job: Job, device: torch.device) -> Callable[[], None]:
+    batch = tokens(job, device)
+
+    def step() -> None:
+        engine.backward(engine(batch, labels=batch).loss)
+        engine.step()
+
+    return step
+
+
+def plain_step(model: nn.Module, job: Job, device: torch.device) -> Callable[[], None]:
+    batch = tokens(job, device)
+    return lambda: model(batch, labels=batch).loss.backward()
+
+
+def fused_step(model: nn.Module, job: Job, device: torch.device) -> Callable[[], None]:
+    import ds_ext
+
+    backward = plain_step(model, job, device)
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=LR)
+    ds_ext.fuse_into_backward(model, optimizer)
+
+    def step() -> None:
+        backward()
+        optimizer.step()
+
+    return step
+
+
+def _nothing() -> None:
+    """Waits for the CPU."""
+
+
+def peak(step: Callable[[], None]) -> int:
+    """The most bytes that a GPU holds in a step."""
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated()
+
+
+def least(model: nn.Module, batch: Tensor) -> int:
+    """Bytes of weights, the largest gradient, and what a forward pass leaves for backward."""
+    sizes = [param.nbytes for param in model.parameters()]
+    before = torch.cuda.memory_allocated()
+    loss = model(batch, labels=batch).loss
+    activations = torch.cuda.memory_allocated() - before
+    del loss
+    return sum(sizes) + max(sizes) + activations
+
+
+def row(job: Job, run: str, found: Mapping[str, Found]) -> dict[str, object]:
+    """A row of the table."""
+    shown: dict[str, object] = {"model": job.model, "run": run}
+    columns = ["s", "tokens/s", f"time / {ALONE}", f"time / {ADAMW}", "peak, GB", FLOOR]
+    if run not in found:
+        return shown | dict.fromkeys(columns) | {"s": "does not fit"}
+    own = found[run]
+    seconds = statistics.median(own.seconds)
+    figures = [
+        seconds,
+        job.shape[0] * job.shape[1] / seconds,
+        _ratio(found, run, ALONE),
+        _ratio(found, run, ADAMW),
+        own.peak / 1e9 or None,
+        own.floor / 1e9 or None,
+    ]
+    return shown | dict(zip(columns, figures, strict=True))
+
+
+FLOOR = "weights + largest gradient + activations, GB"
+
+
+def _ratio(found: Mapping[str, Found], run: str, unit: str) -> str | None:
+    """Median and least time of a run by that of ``unit``, if that fits."""
+    if unit not in found:
+        return None
+    median, low = report.ratios({name: f.seconds for name, f in found.items()}, unit)[run]
+    return f"{median:.2f} ({low:.2f})"
+
+
+def draw(figure: "Figure", rows: Sequence[Mapping[str, Any]]) -> None:
+    """Bars of tokens per second: a panel for each model, for they differ by magnitudes."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
+        own = [row for row in rows if row["model"] == model]
+        axes.barh([row["run"] for row in own], [row["tokens/s"] or 0 for row in own])
+        axes.set(title=model)
+        axes.invert_yaxis()
+    axes.set(xlabel="tokens per second")
