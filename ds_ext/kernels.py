@@ -277,8 +277,8 @@ def weighed(
         e, ok, j = _elements(t, mat, r, has_row, c, TC)
         u = _value(t, e, ok, mat, r, has_row, j, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
         sums += tl.sum(u * u, axis=1)
-    e, ok, j = _elements(t, mat, r, has_row, 0, TC)
-    own = has_row & (tl.max(ok.to(tl.int32), axis=1) > 0)  # rows of the run
+    begin = (mat * rows + r) * cols - tl.load(t + START)
+    own = has_row & (begin >= 0) & (begin < tl.load(t + N))  # rows of the run
     tl.store(_pointer(t, OUT, tl.float32) + mat * rows + r, sums, mask=own)
     before = tl.load(_pointer(t, BEFORE, tl.float32) + mat * rows + r, mask=own, other=1.0)
     weights = 1.0 / (before + _number(t, SHARE) * sums)
