@@ -12,8 +12,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ds_ext import ops
+from ds_ext import launches, ops
+from ds_ext.beside import Beside, to_host
 from ds_ext.layout import Replicated
+from ds_ext.shard import Shard
 from ds_ext.uses import Uses
 
 logger = logging.getLogger("ds_ext")
@@ -23,11 +25,19 @@ class Run(NamedTuple):
     """This rank's run of a gradient summed over the ranks, padded, and what all ranks say of it."""
 
     g: Tensor
-    bad: Tensor  # [], whether any rank's part was not finite
+    bad: Tensor  # [] on the host, whether any rank's part was not finite
+    square: Tensor | None = None  # [], the sum of its squares if that is known
 
     def plus(self, other: "Run") -> "Run":
         """The sum with a further part, in the memory of this one."""
         return Run(self.g.add_(other.g), self.bad | other.bad)
+
+
+class Sent(NamedTuple):
+    """A bucket on its way."""
+
+    arrived: Callable[[], dict[Tensor, Run]]  # waits for it
+    in_parts: set[Tensor]  # parameters of which a further part may come
 
 
 Deliver: TypeAlias = Callable[[dict[Tensor, Run]], None]
@@ -36,6 +46,8 @@ Deliver: TypeAlias = Callable[[dict[Tensor, Run]], None]
 class Buckets:
     """Collects the gradients of ``module`` and delivers this rank's runs of them.
 
+    With ``overlap`` a bucket is reduced while the next one fills, and delivered when that is full:
+    neither backward nor the host waits for it, and two are in flight.
     At most ``size`` elements wait, or one parameter larger than that, beside those that other
     ranks have no gradient of. They are reduced in ``comm_dtype(param)``, None for their own.
     ``begin`` gives the receiver when the first gradient of a backward pass arrives. A parameter
@@ -51,12 +63,16 @@ class Buckets:
         comm_dtype: Callable[[Tensor], torch.dtype | None],
         wanted: Callable[[Tensor], bool],
         begin: Callable[[], Deliver],
+        overlap: bool = False,
     ) -> None:
         self.layout = layout
         self.size = size
         self.comm_dtype = comm_dtype
         self.wanted = wanted
         self.begin = begin
+        self.overlap = overlap and (layout.world > 1 or layout.device.type == "cuda")
+        self.beside = Beside(layout.device, overlap)
+        self.sent: Sent | None = None  # the bucket that is on its way
         self.deliver: Deliver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat, in equal parts; None: has none
         self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
@@ -136,21 +152,36 @@ class Buckets:
         more = {p: self.uses.in_parts(p) for p in self.waiting}
         agreed = self.layout.agree(more, ended)
         for piece in self.pieces(agreed.ready):
-            runs = self._reduce({p: self.waiting.pop(p, None) for p in piece})
-            for param in [p for p in runs if p in agreed.in_parts]:  # in the order of all ranks
+            sent = self._send({p: self.waiting.pop(p, None) for p in piece})
+            self._receive()
+            self.sent = Sent(sent, agreed.in_parts)
+            if not self.overlap:
+                self._receive()
+        return agreed.ended
+
+    def _receive(self) -> None:
+        """Delivers the bucket that is on its way."""
+        sent, self.sent = self.sent, None
+        if sent is None:
+            return
+        with self.beside.work():
+            runs = sent.arrived()
+            for param in [p for p in runs if p in sent.in_parts]:  # in the order of all ranks
                 self._hold(param, runs.pop(param))
             if runs:
                 self._receiver()(runs)
-        return agreed.ended
 
     def finish(self) -> None:
         """Ends a backward pass: delivers what waits on any rank, and what came in parts."""
         while not self.flush(ended=True):
             pass
+        self._receive()
         parts, self.parts = self.parts, {}
         if parts:
-            self._receiver()(parts)
+            with self.beside.work():
+                self._receiver()(parts)
         self.deliver = None
+        self.beside.join()
 
     def _receiver(self) -> Deliver:
         """Who takes the runs of this pass, of which this rank may have had no gradient itself."""
@@ -176,33 +207,63 @@ class Buckets:
         else:
             self.parts[param] = apart(run, ops.accumulator(run.g.dtype))
 
-    def _reduce(self, grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Run]:
-        """This rank's runs of the summed gradients, inside their memory.
+    def _send(self, grads: dict[Tensor, Tensor | None]) -> Callable[[], dict[Tensor, Run]]:
+        """Begins to reduce gradients -> what gives this rank's runs of them, in their memory.
 
         Every rank also tells every other whether it has a gradient, and whether that has values
         that are not finite or may not stay so when summed: all agree, whichever run they lie in.
         """
         flats = [self._zeros(p) if flat is None else flat for p, flat in grads.items()]
-        votes = torch.stack([self._vote(flat) for flat in flats])
-        has = torch.tensor([flat is not None for flat in grads.values()], device=votes.device)
-        *runs, votes = self.layout.reduce((*flats, (votes * has).repeat(self.layout.parts)))
-        reduced = dict(zip(grads, map(Run, runs, (votes >= _BAD).unbind()), strict=True))
-        if not self.uses.together.isdisjoint(grads):
-            used = dict(zip(grads, votes.tolist(), strict=True))
-            reduced = {p: run for p, run in reduced.items() if used[p]}
-        return reduced
+        self.beside.follow(flats)
+        with self.beside.work():
+            squares, votes = self._votes(flats, [flat is not None for flat in grads.values()])
+            (*runs, votes), wait = self.layout.reduce((*flats, votes))
+            told = None
+            if self.beside.stream is not None:
+                wait()
+                told = to_host(votes)
+
+        def arrived() -> dict[Tensor, Run]:
+            if told is None:
+                wait()
+            found = votes.cpu() if told is None else told()
+            made = map(Run, runs, (found >= _BAD).unbind(), squares)
+            reduced = dict(zip(grads, made, strict=True))
+            if not self.uses.together.isdisjoint(grads):
+                used = dict(zip(grads, found.tolist(), strict=True))
+                reduced = {p: run for p, run in reduced.items() if used[p]}
+            return reduced
+
+        return arrived
+
+    def _votes(self, flats: list[Tensor], has: list[bool]) -> tuple[list[Tensor | None], Tensor]:
+        """Sums of squares, None where more ranks add to them; and for each rank the votes on all.
+
+        1 for a gradient, ``_BAD`` if it, its sum over the ranks or its square may overflow, and 0
+        for none: in the dtype of the first, to be reduced together with it.
+        """
+        squares: list[Tensor | None] = [None] * len(flats)
+        if self.layout.world == 1:
+            with launches.together():
+                sums = [ops.square_sum(f, Shard.whole((len(f),)), f) for f in flats]
+            good, squares = torch.stack(sums).isfinite(), [*sums]
+        else:
+            good = torch.stack([self._stays_finite(flat) for flat in flats])
+        present = torch.tensor(has).to(good.device, non_blocking=True)
+        votes = torch.where(good, 1.0, _BAD).to(flats[0].dtype)
+        return squares, torch.where(present, votes, 0).repeat(self.layout.parts)
 
     def _zeros(self, param: Tensor) -> Tensor:
         """What a rank adds to the sum that has no gradient of a parameter."""
         dtype = self.comm_dtype(param) or param.dtype
         return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
 
-    def _vote(self, flat: Tensor) -> Tensor:
-        """1 for a gradient, ``_BAD`` if it, its sum over the ranks or its square may overflow."""
+    def _stays_finite(self, flat: Tensor) -> Tensor:
+        """Whether a gradient, its sum over the ranks and the squares of that do -> []."""
         low, high = torch.aminmax(flat)
         squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
         bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.world
-        return torch.where((high <= bound) & (low >= -bound), 1.0, _BAD)
+        return (high <= bound) & (low >= -bound)
 
 
 def apart(run: Run, dtype: torch.dtype) -> Run:

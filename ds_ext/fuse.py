@@ -47,6 +47,7 @@ def fuse_into_backward(
         clip_value,
         clip_mode,
         measure_updates=measure_updates,
+        overlap=True,
     )
     fused = FusedBackward(model, optimizer, layout, how)
 

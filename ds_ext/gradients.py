@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_ext import meter, ops, settings
+from ds_ext import launches, meter, ops, settings
 from ds_ext.buckets import Buckets, Deliver, Run, apart
 from ds_ext.layout import Replicated
 from ds_ext.optimizer import RuleOptimizer, Update
@@ -92,6 +92,7 @@ class FusedBackward:
             comm_dtype,
             wanted=lambda param: param in optimizer.group_of,
             begin=self._begin,
+            overlap=how.overlap,
         )
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         if how.measure_updates:
@@ -165,7 +166,7 @@ class FusedBackward:
         for param, (values, bad) in kept.items():
             size = self.buckets.size_of[param] // self.layout.parts
             g = nn.functional.pad(values, (0, size - len(values)))
-            self.tally.kept[param] = Run(g, torch.tensor(bad, device=g.device))
+            self.tally.kept[param] = Run(g, torch.tensor(bad))
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""
@@ -247,20 +248,30 @@ class FusedBackward:
     def _record(self, runs: dict[Tensor, Run]) -> None:
         """Adds gradients to the norm, and notes which may not be finite."""
         tally = self.tally
+        with launches.together():
+            squares = [self._square(param, run) for param, run in runs.items()]
+        square = torch.stack(squares).double().sum() * self._unscale**2
+        tally.square = square if tally.square is None else tally.square + square
         for param, run in runs.items():
             shard = self.layout.shard(param)
-            g = run.g[: len(shard)]
-            square = ops.square_sum(g, shard, g).double() * self._unscale**2
-            tally.square = square if tally.square is None else tally.square + square
             if self.how.max_value:
                 bound = self.how.max_value / self._unscale
+                g = run.g[: len(shard)]
                 beyond = ops.count_beyond(g, bound, shard, g)
                 tally.beyond = beyond if tally.beyond is None else tally.beyond + beyond
             tally.elements += shard.numel
             tally.suspects.append((param, run.bad))
 
+    def _square(self, param: Tensor, run: Run) -> Tensor:
+        """The sum of the squares of a run -> []."""
+        if run.square is not None:
+            return run.square
+        shard = self.layout.shard(param)
+        g = run.g[: len(shard)]
+        return ops.square_sum(g, shard, g)
+
     def _bad(self) -> set[Tensor]:
-        """Finds which gradients recorded since the last call are bad; waits for the device."""
+        """Finds which gradients recorded since the last call are bad."""
         suspects, self.tally.suspects = self.tally.suspects, []
         if not suspects:
             return set()

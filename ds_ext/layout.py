@@ -9,7 +9,7 @@ ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in ze
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -20,10 +20,6 @@ from ds_ext.lost import explained
 from ds_ext.shard import Shard
 
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: all ranks
-
-# As torch 2.13 calls them, and as it did before.
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Agreement(NamedTuple):
@@ -45,10 +41,21 @@ class Replicated:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.device = next(iter(names)).device if names else torch.device("cpu")
+        self.host_group = self._host_group()
         self.bytes_sent = 0  # handed to collectives by this rank, on the optimizer's behalf
         for param in names:
             if not param.is_contiguous():
                 param.data = param.data.contiguous()  # a run is a view
+
+    def _host_group(self) -> Group:
+        """The same ranks, to agree from host to host: what a GPU computes is not waited for."""
+        if self.world == 1 or self.device.type == "cpu":
+            return self.group
+        ranks = dist.get_process_group_ranks(self._group())
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def _group(self) -> dist.ProcessGroup:
+        return self.group or dist.group.WORLD
 
     def broadcast(self, module: nn.Module) -> None:
         """Sends the parameters and buffers of the group's first rank to the others."""
@@ -82,19 +89,38 @@ class Replicated:
             return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
         params = list(self.names)
         own = [[p in waiting, waiting.get(p, False)] for p in params]
-        counts = torch.tensor([*own, [ended, False]], dtype=torch.int32, device=self.device)
-        self._sum(counts)
+        counts = torch.tensor([*own, [ended, False]], dtype=torch.int32)
+        self.bytes_sent += counts.nbytes
+        with explained():
+            dist.all_reduce(counts, group=self.host_group)
         *found, (ends, _) = counts.tolist()
         needed = 1 if ends == self.world else self.world
         ready = {p: more > 0 for p, (n, more) in zip(params, found, strict=True) if n >= needed}
         return Agreement(list(ready), {p for p in ready if ready[p]}, ends == self.world)
 
-    def reduce(self, flats: Iterable[Tensor]) -> list[Tensor]:
-        """Sums flat gradients over the ranks, in place -> this rank's runs of them."""
-        return [self._reduce(flat) for flat in flats]
+    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Begins to sum flat gradients over the ranks, in place -> this rank's runs, a wait.
 
-    def _reduce(self, flat: Tensor) -> Tensor:
-        self._sum(flat)
+        One collective for each dtype. On a GPU what waits is the current stream, not the host.
+        """
+        if self.world == 1:
+            return list(flats), lambda: None
+        self.bytes_sent += sum(flat.nbytes for flat in flats)
+        with explained():
+            works = [self._begin(alike) for alike in by_dtype(flats)]
+
+        def wait() -> None:
+            with explained():
+                for work in works:
+                    work.wait()
+
+        return [self._part(flat) for flat in flats], wait
+
+    def _begin(self, flats: list[Tensor]) -> dist.Work:
+        return self._group().allreduce_coalesced(flats)
+
+    def _part(self, flat: Tensor) -> Tensor:
+        """This rank's run, padded, of a flat gradient."""
         return flat
 
     def take_bytes_sent(self) -> int:
@@ -140,13 +166,11 @@ class Sharded(Replicated):
         shard = self.shard(param)
         return param.data.view(-1)[shard.start : shard.stop]
 
-    def _reduce(self, flat: Tensor) -> Tensor:
-        run = flat.view(self.world, -1)[self.rank]
-        if self.world > 1:
-            self.bytes_sent += flat.nbytes
-            with explained():
-                _REDUCE_SCATTER(run, flat, group=self.group)
-        return run
+    def _begin(self, flats: list[Tensor]) -> dist.Work:
+        return self._group().reduce_scatter_tensor_coalesced(list(map(self._part, flats)), flats)
+
+    def _part(self, flat: Tensor) -> Tensor:
+        return flat.view(self.world, -1)[self.rank]
 
     def all_reduce(self, sums: Tensor) -> None:
         self._sum(sums)
@@ -154,17 +178,32 @@ class Sharded(Replicated):
     def publish(self, params: Iterable[Tensor]) -> None:
         if self.world == 1:
             return
-        for param in params:
-            flat = param.data.view(-1)
-            size = -(-flat.numel() // self.world)
-            whole = flat
-            if size * self.world > flat.numel():
-                whole = torch.empty(size * self.world, dtype=flat.dtype, device=flat.device)
-            part = whole.view(self.world, size)[self.rank]
-            run = self.run(param)
-            part[: len(run)].copy_(run)
-            self.bytes_sent += part.nbytes
+        wholes = {param: self._whole(param) for param in params}
+        for alike in by_dtype(wholes.values()):
+            parts = list(map(self._part, alike))
+            self.bytes_sent += sum(part.nbytes for part in parts)
             with explained():
-                _ALL_GATHER(whole, part, group=self.group)
-            if whole is not flat:
-                flat.copy_(whole[: flat.numel()])
+                self._group().allgather_into_tensor_coalesced(alike, parts).wait()
+        for param, whole in wholes.items():
+            flat = param.data.view(-1)
+            if len(whole) > len(flat):
+                flat.copy_(whole[: len(flat)])
+
+    def _whole(self, param: Tensor) -> Tensor:
+        """A parameter, flat, in equal parts for all ranks: itself, or a copy of this run in it."""
+        flat = param.data.view(-1)
+        size = -(-len(flat) // self.world)
+        if size * self.world == len(flat):
+            return flat
+        whole = torch.empty(size * self.world, dtype=flat.dtype, device=flat.device)
+        run = self.run(param)
+        self._part(whole)[: len(run)].copy_(run)
+        return whole
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors of each dtype."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for x in tensors:
+        found.setdefault(x.dtype, []).append(x)
+    return list(found.values())

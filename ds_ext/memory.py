@@ -74,6 +74,8 @@ def ours(
     cut = ranks if stage in (1, 2, 3) else 1
     kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
+    if stage == 3:  # overlap_comm: the bucket before is on its way
+        in_flight = min(in_flight + max(bucket, _largest(shapes)), elements(shapes))
     return Memory(
         weights=_weights(shapes, stage, ranks) * dtype.itemsize,
         state=_most(lambda p, shard: zeros(rule.keeps(shard), p), shapes, cut, dtype),

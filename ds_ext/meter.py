@@ -74,11 +74,15 @@ class MeteredTensor:
         add_square_(self.weight, held)
         ops.write_(self.run, b, held)
 
-    def sub_(self, x: Tensor, alpha: float) -> None:
-        """As a tensor's, which does not pass through blocks: with the same bits."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.run.dtype
+
+    def addcmul_(self, x: Tensor, y: Tensor, value: float) -> None:
+        """As a tensor's, which does not pass through blocks: with the same bits. ``y`` is []."""
         for b in scratch.blocks(Shard.whole((len(self.run),))):
             old = ops.read(self.run, b).clone()
-            self.run[b.run].sub_(x[b.run], alpha=alpha)
+            self.run[b.run].addcmul_(x[b.run], y, value=value)
             held = ops.read(self.run, b)
             add_square_(self.moved, held - old)
             add_square_(self.weight, held)

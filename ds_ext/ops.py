@@ -8,7 +8,7 @@ is both. What ``block`` returns is the caller's to overwrite.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -411,8 +411,8 @@ def apply_(
     decays = isinstance(decay, Tensor) or decay != 0
     if isinstance(lr, Tensor):
         u, decay, lr = times(u, lr), lr * decay, 1.0
-    if hasattr(p, "sub_") and isinstance(u, Tensor) and not decays:
-        p.sub_(u, alpha=lr)  # in one pass
+    if isinstance(u, Tensor) and not decays and getattr(p, "dtype", None) == u.dtype:
+        _subtract_(p, u, lr)  # in one pass
         return
     for b in scratch.blocks(shard):
         old = read(p, b)
@@ -423,9 +423,17 @@ def apply_(
         elif isinstance(u, Quotient):
             u.subtract_from_(old, b, lr)
         else:
-            old.sub_(read(u, b), alpha=lr)
+            _subtract_(old, read(u, b), lr)
         if not is_part(old, p):
             write_(p, b, old)
+
+
+def _subtract_(p: Any, u: Tensor, lr: float) -> None:
+    """p ← p − lr · u, in whatever way p does that: with the same bits in one piece and in blocks.
+
+    ``sub_`` would round lr to 16 bits where p has 16.
+    """
+    p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
 
 
 def _as(x: Tensor | float, like: Tensor) -> Tensor:

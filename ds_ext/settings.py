@@ -119,6 +119,7 @@ class Gradients:
     average: bool = True  # over the ranks, else summed
     accumulate_in: torch.dtype | None = None  # of kept gradients; None: fp32
     measure_updates: bool = False  # the RMS of updates and weights, by group
+    overlap: bool = False  # buckets are reduced and stepped beside backward, two in flight
 
     def __post_init__(self) -> None:
         given = {

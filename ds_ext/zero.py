@@ -41,7 +41,7 @@ class ZeroAdapter(ZeROOptimizer):
             engine.module,
             optimizer,
             self.layout,
-            replace(how, average=engine.gradient_average),
+            replace(how, average=engine.gradient_average, overlap=bool(engine.zero_overlap_comm())),
             self._comm_dtype,
             self._is_boundary,
         )

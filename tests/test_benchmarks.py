@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import comm, memory, report, train
+from benchmarks import comm, memory, report, step, train
+from tests import authors
 
 CPU = torch.device("cpu")
 
@@ -369,3 +370,144 @@ def test_a_runs_row():
     lost = train.row(job, train.ADAMW, found)
     assert list(lost) == list(row)
     assert (lost["s"], lost["tokens/s"]) == ("does not fit", None)
+
+
+# Steps.
+
+SMALL = step.Size(((64, 48), (48, 64), (48,)))  # sides below GaLore's rank, too
+
+
+def stepped(name, dtype="fp32", size=SMALL):
+    """A case before and after one step of a candidate: weights, and gradients."""
+    case = step.Case(size, dtype, CPU)
+    before = [p.detach().clone() for p in case.params]
+    grads = [p.grad.clone() for p in case.params]
+    chosen = [n for n in step.NAMES if n in (name, name.partition(",")[0])]
+    step.candidates(dtype, CPU, chosen)[name](case)()
+    assert all(torch.equal(p.grad, g) for p, g in zip(case.params, grads, strict=True))
+    return before, [p.detach() for p in case.params], grads
+
+
+def labels():
+    """Candidates but one: torch's fused SGD, which may leave bf16 as it is."""
+    skipped = {step.FUSED_ADAM, step.PRODUCTS, step.CPU_ADAM}  # a GPU's; no step; long to compile
+    for dtype in memory.DTYPES:
+        for name in step.candidates(dtype, CPU, [n for n in step.NAMES if n not in skipped]):
+            if name != step.UNIT:
+                yield pytest.param(dtype, name, id=f"{dtype} {name}")
+
+
+@pytest.mark.parametrize("dtype, name", list(labels()))
+def test_a_candidate_steps_all_it_says(dtype, name):
+    before, after, _ = stepped(name, dtype)
+    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert moved == [True, True, "GaLore" not in name]  # which steps matrices only
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        ("ds_ext.LOMO", step.UNIT),
+        ("ds_ext.AdaLomo", step.ADALOMO),
+        ("ds_ext.Adafactor", step.ADAFACTOR),
+        ("ds_ext.CAME", step.CAME),
+        ("ds_ext.GaLoreAdamW", step.GALORE),
+    ],
+)
+def test_candidates_of_one_formula_take_the_same_step(name, other):
+    before, own, _ = stepped(name)
+    _, theirs, _ = stepped(other)
+    for a, b, old in zip(own, theirs, before, strict=True):
+        torch.testing.assert_close(a - old, b - old, rtol=1e-3, atol=1e-8)
+
+
+def test_lamb_and_sgd_take_their_formulas_step():
+    before, own, grads = stepped("ds_ext.LAMB")
+    for p, g in zip(before, grads, strict=True):
+        p.grad = g
+    authors.LAMB([{"params": before, "weight_decay": 0}], lr=1e-3).step()
+    torch.testing.assert_close(own, before)
+    before, own, grads = stepped(step.UNIT)
+    torch.testing.assert_close(own, [p - 1e-3 * g for p, g in zip(before, grads, strict=True)])
+    torch.testing.assert_close(stepped(step.PLAIN)[1], own)
+
+
+@pytest.mark.parametrize("name", step.OURS)
+def test_a_run_of_a_matrix_is_stepped(name):
+    size = step.Size(((16, 17),), ranks=3)
+    before, after, _ = stepped(name, size=size)
+    assert [len(p) for p in after] == [size.elements] == [91]  # of 272, by three
+    assert not torch.equal(before[0], after[0])
+    if name == "ds_ext.LOMO":
+        torch.testing.assert_close(after, stepped(step.UNIT, size=size)[1])
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_the_products_of_a_whole_basis_give_the_gradient_back(shape):
+    g, like = torch.randn(shape), torch.empty(0)
+    q, right = step.basis(shape, like)
+    assert right == (shape == (6, 4))
+    r, back = torch.empty(shape), torch.empty(shape)
+    step.project_and_back(g, q.T if right else q, r, back)
+    torch.testing.assert_close(back, g)
+
+
+def test_short_steps_are_repeated(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(step, "time", clock)
+    monkeypatch.setattr(step, "LEAST", 0.5)
+    short = clock.candidate("short", [0.9, 0.0625])  # the first makes the state
+    assert step.repeats(short, clock.sync) == 8
+    assert step.repeats(clock.candidate("long", [11.0]), clock.sync) == 1
+    monkeypatch.setattr(report, "time", clock)
+    names = {step.UNIT: [1.0, 0.25] + [0.5, 1.0] * 2, "ds_ext.LOMO": [11.0] + [3.0] * 2}
+    made = {name: lambda _, n=name, s=s: clock.candidate(n, s) for name, s in names.items()}
+    found = step.measure(step.Case(SMALL, "fp32", CPU), made, 1)
+    assert found == {step.UNIT: [0.75], "ds_ext.LOMO": [3.0]}
+
+
+def test_what_cannot_run_is_named_with_the_reason():
+    def broken(case):
+        raise ValueError("no bf16\nat all")
+
+    def idle(case):
+        return lambda: None
+
+    made = {"a": broken, "b": step.torch_sgd, "c": idle, step.COPY: idle}
+    found, remarks = step.able(made, "fp32", CPU)
+    assert found == {"b": step.torch_sgd, "c": idle, step.COPY: idle}
+    assert [tuple(row.values()) for row in remarks] == [
+        ("a", "fp32", "left out: ValueError: no bf16"),
+        ("c", "fp32", "timed, but does not change the weights"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "bound, faster, measured, verdict",
+    [
+        (2.0, False, 2.0, "met"),
+        (1.9, False, 2.0, "missed"),
+        (0.5, True, 0.5, "met"),
+        (0.6, True, 0.5, "missed"),
+    ],
+)
+def test_goals_are_judged_by_the_median(bound, faster, measured, verdict):
+    goal = step.Goal("small", "fp32", "a", "b", bound, faster)
+    times = {("small", "fp32"): {"a": [1.0, 2.0, 90.0], "b": [1.0, 1.0, 9.0]}}  # 1, 2 and 10
+    row = goal.judged(times)
+    assert (row["measured"], row["verdict"]) == (measured, verdict)
+    missing = goal.judged({("small", "bf16"): times["small", "fp32"]})
+    assert (missing["measured"], missing["verdict"]) == (None, "not measured")
+
+
+def test_goals_name_what_is_measured():
+    found = step.goals(False, ["fp32", "bf16"], step.OURS) + step.goals(True, ["bf16"], step.OURS)
+    names = set(step.candidates("fp32", CPU, step.NAMES)) | {step.COPY}
+    names |= set(step.candidates("bf16", CPU, step.NAMES))
+    assert {goal.name for goal in found} | {goal.by for goal in found} <= names
+    assert {goal.size for goal in found} <= set(step.SIZES)
+    lomo = step.goals(False, ["fp32", "bf16"], ["ds_ext.LOMO"])
+    assert [(goal.name, goal.by) for goal in lomo] == [
+        (f"ds_ext.LOMO, {way}", by) for way in step.WAYS for by in (step.UNIT, step.PLAIN)
+    ]
+    assert step.goals(False, ["fp32"], ["ds_ext.LOMO"]) == []

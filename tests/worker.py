@@ -201,23 +201,34 @@ class Watch:
 
     @contextlib.contextmanager
     def collectives(self):
-        originals = {"all_reduce": dist.all_reduce, "reduce_scatter": layout._REDUCE_SCATTER}
+        """Notes each call that sums: (what it is, elements). "bucket" is how gradients leave."""
 
-        def spy(name, position):
+        def spy(owner, method, name):
+            original = getattr(owner, method)
+
             def call(*args, **kwargs):
-                if args[position].is_floating_point():  # not the ranks' agreement on a bucket
-                    self.sent.append((name, args[position].numel()))
-                return originals[name](*args, **kwargs)
+                x = args[-1]
+                if isinstance(x, (list, tuple)):
+                    self.sent.append((name, sum(t.numel() for t in x)))
+                elif isinstance(x, dict):
+                    self.sent.append((name, len(x)))
+                    known = {ref.cdata for ref, _ in self.refs}
+                    own = [g for g in x.values() if g is not None]
+                    flats = [(StorageWeakRef(g.untyped_storage()), g.numel()) for g in own]
+                    self.refs += [(ref, n) for ref, n in flats if ref.cdata not in known]
+                elif x.is_floating_point():  # not the ranks' agreement on a bucket
+                    self.sent.append((name, x.numel()))
+                return original(*args, **kwargs)
 
-            return call
+            return mock.patch.object(owner, method, call)
 
-        dist.all_reduce = spy("all_reduce", 0)
-        layout._REDUCE_SCATTER = spy("reduce_scatter", 1)
-        try:
+        with (
+            spy(dist, "all_reduce", "all_reduce"),
+            spy(layout.Replicated, "_begin", "all_reduce"),
+            spy(layout.Sharded, "_begin", "reduce_scatter"),
+            spy(buckets.Buckets, "_send", "bucket"),
+        ):
             yield
-        finally:
-            dist.all_reduce = originals["all_reduce"]
-            layout._REDUCE_SCATTER = originals["reduce_scatter"]
 
 
 class Plain:
