@@ -63,7 +63,7 @@ class Shard:
         size = -(-numel // world)
         return cls(tuple(shape), min(rank * size, numel), min((rank + 1) * size, numel), size)
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the whole parameter; padding is never among them."""
         return math.prod(self.shape)
@@ -76,26 +76,26 @@ class Shard:
         """Elements that a run starts at, other than the first."""
         return range(self.size, self.numel, self.size or 1)
 
-    @property
+    @functools.cached_property
     def is_matrix(self) -> bool:
         return len(self.shape) >= 2
 
-    @property
+    @functools.cached_property
     def holds_rows(self) -> bool:
         """Whether every rank's run, and every block of it, is whole rows of a matrix."""
         if not self.is_matrix or not 0 < self.cols <= BLOCK:
             return False
         return self.size >= self.numel or self.size % self.cols == 0
 
-    @property
+    @functools.cached_property
     def mats(self) -> int:
         return math.prod(self.shape[:-2])
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         return self.shape[-2] if self.is_matrix else 1
 
-    @property
+    @functools.cached_property
     def cols(self) -> int:
         return self.shape[-1] if self.is_matrix else self.numel
 

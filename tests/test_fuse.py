@@ -2,10 +2,12 @@
 
 import copy
 import logging
+import traceback
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
@@ -326,3 +328,34 @@ def test_backward_passes_add_up_though_autograd_lets_gradients_share_memory(chec
     start, expected = weights(models.make()), weights(plain)
     for n, p in weights(model).items():
         assert (p - expected[n]).norm() <= 1e-4 * (expected[n] - start[n]).norm(), n
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_hook_reads_a_number_of_the_device(name):
+    """``.item()`` and what else makes the host wait. Whether gradients are finite is one flag of a
+    bucket, brought to the host on its way (beside.py)."""
+
+    class Reads(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.places = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                self.places.append("".join(traceback.format_stack(limit=8)))
+            return func(*args, **(kwargs or {}))
+
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 4))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with Reads() as reads:
+            model(torch.randn(3, 6)).square().sum().backward()
+        assert not reads.places, reads.places[0]
+        optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    with Reads() as reads:
+        float(fused.buckets.size)
+        torch.ones(()).item()
+    assert reads.places

@@ -1,0 +1,513 @@
+"""Time of one optimizer step, gradients given, by the time of torch's fused SGD in the same round.
+
+All candidates of a size step the same weights by the same gradients in turns, ours beside other
+packages' (see ``candidates`` for what is run of each). Weights and gradients are random and of one
+dtype. State is made in a round that is not counted.
+"""
+
+import argparse
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import report
+from benchmarks.memory import DTYPES
+from ds_ext import lowrank
+from ds_ext.memory import KNOWN, llama
+from ds_ext.optimizer import OPTIMIZERS, GaLoreAdamW, RuleOptimizer, Update
+from ds_ext.shard import Shard
+from ds_ext.state import zeros
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Make = Callable[["Case"], Callable[[], object]]  # readies a candidate for a case -> its step
+Times = Mapping[tuple[str, str], Mapping[str, list[float]]]  # size, dtype; candidate; rounds
+
+UNIT, ADAMW, COPY, PRODUCTS = "torch.SGD", "torch.AdamW", "copy", "GaLore.products"
+ADALOMO, CAME = "lomo_optim.AdaLomo", "came_pytorch.CAME"
+ADAFACTOR, GALORE = "transformers.Adafactor", "galore_torch.GaLoreAdamW"
+CPU_ADAM, FUSED_ADAM = "deepspeed.CPUAdam", "deepspeed.FusedAdam"
+# Torch 2.13's fused SGD leaves bf16 weights as they were on a CPU (its issue 191763), and so lacks
+# the time to write them; this one does not.
+PLAIN = "torch.SGD, not fused"
+OURS = tuple(f"ds_ext.{cls.__name__}" for cls in OPTIMIZERS.values())
+NAMES = (*OURS, PLAIN, ADAMW, CPU_ADAM, FUSED_ADAM, ADALOMO, ADAFACTOR, CAME, GALORE, PRODUCTS)
+WAYS = ("stochastic", "nearest")  # how ours round bf16 weights: the default, and as the others do
+RANK = 128  # of GaLore
+NEVER = 10**6  # steps between renewals of its basis
+# Seconds that short steps are repeated for: they are timed with the caches as they leave them,
+# whichever candidate came before, and a moment that the machine is busy with others weighs less.
+LEAST = 0.05
+FEWEST = 3  # rounds, of the largest sizes
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters that are stepped together."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    ranks: int = 1  # more: only the runs of rank 1 of so many, by ours
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [Shard.of_rank(s, min(1, self.ranks - 1), self.ranks) for s in self.shapes]
+
+    @property
+    def elements(self) -> int:
+        return sum(map(len, self.shards))
+
+
+SIZES = {
+    "1024x1024": Size(((1024, 1024),)),
+    "4096x4096": Size(((4096, 4096),)),
+    "11008x4096": Size(((11008, 4096),)),
+    "SmolLM2-135M": Size(tuple(llama(*KNOWN["smollm2-135m"]).values())),
+    "a third of 4096x4097": Size(((4096, 4097),), ranks=3),
+    "16384x16384": Size(((16384, 16384),)),
+}
+LARGE = "16384x16384"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
+    sizes = [name for name in SIZES if on_gpu or name != LARGE]
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=sizes)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    names = [name for name in NAMES if name != (CPU_ADAM if on_gpu else FUSED_ADAM)]
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=NAMES, default=names, help=f"beside {UNIT}"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20 if on_gpu else 7, help="on a CPU fewer of large sizes"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="that torch uses")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Times all sizes and dtypes, and writes the tables and the picture."""
+    torch.set_num_threads(args.threads)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # DeepSpeed's CPUAdam has its own OpenMP
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    times: dict[tuple[str, str], dict[str, list[float]]] = {}
+    remarks: list[dict[str, object]] = []
+    for dtype in args.dtypes:
+        found, remarked = able(candidates(dtype, device, args.optimizers), dtype, device)
+        remarks += remarked
+        for row in remarked:
+            print(*row.values(), sep=", ", flush=True)
+        for size in args.sizes:
+            rounds = args.rounds if on_gpu else fewer(args.rounds, SIZES[size].elements)
+            case = Case(SIZES[size], dtype, device)
+            times[size, dtype] = measure(case, found, rounds)
+            del case
+            gc.collect()  # what steps refer to in circles
+            print(f"{size}, {dtype}", report.table(shown(times, size, dtype)), sep="\n", flush=True)
+    tables = {heading(times, *key): shown(times, *key) for key in times}
+    if judged := [goal.judged(times) for goal in goals(on_gpu, args.dtypes, args.optimizers)]:
+        tables = {"Goals": judged} | tables
+    if remarks:
+        tables["Remarks"] = remarks
+    text = TEXT.format(how=HOW[device.type])
+    title = "Time of one optimizer step"
+    report.write("step", title, text, tables, lambda figure: draw(figure, times))
+
+
+TEXT = """
+Each candidate's time by the unit's in the same round: the median over rounds, and the least. The
+unit, torch.SGD, is `fused=True` without momentum, as torch.AdamW is fused.
+{how}
+Candidates of a size take turns at the same tensors: weights of 0.02 · randn, gradients of
+0.1 · randn, both of the dtype named. Hyper-parameters are defaults. Short steps are repeated within
+a round. "SmolLM2-135M" is that model's 272 parameters; "a third of 4096x4097" is what rank 1 of 3
+owns of that matrix, stepped by ours only and compared with SGD on as many elements.
+
+Torch 2.13's fused SGD does not write bf16 weights on a CPU (pytorch issue 191763): there the unit
+only reads, and goals are shown by "torch.SGD, not fused" as well, which reads and writes.
+
+Ours are named ds_ext, for bf16 with how they round the weights: `stochastic` is the default,
+`nearest` what the others do. GaLore steps matrices only, with rank 128, between two renewals of its
+basis, for which a random one is put in; its two products are G·Q and N·Qᵀ alone, in the
+gradient's dtype and written to memory that is there. lomo_optim.AdaLomo is its update alone: its
+hook is called once when all gradients are there, without a loss scale, so that neither backward nor
+the search of all parameters at each gradient that its hooks do in training is counted.
+"""
+HOW = {
+    "cpu": """deepspeed.CPUAdam is its C++ (its FusedAdam needs a GPU).""",
+    "cuda": """copy is `out.copy_(p)`, which is the unit of the largest size. Times are of one
+step.""",
+}
+
+
+class Case:
+    """Parameters of a size with gradients, on ``device``."""
+
+    def __init__(self, size: Size, dtype: str, device: torch.device) -> None:
+        self.size, self.dtype, self.device = size, DTYPES[dtype], device
+        random = torch.Generator(device).manual_seed(0)
+        self.params: list[nn.Parameter] = []
+        for shard in size.shards:
+            shape = shard.shape if self.is_whole else (len(shard),)
+            p, g = (torch.randn(shape, generator=random, device=device) for _ in range(2))
+            self.params.append(nn.Parameter(p.mul_(0.02).to(self.dtype)))
+            self.params[-1].grad = g.mul_(0.1).to(self.dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size.ranks == 1
+
+    @property
+    def matrices(self) -> list[tuple[nn.Parameter, Shard]]:
+        parts = zip(self.params, self.size.shards, strict=True)
+        return [(p, shard) for p, shard in parts if len(shard.shape) == 2]
+
+
+def candidates(dtype: str, device: torch.device, names: Iterable[str]) -> dict[str, Make]:
+    """What makes the step of each candidate, the unit first; ours in bf16 rounding either way."""
+    others: dict[str, Make] = {
+        PLAIN: lambda case: torch_sgd(case, fused=False),
+        ADAMW: torch_adamw,
+        CPU_ADAM: deepspeed_adam("DeepSpeedCPUAdam"),
+        FUSED_ADAM: deepspeed_adam("FusedAdam"),
+        ADALOMO: published_adalomo,
+        ADAFACTOR: transformers_adafactor,
+        CAME: published_came,
+        GALORE: published_galore,
+        PRODUCTS: products,
+    }
+    made: dict[str, Make] = {UNIT: torch_sgd}
+    if device.type == "cuda":
+        made[COPY] = device_copy
+    for name in names:
+        if name in others:
+            made[name] = others[name]
+        else:
+            cls = OPTIMIZERS[name.removeprefix("ds_ext.").lower()]
+            made |= {label: ours(cls, way) for label, way in labels(name, dtype).items()}
+    return made
+
+
+def labels(name: str, dtype: str) -> dict[str, str]:
+    """The names of one of ours for each way that it rounds weights of this dtype."""
+    if DTYPES[dtype] == torch.float32:
+        return {name: WAYS[0]}  # which is nothing
+    return {f"{name}, {way}": way for way in WAYS}
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("ds_ext.")
+
+
+def torch_sgd(case: Case, fused: bool = True) -> Callable[[], object]:
+    return torch.optim.SGD(case.params, lr=1e-3, fused=fused).step
+
+
+def torch_adamw(case: Case) -> Callable[[], object]:
+    return torch.optim.AdamW(case.params, lr=1e-3, fused=True).step
+
+
+def device_copy(case: Case) -> Callable[[], object]:
+    weights = [p.detach() for p in case.params]
+    out = [torch.empty_like(p) for p in weights]
+    return lambda: torch._foreach_copy_(out, weights)
+
+
+def ours(cls: type[RuleOptimizer], way: str) -> Make:
+    def make(case: Case) -> Callable[[], object]:
+        if cls is not GaLoreAdamW:
+            optimizer = cls(case.params, weight_update=way)
+        else:
+            params = [p for p, _ in case.matrices]
+            optimizer = cls(params, weight_update=way, rank=RANK, update_proj_gap=NEVER)
+            for p, shard in case.matrices:
+                state = zeros(optimizer.rule_of(p).keeps(shard), p)
+                q, right = basis(shard.shape, p)
+                state["q"] = lowrank.own_basis(q.float(), right, shard)
+                optimizer.state[p].update(state, step=1)
+        if case.is_whole:
+            return optimizer.step
+        updates = [
+            Update(p, p.detach(), p.grad, shard)
+            for p, shard in zip(case.params, case.size.shards, strict=True)
+        ]
+        return lambda: optimizer.update(updates, lambda total: None)
+
+    return make
+
+
+def basis(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, bool]:
+    """(orthonormal columns [short side, rank], whether that side is the right one)."""
+    random = torch.Generator().manual_seed(0)
+    columns = torch.randn(min(shape), min(RANK, *shape), generator=random)
+    return torch.linalg.qr(columns)[0].to(like), shape[0] >= shape[1]
+
+
+def products(case: Case) -> Callable[[], object]:
+    """Projects each gradient and takes it back."""
+    scratch = torch.empty(max(map(len, case.size.shards)), dtype=case.dtype, device=case.device)
+    given = []
+    for p, shard in case.matrices:
+        q, right = basis(shard.shape, p)
+        q = q.T.contiguous() if right else q
+        shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
+        given.append((p.grad, q, q.new_empty(shape), scratch[: len(shard)].view(shard.shape)))
+
+    def step() -> None:
+        for given_one in given:
+            project_and_back(*given_one)
+
+    return step
+
+
+def project_and_back(g: Tensor, q: Tensor, r: Tensor, back: Tensor) -> None:
+    """Writes G·Q to ``r`` and its product with Q' to ``back``; or Q'·G, if ``q`` has G's rows."""
+    if r.shape[0] == g.shape[0] and q.shape[1] == g.shape[1]:
+        torch.mm(g, q.T, out=r)
+        torch.mm(r, q, out=back)
+    else:
+        torch.mm(q.T, g, out=r)
+        torch.mm(q, r, out=back)
+
+
+def published_adalomo(case: Case) -> Callable[[], object]:
+    """The published update of all parameters, which drops their gradients: they are put back."""
+    import lomo_optim
+
+    with mock.patch.object(torch.Tensor, "cuda", lambda self: self.to(case.device)):
+        optimizer = lomo_optim.AdaLomo(nn.ParameterList(case.params), loss_scale=None)
+    grads = [p.grad for p in case.params]
+
+    def step() -> None:
+        optimizer.step_num += 1
+        optimizer.grad_func(0)
+        for p, g in zip(case.params, grads, strict=True):
+            p.grad = g
+
+    return step
+
+
+def transformers_adafactor(case: Case) -> Callable[[], object]:
+    import transformers
+
+    return transformers.Adafactor(case.params).step
+
+
+def published_came(case: Case) -> Callable[[], object]:
+    import came_pytorch
+
+    return came_pytorch.CAME(case.params, lr=2e-4).step
+
+
+def published_galore(case: Case) -> Callable[[], object]:
+    import galore_torch
+    from galore_torch.galore_projector import GaLoreProjector
+
+    params = [p for p, _ in case.matrices]
+    keys = {"rank": RANK, "update_proj_gap": NEVER, "scale": 0.25, "proj_type": "std"}
+    group = {"params": params, **keys}
+    optimizer = galore_torch.GaLoreAdamW([group], lr=1e-3, no_deprecation_warning=True)
+    for p in params:
+        projector = GaLoreProjector(RANK, update_proj_gap=NEVER, scale=keys["scale"])
+        q, right = basis(tuple(p.shape), p)
+        projector.ortho_matrix = q.T.contiguous() if right else q
+        optimizer.state[p].update(projector=projector, step=1)
+    return optimizer.step
+
+
+def deepspeed_adam(name: str) -> Make:
+    def make(case: Case) -> Callable[[], object]:
+        from deepspeed.ops import adam
+
+        return getattr(adam, name)(case.params, lr=1e-3).step
+
+    return make
+
+
+def able(
+    made: Mapping[str, Make], dtype: str, device: torch.device
+) -> tuple[dict[str, Make], list[dict[str, object]]]:
+    """The candidates that can step small parameters of this dtype, and remarks.
+
+    Remarked is why others cannot, and what leaves the weights as they are.
+    """
+    found: dict[str, Make] = {}
+    remarks: list[dict[str, object]] = []
+    for name, make in made.items():
+        case = Case(Size(((64, 48), (48, 64), (48,))), dtype, device)
+        before = [p.detach().clone() for p in case.params]
+        try:
+            make(case)()
+        except Exception as error:  # whatever it is, the others can be timed
+            why = f"left out: {type(error).__name__}: {error}".splitlines()[0]
+        else:
+            found[name] = make
+            if name in (COPY, PRODUCTS) or not all(map(torch.equal, before, case.params)):
+                continue
+            why = "timed, but does not change the weights"
+        remarks.append({"candidate": name, "dtype": dtype, "remark": why})
+    return found, remarks
+
+
+def fewer(rounds: int, elements: int) -> int:
+    """Rounds of a size, fewer for large ones."""
+    return min(rounds, max(FEWEST, rounds * 2**25 // elements))
+
+
+def measure(case: Case, made: Mapping[str, Make], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of each candidate in each round; of a run, by ours and the unit only."""
+    chosen = {n: m for n, m in made.items() if case.is_whole or is_ours(n) or n == UNIT}
+    steps = {name: make(case) for name, make in chosen.items()}
+    wait = torch.cuda.synchronize if case.device.type == "cuda" else lambda: None
+    times = {name: repeats(step, wait) for name, step in steps.items()}
+    repeated = {name: repeat(step, times[name]) for name, step in steps.items()}
+    found = report.interleaved(repeated, rounds, wait)
+    return {name: [s / times[name] for s in seconds] for name, seconds in found.items()}
+
+
+def repeats(step: Callable[[], object], wait: Callable[[], None]) -> int:
+    """How often a step, whose state is made here, is to be repeated to take ``LEAST`` seconds."""
+    for _ in range(2):  # the first makes the state
+        wait()
+        began = time.perf_counter()
+        step()
+        wait()
+        took = time.perf_counter() - began
+        if took > 20 * LEAST:
+            break
+    return math.ceil(LEAST / took)
+
+
+def repeat(step: Callable[[], object], times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            step()
+
+    return run
+
+
+def unit_of(size: str) -> str:
+    return COPY if size == LARGE and torch.cuda.is_available() else UNIT
+
+
+def heading(times: Times, size: str, dtype: str) -> str:
+    return f"{size}, {dtype} ({len(times[size, dtype][UNIT])} rounds)"
+
+
+def shown(times: Times, size: str, dtype: str) -> list[dict[str, object]]:
+    """Rows of the table of one size and dtype; seconds on a GPU only, where they mean something."""
+    own, unit = times[size, dtype], unit_of(size)
+    rows: list[dict[str, object]] = []
+    for name, (median, least) in report.ratios(own, unit).items():
+        row: dict[str, object] = {"candidate": name, f"time / {unit}": median, "least": least}
+        if torch.cuda.is_available():
+            row["ms"] = statistics.median(own[name]) * 1e3
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The time of ``name`` is at most ``bound`` times that of ``by``, or at least so often in it.
+
+    Which of the two: ``faster``. Measured as the median over rounds.
+    """
+
+    size: str
+    dtype: str
+    name: str
+    by: str
+    bound: float
+    faster: bool = False
+
+    def judged(self, times: Times) -> dict[str, object]:
+        """A row of the table of goals."""
+        own = times.get((self.size, self.dtype), {})
+        value: float | None = None
+        verdict = "not measured"
+        if self.name in own and self.by in own:
+            name, by = (self.by, self.name) if self.faster else (self.name, self.by)
+            value = report.ratios(own, by)[name][0]
+            is_met = value >= self.bound if self.faster else value <= self.bound
+            verdict = "met" if is_met else "missed"
+        return {
+            "size": self.size,
+            "dtype": self.dtype,
+            "candidate": self.name,
+            "goal": f"{'≥' if self.faster else '≤'} {self.bound:g}× "
+            + (f"faster than {self.by}" if self.faster else self.by),
+            "measured": value,
+            "verdict": verdict,
+        }
+
+
+def goals(on_gpu: bool, dtypes: Sequence[str], names: Sequence[str]) -> list[Goal]:
+    """The goals of these dtypes for these of ours, in bf16 for either way that they round.
+
+    Those by the unit are in bf16 also judged by an SGD that is sure to write: see ``PLAIN``.
+    """
+    return [
+        Goal(size, dtype, label, unit, bound, faster)
+        for size, dtype, name, by, bound, faster in (GPU_GOALS if on_gpu else CPU_GOALS)
+        if dtype in dtypes and f"ds_ext.{name}" in names
+        for label in labels(f"ds_ext.{name}", dtype)
+        for unit in ((UNIT, PLAIN) if (dtype, by) == ("bf16", UNIT) else (by,))
+    ]
+
+
+GoalLine = tuple[str, str, str, str, float, bool]
+CPU_GOALS: tuple[GoalLine, ...] = (
+    *(
+        line
+        for name in ("AdaLomo", "Adafactor")
+        for line in (
+            ("4096x4096", "fp32", name, UNIT, 4.0, False),
+            ("4096x4096", "bf16", name, UNIT, 8.5, False),
+            ("4096x4096", "fp32", name, ADALOMO, 5.0, True),
+            ("4096x4096", "bf16", name, ADALOMO, 5.0, True),
+            ("SmolLM2-135M", "fp32", name, UNIT, 5.0, False),
+            ("SmolLM2-135M", "bf16", name, UNIT, 11.0, False),
+        )
+    ),
+    ("4096x4096", "fp32", "CAME", CAME, 6.0, True),
+    ("4096x4096", "bf16", "LOMO", UNIT, 1.5, False),
+    ("4096x4096", "fp32", "LAMB", ADAMW, 2.5, False),
+    ("4096x4096", "fp32", "GaLoreAdamW", PRODUCTS, 1.3, False),
+)
+GPU_GOALS: tuple[GoalLine, ...] = (
+    (LARGE, "bf16", "AdaLomo", COPY, 2.5, False),
+    (LARGE, "bf16", "AdaLomo", ADALOMO, 8.0, True),
+    (LARGE, "bf16", "CAME", COPY, 4.4, False),
+    (LARGE, "fp32", "LAMB", COPY, 10.0, False),
+)
+
+
+def draw(figure: "Figure", times: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
+    """A panel for each dtype: a line for each candidate, on it the ratios of all sizes."""
+    dtypes = list(dict.fromkeys(dtype for _, dtype in times))
+    panels = figure.subplots(1, len(dtypes), squeeze=False)[0]
+    for axes, dtype in zip(panels, dtypes, strict=True):
+        found = {
+            size: {name: median for name, (median, _) in report.ratios(own, unit_of(size)).items()}
+            for (size, kind), own in times.items()
+            if kind == dtype
+        }
+        names = list(dict.fromkeys(name for own in found.values() for name in own))
+        for marker, (size, own) in zip("osD^vP", found.items(), strict=False):
+            lines = [names.index(name) for name in own]
+            axes.plot(list(own.values()), lines, marker, markersize=4, label=size)
+        axes.set(title=dtype, xscale="log", xlabel="time / unit", yticks=range(len(names)))
+        axes.set_yticklabels(names, fontsize=6)
+        axes.grid(alpha=0.3)
+        axes.invert_yaxis()
+    marks, labels = panels[0].get_legend_handles_labels()
+    figure.legend(marks, labels, loc="outside upper center", ncols=3, fontsize=7)
