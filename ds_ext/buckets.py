@@ -246,7 +246,9 @@ class Buckets:
         if self.layout.world == 1:
             with launches.together():
                 sums = [ops.square_sum(f, Shard.whole((len(f),)), f) for f in flats]
-            good, squares = torch.stack(sums).isfinite(), [*sums]
+            most = [torch.finfo(ops.accumulator(f.dtype)).max / len(f) for f in flats]
+            good = torch.stack([x <= bound for x, bound in zip(sums, most, strict=True)])
+            squares = [*sums]
         else:
             good = torch.stack([self._stays_finite(flat) for flat in flats])
         present = torch.tensor(has).to(good.device, non_blocking=True)
