@@ -362,14 +362,13 @@ def weighed_square_sums(
     """
     assert shard.holds_rows
     row, col = _zeros(shard, like)
-    both = torch.stack((col, col), dim=1)
+    both, ones = col.new_zeros(shard.mats, 2, shard.cols), col.new_ones(shard.cols)
     for b in scratch.blocks(shard):
         square = squared(x, b)
-        mats, rows, cols = b.shape
-        weights = torch.ones(mats, 2, rows, dtype=row.dtype, device=row.device)
-        sums = square @ weights.new_ones(cols)
-        row[b.mats, b.rows].copy_(sums)
-        weights[:, 1].copy_(torch.add(before[b.mats, b.rows], sums, alpha=share).reciprocal_())
+        mats, rows, _ = b.shape
+        sums = torch.matmul(square, ones, out=row[b.mats, b.rows])
+        weights = col.new_ones(mats, 2, rows)
+        torch.add(before[b.mats, b.rows], sums, alpha=share, out=weights[:, 1]).reciprocal_()
         both[b.mats].baddbmm_(weights, square)
     return row, *both.unbind(1)
 

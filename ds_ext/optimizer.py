@@ -14,6 +14,8 @@ from ds_ext.meter import Meter
 from ds_ext.shard import Shard
 from ds_ext.state import zeros
 
+# Elements of parameters that a plain step takes together, at least.
+TOGETHER = 2**22
 # What a group may hold beside its parameters and hyper-parameters: names, and a scheduler's note.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr"}
 
@@ -122,20 +124,28 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step_whole(param)
+        bucket: list[Tensor] = []
+        for param in (p for group in self.param_groups for p in group["params"]):
+            if param.grad is not None:
+                bucket.append(param)
+            if sum(p.numel() for p in bucket) >= TOGETHER:
+                self._step_whole(bucket)
+                bucket.clear()
+        self._step_whole(bucket)
         return loss
 
-    def _step_whole(self, param: Tensor) -> None:
-        if param.grad.is_sparse:
+    def _step_whole(self, params: list[Tensor]) -> None:
+        if any(param.grad.is_sparse for param in params):
             raise ValueError(f"{type(self).__name__} does not take sparse gradients.")
-        p = param.detach().contiguous().view(-1)
-        g = param.grad.contiguous().view(-1)
-        self.update([Update(param, p, g, Shard.whole(param.shape))], lambda total: None)
-        if not param.is_contiguous():
-            param.copy_(p.view_as(param))
+        updates = []
+        for param in params:
+            p = param.detach().contiguous().view(-1)
+            g = param.grad.contiguous().view(-1)
+            updates.append(Update(param, p, g, Shard.whole(param.shape)))
+        self.update(updates, lambda total: None)
+        for param, p, *_ in updates:
+            if not param.is_contiguous():
+                param.copy_(p.view_as(param))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the state keeps its dtype: statistics of bf16 weights stay fp32.
