@@ -83,6 +83,14 @@ class Request:
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Number]
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether no vector of the kernel's runs crosses the end of a row or of the run."""
+        at, unit = self.geometry, kernels.ALIGNMENT
+        return all(at[name] % unit == 0 for name in ("start", "n", "cols")) and all(
+            x.data_ptr() % unit == 0 for x in self.tensors.values()
+        )
+
 
 class Batch(threading.local):
     """Requests that wait, by rule, and the sums that are folded up after them."""
@@ -124,9 +132,10 @@ def launch() -> None:
     """Launches what waits: kernel by kernel, what each rule asked for in its order."""
     rules, folds = _taken()
     for i in range(max(map(len, rules))):
-        alike: dict[tuple[str, Any], list[Request]] = {}
+        alike: dict[tuple[Any, ...], list[Request]] = {}
         for request in (requests[i] for requests in rules if i < len(requests)):
-            alike.setdefault((request.kernel, request.constants), []).append(request)
+            kind = (request.kernel, request.constants, request.is_aligned)
+            alike.setdefault(kind, []).append(request)
         for group in alike.values():
             _run(group)
     _run(folds)
@@ -197,11 +206,12 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
 
 def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like: Any) -> Any:
     source = source_of(x)
-    if not _takes(like) or source is None:
+    if not _takes(like) or source is None or shard.cols > kernels.WIDEST:
         return NotImplemented
     new = functools.partial(torch.zeros, device=like.device)
     row, col, weighed = (new(shard.mats, n) for n in (shard.rows, shard.cols, shard.cols))
-    made = _pass("weighed", source, shard, is_matrix=True)
+    wide = max(kernels.NARROWEST, 1 << (shard.cols - 1).bit_length())
+    made = _pass("weighed", source, shard, is_matrix=True, more=(("TC", wide),))
     if made.programs:
         at, mats = made.geometry, _mats(shard)
         plain, divided = (new(mats, at["down"], shard.cols) for _ in range(2))
@@ -270,7 +280,8 @@ def _pass(
         *more,
     )
     if is_matrix or source.form in _MATRIX_FORMS:
-        geometry, programs = _by_rows(shard, kernel)
+        is_strip = kernel == "weighed"
+        geometry, programs = _by_rows(shard, kernels.STRIP if is_strip else 0)
     else:
         geometry, programs = _flat(shard)
     geometry["key"] = 0 if kept is None else kept.key
@@ -286,8 +297,8 @@ def _flat(shard: Shard) -> tuple[dict[str, int], int]:
     return at | {"rows": rows, "cols": kernels.TC, "down": down}, down
 
 
-def _by_rows(shard: Shard, kernel: str) -> tuple[dict[str, int], int]:
-    """A run as the rows of the matrices that it touches -> geometry, programs."""
+def _by_rows(shard: Shard, strip: int) -> tuple[dict[str, int], int]:
+    """A run as the rows of the matrices that it touches, or strips of them -> geometry, programs."""
     at = {"start": shard.start, "n": len(shard), "origin": shard.start}
     at |= {"rows": shard.rows, "cols": shard.cols}
     if not len(shard):
@@ -296,9 +307,8 @@ def _by_rows(shard: Shard, kernel: str) -> tuple[dict[str, int], int]:
     first, last = shard.start // shard.cols, (shard.stop - 1) // shard.cols
     row0 = first % shard.rows if mats == 1 else 0
     height = last - first + 1 if mats == 1 else shard.rows
-    is_strip = kernel == "weighed"
-    down = -(-height // (kernels.STRIP if is_strip else kernels.TR))
-    across = 1 if is_strip else -(-shard.cols // kernels.TC)
+    down = -(-height // (strip or kernels.TR))
+    across = 1 if strip else -(-shard.cols // kernels.TC)
     return at | {"mat0": first // shard.rows, "row0": row0, "down": down}, mats * down * across
 
 
@@ -310,11 +320,11 @@ def _mats(shard: Shard) -> int:
 
 def _fold(part: Tensor, stride: int, out: Tensor) -> Request:
     """Sums [k, n or more], ``stride`` apart, over k -> out [n]."""
-    n = out.numel()
-    k = len(part)
-    geometry = {"rows": k, "cols": stride, "n": n}
-    programs = -(-n // kernels.TC)
-    return Request("fold", (), programs, geometry, {"part": part, "out": out}, {})
+    n, k = out.numel(), len(part)
+    geometry = {"rows": k, "cols": stride, "n": n, "height": k * stride}
+    if stride == 1:  # many numbers for one sum
+        geometry |= {"rows": -(-k // kernels.TC), "cols": kernels.TC, "total": 1}
+    return Request("fold", (), -(-n // kernels.TC), geometry, {"part": part, "out": out}, {})
 
 
 def _run(requests: Sequence[Request]) -> None:
@@ -347,20 +357,28 @@ def _run(requests: Sequence[Request]) -> None:
     host = torch.cat([torch.tensor(lines, dtype=torch.int64).view(-1), tail.view(torch.int64)])
     held.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
 
-    named = {
-        name: getattr(kernels, value) if name in ("FORM", "KEPT") else value
-        for name, value in requests[0].constants
-    }
+    named, warps = constants(requests)
+    getattr(kernels, requests[0].kernel)[(first,)](
+        held, len(requests), **named, num_warps=warps
+    )
+
+
+def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+    """The constants of a kernel over the parameters of ``requests``, its number of warps."""
+    named = dict(requests[0].constants)
+    for name in ("FORM", "KEPT"):
+        if name in named:
+            named[name] = getattr(kernels, named[name])
     for name in ("XD", "WD"):
         if name in named:
             named[name] = getattr(kernels.tl, named[name])
-    count = len(requests)
-    kernel = requests[0].kernel
-    getattr(kernels, kernel)[(first,)](
-        held,
-        count,
-        COUNT=max(16, 1 << (count - 1).bit_length()),
-        TR=kernels.STRIP if kernel == "weighed" else kernels.TR,
-        TC=kernels.TC,
-        **named,
-    )
+    warps = kernels.WARPS
+    named["COUNT"] = max(16, 1 << (len(requests) - 1).bit_length())
+    named |= {"TR": kernels.TR, "TC": kernels.TC} | named
+    if requests[0].kernel != "fold":
+        named["ALIGNED"] = all(r.is_aligned for r in requests)
+    if requests[0].kernel == "weighed":
+        named |= {"TR": kernels.TILE // named["TC"], "STRIP": kernels.STRIP}
+        named["STAGES"] = kernels.STAGES
+        warps = kernels.WIDE_WARPS[named["TC"]]
+    return named, warps
