@@ -46,13 +46,16 @@ PLAIN, STOCHASTIC, SPLIT, COPIED = (tl.constexpr(i) for i in range(4))
 # Sizes, none of which changes what is computed but for the order of sums. To be tuned on a GPU.
 TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
 ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
-# ``weighed`` holds TILE elements in registers, rows as wide as the least power of two that
-# is no less than NARROWEST: its warps lie side by side, so that columns are added up within a
-# thread. Wider rows than WIDEST are left to the op. Its programs take STRIP rows each: 8 / STRIP
-# bytes an element are left as partial sums, and read again by ``fold``.
-STRIP, TILE, NARROWEST, WIDEST = 64, 2**14, 2**10, 2**14
-WIDE_WARPS = {2**10: 4, 2**11: 8, 2**12: 8, 2**13: 16, 2**14: 16}
-STAGES = 2  # of the loop over a strip: loads of the next rows while these are summed
+# ``weighed`` takes STRIP rows a program, TR <= WIDE_ROWS at a time, in a tile as wide as the least
+# power of two that they fit in. Its warps lie side by side over 256 columns each or more, so that
+# columns are added up within a thread. 8 / STRIP bytes an element are left as partial sums, and
+# read again by ``fold``: 64 adds 2.5 % to the 10 bytes of AdaLomo's step, and leaves 1024 programs
+# of 2**28 elements for 132 multiprocessors. Rows that are read while others are summed hold, at
+# WIDE_ELEMENTS of 16 bits and STAGES = 3, 64 KiB of a multiprocessor's loads in flight; 36 KiB
+# every microsecond are its share of 4.8 TB/s. Wider rows than WIDEST are left to the op.
+STRIP, STAGES = 64, 3
+NARROWEST, WIDEST = 2**10, 2**14
+WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
 
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
@@ -230,6 +233,25 @@ def _store_weight(
 
 
 @triton.jit
+def _factors(t, BOUNDED: tl.constexpr):
+    """What a run is multiplied by, and its bound if it has one."""
+    factor = _number(t, FACTOR)
+    most = factor
+    if BOUNDED:
+        most = _number(t, BOUND)
+    return factor, most
+
+
+@triton.jit
+def _scaled(x, factor, most, BOUNDED: tl.constexpr):
+    """x · factor within ± most, in fp32."""
+    u = x.to(tl.float32) * factor
+    if BOUNDED:
+        u = tl.where(u > most, most, tl.where(u < -most, -most, u))
+    return u
+
+
+@triton.jit
 def _value(
     t, e, ok, mat, r, has_row, j, TC: tl.constexpr, ALIGNED: tl.constexpr,
     FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
@@ -245,11 +267,9 @@ def _value(
         u = _weight(t, e, ok, TC, ALIGNED, WD, KEPT)
     else:
         if FORM != IS_ADAM:
-            u = tl.load(_run(t, X, XD, e, TC, ALIGNED), mask=ok, other=0.0).to(tl.float32)
-            u = u * _number(t, FACTOR)
-            if BOUNDED:
-                most = _number(t, BOUND)
-                u = tl.where(u > most, most, tl.where(u < -most, -most, u))
+            x = tl.load(_run(t, X, XD, e, TC, ALIGNED), mask=ok, other=0.0)
+            factor, most = _factors(t, BOUNDED)
+            u = _scaled(x, factor, most, BOUNDED)
         if FORM == IS_QUOTIENT or FORM == IS_RESIDUAL:
             rows, cols = tl.load(t + ROWS), _hinted(tl.load(t + COLS), ALIGNED)
             row = tl.load(_pointer(t, ROW, tl.float32) + mat * rows + r, mask=has_row, other=0.0)
@@ -321,37 +341,38 @@ def statistics(
 @triton.jit
 def weighed(
     table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
-    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
-    STRIP: tl.constexpr, STAGES: tl.constexpr,
+    XD: tl.constexpr, BOUNDED: tl.constexpr, STRIP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares over whole rows, to out; and over the rows of a strip, in part, and of those
-    divided by before + share · their row's sum, in part2: both [strips, cols].
+    divided by before + share · their row's sum, in part2: both [strips, cols]. Of a run IS_RUN.
 
-    A row is no wider than a tile: it is read once.
+    A row is no wider than a tile: it is read once. The loop reads no table: what it loads first
+    would use up the stages.
     """
     t, tile = _parameter(table, count, COUNT)
     rows, cols = tl.load(t + ROWS), _hinted(tl.load(t + COLS), ALIGNED)
     down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
+    x, out = _vectors(t, X, XD, ALIGNED), _pointer(t, OUT, tl.float32)
+    before, share = _pointer(t, BEFORE, tl.float32), _number(t, SHARE)
+    factor, most = _factors(t, BOUNDED)
     mat = tl.load(t + MAT0) + tile // down
     top = tl.load(t + ROW0) + (tile % down) * STRIP
-    share = _number(t, SHARE)
+    j = tl.arange(0, TC)
     plain, divided = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
     for i in tl.range(0, STRIP, TR, num_stages=STAGES):
         r = top + i + tl.arange(0, TR)
-        has_row = r < rows
-        e, ok, j = _elements(t, mat, r, has_row, 0, TC, ALIGNED)
-        u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+        row = mat * rows + r
+        begin = row * cols - start
+        own = (r < rows) & (begin >= 0) & (begin < n)  # rows of the run
+        ok = own[:, None] & (j < cols)[None, :]
+        values = tl.load(x + _hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
+        u = _scaled(values, factor, most, BOUNDED)
         square = u * u
         sums = tl.sum(square, axis=1)
-        begin = (mat * rows + r) * cols - start
-        own = has_row & (begin >= 0) & (begin < n)  # rows of the run
-        at = mat * rows + r
-        before = tl.load(_pointer(t, BEFORE, tl.float32) + at, mask=own, other=1.0)
-        tl.store(_pointer(t, OUT, tl.float32) + at, sums, mask=own)
+        weights = 1.0 / (tl.load(before + row, mask=own, other=1.0) + share * sums)
+        tl.store(out + row, sums, mask=own)
         plain += tl.sum(square, axis=0)
-        divided += tl.sum(square * (1.0 / (before + share * sums))[:, None], axis=0)
-    j = tl.arange(0, TC)
+        divided += tl.sum(square * weights[:, None], axis=0)
     at = tile * cols + j
     tl.store(_vectors(t, PART, tl.float32, ALIGNED) + at, plain, mask=j < cols)
     tl.store(_vectors(t, PART2, tl.float32, ALIGNED) + at, divided, mask=j < cols)
@@ -395,12 +416,11 @@ def apply(
 @triton.jit
 def fold(table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
     """out[j] ← the sum of part[i · cols + j] over i < rows, for j < n; if total, that over all
-    elements of part, of which there are height, as rows of TC."""
+    elements of part, of which there are height, as rows of n = TC."""
     t, tile = _parameter(table, count, COUNT)
     j = tile * TC + tl.arange(0, TC)
     rows, cols, height = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + HEIGHT)
-    is_total = tl.load(t + TOTAL) != 0
-    has = (j < tl.load(t + N)) | is_total
+    has = j < tl.load(t + N)
     sums = tl.zeros([TC], dtype=tl.float32)
     for k in range(0, rows, TR):
         i = k + tl.arange(0, TR)
@@ -409,7 +429,7 @@ def fold(table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
         x = tl.load(_pointer(t, PART, tl.float32) + at, mask=ok, other=0.0)
         sums += tl.sum(x, axis=0)
     out = _pointer(t, OUT, tl.float32)
-    if is_total:
+    if tl.load(t + TOTAL) != 0:
         tl.store(out, tl.sum(sums, axis=0))
     else:
         tl.store(out + j, sums, mask=has)

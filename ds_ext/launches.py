@@ -206,7 +206,9 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
 
 def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like: Any) -> Any:
     source = source_of(x)
-    if not _takes(like) or source is None or shard.cols > kernels.WIDEST:
+    if not _takes(like) or source is None or source.form != "IS_RUN":
+        return NotImplemented
+    if shard.cols > kernels.WIDEST:
         return NotImplemented
     new = functools.partial(torch.zeros, device=like.device)
     row, col, weighed = (new(shard.mats, n) for n in (shard.rows, shard.cols, shard.cols))
@@ -323,7 +325,8 @@ def _fold(part: Tensor, stride: int, out: Tensor) -> Request:
     n, k = out.numel(), len(part)
     geometry = {"rows": k, "cols": stride, "n": n, "height": k * stride}
     if stride == 1:  # many numbers for one sum
-        geometry |= {"rows": -(-k // kernels.TC), "cols": kernels.TC, "total": 1}
+        wide = kernels.TC
+        geometry |= {"rows": -(-k // wide), "cols": wide, "n": wide, "total": 1}
     return Request("fold", (), -(-n // kernels.TC), geometry, {"part": part, "out": out}, {})
 
 
@@ -378,7 +381,11 @@ def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
     if requests[0].kernel != "fold":
         named["ALIGNED"] = all(r.is_aligned for r in requests)
     if requests[0].kernel == "weighed":
-        named |= {"TR": kernels.TILE // named["TC"], "STRIP": kernels.STRIP}
-        named["STAGES"] = kernels.STAGES
-        warps = kernels.WIDE_WARPS[named["TC"]]
+        named = {k: v for k, v in named.items() if k not in ("FORM", "DECAYS", "WD", "KEPT")}
+        wide = named["TC"]
+        named["TR"] = min(kernels.WIDE_ROWS, kernels.WIDE_ELEMENTS // wide)
+        # two stages where three would not fit into registers
+        fits = named["XD"] != kernels.tl.float32 and wide < kernels.WIDEST
+        named |= {"STRIP": kernels.STRIP, "STAGES": min(kernels.STAGES, 3 if fits else 2)}
+        warps = min(kernels.WIDE_WARPS, wide // kernels.WIDE_COLS)
     return named, warps
