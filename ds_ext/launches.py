@@ -300,7 +300,7 @@ def _flat(shard: Shard) -> tuple[dict[str, int], int]:
 
 
 def _by_rows(shard: Shard, strip: int) -> tuple[dict[str, int], int]:
-    """A run as the rows of the matrices that it touches, or strips of them -> geometry, programs."""
+    """A run as rows, or strips of them, of the matrices it touches -> geometry, programs."""
     at = {"start": shard.start, "n": len(shard), "origin": shard.start}
     at |= {"rows": shard.rows, "cols": shard.cols}
     if not len(shard):
@@ -361,9 +361,7 @@ def _run(requests: Sequence[Request]) -> None:
     held.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
 
     named, warps = constants(requests)
-    getattr(kernels, requests[0].kernel)[(first,)](
-        held, len(requests), **named, num_warps=warps
-    )
+    getattr(kernels, requests[0].kernel)[(first,)](held, len(requests), **named, num_warps=warps)
 
 
 def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
