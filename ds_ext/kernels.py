@@ -16,7 +16,8 @@ _FIELDS = (
     # geometry: first program; run [start, start + n) of the matrices as they are laid out here,
     # and where the run starts in the parameter; rows and columns of a matrix; row tiles of one
     # matrix, counted from row0 of matrix mat0, and rows of all tiles; whether all is one sum
-    *("first", "start", "n", "origin", "rows", "cols", "down", "row0", "mat0", "height", "total"),
+    *("first", "start", "n", "origin", "rows", "cols", "down", "row0", "mat0", "mats"),
+    *("height", "total"),
     # tensors: a gradient or another run; factors of a quotient; moments; a weight and what else is
     # kept of it, the key of its noise; statistics before the step; what is written
     *("x", "row", "col", "m", "v", "w", "aux", "key", "before", "out", "part", "part2"),
@@ -28,7 +29,7 @@ FIELDS = tl.constexpr(len(_FIELDS))
 FIRST, START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("first", "start", "n", "origin"))
 ROWS, COLS, DOWN = (tl.constexpr(FIELD[k]) for k in ("rows", "cols", "down"))
 ROW0, MAT0, HEIGHT = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height"))
-TOTAL = tl.constexpr(FIELD["total"])
+TOTAL, MATS = tl.constexpr(FIELD["total"]), tl.constexpr(FIELD["mats"])
 X, ROW, COL, M, V = (tl.constexpr(FIELD[k]) for k in ("x", "row", "col", "m", "v"))
 W, AUX, KEY, BEFORE = (tl.constexpr(FIELD[k]) for k in ("w", "aux", "key", "before"))
 OUT, PART, PART2 = (tl.constexpr(FIELD[k]) for k in ("out", "part", "part2"))
@@ -56,6 +57,7 @@ ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for eve
 STRIP, STAGES = 64, 3
 NARROWEST, WIDEST = 2**10, 2**14
 WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
+LONG, LONG_WARPS = 2**12, 8  # ``factors``: as many rows or columns at a time
 
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
@@ -260,8 +262,8 @@ def _value(
     """What a pass reads, [TR, TC] in fp32; 0 outside of the run. Moments are advanced by it.
 
     IS_WEIGHT: the weights. IS_RUN: x · factor within ± bound. IS_QUOTIENT: that · row · col;
-    IS_VECTOR: / sqrt(v), a run; IS_RESIDUAL: that quotient less the momentum. IS_ADAM: from m and
-    v; IS_ADAM_STEP: after they were advanced by x. All · scale; DECAYS: + decay · weights.
+    IS_VECTOR: / sqrt(v), a run. IS_ADAM: from m and v; IS_ADAM_STEP: after they were advanced by
+    x. All · scale. IS_RESIDUAL: the quotient less the momentum. DECAYS: + decay · weights.
     """
     if FORM == IS_WEIGHT:
         u = _weight(t, e, ok, TC, ALIGNED, WD, KEPT)
@@ -279,6 +281,7 @@ def _value(
         if FORM == IS_VECTOR:
             u = u * tl.rsqrt(tl.load(_run(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0))
         if FORM == IS_RESIDUAL:
+            u = u * _number(t, SCALE)
             at = _run(t, M, tl.float32, e, TC, ALIGNED)
             m = tl.load(at, mask=ok, other=0.0)
             m += _number(t, WEIGHT) * (u - m)
@@ -295,7 +298,8 @@ def _value(
                 tl.store(at_m, m, mask=ok)
                 tl.store(at_v, v, mask=ok)
             u = m / (tl.sqrt(v) * _number(t, A) + _number(t, B))
-        u = u * _number(t, SCALE)
+        if FORM != IS_RESIDUAL:
+            u = u * _number(t, SCALE)
         if DECAYS:
             u = u + _number(t, DECAY) * _weight(t, e, ok, TC, ALIGNED, WD, KEPT)
     return tl.where(ok, u, 0.0)
@@ -411,6 +415,60 @@ def apply(
     u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
     new = _weight(t, e, ok, TC, ALIGNED, WD, KEPT) - _number(t, LR) * u
     _store_weight(t, e, ok, new, TC, ALIGNED, WD, KEPT)
+
+
+@triton.jit
+def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of, share, eps):
+    """A statistic after it was advanced by a mean of ``of`` squares, as torch.lerp does it."""
+    old = tl.load(_pointer(t, FIELD, tl.float32) + at, mask=has, other=1.0)
+    mean = tl.load(_pointer(t, SUMS, tl.float32) + at, mask=has, other=0.0) / of + eps
+    mean = tl.where(has, mean, 1.0)
+    change = mean - old
+    return tl.where(share < 0.5, old + share * change, mean - (1.0 - share) * change)
+
+
+@triton.jit
+def factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr, CLIPS: tl.constexpr):
+    """row, col ← those + share · (part / cols, part2 / rows + b − those), of all matrices of a
+    parameter; out ← 1 / sqrt(row / its mean), v ← 1 / sqrt(col).
+
+    CLIPS: out also · bound / RMS, where that is less than 1, of which x has the weighed sums.
+    """
+    t, _ = _parameter(table, count, COUNT)
+    rows, cols, mats = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + MATS)
+    share, eps = _number(t, SHARE), _number(t, B)
+    height, width = rows.to(tl.float32), cols.to(tl.float32)
+    k = tl.arange(0, TC)
+    out = _pointer(t, OUT, tl.float32)
+    squares = tl.zeros([TC], dtype=tl.float32)
+    for mat in range(0, mats):
+        sums = tl.zeros([TC], dtype=tl.float32)
+        for c in range(0, rows, TC):
+            at, has = mat * rows + c + k, c + k < rows
+            new = _statistic(t, ROW, PART, at, has, width, share, eps)
+            tl.store(_pointer(t, ROW, tl.float32) + at, new, mask=has)
+            sums += tl.where(has, new, 0.0)
+        mean = tl.sum(sums, axis=0) / height
+        tl.debug_barrier()  # what another thread has stored is read
+        for c in range(0, rows, TC):
+            at, has = mat * rows + c + k, c + k < rows
+            new = tl.load(_pointer(t, ROW, tl.float32) + at, mask=has, other=1.0)
+            tl.store(out + at, tl.rsqrt(new / mean), mask=has)
+        for c in range(0, cols, TC):
+            at, has = mat * cols + c + k, c + k < cols
+            new = _statistic(t, COL, PART2, at, has, height, share, eps)
+            tl.store(_pointer(t, COL, tl.float32) + at, new, mask=has)
+            tl.store(_pointer(t, V, tl.float32) + at, tl.rsqrt(new), mask=has)
+            if CLIPS:
+                divided = tl.load(_pointer(t, X, tl.float32) + at, mask=has, other=0.0) / new
+                squares += mean * tl.where(has, divided, 0.0)
+    if CLIPS:
+        ratio = _number(t, BOUND) / tl.sqrt(tl.sum(squares, axis=0) * _number(t, A))
+        ratio = tl.where(ratio > 1, 1.0, ratio)
+        tl.debug_barrier()
+        for c in range(0, mats * rows, TC):
+            has = c + k < mats * rows
+            tl.store(out + c + k, tl.load(out + c + k, mask=has, other=0.0) * ratio, mask=has)
 
 
 @triton.jit

@@ -87,6 +87,8 @@ class Request:
     def is_aligned(self) -> bool:
         """Whether no vector of the kernel's runs crosses the end of a row or of the run."""
         at, unit = self.geometry, kernels.ALIGNMENT
+        if not {"start", "n", "cols"} <= at.keys():
+            return False  # reads no runs
         return all(at[name] % unit == 0 for name in ("start", "n", "cols")) and all(
             x.data_ptr() % unit == 0 for x in self.tensors.values()
         )
@@ -170,11 +172,19 @@ def _takes(like: Any) -> bool:
     return like.device.type in DEVICES and like.dtype != torch.float64
 
 
+def _zeros(shard: Shard, device: torch.device, *sizes: int) -> list[Tensor]:
+    """Zeros [mats, n] for each of ``sizes``, of one tensor: a launch for all."""
+    parts = torch.zeros(shard.mats * sum(sizes), device=device).split(
+        [shard.mats * n for n in sizes]
+    )
+    return [x.view(shard.mats, n) for x, n in zip(parts, sizes, strict=True)]
+
+
 def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
     sources = [s for x in runs if (s := source_of(x)) is not None]
     if not _takes(like) or len(sources) < len(runs):
         return NotImplemented
-    totals = [torch.zeros((), device=like.device) for _ in runs]
+    totals = list(torch.zeros(len(runs), device=like.device).unbind())
     for source, total in zip(sources, totals, strict=True):
         made = _pass("squares", source, shard)
         part = torch.empty(made.programs, device=like.device)
@@ -186,14 +196,14 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
     source = source_of(x)
     if not _takes(like) or source is None:
         return NotImplemented
-    new = functools.partial(torch.zeros, device=like.device)
-    row, col = new(shard.mats, shard.rows), new(shard.mats, shard.cols)
+    row, col = _zeros(shard, like.device, shard.rows, shard.cols)
     made = _pass("statistics", source, shard, is_matrix=True)
     if made.programs:
         at = made.geometry
         mats, across = _mats(shard), -(-shard.cols // kernels.TC)
         height = at["down"] * kernels.TR
-        tall, wide = new(across, mats, height), new(mats, at["down"], shard.cols)
+        tall = torch.empty(across, mats, height, device=like.device)
+        wide = torch.empty(mats, at["down"], shard.cols, device=like.device)
         folds = []
         for i in range(mats):
             rows = row[at["mat0"] + i, at["row0"] : at["row0"] + height]
@@ -210,13 +220,12 @@ def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like
         return NotImplemented
     if shard.cols > kernels.WIDEST:
         return NotImplemented
-    new = functools.partial(torch.zeros, device=like.device)
-    row, col, weighed = (new(shard.mats, n) for n in (shard.rows, shard.cols, shard.cols))
+    row, col, weighed = _zeros(shard, like.device, shard.rows, shard.cols, shard.cols)
     wide = max(kernels.NARROWEST, 1 << (shard.cols - 1).bit_length())
     made = _pass("weighed", source, shard, is_matrix=True, more=(("TC", wide),))
     if made.programs:
         at, mats = made.geometry, _mats(shard)
-        plain, divided = (new(mats, at["down"], shard.cols) for _ in range(2))
+        plain, divided = torch.empty(2, mats, at["down"], shard.cols, device=like.device)
         tensors = {"out": row, "before": before, "part": plain, "part2": divided}
         folds = []
         for i in range(mats):
@@ -225,6 +234,29 @@ def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like
         numbers = {**made.numbers, "share": share}
         _ask(replace(made, tensors={**made.tensors, **tensors}, numbers=numbers), folds)
     return row, col, weighed
+
+
+def factors_(
+    row: Tensor,
+    col: Tensor,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    clip: float,
+    shard: Shard,
+) -> Any:
+    if not _takes(row) or not shard.numel:
+        return NotImplemented
+    by_row, by_col = torch.empty_like(row), torch.empty_like(col)
+    names = ("part", "part2", "x")[: len(sums)]
+    sums = tuple(x.contiguous() for x in sums)
+    tensors = {"row": row, "col": col, "out": by_row, "v": by_col}
+    tensors |= dict(zip(names, sums, strict=True))
+    geometry = {"mats": shard.mats, "rows": shard.rows, "cols": shard.cols}
+    numbers = {"share": 1 - beta, "b": eps, "bound": clip, "a": 1.0 / shard.numel}
+    clips = (("CLIPS", len(sums) > 2),)
+    _ask(Request("factors", clips, 1, geometry, tensors, numbers))
+    return by_row.unsqueeze(-1), by_col.unsqueeze(-2)
 
 
 def lerp_(m: Any, x: Any, weight: float, shard: Shard) -> Any:
@@ -376,8 +408,11 @@ def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
     warps = kernels.WARPS
     named["COUNT"] = max(16, 1 << (len(requests) - 1).bit_length())
     named |= {"TR": kernels.TR, "TC": kernels.TC} | named
-    if requests[0].kernel != "fold":
+    if requests[0].kernel not in ("fold", "factors"):
         named["ALIGNED"] = all(r.is_aligned for r in requests)
+    if requests[0].kernel == "factors":
+        named.pop("TR")
+        named["TC"], warps = kernels.LONG, kernels.LONG_WARPS
     if requests[0].kernel == "weighed":
         named = {k: v for k, v in named.items() if k not in ("FORM", "DECAYS", "WD", "KEPT")}
         wide = named["TC"]

@@ -73,7 +73,7 @@ def step(name, dtype, mode, shapes):
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
     asked = asked_for(monkeypatch)
     assert {kernel for kernel, _, _ in asked} == {
-        *("squares", "statistics", "weighed", "advance", "apply", "fold")
+        *("squares", "statistics", "weighed", "advance", "apply", "fold", "factors")
     }
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

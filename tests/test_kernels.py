@@ -188,6 +188,23 @@ def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
     assert set(launched) == {"weighed", "fold"}
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [(3, 33, 40), (2, 5000, 7), (5, 4100)])
+def test_factors(shape, beta, kernels, launched):
+    shard = Shard.whole(shape)
+    sizes = (shard.rows, shard.cols, shard.rows, shard.cols, shard.cols)
+    given = [torch.rand(shard.mats, n, dtype=torch.float64) + 0.1 for n in sizes]
+    for n, clip in ((2, math.inf), (3, math.inf), (3, 1e-3)):
+        found = [x.to(DEVICE, torch.float32) for x in given]
+        expected = [x.clone() for x in given]
+        for x in (found, expected):
+            x += ops.factors_(*x[:2], tuple(x[2 : 2 + n]), 1e-3, beta, clip, shard)
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == b.shape
+            assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
+    assert launched == ["factors"] * 3
+
+
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
