@@ -410,6 +410,8 @@ def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
     named |= {"TR": kernels.TR, "TC": kernels.TC} | named
     if requests[0].kernel not in ("fold", "factors"):
         named["ALIGNED"] = all(r.is_aligned for r in requests)
+        # each element has an address of its own where there are no vectors: fewer to a thread
+        warps = kernels.WARPS if named["ALIGNED"] else 2 * kernels.WARPS
     if requests[0].kernel == "factors":
         named.pop("TR")
         named["TC"], warps = kernels.LONG, kernels.LONG_WARPS
@@ -417,8 +419,9 @@ def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         named = {k: v for k, v in named.items() if k not in ("FORM", "DECAYS", "WD", "KEPT")}
         wide = named["TC"]
         named["TR"] = min(kernels.WIDE_ROWS, kernels.WIDE_ELEMENTS // wide)
-        # two stages where three would not fit into registers
+        # two stages where three would not fit into registers, one where there are no vectors
         fits = named["XD"] != kernels.tl.float32 and wide < kernels.WIDEST
-        named |= {"STRIP": kernels.STRIP, "STAGES": min(kernels.STAGES, 3 if fits else 2)}
+        stages = min(kernels.STAGES, 3 if fits else 2) if named["ALIGNED"] else 1
+        named |= {"STRIP": kernels.STRIP, "STAGES": stages}
         warps = min(kernels.WIDE_WARPS, wide // kernels.WIDE_COLS)
     return named, warps
