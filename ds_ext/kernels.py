@@ -15,8 +15,9 @@ import triton.language as tl
 _FIELDS = (
     # geometry: first program; run [start, start + n) of the matrices as they are laid out here,
     # and where the run starts in the parameter; rows and columns of a matrix; row tiles of one
-    # matrix, counted from row0 of matrix mat0, and rows of all tiles
-    *("first", "start", "n", "origin", "rows", "cols", "down", "row0", "mat0", "height"),
+    # matrix, counted from row0 of matrix mat0, and rows of all tiles; whether all is one sum
+    *("first", "start", "n", "origin", "rows", "cols", "down", "row0", "mat0", "mats"),
+    *("height", "total"),
     # tensors: a gradient or another run; factors of a quotient; moments; a weight and what else is
     # kept of it, the key of its noise; statistics before the step; what is written
     *("x", "row", "col", "m", "v", "w", "aux", "key", "before", "out", "part", "part2"),
@@ -27,8 +28,9 @@ FIELD = {name: i for i, name in enumerate(_FIELDS)}
 FIELDS = tl.constexpr(len(_FIELDS))
 FIRST, START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("first", "start", "n", "origin"))
 ROWS, COLS, DOWN = (tl.constexpr(FIELD[k]) for k in ("rows", "cols", "down"))
-ROW0, MAT0, HEIGHT, X = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height", "x"))
-ROW, COL, M, V = (tl.constexpr(FIELD[k]) for k in ("row", "col", "m", "v"))
+ROW0, MAT0, HEIGHT = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height"))
+TOTAL, MATS = tl.constexpr(FIELD["total"]), tl.constexpr(FIELD["mats"])
+X, ROW, COL, M, V = (tl.constexpr(FIELD[k]) for k in ("x", "row", "col", "m", "v"))
 W, AUX, KEY, BEFORE = (tl.constexpr(FIELD[k]) for k in ("w", "aux", "key", "before"))
 OUT, PART, PART2 = (tl.constexpr(FIELD[k]) for k in ("out", "part", "part2"))
 FACTOR, BOUND, SCALE = (tl.constexpr(FIELD[k]) for k in ("factor", "bound", "scale"))
@@ -42,8 +44,20 @@ IS_RESIDUAL, IS_ADAM_STEP, IS_ADAM = (tl.constexpr(i) for i in range(4, 7))
 # How a weight is kept.
 PLAIN, STOCHASTIC, SPLIT, COPIED = (tl.constexpr(i) for i in range(4))
 
-TR, TC = 32, 128  # of a tile
-STRIP = 16  # rows of a program that reads whole rows
+# Sizes, none of which changes what is computed but for the order of sums. To be tuned on a GPU.
+TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
+ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
+# ``weighed`` takes STRIP rows a program, TR <= WIDE_ROWS at a time, in a tile as wide as the least
+# power of two that they fit in. Its warps lie side by side over 256 columns each or more, so that
+# columns are added up within a thread. 8 / STRIP bytes an element are left as partial sums, and
+# read again by ``fold``: 64 adds 2.5 % to the 10 bytes of AdaLomo's step, and leaves 1024 programs
+# of 2**28 elements for 132 multiprocessors. Rows that are read while others are summed hold, at
+# WIDE_ELEMENTS of 16 bits and STAGES = 3, 64 KiB of a multiprocessor's loads in flight; 36 KiB
+# every microsecond are its share of 4.8 TB/s. Wider rows than WIDEST are left to the op.
+STRIP, STAGES = 64, 3
+NARROWEST, WIDEST = 2**10, 2**14
+WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
+LONG, LONG_WARPS = 2**12, 8  # ``factors``: as many rows or columns at a time
 
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
@@ -80,47 +94,95 @@ def _rows_of(t, tile, TR: tl.constexpr):
 
 
 @triton.jit
-def _elements(t, mat, r, has_row, c, TC: tl.constexpr):
-    """Elements [TR, TC] of rows r, columns c and on -> where in the run, which it has, columns."""
-    rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
-    j = c + tl.arange(0, TC)
-    e = ((mat * rows + r) * cols - tl.load(t + START))[:, None] + j[None, :]
-    ok = has_row[:, None] & (j < cols)[None, :] & (e >= 0) & (e < tl.load(t + N))
-    return e, ok, j
+def _elements(t, mat, r, has_row, c, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements [TR, TC] of rows r, columns c and on -> where in the run they begin [TR, 1], which
+    of them it has, columns [TC].
+
+    Which it has is told by bounds for each row, so that it is alike within a vector.
+    """
+    rows, cols = tl.load(t + ROWS), _hinted(tl.load(t + COLS), ALIGNED)
+    begin = (mat * rows + r) * cols + c - tl.load(t + START)
+    low = tl.minimum(tl.maximum(-begin, 0), TC).to(tl.int32)
+    high = tl.minimum(tl.load(t + N) - begin, cols - c)
+    high = tl.where(has_row, tl.minimum(tl.maximum(high, 0), TC), 0).to(tl.int32)
+    k = tl.arange(0, TC)
+    low, high = _hinted(low, ALIGNED)[:, None], _hinted(high, ALIGNED)[:, None]
+    ok = (k[None, :] >= low) & (k[None, :] < high)
+    return _hinted(begin, ALIGNED)[:, None], ok, c + k
 
 
 @triton.jit
-def _weight(t, e, ok, WD: tl.constexpr, KEPT: tl.constexpr):
+def _hinted(x, ALIGNED: tl.constexpr):
+    """x, which is a multiple of 16 if ALIGNED. The compiler follows the shifts; what multiple_of
+    says of an argument is lost as soon as this is inlined."""
+    if ALIGNED:
+        x = (x >> 4) << 4
+    return x
+
+
+@triton.jit
+def _vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer that is a multiple of 16 bytes if ALIGNED."""
+    pointer = tl.load(t + FIELD).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _run(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the elements of a tile lie whose rows begin at e."""
+    return _vectors(t, FIELD, DTYPE, ALIGNED) + e + tl.arange(0, TC)[None, :]
+
+
+@triton.jit
+def _weight(
+    t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr
+):
     """Weights, in fp32."""
-    run = tl.load(_pointer(t, W, WD) + e, mask=ok, other=0.0)
+    run = tl.load(_run(t, W, WD, e, TC, ALIGNED), mask=ok, other=0.0)
     x = run.to(tl.float32)
     if KEPT == SPLIT:
-        rest = tl.load(_pointer(t, AUX, tl.int16) + e, mask=ok, other=0).to(tl.int32)
+        rest = tl.load(_run(t, AUX, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
         x = (x.to(tl.int32, bitcast=True) + rest).to(tl.float32, bitcast=True)
     if KEPT == COPIED:
-        copy = tl.load(_pointer(t, AUX, tl.float32) + e, mask=ok, other=0.0)
+        copy = tl.load(_run(t, AUX, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
         x = tl.where(copy.to(WD) == run, copy, x)
     return x
 
 
 @triton.jit
 def _mixed(x):
-    """The permutation of the numbers below 2**16 that precision.py reads its noise from."""
-    x = ((x ^ (x >> 7)) * 0x2993) & 0xFFFF
-    x = ((x ^ (x >> 5)) * 0xE877) & 0xFFFF
-    x = ((x ^ (x >> 9)) * 0x0235) & 0xFFFF
-    return x ^ (x >> 10)
+    """The permutation of the numbers below 2**16 that precision.py reads its noise from.
+
+    What lies above 16 bits is cut off where it could get lower, not after each multiplication.
+    """
+    x = (x ^ ((x >> 7) & 0x1FF)) * 0x2993
+    x = (x ^ ((x >> 5) & 0x7FF)) * 0xE877
+    x = (x ^ ((x >> 9) & 0x7F)) * 0x0235
+    return (x ^ ((x >> 10) & 0x3F)) & 0xFFFF
 
 
 @triton.jit
-def _noise(t, e):
-    """precision.add_noise_: random numbers in [0, 2**16), the same for the same key, element."""
-    element = e + tl.load(t + ORIGIN)
-    h = (tl.load(t + KEY) + (element >> 16) * 0xC2B2AE3D).to(tl.uint32)
+def _place(t, chunk):
+    """precision.place: where in the permutation the noise of 2**16 elements starts."""
+    h = (tl.load(t + KEY) + chunk * 0xC2B2AE3D).to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
-    h = h ^ (h >> 16)
-    return _mixed((h + element.to(tl.uint32)) & 0xFFFF).to(tl.int32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _noise(t, e, TC: tl.constexpr):
+    """precision.add_noise_: random numbers in [0, 2**16), the same for the same key, element.
+
+    A row of a tile touches two chunks of 2**16 elements at most: their places are found once.
+    """
+    first = e + tl.load(t + ORIGIN)
+    chunk, low = first >> 16, (first & 0xFFFF).to(tl.uint32)
+    here, beyond = _place(t, chunk) + low, _place(t, chunk + 1) + low
+    k = tl.arange(0, TC)[None, :].to(tl.uint32)
+    return _mixed(tl.where(k < 0x10000 - low, here, beyond) + k).to(tl.int32)
 
 
 @triton.jit
@@ -139,21 +201,23 @@ def _to_nearest(x, WD: tl.constexpr):
 
 
 @triton.jit
-def _store_weight(t, e, ok, new, WD: tl.constexpr, KEPT: tl.constexpr):
+def _store_weight(
+    t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr
+):
     """Writes fp32 weights back: precision.py says how each kind rounds."""
-    w = _pointer(t, W, WD) + e
+    w = _run(t, W, WD, e, TC, ALIGNED)
     if KEPT == SPLIT:
         bits = new.to(tl.int32, bitcast=True)
         bits = tl.where(new != new, 0x7FC00000, bits)
         upper = ((bits + 0x8000) >> 16).to(tl.int16)
-        tl.store(_pointer(t, AUX, tl.int16) + e, bits.to(tl.int16), mask=ok)
+        tl.store(_run(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16), mask=ok)
         tl.store(w, upper.to(WD, bitcast=True), mask=ok)
     elif KEPT == COPIED:
-        tl.store(_pointer(t, AUX, tl.float32) + e, new, mask=ok)
+        tl.store(_run(t, AUX, tl.float32, e, TC, ALIGNED), new, mask=ok)
         tl.store(w, new.to(WD), mask=ok)
     elif KEPT == STOCHASTIC and WD == tl.bfloat16:
         bounded = tl.minimum(tl.maximum(new, -MOST_BF16), MOST_BF16)
-        bits = (bounded.to(tl.int32, bitcast=True) + _noise(t, e)) & -0x10000
+        bits = (bounded.to(tl.int32, bitcast=True) + _noise(t, e, TC)) & -0x10000
         rounded = bits.to(tl.float32, bitcast=True)
         tl.store(w, tl.where(_is_finite(new), rounded, new).to(WD), mask=ok)
     elif KEPT == STOCHASTIC:
@@ -163,7 +227,7 @@ def _store_weight(t, e, ok, new, WD: tl.constexpr, KEPT: tl.constexpr):
         steps = tl.abs(bounded) / spacing
         whole = steps.to(tl.int32).to(tl.float32)
         cut = ((steps - whole) * 65536.0).to(tl.int32)
-        whole += (_noise(t, e) < cut).to(tl.float32)
+        whole += (_noise(t, e, TC) < cut).to(tl.float32)
         rounded = tl.where(bounded < 0, -whole, whole) * spacing
         tl.store(w, tl.where(_is_finite(new), rounded, new).to(WD), mask=ok)
     else:
@@ -171,41 +235,61 @@ def _store_weight(t, e, ok, new, WD: tl.constexpr, KEPT: tl.constexpr):
 
 
 @triton.jit
+def _factors(t, BOUNDED: tl.constexpr):
+    """What a run is multiplied by, and its bound if it has one."""
+    factor = _number(t, FACTOR)
+    most = factor
+    if BOUNDED:
+        most = _number(t, BOUND)
+    return factor, most
+
+
+@triton.jit
+def _scaled(x, factor, most, BOUNDED: tl.constexpr):
+    """x · factor within ± most, in fp32."""
+    u = x.to(tl.float32) * factor
+    if BOUNDED:
+        u = tl.where(u > most, most, tl.where(u < -most, -most, u))
+    return u
+
+
+@triton.jit
 def _value(
-    t, e, ok, mat, r, has_row, j,
+    t, e, ok, mat, r, has_row, j, TC: tl.constexpr, ALIGNED: tl.constexpr,
     FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """What a pass reads, [TR, TC] in fp32; 0 outside of the run. Moments are advanced by it.
 
     IS_WEIGHT: the weights. IS_RUN: x · factor within ± bound. IS_QUOTIENT: that · row · col;
-    IS_VECTOR: / sqrt(v), a run; IS_RESIDUAL: that quotient less the momentum. IS_ADAM: from m and
-    v; IS_ADAM_STEP: after they were advanced by x. All · scale; DECAYS: + decay · weights.
+    IS_VECTOR: / sqrt(v), a run. IS_ADAM: from m and v; IS_ADAM_STEP: after they were advanced by
+    x. All · scale. IS_RESIDUAL: the quotient less the momentum. DECAYS: + decay · weights.
     """
     if FORM == IS_WEIGHT:
-        u = _weight(t, e, ok, WD, KEPT)
+        u = _weight(t, e, ok, TC, ALIGNED, WD, KEPT)
     else:
         if FORM != IS_ADAM:
-            u = tl.load(_pointer(t, X, XD) + e, mask=ok, other=0.0).to(tl.float32)
-            u = u * _number(t, FACTOR)
-            if BOUNDED:
-                most = _number(t, BOUND)
-                u = tl.where(u > most, most, tl.where(u < -most, -most, u))
+            x = tl.load(_run(t, X, XD, e, TC, ALIGNED), mask=ok, other=0.0)
+            factor, most = _factors(t, BOUNDED)
+            u = _scaled(x, factor, most, BOUNDED)
         if FORM == IS_QUOTIENT or FORM == IS_RESIDUAL:
-            rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
+            rows, cols = tl.load(t + ROWS), _hinted(tl.load(t + COLS), ALIGNED)
             row = tl.load(_pointer(t, ROW, tl.float32) + mat * rows + r, mask=has_row, other=0.0)
-            col = tl.load(_pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
+            at_col = _vectors(t, COL, tl.float32, ALIGNED) + mat * cols + j
+            col = tl.load(at_col, mask=j < cols, other=0.0)
             u = u * col[None, :] * row[:, None]
         if FORM == IS_VECTOR:
-            u = u * tl.rsqrt(tl.load(_pointer(t, V, tl.float32) + e, mask=ok, other=1.0))
+            u = u * tl.rsqrt(tl.load(_run(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0))
         if FORM == IS_RESIDUAL:
-            at = _pointer(t, M, tl.float32) + e
+            u = u * _number(t, SCALE)
+            at = _run(t, M, tl.float32, e, TC, ALIGNED)
             m = tl.load(at, mask=ok, other=0.0)
             m += _number(t, WEIGHT) * (u - m)
             tl.store(at, m, mask=ok)
             u = u - m
         if FORM == IS_ADAM_STEP or FORM == IS_ADAM:
-            at_m, at_v = _pointer(t, M, tl.float32) + e, _pointer(t, V, tl.float32) + e
+            at_m = _run(t, M, tl.float32, e, TC, ALIGNED)
+            at_v = _run(t, V, tl.float32, e, TC, ALIGNED)
             m = tl.load(at_m, mask=ok, other=0.0)
             v = tl.load(at_v, mask=ok, other=1.0)
             if FORM == IS_ADAM_STEP:
@@ -214,15 +298,16 @@ def _value(
                 tl.store(at_m, m, mask=ok)
                 tl.store(at_v, v, mask=ok)
             u = m / (tl.sqrt(v) * _number(t, A) + _number(t, B))
-        u = u * _number(t, SCALE)
+        if FORM != IS_RESIDUAL:
+            u = u * _number(t, SCALE)
         if DECAYS:
-            u = u + _number(t, DECAY) * _weight(t, e, ok, WD, KEPT)
+            u = u + _number(t, DECAY) * _weight(t, e, ok, TC, ALIGNED, WD, KEPT)
     return tl.where(ok, u, 0.0)
 
 
 @triton.jit
 def squares(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
     FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -230,71 +315,76 @@ def squares(
     t, tile = _parameter(table, count, COUNT)
     across = tl.cdiv(tl.load(t + COLS), TC)
     mat, r, has_row = _rows_of(t, tile // across, TR)
-    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC)
-    u = _value(t, e, ok, mat, r, has_row, j, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC, ALIGNED)
+    u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
     tl.store(_pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(u * u, axis=1), axis=0))
 
 
 @triton.jit
 def statistics(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
     FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Leaves sums of squares over the columns of a tile in part, [across, row tiles · TR], and
     over its rows in part2, [row tiles, cols]."""
     t, tile = _parameter(table, count, COUNT)
-    cols = tl.load(t + COLS)
+    cols = _hinted(tl.load(t + COLS), ALIGNED)
     across = tl.cdiv(cols, TC)
     down, over = tile // across, tile % across
     mat, r, has_row = _rows_of(t, down, TR)
-    e, ok, j = _elements(t, mat, r, has_row, over * TC, TC)
-    u = _value(t, e, ok, mat, r, has_row, j, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    e, ok, j = _elements(t, mat, r, has_row, over * TC, TC, ALIGNED)
+    u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
     square = u * u
     row = _pointer(t, PART, tl.float32) + over * tl.load(t + HEIGHT) + down * TR + tl.arange(0, TR)
     tl.store(row, tl.sum(square, axis=1))
-    tl.store(
-        _pointer(t, PART2, tl.float32) + down * cols + j, tl.sum(square, axis=0), mask=j < cols
-    )
+    col = _vectors(t, PART2, tl.float32, ALIGNED) + down * cols + j
+    tl.store(col, tl.sum(square, axis=0), mask=j < cols)
 
 
 @triton.jit
 def weighed(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
-    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
-    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    XD: tl.constexpr, BOUNDED: tl.constexpr, STRIP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares over whole rows, to out; and over the rows of a strip, in part, and of those
-    divided by before + share · their row's sum, in part2: both [strips, cols].
+    divided by before + share · their row's sum, in part2: both [strips, cols]. Of a run IS_RUN.
 
-    A strip is read twice, the second time from the cache.
+    A row is no wider than a tile: it is read once. The loop reads no table: what it loads first
+    would use up the stages.
     """
     t, tile = _parameter(table, count, COUNT)
-    rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
-    mat, r, has_row = _rows_of(t, tile, TR)
-    sums = tl.zeros([TR], dtype=tl.float32)
-    for c in range(0, cols, TC):
-        e, ok, j = _elements(t, mat, r, has_row, c, TC)
-        u = _value(t, e, ok, mat, r, has_row, j, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
-        sums += tl.sum(u * u, axis=1)
-    begin = (mat * rows + r) * cols - tl.load(t + START)
-    own = has_row & (begin >= 0) & (begin < tl.load(t + N))  # rows of the run
-    tl.store(_pointer(t, OUT, tl.float32) + mat * rows + r, sums, mask=own)
-    before = tl.load(_pointer(t, BEFORE, tl.float32) + mat * rows + r, mask=own, other=1.0)
-    weights = 1.0 / (before + _number(t, SHARE) * sums)
-    for c in range(0, cols, TC):
-        e, ok, j = _elements(t, mat, r, has_row, c, TC)
-        u = _value(t, e, ok, mat, r, has_row, j, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    rows, cols = tl.load(t + ROWS), _hinted(tl.load(t + COLS), ALIGNED)
+    down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
+    x, out = _vectors(t, X, XD, ALIGNED), _pointer(t, OUT, tl.float32)
+    before, share = _pointer(t, BEFORE, tl.float32), _number(t, SHARE)
+    factor, most = _factors(t, BOUNDED)
+    mat = tl.load(t + MAT0) + tile // down
+    top = tl.load(t + ROW0) + (tile % down) * STRIP
+    j = tl.arange(0, TC)
+    plain, divided = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
+    for i in tl.range(0, STRIP, TR, num_stages=STAGES):
+        r = top + i + tl.arange(0, TR)
+        row = mat * rows + r
+        begin = row * cols - start
+        own = (r < rows) & (begin >= 0) & (begin < n)  # rows of the run
+        ok = own[:, None] & (j < cols)[None, :]
+        values = tl.load(x + _hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
+        u = _scaled(values, factor, most, BOUNDED)
         square = u * u
-        at = tile * cols + j
-        tl.store(_pointer(t, PART, tl.float32) + at, tl.sum(square, axis=0), mask=j < cols)
-        divided = tl.sum(square * weights[:, None], axis=0)
-        tl.store(_pointer(t, PART2, tl.float32) + at, divided, mask=j < cols)
+        sums = tl.sum(square, axis=1)
+        weights = 1.0 / (tl.load(before + row, mask=own, other=1.0) + share * sums)
+        tl.store(out + row, sums, mask=own)
+        plain += tl.sum(square, axis=0)
+        divided += tl.sum(square * weights[:, None], axis=0)
+    at = tile * cols + j
+    tl.store(_vectors(t, PART, tl.float32, ALIGNED) + at, plain, mask=j < cols)
+    tl.store(_vectors(t, PART2, tl.float32, ALIGNED) + at, divided, mask=j < cols)
 
 
 @triton.jit
 def advance(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
     FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
@@ -302,18 +392,18 @@ def advance(
     t, tile = _parameter(table, count, COUNT)
     across = tl.cdiv(tl.load(t + COLS), TC)
     mat, r, has_row = _rows_of(t, tile // across, TR)
-    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC)
-    u = _value(t, e, ok, mat, r, has_row, j, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC, ALIGNED)
+    u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
     if SQUARED:
         u = u * u + _number(t, B)
-    out = _pointer(t, OUT, tl.float32) + e
+    out = _run(t, OUT, tl.float32, e, TC, ALIGNED)
     m = tl.load(out, mask=ok, other=0.0)
     tl.store(out, m + _number(t, SHARE) * (u - m), mask=ok)
 
 
 @triton.jit
 def apply(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
     FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -321,25 +411,83 @@ def apply(
     t, tile = _parameter(table, count, COUNT)
     across = tl.cdiv(tl.load(t + COLS), TC)
     mat, r, has_row = _rows_of(t, tile // across, TR)
-    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC)
-    u = _value(t, e, ok, mat, r, has_row, j, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
-    new = _weight(t, e, ok, WD, KEPT) - _number(t, LR) * u
-    _store_weight(t, e, ok, new, WD, KEPT)
+    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC, ALIGNED)
+    u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    new = _weight(t, e, ok, TC, ALIGNED, WD, KEPT) - _number(t, LR) * u
+    _store_weight(t, e, ok, new, TC, ALIGNED, WD, KEPT)
+
+
+@triton.jit
+def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of, share, eps):
+    """A statistic after it was advanced by a mean of ``of`` squares, as torch.lerp does it."""
+    old = tl.load(_pointer(t, FIELD, tl.float32) + at, mask=has, other=1.0)
+    mean = tl.load(_pointer(t, SUMS, tl.float32) + at, mask=has, other=0.0) / of + eps
+    mean = tl.where(has, mean, 1.0)
+    change = mean - old
+    return tl.where(share < 0.5, old + share * change, mean - (1.0 - share) * change)
+
+
+@triton.jit
+def factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr, CLIPS: tl.constexpr):
+    """row, col ← those + share · (part / cols, part2 / rows + b − those), of all matrices of a
+    parameter; out ← 1 / sqrt(row / its mean), v ← 1 / sqrt(col).
+
+    CLIPS: out also · bound / RMS, where that is less than 1, of which x has the weighed sums.
+    """
+    t, _ = _parameter(table, count, COUNT)
+    rows, cols, mats = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + MATS)
+    share, eps = _number(t, SHARE), _number(t, B)
+    height, width = rows.to(tl.float32), cols.to(tl.float32)
+    k = tl.arange(0, TC)
+    out = _pointer(t, OUT, tl.float32)
+    squares = tl.zeros([TC], dtype=tl.float32)
+    for mat in range(0, mats):
+        sums = tl.zeros([TC], dtype=tl.float32)
+        for c in range(0, rows, TC):
+            at, has = mat * rows + c + k, c + k < rows
+            new = _statistic(t, ROW, PART, at, has, width, share, eps)
+            tl.store(_pointer(t, ROW, tl.float32) + at, new, mask=has)
+            sums += tl.where(has, new, 0.0)
+        mean = tl.sum(sums, axis=0) / height
+        tl.debug_barrier()  # what another thread has stored is read
+        for c in range(0, rows, TC):
+            at, has = mat * rows + c + k, c + k < rows
+            new = tl.load(_pointer(t, ROW, tl.float32) + at, mask=has, other=1.0)
+            tl.store(out + at, tl.rsqrt(new / mean), mask=has)
+        for c in range(0, cols, TC):
+            at, has = mat * cols + c + k, c + k < cols
+            new = _statistic(t, COL, PART2, at, has, height, share, eps)
+            tl.store(_pointer(t, COL, tl.float32) + at, new, mask=has)
+            tl.store(_pointer(t, V, tl.float32) + at, tl.rsqrt(new), mask=has)
+            if CLIPS:
+                divided = tl.load(_pointer(t, X, tl.float32) + at, mask=has, other=0.0) / new
+                squares += mean * tl.where(has, divided, 0.0)
+    if CLIPS:
+        ratio = _number(t, BOUND) / tl.sqrt(tl.sum(squares, axis=0) * _number(t, A))
+        ratio = tl.where(ratio > 1, 1.0, ratio)
+        tl.debug_barrier()
+        for c in range(0, mats * rows, TC):
+            has = c + k < mats * rows
+            tl.store(out + c + k, tl.load(out + c + k, mask=has, other=0.0) * ratio, mask=has)
 
 
 @triton.jit
 def fold(table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
-    """out[j] ← the sum of part[i · cols + j] over i < rows, for j < n."""
+    """out[j] ← the sum of part[i · cols + j] over i < rows, for j < n; if total, that over all
+    elements of part, of which there are height, as rows of n = TC."""
     t, tile = _parameter(table, count, COUNT)
     j = tile * TC + tl.arange(0, TC)
-    rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
+    rows, cols, height = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + HEIGHT)
     has = j < tl.load(t + N)
-    total = tl.zeros([TC], dtype=tl.float32)
+    sums = tl.zeros([TC], dtype=tl.float32)
     for k in range(0, rows, TR):
         i = k + tl.arange(0, TR)
         at = i[:, None].to(tl.int64) * cols + j[None, :]
-        x = tl.load(
-            _pointer(t, PART, tl.float32) + at, mask=(i < rows)[:, None] & has[None, :], other=0.0
-        )
-        total += tl.sum(x, axis=0)
-    tl.store(_pointer(t, OUT, tl.float32) + j, total, mask=has)
+        ok = (i < rows)[:, None] & has[None, :] & (at < height)
+        x = tl.load(_pointer(t, PART, tl.float32) + at, mask=ok, other=0.0)
+        sums += tl.sum(x, axis=0)
+    out = _pointer(t, OUT, tl.float32)
+    if tl.load(t + TOTAL) != 0:
+        tl.store(out, tl.sum(sums, axis=0))
+    else:
+        tl.store(out + j, sums, mask=has)

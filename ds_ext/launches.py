@@ -83,6 +83,16 @@ class Request:
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Number]
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether no vector of the kernel's runs crosses the end of a row or of the run."""
+        at, unit = self.geometry, kernels.ALIGNMENT
+        if not {"start", "n", "cols"} <= at.keys():
+            return False  # reads no runs
+        return all(at[name] % unit == 0 for name in ("start", "n", "cols")) and all(
+            x.data_ptr() % unit == 0 for x in self.tensors.values()
+        )
+
 
 class Batch(threading.local):
     """Requests that wait, by rule, and the sums that are folded up after them."""
@@ -124,9 +134,10 @@ def launch() -> None:
     """Launches what waits: kernel by kernel, what each rule asked for in its order."""
     rules, folds = _taken()
     for i in range(max(map(len, rules))):
-        alike: dict[tuple[str, Any], list[Request]] = {}
+        alike: dict[tuple[Any, ...], list[Request]] = {}
         for request in (requests[i] for requests in rules if i < len(requests)):
-            alike.setdefault((request.kernel, request.constants), []).append(request)
+            kind = (request.kernel, request.constants, request.is_aligned)
+            alike.setdefault(kind, []).append(request)
         for group in alike.values():
             _run(group)
     _run(folds)
@@ -161,11 +172,19 @@ def _takes(like: Any) -> bool:
     return like.device.type in DEVICES and like.dtype != torch.float64
 
 
+def _zeros(shard: Shard, device: torch.device, *sizes: int) -> list[Tensor]:
+    """Zeros [mats, n] for each of ``sizes``, of one tensor: a launch for all."""
+    parts = torch.zeros(shard.mats * sum(sizes), device=device).split(
+        [shard.mats * n for n in sizes]
+    )
+    return [x.view(shard.mats, n) for x, n in zip(parts, sizes, strict=True)]
+
+
 def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
     sources = [s for x in runs if (s := source_of(x)) is not None]
     if not _takes(like) or len(sources) < len(runs):
         return NotImplemented
-    totals = [torch.zeros((), device=like.device) for _ in runs]
+    totals = list(torch.zeros(len(runs), device=like.device).unbind())
     for source, total in zip(sources, totals, strict=True):
         made = _pass("squares", source, shard)
         part = torch.empty(made.programs, device=like.device)
@@ -177,14 +196,14 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
     source = source_of(x)
     if not _takes(like) or source is None:
         return NotImplemented
-    new = functools.partial(torch.zeros, device=like.device)
-    row, col = new(shard.mats, shard.rows), new(shard.mats, shard.cols)
+    row, col = _zeros(shard, like.device, shard.rows, shard.cols)
     made = _pass("statistics", source, shard, is_matrix=True)
     if made.programs:
         at = made.geometry
         mats, across = _mats(shard), -(-shard.cols // kernels.TC)
         height = at["down"] * kernels.TR
-        tall, wide = new(across, mats, height), new(mats, at["down"], shard.cols)
+        tall = torch.empty(across, mats, height, device=like.device)
+        wide = torch.empty(mats, at["down"], shard.cols, device=like.device)
         folds = []
         for i in range(mats):
             rows = row[at["mat0"] + i, at["row0"] : at["row0"] + height]
@@ -197,14 +216,16 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
 
 def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like: Any) -> Any:
     source = source_of(x)
-    if not _takes(like) or source is None:
+    if not _takes(like) or source is None or source.form != "IS_RUN":
         return NotImplemented
-    new = functools.partial(torch.zeros, device=like.device)
-    row, col, weighed = (new(shard.mats, n) for n in (shard.rows, shard.cols, shard.cols))
-    made = _pass("weighed", source, shard, is_matrix=True)
+    if shard.cols > kernels.WIDEST:
+        return NotImplemented
+    row, col, weighed = _zeros(shard, like.device, shard.rows, shard.cols, shard.cols)
+    wide = max(kernels.NARROWEST, 1 << (shard.cols - 1).bit_length())
+    made = _pass("weighed", source, shard, is_matrix=True, more=(("TC", wide),))
     if made.programs:
         at, mats = made.geometry, _mats(shard)
-        plain, divided = (new(mats, at["down"], shard.cols) for _ in range(2))
+        plain, divided = torch.empty(2, mats, at["down"], shard.cols, device=like.device)
         tensors = {"out": row, "before": before, "part": plain, "part2": divided}
         folds = []
         for i in range(mats):
@@ -213,6 +234,29 @@ def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like
         numbers = {**made.numbers, "share": share}
         _ask(replace(made, tensors={**made.tensors, **tensors}, numbers=numbers), folds)
     return row, col, weighed
+
+
+def factors_(
+    row: Tensor,
+    col: Tensor,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    clip: float,
+    shard: Shard,
+) -> Any:
+    if not _takes(row) or not shard.numel:
+        return NotImplemented
+    by_row, by_col = torch.empty_like(row), torch.empty_like(col)
+    names = ("part", "part2", "x")[: len(sums)]
+    sums = tuple(x.contiguous() for x in sums)
+    tensors = {"row": row, "col": col, "out": by_row, "v": by_col}
+    tensors |= dict(zip(names, sums, strict=True))
+    geometry = {"mats": shard.mats, "rows": shard.rows, "cols": shard.cols}
+    numbers = {"share": 1 - beta, "b": eps, "bound": clip, "a": 1.0 / shard.numel}
+    clips = (("CLIPS", len(sums) > 2),)
+    _ask(Request("factors", clips, 1, geometry, tensors, numbers))
+    return by_row.unsqueeze(-1), by_col.unsqueeze(-2)
 
 
 def lerp_(m: Any, x: Any, weight: float, shard: Shard) -> Any:
@@ -270,7 +314,8 @@ def _pass(
         *more,
     )
     if is_matrix or source.form in _MATRIX_FORMS:
-        geometry, programs = _by_rows(shard, kernel)
+        is_strip = kernel == "weighed"
+        geometry, programs = _by_rows(shard, kernels.STRIP if is_strip else 0)
     else:
         geometry, programs = _flat(shard)
     geometry["key"] = 0 if kept is None else kept.key
@@ -286,8 +331,8 @@ def _flat(shard: Shard) -> tuple[dict[str, int], int]:
     return at | {"rows": rows, "cols": kernels.TC, "down": down}, down
 
 
-def _by_rows(shard: Shard, kernel: str) -> tuple[dict[str, int], int]:
-    """A run as the rows of the matrices that it touches -> geometry, programs."""
+def _by_rows(shard: Shard, strip: int) -> tuple[dict[str, int], int]:
+    """A run as rows, or strips of them, of the matrices it touches -> geometry, programs."""
     at = {"start": shard.start, "n": len(shard), "origin": shard.start}
     at |= {"rows": shard.rows, "cols": shard.cols}
     if not len(shard):
@@ -296,9 +341,8 @@ def _by_rows(shard: Shard, kernel: str) -> tuple[dict[str, int], int]:
     first, last = shard.start // shard.cols, (shard.stop - 1) // shard.cols
     row0 = first % shard.rows if mats == 1 else 0
     height = last - first + 1 if mats == 1 else shard.rows
-    is_strip = kernel == "weighed"
-    down = -(-height // (kernels.STRIP if is_strip else kernels.TR))
-    across = 1 if is_strip else -(-shard.cols // kernels.TC)
+    down = -(-height // (strip or kernels.TR))
+    across = 1 if strip else -(-shard.cols // kernels.TC)
     return at | {"mat0": first // shard.rows, "row0": row0, "down": down}, mats * down * across
 
 
@@ -310,11 +354,12 @@ def _mats(shard: Shard) -> int:
 
 def _fold(part: Tensor, stride: int, out: Tensor) -> Request:
     """Sums [k, n or more], ``stride`` apart, over k -> out [n]."""
-    n = out.numel()
-    k = len(part)
-    geometry = {"rows": k, "cols": stride, "n": n}
-    programs = -(-n // kernels.TC)
-    return Request("fold", (), programs, geometry, {"part": part, "out": out}, {})
+    n, k = out.numel(), len(part)
+    geometry = {"rows": k, "cols": stride, "n": n, "height": k * stride}
+    if stride == 1:  # many numbers for one sum
+        wide = kernels.TC
+        geometry |= {"rows": -(-k // wide), "cols": wide, "n": wide, "total": 1}
+    return Request("fold", (), -(-n // kernels.TC), geometry, {"part": part, "out": out}, {})
 
 
 def _run(requests: Sequence[Request]) -> None:
@@ -347,20 +392,36 @@ def _run(requests: Sequence[Request]) -> None:
     host = torch.cat([torch.tensor(lines, dtype=torch.int64).view(-1), tail.view(torch.int64)])
     held.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
 
-    named = {
-        name: getattr(kernels, value) if name in ("FORM", "KEPT") else value
-        for name, value in requests[0].constants
-    }
+    named, warps = constants(requests)
+    getattr(kernels, requests[0].kernel)[(first,)](held, len(requests), **named, num_warps=warps)
+
+
+def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+    """The constants of a kernel over the parameters of ``requests``, its number of warps."""
+    named = dict(requests[0].constants)
+    for name in ("FORM", "KEPT"):
+        if name in named:
+            named[name] = getattr(kernels, named[name])
     for name in ("XD", "WD"):
         if name in named:
             named[name] = getattr(kernels.tl, named[name])
-    count = len(requests)
-    kernel = requests[0].kernel
-    getattr(kernels, kernel)[(first,)](
-        held,
-        count,
-        COUNT=max(16, 1 << (count - 1).bit_length()),
-        TR=kernels.STRIP if kernel == "weighed" else kernels.TR,
-        TC=kernels.TC,
-        **named,
-    )
+    warps = kernels.WARPS
+    named["COUNT"] = max(16, 1 << (len(requests) - 1).bit_length())
+    named |= {"TR": kernels.TR, "TC": kernels.TC} | named
+    if requests[0].kernel not in ("fold", "factors"):
+        named["ALIGNED"] = all(r.is_aligned for r in requests)
+        # each element has an address of its own where there are no vectors: fewer to a thread
+        warps = kernels.WARPS if named["ALIGNED"] else 2 * kernels.WARPS
+    if requests[0].kernel == "factors":
+        named.pop("TR")
+        named["TC"], warps = kernels.LONG, kernels.LONG_WARPS
+    if requests[0].kernel == "weighed":
+        named = {k: v for k, v in named.items() if k not in ("FORM", "DECAYS", "WD", "KEPT")}
+        wide = named["TC"]
+        named["TR"] = min(kernels.WIDE_ROWS, kernels.WIDE_ELEMENTS // wide)
+        # two stages where three would not fit into registers, one where there are no vectors
+        fits = named["XD"] != kernels.tl.float32 and wide < kernels.WIDEST
+        stages = min(kernels.STAGES, 3 if fits else 2) if named["ALIGNED"] else 1
+        named |= {"STRIP": kernels.STRIP, "STAGES": stages}
+        warps = min(kernels.WIDE_WARPS, wide // kernels.WIDE_COLS)
+    return named, warps

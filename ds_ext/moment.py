@@ -7,6 +7,7 @@ sums. The estimate of a matrix's second moment is row · col / mean(row); mean(r
 mean(col), so it needs no reduction of its own. Source: Shazeer and Stern, arXiv 1804.04235, sec. 3.
 """
 
+import math
 from collections.abc import Generator
 from typing import TypeAlias
 
@@ -32,33 +33,25 @@ def keeps(shard: Shard) -> dict[str, Part]:
 
 
 def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...]:
-    """What the ranks have to add up before ``update_``: row and column sums of x²."""
+    """What the ranks have to add up before ``divide_``: row and column sums of x²."""
     return ops.matrix_square_sums(x, shard, like) if shard.is_matrix else ()
 
 
-def update_(
-    v: Moment,
+def divide_(
     x: ops.Readable,
+    v: Moment,
+    sums: tuple[Tensor, ...],
     eps: float,
-    totals: tuple[Tensor, ...],
     beta: float,
     shard: Shard,
-) -> None:
-    """v ← beta · v + (1 − beta) · mean(x² + eps), over the whole matrix's rows and columns."""
-    if not shard.is_matrix:
-        ops.square_lerp_(v["full"], x, eps, 1 - beta, shard)
-        return
-    row, col = totals
-    v["row"].lerp_(row / shard.cols + eps, 1 - beta)
-    v["col"].lerp_(col / shard.rows + eps, 1 - beta)
+    clip: float = math.inf,
+) -> ops.Quotient:
+    """Advances a matrix's v by ``sums`` and gives x / sqrt(v), to be evaluated block by block.
 
-
-def divide_sqrt(x: ops.Readable, v: Moment, shard: Shard) -> Update:
-    """x / sqrt(v), to be evaluated block by block."""
-    if not shard.is_matrix:
-        return ops.RunQuotient(x, v["full"])
-    row = v["row"] / v["row"].mean(dim=-1, keepdim=True)
-    return ops.Quotient(x, row.rsqrt_().unsqueeze(-1), v["col"].rsqrt().unsqueeze(-2))
+    A third of the sums is ``weighed_square_sums``: the RMS of the quotient is bounded by ``clip``.
+    """
+    factors = ops.factors_(v["row"], v["col"], sums, eps, beta, clip, shard)
+    return ops.Quotient(x, *factors)
 
 
 def normalize(
@@ -74,20 +67,18 @@ def normalize(
 
     of which the inner sums, one for each column, travel with the statistics.
     """
+    u: Update
     if not shard.is_matrix:
-        update_(v, g, eps, (), beta, shard)
-        u = divide_sqrt(g, v, shard)
+        ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
+        u = ops.RunQuotient(g, v["full"])
         u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
     elif shard.holds_rows:
         before, share = v["row"] * beta + (1 - beta) * eps, (1 - beta) / shard.cols
         mine = ops.weighed_square_sums(g, before, share, shard, g)
         row, col, weighed, *totals = yield (*mine, *more)
-        update_(v, g, eps, (row, col), beta, shard)
-        u = divide_sqrt(g, v, shard)
-        u_sq = (v["row"].mean(dim=-1) * (weighed / v["col"]).sum(dim=-1)).sum()
+        return divide_(g, v, (row, col, weighed), eps, beta, shard, clip), tuple(totals)
     else:
         row, col, *totals = yield (*sums(g, shard, g), *more)
-        update_(v, g, eps, (row, col), beta, shard)
-        u = divide_sqrt(g, v, shard)
+        u = divide_(g, v, (row, col), eps, beta, shard)
         (u_sq,) = yield (ops.square_sum(u, shard, g),)
     return u.times((clip / shard.rms(u_sq)).clamp(max=1)), tuple(totals)

@@ -145,34 +145,40 @@ class Extended:
 
 @dataclass(frozen=True)
 class Quotient:
-    """x · row · col: an update by a second moment whose factors are inverse roots.
+    """x · row · col · scale: an update by a second moment whose factors are inverse roots.
 
-    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols].
+    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols]. They may wait in a batch of launches:
+    only a pass may read them.
     """
 
     x: Readable
     row: Tensor
     col: Tensor
+    scale: Tensor | float = 1.0
 
     def block(self, b: Block) -> Tensor:
-        return self._by_column(b).mul_(self.row[b.mats, b.rows])
+        return self._by_column(b).mul_(self._rows(b))
 
     def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
         """old ← old − factor · this, with one pass less than in two steps."""
-        return old.addcmul_(self._by_column(b), self.row[b.mats, b.rows], value=-factor)
+        return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
+
+    def _rows(self, b: Block) -> Tensor:
+        return self.row[b.mats, b.rows] * self.scale
 
     def _by_column(self, b: Block) -> Tensor:
         x = read(self.x, b)
         return torch.mul(x, self.col[b.mats, :, b.cols], out=room(x, self.x))
 
     def times(self, factor: Tensor | float) -> "Quotient":
-        return replace(self, row=self.row * factor)
+        return replace(self, scale=self.scale * factor)
 
     def source(self) -> Source | None:
         x = source_of(self.x)
         if x is None or x.form != "IS_RUN":
             return None
-        return x.plus("IS_QUOTIENT", {"row": self.row.contiguous(), "col": self.col.contiguous()})
+        factors = {"row": self.row.contiguous(), "col": self.col.contiguous()}
+        return x.plus("IS_QUOTIENT", factors, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -371,6 +377,32 @@ def weighed_square_sums(
         torch.add(before[b.mats, b.rows], sums, alpha=share, out=weights[:, 1]).reciprocal_()
         both[b.mats].baddbmm_(weights, square)
     return row, *both.unbind(1)
+
+
+@launches.tried(launches.factors_)
+def factors_(
+    row: Tensor,
+    col: Tensor,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    clip: float,
+    shard: Shard,
+) -> tuple[Tensor, Tensor]:
+    """v ← beta · v + (1 − beta) · mean(x² + eps) for a matrix's statistics ``row`` and ``col``,
+    ``sums`` being those of x² -> factors [mats, rows, 1], [mats, 1, cols] of 1 / sqrt(v).
+
+    The estimate of v is row · col / mean(row). With ``weighed_square_sums`` as a third of the
+    sums, the factors are such that RMS(x / sqrt(v)) is ``clip`` at most.
+    """
+    row.lerp_(sums[0] / shard.cols + eps, 1 - beta)
+    col.lerp_(sums[1] / shard.rows + eps, 1 - beta)
+    mean = row.mean(dim=-1, keepdim=True)
+    by_row = (row / mean).rsqrt_().unsqueeze(-1)
+    if len(sums) > 2:
+        u_sq = (mean.squeeze(-1) * (sums[2] / col).sum(dim=-1)).sum()
+        by_row = by_row * (clip / shard.rms(u_sq)).clamp(max=1)
+    return by_row, col.rsqrt().unsqueeze(-2)
 
 
 def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:

@@ -168,7 +168,7 @@ def test_statistics_of_a_run(shape, kernels, launched):
     assert set(launched) == {"statistics", "squares", "fold"}
 
 
-@pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (50, 700)])
+@pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (50, 700), (42, 1040)])
 def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
     (whole,) = table.gradients(1, [shape])[0]
     rows, cols = math.prod(shape[:-1]), shape[-1]
@@ -186,6 +186,23 @@ def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
         for a, b in zip(found, (row, exact.sum(-2), divided.sum(-2)), strict=True):
             assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
     assert set(launched) == {"weighed", "fold"}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [(3, 33, 40), (2, 5000, 7), (5, 4100)])
+def test_factors(shape, beta, kernels, launched):
+    shard = Shard.whole(shape)
+    sizes = (shard.rows, shard.cols, shard.rows, shard.cols, shard.cols)
+    given = [torch.rand(shard.mats, n, dtype=torch.float64) + 0.1 for n in sizes]
+    for n, clip in ((2, math.inf), (3, math.inf), (3, 1e-3)):
+        found = [x.to(DEVICE, torch.float32) for x in given]
+        expected = [x.clone() for x in given]
+        for x in (found, expected):
+            x += ops.factors_(*x[:2], tuple(x[2 : 2 + n]), 1e-3, beta, clip, shard)
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == b.shape
+            assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
+    assert launched == ["factors"] * 3
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -230,6 +247,39 @@ def test_alone_and_together_give_the_same_bits(kernels):
 
     both = stepped((a, g), (b, h))
     assert all(map(torch.equal, both, [*stepped((a, g)), *stepped((b, h))]))
+
+
+@pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])
+def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
+    shapes = ((64, 128), (48,), (3, 16, 32), (40, 150), (5,))
+    aligned = []
+    original = launches.constants
+
+    def noted(requests):
+        named, warps = original(requests)
+        aligned.append((requests[0].kernel, named.get("ALIGNED")))
+        return named, warps
+
+    monkeypatch.setattr(launches, "constants", noted)
+    found, before = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
+    assert {("apply", True), ("apply", False)} <= set(aligned)
+    monkeypatch.setattr(launches.Request, "is_aligned", False)
+    aligned.clear()
+    plain, _ = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
+    assert not any(is_aligned for _, is_aligned in aligned)
+    if DEVICE.type == "cpu":  # elsewhere sums within a tile are in an order of their own
+        assert all(map(torch.equal, found, plain))
+    assert worst(found, plain, before) <= CLOSE
+    kernels(False)
+    expected, _ = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
+    assert worst(found, expected, before) <= CLOSE
+
+
+def test_rows_wider_than_a_tile_are_left_to_the_op(kernels, launched):
+    x = torch.ones(2, launches.kernels.WIDEST + 1, device=DEVICE)
+    shard = Shard.whole(tuple(x.shape))
+    ops.weighed_square_sums(x.view(-1), torch.ones(1, 2, device=DEVICE), 1.0, shard, x)
+    assert not launched
 
 
 def test_fp64_and_what_no_kernel_reads_are_left_to_the_ops(kernels, launched):

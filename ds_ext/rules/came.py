@@ -32,8 +32,7 @@ class CAME:
         if shard.is_matrix:
             residual = ops.Residual(u, m, 1 - beta1)  # advances m
             sums = yield moment.sums(residual, shard, g)
-            moment.update_(s["r"], residual, eps2, sums, beta3, shard)
-            m = moment.divide_sqrt(m, s["r"], shard)
+            m = moment.divide_(m, s["r"], sums, eps2, beta3, shard)
         else:
             ops.lerp_(m, u, 1 - beta1, shard)
         ops.apply_(p, m, self.lr, self.weight_decay, shard)

@@ -1,0 +1,53 @@
+"""Compiles kernels for a GPU that need not be here: [[kernel, warps, constants], ...] on stdin.
+
+A process of its own: kernels that were imported for Triton's interpreter cannot be compiled.
+"""
+
+import json
+import re
+import sys
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ds_ext import kernels
+
+TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16)}
+ARGUMENTS = {"table": "*i64", "count": "i32"}
+
+
+def ptx(kernel: str, warps: int, constants: dict) -> str:
+    """The kernel's code for sm_90."""
+    function = getattr(kernels, kernel)
+    values = {
+        (function.arg_names.index(name),): TYPES.get(value, value)
+        for name, value in constants.items()
+    }
+    signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(function, {name: signature[name] for name in function.arg_names}, values)
+    target = GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
+
+
+def main() -> int:
+    """Writes what could not be compiled, and what has no vectors where runs are aligned."""
+    faults = 0
+    for kernel, warps, constants in json.load(sys.stdin):
+        try:
+            code = ptx(kernel, warps, constants)
+        except Exception as error:
+            print(kernel, constants, repr(error)[-2000:])
+            faults += 1
+            continue
+        if constants.get("ALIGNED"):
+            short = sorted(set(re.findall(r"(?:ld|st)\.global\.b16", code)))
+            if short or not re.search(r"ld\.global\.v4\.b32|cp\.async\.cg", code):
+                print(kernel, constants, "has no vectors", short)
+                faults += 1
+    return faults > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
