@@ -82,7 +82,13 @@ def main(args: argparse.Namespace) -> None:
         print(report.table(rows[-len(job.runs) :]), flush=True)
     text = TEXT.format(dtype=args.dtype, batch=args.batch, length=args.length, rounds=args.rounds)
     title = "Speed of a whole training step"
-    report.write("train", title, text, {"Steps": rows}, lambda figure: draw(figure, rows))
+    shown = rows if torch.cuda.is_available() else [relative(row) for row in rows]
+    report.write("train", title, text, {"Steps": shown}, lambda figure: draw(figure, rows))
+
+
+def relative(row: Mapping[str, object]) -> dict[str, object]:
+    """A row without absolute figures, which say little of a machine that others use too."""
+    return {key: value for key, value in row.items() if key not in ABSOLUTE}
 
 
 TEXT = """
@@ -242,6 +248,7 @@ def row(job: Job, run: str, found: Mapping[str, Found]) -> dict[str, object]:
 
 
 FLOOR = "weights + largest gradient + activations, GB"
+ABSOLUTE = ("s", "tokens/s", "peak, GB", FLOOR)
 
 
 def _ratio(found: Mapping[str, Found], run: str, unit: str) -> str | None:
@@ -253,11 +260,14 @@ def _ratio(found: Mapping[str, Found], run: str, unit: str) -> str | None:
 
 
 def draw(figure: "Figure", rows: Sequence[Mapping[str, Any]]) -> None:
-    """Bars of tokens per second: a panel for each model, for they differ by magnitudes."""
+    """Bars of speed: a panel for each model, for they differ by magnitudes."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
         own = [row for row in rows if row["model"] == model]
-        axes.barh([row["run"] for row in own], [row["tokens/s"] or 0 for row in own])
+        speeds = [row["tokens/s"] or 0 for row in own]
+        unit = 1 if torch.cuda.is_available() else speeds[0]
+        axes.barh([row["run"] for row in own], [speed / unit for speed in speeds])
         axes.set(title=model)
         axes.invert_yaxis()
-    axes.set(xlabel="tokens per second")
+    on_gpu = torch.cuda.is_available()
+    axes.set(xlabel="tokens per second" if on_gpu else f"speed / that of {ALONE}")
