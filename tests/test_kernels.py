@@ -24,7 +24,7 @@ SETTINGS = {
     "galoreadamw": {"lr": 0.02, "rank": None, "weight_decay": 0.1},
 }
 CLOSE = 1e-5  # of the norm of the update
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def worst(found, expected, before):
     )
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_that_of_the_ops(name, world, kernels, launched):
     found, before = trained(name, torch.float32, "nearest", world)
@@ -122,7 +122,7 @@ def test_without_decay_and_with_gradients_averaged_and_bounded(name, kernels):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("mode", ["stochastic", "nearest", "master"])
-@pytest.mark.parametrize("name", ["lomo", "adalomo", "lamb"])
+@pytest.mark.parametrize("name", ["lomo", "adalomo"])
 def test_16_bits(name, mode, dtype, kernels):
     found, before = trained(name, dtype, mode, 2)
     kernels(False)
