@@ -306,17 +306,31 @@ def _value(
 
 
 @triton.jit
+def _read(
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
+    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """What this program reads -> its parameter, its tile, where its rows begin in the run, which
+    elements that has, their values."""
+    t, tile = _parameter(table, count, COUNT)
+    across = tl.cdiv(tl.load(t + COLS), TC)
+    mat, r, has_row = _rows_of(t, tile // across, TR)
+    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC, ALIGNED)
+    u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    return t, tile, e, ok, u
+
+
+@triton.jit
 def squares(
     table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
     FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Leaves the sum of the squares of each tile in part, [tiles]."""
-    t, tile = _parameter(table, count, COUNT)
-    across = tl.cdiv(tl.load(t + COLS), TC)
-    mat, r, has_row = _rows_of(t, tile // across, TR)
-    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC, ALIGNED)
-    u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    t, tile, e, ok, u = _read(
+        table, count, COUNT, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT
+    )
     tl.store(_pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(u * u, axis=1), axis=0))
 
 
@@ -389,11 +403,9 @@ def advance(
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """out ← out + share · (u − out), or of u² + b."""
-    t, tile = _parameter(table, count, COUNT)
-    across = tl.cdiv(tl.load(t + COLS), TC)
-    mat, r, has_row = _rows_of(t, tile // across, TR)
-    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC, ALIGNED)
-    u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    t, tile, e, ok, u = _read(
+        table, count, COUNT, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT
+    )
     if SQUARED:
         u = u * u + _number(t, B)
     out = _run(t, OUT, tl.float32, e, TC, ALIGNED)
@@ -408,11 +420,9 @@ def apply(
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """w ← w − lr · u."""
-    t, tile = _parameter(table, count, COUNT)
-    across = tl.cdiv(tl.load(t + COLS), TC)
-    mat, r, has_row = _rows_of(t, tile // across, TR)
-    e, ok, j = _elements(t, mat, r, has_row, (tile % across) * TC, TC, ALIGNED)
-    u = _value(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    t, tile, e, ok, u = _read(
+        table, count, COUNT, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT
+    )
     new = _weight(t, e, ok, TC, ALIGNED, WD, KEPT) - _number(t, LR) * u
     _store_weight(t, e, ok, new, TC, ALIGNED, WD, KEPT)
 

@@ -125,12 +125,14 @@ class RuleOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         bucket: list[Tensor] = []
+        elements = 0
         for param in (p for group in self.param_groups for p in group["params"]):
             if param.grad is not None:
                 bucket.append(param)
-            if sum(p.numel() for p in bucket) >= TOGETHER:
+                elements += param.numel()
+            if elements >= TOGETHER:
                 self._step_whole(bucket)
-                bucket.clear()
+                bucket, elements = [], 0
         self._step_whole(bucket)
         return loss
 

@@ -292,14 +292,14 @@ class ZeroAdapter(ZeROOptimizer):
 
 
 def _share_time_limit(layout: Replicated) -> None:
-    """Makes the layout's group wait as long as the group of all ranks was told to.
+    """Makes the layout's groups wait as long as the group of all ranks was told to.
 
     DeepSpeed makes its groups with torch's default, half an hour.
     """
     everyone = dist.group.WORLD
-    if everyone is not None and layout.group is not None:
+    for group in {layout.group, layout.host_group} - {None}:
         limit = everyone._get_backend(layout.device).options._timeout
-        dist.distributed_c10d._set_pg_timeout(limit, layout.group)
+        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _refuse_to_repeat(loss: Tensor) -> None:
