@@ -40,7 +40,7 @@ def save(
         weights[own.name] = piece(values, Part.like(own.shard), shape=list(own.shard.shape))
         if kept := optimizer.state.get(param):
             is_writer = optimizer.number_of[param] % ranks == rank
-            parts = optimizer.rule_of(param).keeps(own.shard)
+            parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
             state[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
     return {
         "ds_ext": VERSION,
@@ -139,9 +139,10 @@ def check(
             )
     for group, saved in zip(optimizer.param_groups, first["groups"], strict=True):
         rule = optimizer.hypers(**{name: saved[name] for name in hyper.names(optimizer.hypers)})
-        for own in (owned[p] for p in group["params"]):
+        for param in group["params"]:
+            own = owned[param]
             if next(pieces.find("state", own.name), None) is not None:
-                for keys, part in leaves(rule.keeps(own.shard)):
+                for keys, part in leaves(optimizer.keeps(param, own.shard, rule)):
                     if pieces.lacks(part, "state", own.name, *keys):
                         what = ".".join(keys)
                         raise CheckpointError(f"this checkpoint lacks some of {own.name}'s {what}.")
@@ -178,7 +179,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
     for param, own in owned.items():
         found = next(pieces.find("state", own.name), None)
         if found is not None:
-            parts = optimizer.rule_of(param).keeps(own.shard)
+            parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
             state = _state(pieces, parts, own)
             optimizer.state[param] = {**state, "step": found["step"]}
 
@@ -198,14 +199,14 @@ def load_weights(
     return missing
 
 
-def _state(pieces: Pieces, parts: Parts, own: Own) -> State:
-    """This rank's part of a parameter's state."""
+def _state(pieces: Pieces, parts: Parts, own: Own, *above: str) -> State:
+    """This rank's part of a parameter's state, of what lies under the keys ``above``."""
     made: State = {}
-    for keys, part in leaves(parts):
-        inner = made
-        for key in keys[:-1]:
-            inner = inner.setdefault(key, {})  # type: ignore[assignment]
-        values = pieces.read(part, "state", own.name, *keys)
-        dtype = part.dtype or ops.accumulator(own.run.dtype)
-        inner[keys[-1]] = values.view(part.shape).to(own.run.device, dtype)
+    for key, part in parts.items():
+        if isinstance(part, Part):
+            values = pieces.read(part, "state", own.name, *above, key)
+            dtype = part.dtype or ops.accumulator(own.run.dtype)
+            made[key] = values.view(part.shape).to(own.run.device, dtype)
+        else:
+            made[key] = _state(pieces, part, own, *above, key)
     return made

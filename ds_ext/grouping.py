@@ -7,16 +7,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_ext import stacks
+
 
 def decay_groups(
     module: nn.Module, params: list[Tensor], weight_decay: float
 ) -> list[dict[str, Any]]:
     """Splits a flat list of parameters into one group with weight decay and one without.
 
-    Norms, biases and whatever else has fewer than two dimensions are not decayed.
+    Norms, biases and whatever else has fewer than two dimensions are not decayed; an expert has
+    those of one of its stack.
     """
-    owners = _owners(module)
-    decayed = [p for p in params if p in owners and _decays(p, *owners[p])]
+    owners, stacked = _owners(module), stacks.find(module)
+    decayed = [p for p in params if p in owners and _dims(p, stacked) >= 2 and _decays(*owners[p])]
     chosen = set(decayed)
     return [
         {"params": decayed, "weight_decay": weight_decay},
@@ -33,13 +36,12 @@ def _owners(module: nn.Module) -> dict[Tensor, tuple[str, nn.Module]]:
     return owners
 
 
-def _decays(param: Tensor, name: str, owner: nn.Module) -> bool:
-    is_norm = "norm" in type(owner).__name__.lower()
-    return _dims(param) >= 2 and not is_norm and not name.endswith("bias")
+def _decays(name: str, owner: nn.Module) -> bool:
+    return "norm" not in type(owner).__name__.lower() and not name.endswith("bias")
 
 
-def _dims(param: Tensor) -> int:
-    return len(getattr(param, "ds_shape", param.shape))
+def _dims(param: Tensor, stacked: set[Tensor]) -> int:
+    return len(stacks.shape(param)) - (param in stacked)
 
 
 def galore_groups(
@@ -50,7 +52,7 @@ def galore_groups(
     The others get ``rank`` None. ``target_modules`` is a regular expression or a list of them, of
     which one is found somewhere in the name of a matrix; a plain part of a name is one too.
     "all-linear" is every nn.Linear's weight but the output head's (get_output_embeddings(), or
-    named lm_head) and those shared with an embedding.
+    named lm_head) and those shared with an embedding, and the matrices of stacked experts.
     """
     given: list[dict[str, Any]] = []
     for entry in groups:
@@ -60,9 +62,9 @@ def galore_groups(
             given[0]["params"].append(entry)
         else:
             given.append({"params": [entry]})
-    owners = _owners(module)
-    matrices = [p for g in given for p in g["params"] if p in owners and _dims(p) == 2]
-    chosen = _targets(module, {p: owners[p] for p in matrices}, target_modules)
+    owners, stacked = _owners(module), stacks.find(module)
+    matrices = [p for g in given for p in g["params"] if p in owners and _dims(p, stacked) == 2]
+    chosen = _targets(module, {p: owners[p] for p in matrices}, stacked, target_modules)
     split = []
     for group in given:
         matched = [p for p in group["params"] if p in chosen]
@@ -72,13 +74,16 @@ def galore_groups(
 
 
 def _targets(
-    module: nn.Module, matrices: dict[Tensor, tuple[str, nn.Module]], targets: Any
+    module: nn.Module,
+    matrices: dict[Tensor, tuple[str, nn.Module]],
+    stacked: set[Tensor],
+    targets: Any,
 ) -> set[Tensor]:
     """The matrices that ``target_modules`` names; ValueError where it names none."""
     key = "GaLoreAdamW: optimizer.params.target_modules"
     if targets == "all-linear":
-        spared = _embeddings(module)
-        chosen = {p for p, (_, owner) in matrices.items() if isinstance(owner, nn.Linear)} - spared
+        linear = {p for p, (_, owner) in matrices.items() if isinstance(owner, nn.Linear)}
+        chosen = (linear | stacked & matrices.keys()) - _embeddings(module)
         if not chosen:
             raise ValueError(
                 f'{key} is "all-linear", but no nn.Linear weight is trained: list names.'

@@ -46,6 +46,7 @@ class Shard:
     start: int
     stop: int
     size: int  # of a full run: the parameter is cut at multiples of it
+    before: int = 0  # elements of a stack before this one of it; the multiples are the stack's
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop <= self.numel, f"{self} lies outside its parameter"
@@ -74,7 +75,8 @@ class Shard:
     @property
     def cuts(self) -> range:
         """Elements that a run starts at, other than the first."""
-        return range(self.size, self.numel, self.size or 1)
+        size = self.size or 1
+        return range(size - self.before % size, self.numel, size)
 
     @functools.cached_property
     def is_matrix(self) -> bool:
@@ -85,7 +87,7 @@ class Shard:
         """Whether every rank's run, and every block of it, is whole rows of a matrix."""
         if not self.is_matrix or not 0 < self.cols <= BLOCK:
             return False
-        return self.size >= self.numel or self.size % self.cols == 0
+        return all(at % self.cols == 0 for at in self.cuts)
 
     @functools.cached_property
     def mats(self) -> int:
