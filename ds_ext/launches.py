@@ -168,8 +168,22 @@ def tried(kernel: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
     return decorate
 
 
-def _takes(like: Any) -> bool:
-    return like.device.type in DEVICES and like.dtype != torch.float64
+def _takes(like: Any, shard: Shard) -> bool:
+    is_ours = like.device.type in DEVICES and like.dtype != torch.float64
+    return is_ours and (shard.split is None or len(list(shard.pieces())) < 2)
+
+
+def _alone(shard: Shard) -> tuple[Shard, slice, slice]:
+    """A run as that of a matrix of its own, and the rows and columns which that is of the whole.
+
+    So that a kernel need not know of the box that a rank of tensor parallelism holds.
+    """
+    if shard.split is None:
+        return shard, slice(None), slice(None)
+    for box, start, stop in shard.pieces():
+        rows, cols = (slice(at, at + n) for at, n in (box[:2], box[2:]))
+        return Shard((box.rows, box.cols), start, stop, shard.size), rows, cols
+    return Shard((shard.rows, shard.cols), 0, 0, 1), slice(None), slice(None)
 
 
 def _zeros(shard: Shard, device: torch.device, *sizes: int) -> list[Tensor]:
@@ -182,7 +196,7 @@ def _zeros(shard: Shard, device: torch.device, *sizes: int) -> list[Tensor]:
 
 def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
     sources = [s for x in runs if (s := source_of(x)) is not None]
-    if not _takes(like) or len(sources) < len(runs):
+    if not _takes(like, shard) or len(sources) < len(runs):
         return NotImplemented
     totals = list(torch.zeros(len(runs), device=like.device).unbind())
     for source, total in zip(sources, totals, strict=True):
@@ -194,21 +208,23 @@ def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
 
 def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
     source = source_of(x)
-    if not _takes(like) or source is None:
+    if not _takes(like, shard) or source is None:
         return NotImplemented
     row, col = _zeros(shard, like.device, shard.rows, shard.cols)
     made = _pass("statistics", source, shard, is_matrix=True)
     if made.programs:
         at = made.geometry
-        mats, across = _mats(shard), -(-shard.cols // kernels.TC)
+        own, rows, cols = _alone(shard)
+        by_row, by_col = row[:, rows], col[:, cols]
+        mats, across = _mats(own), -(-own.cols // kernels.TC)
         height = at["down"] * kernels.TR
         tall = torch.empty(across, mats, height, device=like.device)
-        wide = torch.empty(mats, at["down"], shard.cols, device=like.device)
+        wide = torch.empty(mats, at["down"], own.cols, device=like.device)
         folds = []
         for i in range(mats):
-            rows = row[at["mat0"] + i, at["row0"] : at["row0"] + height]
-            folds.append(_fold(tall[:, i], mats * height, rows))
-            folds.append(_fold(wide[i], shard.cols, col[at["mat0"] + i]))
+            out = by_row[at["mat0"] + i, at["row0"] : at["row0"] + height]
+            folds.append(_fold(tall[:, i], mats * height, out))
+            folds.append(_fold(wide[i], own.cols, by_col[at["mat0"] + i]))
         made = replace(made, geometry={**at, "height": mats * height})
         _ask(replace(made, tensors={**made.tensors, "part": tall, "part2": wide}), folds)
     return row, col
@@ -216,7 +232,7 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
 
 def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like: Any) -> Any:
     source = source_of(x)
-    if not _takes(like) or source is None or source.form != "IS_RUN":
+    if not _takes(like, shard) or source is None or source.form != "IS_RUN":
         return NotImplemented
     if shard.cols > kernels.WIDEST:
         return NotImplemented
@@ -224,9 +240,10 @@ def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like
     wide = max(kernels.NARROWEST, 1 << (shard.cols - 1).bit_length())
     made = _pass("weighed", source, shard, is_matrix=True, more=(("TC", wide),))
     if made.programs:
-        at, mats = made.geometry, _mats(shard)
+        at, (own, rows, _) = made.geometry, _alone(shard)
+        mats = _mats(own)
         plain, divided = torch.empty(2, mats, at["down"], shard.cols, device=like.device)
-        tensors = {"out": row, "before": before, "part": plain, "part2": divided}
+        tensors = {"out": row[:, rows], "before": before[:, rows], "part": plain, "part2": divided}
         folds = []
         for i in range(mats):
             folds.append(_fold(plain[i], shard.cols, col[at["mat0"] + i]))
@@ -245,7 +262,7 @@ def factors_(
     clip: float,
     shard: Shard,
 ) -> Any:
-    if not _takes(row) or not shard.numel:
+    if not _takes(row, shard) or not shard.numel:
         return NotImplemented
     by_row, by_col = torch.empty_like(row), torch.empty_like(col)
     names = ("part", "part2", "x")[: len(sums)]
@@ -269,7 +286,7 @@ def square_lerp_(v: Any, x: Any, eps: float, weight: float, shard: Shard) -> Any
 
 def _advance(m: Any, x: Any, eps: float | None, weight: float, shard: Shard) -> Any:
     source = source_of(x)
-    if not isinstance(m, Tensor) or not _takes(m) or source is None:
+    if not isinstance(m, Tensor) or not _takes(m, shard) or source is None:
         return NotImplemented
     made = _pass("advance", source, shard, more=(("SQUARED", eps is not None),))
     numbers = {**made.numbers, "share": weight, "b": eps or 0.0}
@@ -278,7 +295,7 @@ def _advance(m: Any, x: Any, eps: float | None, weight: float, shard: Shard) -> 
 
 def apply_(p: Any, u: Any, lr: Number, decay: Number, shard: Shard) -> Any:
     source, kept = source_of(u), kept_of(p)
-    if source is None or kept is None or not _takes(kept.run):
+    if source is None or kept is None or not _takes(kept.run, shard):
         return NotImplemented
     if isinstance(decay, Tensor) or decay != 0:
         if source.kept is not None:
@@ -315,7 +332,11 @@ def _pass(
     )
     if is_matrix or source.form in _MATRIX_FORMS:
         is_strip = kernel == "weighed"
-        geometry, programs = _by_rows(shard, kernels.STRIP if is_strip else 0)
+        own, rows, cols = _alone(shard)
+        geometry, programs = _by_rows(own, kernels.STRIP if is_strip else 0)
+        geometry["origin"] = shard.start
+        parts = {"row": (slice(None), rows), "col": (..., cols)}
+        tensors |= {name: tensors[name][at] for name, at in parts.items() if name in tensors}
     else:
         geometry, programs = _flat(shard)
     geometry["key"] = 0 if kept is None else kept.key

@@ -23,11 +23,6 @@ NOISE = 1e-6
 Rounds = Generator[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 
 
-def touched(shard: Shard) -> slice:
-    """The rows that a run has elements of."""
-    return slice(shard.start // shard.cols, -(-shard.stop // shard.cols))
-
-
 def own_part(rank: int, right: bool, shard: Shard, unit: int = 1) -> slice:
     """Elements of R, flat, whose moments a rank keeps, in whole units.
 
@@ -35,7 +30,7 @@ def own_part(rank: int, right: bool, shard: Shard, unit: int = 1) -> slice:
     kept by both. Left: every rank's update is made of all of R, so R is cut as the matrix is.
     """
     if right:
-        rows = touched(shard)
+        rows = shard.touched
         return outward(rows.start * rank, rows.stop * rank, unit, shard.rows * rank)
     size = rank * shard.cols
 
@@ -49,21 +44,21 @@ def basis_part(rank: int, right: bool, shard: Shard) -> Part:
     """What a rank keeps of a basis: see ``own_basis``."""
     if right:
         return Part.whole(rank, shard.cols)
-    rows = touched(shard)
+    rows = shard.touched
     shape = (rows.stop - rows.start, rank)
     return Part(rows.start * rank, rows.stop * rank, shard.rows * rank, shape)
 
 
 def own_basis(q: Tensor, right: bool, shard: Shard) -> Tensor:
     """What a rank keeps of a basis [side, rank]."""
-    return (q.T if right else q[touched(shard)]).clone(memory_format=torch.contiguous_format)
+    return (q.T if right else q[shard.touched]).clone(memory_format=torch.contiguous_format)
 
 
 def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
     """R of one run, to be summed over ranks; ``q`` is what the rank keeps of the basis."""
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
     r = torch.zeros(shape, dtype=q.dtype, device=q.device)
-    first = touched(shard).start
+    first = shard.touched.start
     for b in scratch.blocks(shard):
         x = ops.read(g, b)[0]
         if right:

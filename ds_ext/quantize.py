@@ -6,6 +6,7 @@ goes through is kept by both ranks, so that a value is rounded alike on any numb
 """
 
 import functools
+import itertools
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
@@ -50,7 +51,8 @@ def complete(g: ops.Gradient, shard: Shard) -> Edges:
 
     In one round, of the blocks that cuts go through; none if there are none.
     """
-    shared = sorted({at // SIZE for at in shard.cuts if at % SIZE})
+    cuts = itertools.chain(*shard.cuts)
+    shared = sorted({at // SIZE for at in cuts if at % SIZE})
     new = {"dtype": ops.accumulator(g.dtype), "device": g.device}
     before = after = torch.zeros(0, **new)
     if not shared:

@@ -1,9 +1,11 @@
 """Geometry of the run ``[start, stop)`` of a flattened parameter that one rank owns. No torch."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Elements of one scratch block: large enough to hide the cost of a call, small enough for a cache.
 BLOCK = 2**19
@@ -27,6 +29,49 @@ class Block:
         )
 
 
+class Box(NamedTuple):
+    """A part of a matrix that lies together in memory, row after row; a vector is one row."""
+
+    row: int  # its first
+    rows: int
+    col: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the ranks of tensor parallelism divide a parameter: the boxes that each holds.
+
+    A rank's boxes lie in its memory one after another (several where a fused QKV is divided), and
+    its elements are then cut into equal runs for ``ranks`` ranks of data parallelism.
+    """
+
+    boxes: tuple[tuple[Box, ...], ...]
+    ranks: int = 1
+
+    def first(self, part: int) -> int:
+        """The number of a rank's first element: those of one rank follow those of another."""
+        return sum(map(self.numel, range(part)))
+
+    def numel(self, part: int) -> int:
+        """Elements that a rank of tensor parallelism holds."""
+        return sum(box.numel for box in self.boxes[part])
+
+    @functools.cached_property
+    def cuts(self) -> tuple[range, ...]:
+        """Elements that runs start at."""
+        parts = range(len(self.boxes))
+        return tuple(
+            range(self.first(i), self.first(i) + n, -(-n // self.ranks))
+            for i in parts
+            if (n := self.numel(i))
+        )
+
+
 def outward(start: int, stop: int, unit: int, total: int) -> slice:
     """The least whole units, of ``total`` elements, that ``[start, stop)`` touches."""
     if start == stop:
@@ -45,7 +90,8 @@ class Shard:
     shape: tuple[int, ...]
     start: int
     stop: int
-    size: int  # of a full run: the parameter is cut at multiples of it
+    size: int  # of a full run: the parameter is cut at multiples of it, unless it is split
+    split: Split | None = None  # elements are then numbered box by box, not row by row
     before: int = 0  # elements of a stack before this one of it; the multiples are the stack's
 
     def __post_init__(self) -> None:
@@ -64,6 +110,14 @@ class Shard:
         size = -(-numel // world)
         return cls(tuple(shape), min(rank * size, numel), min((rank + 1) * size, numel), size)
 
+    @classmethod
+    def of_split(cls, shape: tuple[int, ...], split: Split, part: int, rank: int) -> "Shard":
+        """The run of data parallelism's ``rank`` in the boxes of tensor parallelism's ``part``."""
+        first, n = split.first(part), split.numel(part)
+        size = -(-n // split.ranks)
+        start, stop = (first + min(i * size, n) for i in (rank, rank + 1))
+        return cls(tuple(shape), start, stop, size, split)
+
     @functools.cached_property
     def numel(self) -> int:
         """Elements of the whole parameter; padding is never among them."""
@@ -73,10 +127,12 @@ class Shard:
         return self.stop - self.start
 
     @property
-    def cuts(self) -> range:
-        """Elements that a run starts at, other than the first."""
+    def cuts(self) -> tuple[range, ...]:
+        """Elements that runs start at."""
+        if self.split is not None:
+            return self.split.cuts
         size = self.size or 1
-        return range(size - self.before % size, self.numel, size)
+        return (range(-self.before % size, self.numel, size),)
 
     @functools.cached_property
     def is_matrix(self) -> bool:
@@ -87,7 +143,14 @@ class Shard:
         """Whether every rank's run, and every block of it, is whole rows of a matrix."""
         if not self.is_matrix or not 0 < self.cols <= BLOCK:
             return False
-        return all(at % self.cols == 0 for at in self.cuts)
+        if self.split is not None and any(
+            box.cols != self.cols for boxes in self.split.boxes for box in boxes if box.numel
+        ):
+            return False
+        return all(
+            not at or (at.start % self.cols == 0 and (len(at) < 2 or at.step % self.cols == 0))
+            for at in self.cuts
+        )
 
     @functools.cached_property
     def mats(self) -> int:
@@ -105,26 +168,54 @@ class Shard:
         """Root of the mean square, from a sum of squares over the whole parameter."""
         return (square_sum / self.numel) ** 0.5
 
+    def pieces(self) -> Iterator[tuple[Box, int, int]]:
+        """The boxes that the run touches, and the numbers in it of the elements it begins and
+        ends at. All matrices of a parameter are one box.
+        """
+        if self.split is None:
+            if len(self):
+                yield Box(0, self.mats * self.rows, 0, self.cols), self.start, self.stop
+            return
+        first = 0
+        for box in itertools.chain(*self.split.boxes):
+            start, stop = max(self.start - first, 0), min(self.stop - first, box.numel)
+            if start < stop:
+                yield box, start, stop
+            first += box.numel
+
+    @functools.cached_property
+    def touched(self) -> slice:
+        """The least rows, of all matrices together, that hold what the run has."""
+        rows = [
+            (box.row + start // box.cols, box.row - (-stop // box.cols))
+            for box, start, stop in self.pieces()
+        ]
+        if not rows:
+            at = self.start // self.cols if self.cols else 0
+            return slice(at, at)
+        return slice(min(low for low, _ in rows), max(high for _, high in rows))
+
     def blocks(self, limit: int | None = None) -> Iterator[Block]:
         """Cuts the run, in order, into boxes of at most ``limit`` elements, None for ``BLOCK``."""
         limit = limit or BLOCK
-        at = self.start
-        while at < self.stop:
-            row, col = divmod(at, self.cols)
-            mat, row = divmod(row, self.rows)
-            room = min(self.stop - at, limit)
-            mats, rows, cols = 1, 1, self.cols
-            if col or room < self.cols:  # part of a row
-                cols = min(room, self.cols - col)
-            elif row or room < self.rows * self.cols:  # whole rows of one matrix
-                rows = min(room // self.cols, self.rows - row)
-            else:  # whole matrices
-                rows, mats = self.rows, room // (self.rows * self.cols)
-            end = at + mats * rows * cols
-            yield Block(
-                slice(at - self.start, end - self.start),
-                slice(mat, mat + mats),
-                slice(row, row + rows),
-                slice(col, col + cols),
-            )
-            at = end
+        done = 0
+        for box, at, stop in self.pieces():
+            while at < stop:
+                row, col = divmod(at, box.cols)
+                mat, row = divmod(box.row + row, self.rows)
+                room = min(stop - at, limit)
+                mats, rows, cols = 1, 1, box.cols
+                if col or room < box.cols:  # part of a row
+                    cols = min(room, box.cols - col)
+                elif row or room < self.rows * box.cols:  # whole rows of one matrix
+                    rows = min(room // box.cols, self.rows - row)
+                else:  # whole matrices
+                    rows, mats = self.rows, room // (self.rows * box.cols)
+                n = mats * rows * cols
+                yield Block(
+                    slice(done, done + n),
+                    slice(mat, mat + mats),
+                    slice(row, row + rows),
+                    slice(box.col + col, box.col + col + cols),
+                )
+                at, done = at + n, done + n

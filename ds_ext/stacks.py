@@ -54,13 +54,14 @@ def shape(param: Tensor) -> tuple[int, ...]:
 @functools.lru_cache(4096)
 def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
     """For each expert: where its elements lie in a run of the stack, and its own shard of them."""
+    assert shard.split is None, "experts that tensor parallelism divides"
     count, *own = shard.shape
     n = shard.numel // count if count else 0
     parts = []
     for first in range(0, shard.numel, n or 1):
         start, stop = (min(max(at - first, 0), n) for at in (shard.start, shard.stop))
         at = min(max(first - shard.start, 0), len(shard))
-        piece = Shard(tuple(own), start, stop, shard.size, shard.before + first)
+        piece = Shard(tuple(own), start, stop, shard.size, before=shard.before + first)
         parts.append((slice(at, at + stop - start), piece))
     return tuple(parts)
 

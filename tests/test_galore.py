@@ -260,7 +260,7 @@ def whole_basis(ranks, k):
         return states[0]["q"].T
     whole = torch.full((shards[0].rows, states[0]["q"].shape[1]), torch.nan)
     for s, shard in zip(states, shards, strict=True):
-        rows = lowrank.touched(shard)
+        rows = shard.touched
         seen = ~whole[rows].isnan()
         assert torch.equal(whole[rows][seen], s["q"][seen])
         whole[rows] = s["q"]

@@ -68,7 +68,7 @@ class GaLoreAdamW:
         (r,) = yield (lowrank.project(g, s["q"], right, shard),)
         part = lowrank.own_part(rank, right, shard, self.unit(r.numel()))
         u = ops.evaluate(self.adam(s, r.view(-1)[part]), Shard.whole((part.stop - part.start,)), r)
-        first = lowrank.touched(shard).start
+        first = shard.touched.start
         if right:
             own = lowrank.own_part(rank, right, shard)
             u = u[own.start - part.start : own.stop - part.start]
