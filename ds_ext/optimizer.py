@@ -112,30 +112,38 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
         """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds."""
-        return rounds.run([rule for u in updates for rule in self._begin(u)], all_reduce)
+        return rounds.run([rule for u in updates for rule in self.rules(u)], all_reduce)
 
-    def _begin(self, u: Update) -> list[rounds.Rule]:
-        """Starts the rules of one parameter, one for each expert, making its state if needed."""
+    def rules(self, u: Update) -> list[rounds.Rule]:
+        """Starts the rules of one parameter: one, or one for each expert of a stack."""
+        if u.param not in self.stacks:
+            return [self._begin(u)]
+        rule, state, p = self._prepared(u)
+        t, experts = state["step"], state[stacks.EXPERTS].values()
+        begun = []
+        for s, (run, shard) in zip(experts, stacks.split(u.shard), strict=True):
+            own = self._watched(precision.part(p, run), u.param, u.p[run])
+            begun.append(rule.step(own, stacks.part(u.g, run), s, t, shard))
+        return begun
+
+    def _begin(self, u: Update) -> rounds.Rule:
+        rule, state, p = self._prepared(u)
+        return rule.step(self._watched(p, u.param, u.p), u.g, state, state["step"], u.shard)
+
+    def _prepared(self, u: Update) -> tuple[Any, State, precision.Weight]:
+        """The rule of a parameter, its state, made if it has none, with this step counted in it,
+        and what the rule reads and writes as its weight.
+        """
         rule = self.rule_of(u.param)
         state = self.state[u.param]
         if not state:
             state.update(zeros(self.keeps(u.param, u.shard, rule), u.p), step=0)
         state["step"] += 1
-        t = state["step"]
-        p = precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
-        if u.param not in self.stacks:
-            return [rule.step(self._watched(p, u, u.p), u.g, state, t, u.shard)]
-        begun = []
-        experts = state[stacks.EXPERTS].values()
-        for s, (run, shard) in zip(experts, stacks.split(u.shard), strict=True):
-            own = self._watched(precision.part(p, run), u, u.p[run])
-            begun.append(rule.step(own, stacks.part(u.g, run), s, t, shard))
-        return begun
+        return rule, state, precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
 
-    def _watched(self, p: precision.Weight, u: Update, run: Tensor) -> ops.Writable:
-        if self.meter is None:
-            return p
-        return self.meter.watch(p, self.row_of[u.param], run)
+    def _watched(self, p: precision.Weight, param: Tensor, run: Tensor) -> ops.Writable:
+        """The same, measured if a meter is set."""
+        return p if self.meter is None else self.meter.watch(p, self.row_of[param], run)
 
     def keeps(self, param: Tensor, shard: Shard, rule: Any) -> Parts:
         """What ``rule`` keeps of a parameter."""

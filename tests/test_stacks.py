@@ -63,7 +63,7 @@ class Rank:
     def rules(self, grads):
         with torch.no_grad():
             each = zip(self.keys, self.runs, self.cut(grads), self.shards, strict=True)
-            return [rule for u in each for rule in self.optimizer._begin(Update(*u))]
+            return [rule for u in each for rule in self.optimizer.rules(Update(*u))]
 
     @property
     def owned(self):
