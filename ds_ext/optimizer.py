@@ -27,6 +27,7 @@ class Update(NamedTuple):
     p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
     g: ops.Gradient  # the same run of the gradient
     shard: Shard
+    copies: int = 1  # ranks that take this part and count it in the sizes of updates
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -99,7 +100,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         p = precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
         if self.meter is not None:
-            p = self.meter.watch(p, self.row_of[u.param], u.p)
+            p = self.meter.watch(p, self.row_of[u.param], u.p, u.copies)
         return rule.step(p, u.g, state, state["step"], u.shard)
 
     def rule_of(self, param: Tensor) -> Any:
