@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_ext import launches, ops
 from ds_ext.beside import Beside, to_host
-from ds_ext.layout import Replicated
+from ds_ext.layout import Layout
 from ds_ext.shard import Shard
 from ds_ext.uses import Uses
 
@@ -58,7 +58,7 @@ class Buckets:
     def __init__(
         self,
         module: nn.Module,
-        layout: Replicated,
+        layout: Layout,
         size: int,
         comm_dtype: Callable[[Tensor], torch.dtype | None],
         wanted: Callable[[Tensor], bool],
@@ -70,7 +70,7 @@ class Buckets:
         self.comm_dtype = comm_dtype
         self.wanted = wanted
         self.begin = begin
-        self.overlap = overlap and (layout.world > 1 or layout.device.type == "cuda")
+        self.overlap = overlap and (layout.is_shared or layout.device.type == "cuda")
         self.beside = Beside(layout.device, overlap)
         self.sent: Sent | None = None  # the bucket that is on its way
         self.deliver: Deliver | None = None  # the receiver of this backward pass
@@ -78,7 +78,8 @@ class Buckets:
         self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
         self.uses = Uses(module, leaves)
-        self.size_of = {p: _padded(layout.shard(p).numel, layout.parts) for p in layout.names}
+        self.size_of = {p: domain.numel(p) for p, domain in layout.of.items()}
+        self.counted = {p: domain.counted(p) for p, domain in layout.of.items()}
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self.hooks = [module.register_forward_pre_hook(self.attach)]
         for leaf, params in leaves.items():
@@ -104,7 +105,7 @@ class Buckets:
     def _take(self, param: Tensor) -> None:
         """Moves a parameter's gradient, which it may lack, into the bucket; the hook."""
         grad, param.grad = param.grad, None
-        size = self.size_of[param]
+        size = self.counted[param]
         if not self.wanted(param) or not size:
             return
         self._receiver()
@@ -133,12 +134,12 @@ class Buckets:
     @property
     def elements(self) -> int:
         """Gradient elements that wait in the bucket."""
-        return sum(self.size_of[p] for p in self.waiting)
+        return sum(self.counted[p] for p in self.waiting)
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
         # Autograd may hand out a view of a gradient that other nodes still wait to read.
-        is_shared = self.layout.world > 1 and _storage_users(grad) > _SOLE_USER
+        is_shared = self.layout.of[param].world > 1 and _storage_users(grad) > _SOLE_USER
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:
@@ -194,11 +195,11 @@ class Buckets:
         pieces: list[list[Tensor]] = []
         room = 0
         for param in params:
-            if self.size_of[param] > room or not pieces:
+            if self.counted[param] > room or not pieces:
                 pieces.append([])
                 room = self.size
             pieces[-1].append(param)
-            room -= self.size_of[param]
+            room -= self.counted[param]
         return pieces
 
     def _hold(self, param: Tensor, run: Run) -> None:
@@ -213,11 +214,11 @@ class Buckets:
         Every rank also tells every other whether it has a gradient, and whether that has values
         that are not finite or may not stay so when summed: all agree, whichever run they lie in.
         """
-        flats = [self._zeros(p) if flat is None else flat for p, flat in grads.items()]
-        self.beside.follow(flats)
+        flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
+        self.beside.follow(list(flats.values()))
         with self.beside.work():
             squares, votes = self._votes(flats, [flat is not None for flat in grads.values()])
-            (*runs, votes), wait = self.layout.reduce((*flats, votes))
+            runs, votes, wait = self.layout.reduce(flats, votes)
             told = None
             if self.beside.stream is not None:
                 wait()
@@ -227,7 +228,7 @@ class Buckets:
             if told is None:
                 wait()
             found = votes.cpu() if told is None else told()
-            made = map(Run, runs, (found >= _BAD).unbind(), squares)
+            made = map(Run, runs.values(), (found >= _BAD).unbind(), squares)
             reduced = dict(zip(grads, made, strict=True))
             if not self.uses.together.isdisjoint(grads):
                 used = dict(zip(grads, found.tolist(), strict=True))
@@ -236,35 +237,37 @@ class Buckets:
 
         return arrived
 
-    def _votes(self, flats: list[Tensor], has: list[bool]) -> tuple[list[Tensor | None], Tensor]:
-        """Sums of squares, None where more ranks add to them; and for each rank the votes on all.
+    def _votes(
+        self, flats: dict[Tensor, Tensor], has: list[bool]
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Sums of squares, None where more ranks add to them; and votes on all gradients.
 
         1 for a gradient, ``_BAD`` if it, its sum over the ranks or its square may overflow, and 0
         for none: in the dtype of the first, to be reduced together with it.
         """
         squares: list[Tensor | None] = [None] * len(flats)
-        if self.layout.world == 1:
+        if not self.layout.is_shared:
             with launches.together():
-                sums = [ops.square_sum(f, Shard.whole((len(f),)), f) for f in flats]
-            most = [torch.finfo(ops.accumulator(f.dtype)).max / len(f) for f in flats]
+                sums = [ops.square_sum(f, Shard.whole((len(f),)), f) for f in flats.values()]
+            most = [torch.finfo(ops.accumulator(f.dtype)).max / len(f) for f in flats.values()]
             good = torch.stack([x <= bound for x, bound in zip(sums, most, strict=True)])
             squares = [*sums]
         else:
-            good = torch.stack([self._stays_finite(flat) for flat in flats])
+            good = torch.stack([self._stays_finite(p, flat) for p, flat in flats.items()])
         present = torch.tensor(has).to(good.device, non_blocking=True)
-        votes = torch.where(good, 1.0, _BAD).to(flats[0].dtype)
-        return squares, torch.where(present, votes, 0).repeat(self.layout.parts)
+        votes = torch.where(good, 1.0, _BAD).to(next(iter(flats.values())).dtype)
+        return squares, torch.where(present, votes, 0)
 
     def _zeros(self, param: Tensor) -> Tensor:
         """What a rank adds to the sum that has no gradient of a parameter."""
         dtype = self.comm_dtype(param) or param.dtype
         return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
 
-    def _stays_finite(self, flat: Tensor) -> Tensor:
+    def _stays_finite(self, param: Tensor, flat: Tensor) -> Tensor:
         """Whether a gradient, its sum over the ranks and the squares of that do -> []."""
         low, high = torch.aminmax(flat)
         squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
-        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.world
+        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.of[param].losses
         return (high <= bound) & (low >= -bound)
 
 
@@ -273,11 +276,6 @@ def apart(run: Run, dtype: torch.dtype) -> Run:
     g = run.g.to(dtype)
     is_part = g.untyped_storage().nbytes() > g.nbytes
     return run._replace(g=g.clone() if is_part or _storage_users(g) > _SOLE_USER else g)
-
-
-def _padded(numel: int, parts: int) -> int:
-    """Elements of a gradient that is cut into equal parts."""
-    return numel + -numel % parts
 
 
 def _leave(param: Tensor) -> None:

@@ -28,18 +28,18 @@ class Own(NamedTuple):
     name: str
     run: Tensor  # of the weight, [len(shard)]
     shard: Shard
+    place: int = 0  # which of ``parts`` equal parts it is
+    parts: int = 1
 
 
-def save(
-    optimizer: RuleOptimizer, owned: Mapping[Tensor, Own], rank: int, ranks: int
-) -> dict[str, Any]:
-    """One rank's part of a checkpoint, if ``ranks`` share the parameters."""
+def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
+    """One rank's part of a checkpoint."""
     state, weights = {}, {}
     for param, own in owned.items():
         values = optimizer.weights(param, own.run, own.shard)
         weights[own.name] = piece(values, Part.like(own.shard), shape=list(own.shard.shape))
         if kept := optimizer.state.get(param):
-            is_writer = optimizer.number_of[param] % ranks == rank
+            is_writer = optimizer.number_of[param] % own.parts == own.place
             parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
             state[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
     return {

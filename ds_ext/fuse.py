@@ -4,7 +4,7 @@ from torch import nn
 
 from ds_ext import ranks, settings
 from ds_ext.gradients import FusedBackward
-from ds_ext.layout import Group, Replicated
+from ds_ext.layout import Group, Layout, Replicated, everyone
 from ds_ext.optimizer import RuleOptimizer
 
 
@@ -36,7 +36,9 @@ def fuse_into_backward(
     """
     kind = {"optimizer": type(optimizer).__name__}
     ranks.agree(kind | ranks.facts(model, optimizer), group)
-    layout = Replicated(group, {p: name for name, p in model.named_parameters()})
+    domain = Replicated(group or everyone())
+    names = {p: name for name, p in model.named_parameters()}
+    layout = Layout(domain.group, names, lambda param: domain)
     layout.broadcast(model)
     if bucket_size is None:
         bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1

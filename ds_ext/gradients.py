@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_ext import launches, meter, ops, settings
 from ds_ext.buckets import Buckets, Deliver, Run, apart
-from ds_ext.layout import Replicated
+from ds_ext.layout import Layout, Replicated
 from ds_ext.optimizer import RuleOptimizer, Update
 
 logger = logging.getLogger("ds_ext")
@@ -37,11 +37,11 @@ class StepResult(NamedTuple):
 class Tally:
     """What is known of the step in progress."""
 
-    square: Tensor | None = None  # [], of this rank's runs of the mean gradient
-    beyond: Tensor | None = None  # [], elements of them outside ± max_value
+    # of the elements of the mean gradient that this rank has, or counts for itself
+    square: Tensor | None = None  # []
+    beyond: Tensor | None = None  # [2], those outside ± max_value, and all
     kept: dict[Tensor, Run] = field(default_factory=dict)
     suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
-    elements: int = 0  # of the gradients, on all ranks together
     norm: float | None = None
     coefficient: float = 1.0  # that gradients are clipped by
     verdict: Deliver | None = None  # on the gradients of the next backward pass, once measured
@@ -62,7 +62,7 @@ class FusedBackward:
         self,
         module: nn.Module,
         optimizer: RuleOptimizer,
-        layout: Replicated,
+        layout: Layout,
         how: settings.Gradients,
         comm_dtype: Callable[[Tensor], torch.dtype | None] = lambda param: None,
         is_boundary: Callable[[], bool] = lambda: True,
@@ -164,7 +164,7 @@ class FusedBackward:
         """Begins a step, with gradients of earlier micro-batches: runs, and if they are bad."""
         self.tally = Tally()
         for param, (values, bad) in kept.items():
-            size = self.buckets.size_of[param] // self.layout.parts
+            size = self.buckets.size_of[param] // self.layout.of[param].parts
             g = nn.functional.pad(values, (0, size - len(values)))
             self.tally.kept[param] = Run(g, torch.tensor(bad))
 
@@ -217,14 +217,25 @@ class FusedBackward:
     def _update(self, runs: dict[Tensor, Run]) -> None:
         """Steps parameters by their gradients."""
         self._use_up(runs)
-        updates = []
-        for param, run in runs.items():
-            shard = self.layout.shard(param)
-            g = self._gradient(run, len(shard))
-            updates.append(Update(param, self.layout.run(param), g, shard))
-        self.optimizer.update(updates, self.layout.all_reduce)
+        for all_reduce, some in self._by_holders(runs):
+            updates = []
+            for param in some:
+                shard = self.layout.shard(param)
+                g = self._gradient(param, runs[param], len(shard))
+                copies = self.layout.copies(self.layout.of[param])
+                updates.append(Update(param, self.layout.run(param), g, shard, copies))
+            self.optimizer.update(updates, all_reduce)
         self.layout.publish(runs)
         self.tally.stepped += len(runs)
+
+    def _by_holders(
+        self, runs: Collection[Tensor]
+    ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
+        """Parameters whose partial sums are added up over the same ranks, and how."""
+        found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
+        for domain, some in self.layout.by_domain(runs):
+            found.setdefault(domain.holders, (domain.all_reduce, []))[1].extend(some)
+        return list(found.values())
 
     def _use_up(self, runs: Collection[Tensor]) -> None:
         """Raises RuntimeError for a second gradient of a parameter, on all ranks alike."""
@@ -233,14 +244,13 @@ class FusedBackward:
             raise RuntimeError(f"{self.layout.name(again.pop())} {_SECOND_GRADIENT}")
         self.tally.used_up.update(runs)
 
-    @property
-    def _unscale(self) -> float:
+    def _unscale(self, domain: Replicated) -> float:
         """What makes a summed gradient of the scaled loss the mean gradient of the loss."""
-        return 1 / (self.loss_scale * (self.layout.world if self.how.average else 1))
+        return 1 / (self.loss_scale * (domain.losses if self.how.average else 1))
 
-    def _gradient(self, run: Run, n: int) -> ops.Gradient:
+    def _gradient(self, param: Tensor, run: Run, n: int) -> ops.Gradient:
         """The first ``n`` elements of a run as the rule is to see them."""
-        factor = self._unscale * self.tally.coefficient
+        factor = self._unscale(self.layout.of[param]) * self.tally.coefficient
         g = run.g[:n]
         bound = self.how.max_value or None
         return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
@@ -248,19 +258,18 @@ class FusedBackward:
     def _record(self, runs: dict[Tensor, Run]) -> None:
         """Adds gradients to the norm, and notes which may not be finite."""
         tally = self.tally
-        with launches.together():
-            squares = [self._square(param, run) for param, run in runs.items()]
-        square = torch.stack(squares).double().sum() * self._unscale**2
-        tally.square = square if tally.square is None else tally.square + square
-        for param, run in runs.items():
-            shard = self.layout.shard(param)
+        for domain, params in self.layout.by_domain(runs):
+            unscale = self._unscale(domain)
+            with launches.together():
+                squares = [self._square(param, runs[param]) for param in params]
+            square = torch.stack(squares).double().sum() * (unscale**2 / self.layout.copies(domain))
+            tally.square = square if tally.square is None else tally.square + square
             if self.how.max_value:
-                bound = self.how.max_value / self._unscale
-                g = run.g[: len(shard)]
-                beyond = ops.count_beyond(g, bound, shard, g)
+                bound = self.how.max_value / unscale
+                counts = [self._beyond(param, runs[param], bound) for param in params]
+                beyond = torch.stack(counts).sum(0) / self.layout.copies(domain)
                 tally.beyond = beyond if tally.beyond is None else tally.beyond + beyond
-            tally.elements += shard.numel
-            tally.suspects.append((param, run.bad))
+        tally.suspects += ((param, run.bad) for param, run in runs.items())
 
     def _square(self, param: Tensor, run: Run) -> Tensor:
         """The sum of the squares of a run -> []."""
@@ -269,6 +278,13 @@ class FusedBackward:
         shard = self.layout.shard(param)
         g = run.g[: len(shard)]
         return ops.square_sum(g, shard, g)
+
+    def _beyond(self, param: Tensor, run: Run, bound: float) -> Tensor:
+        """How many elements of a run lie outside ± ``bound``, and how many there are -> [2]."""
+        shard = self.layout.shard(param)
+        g = run.g[: len(shard)]
+        beyond = ops.count_beyond(g, bound, shard, g)
+        return torch.stack([beyond, torch.full_like(beyond, len(shard))])
 
     def _bad(self) -> set[Tensor]:
         """Finds which gradients recorded since the last call are bad."""
@@ -293,9 +309,7 @@ class FusedBackward:
 
     def _norm(self, square: Tensor) -> float:
         """The 2-norm over all ranks."""
-        total = square.clone()
-        self.layout.all_reduce(total)
-        return float(total.sqrt())
+        return float(self.layout.total(square).sqrt())
 
     def _coefficient(self, norm: float | None) -> float:
         """What gradients are clipped by if this is their norm; torch's formula."""
@@ -322,8 +336,8 @@ class FusedBackward:
         """What ``metrics`` tells of a step."""
         clipped = float(tally.coefficient < 1)
         if tally.beyond is not None:
-            self.layout.all_reduce(tally.beyond)
-            clipped = float(tally.beyond) / tally.elements
+            beyond, elements = self.layout.total(tally.beyond).tolist()
+            clipped = beyond / elements
         return {
             "grad_norm": math.nan if tally.norm is None else tally.norm,
             "clip_coefficient": tally.coefficient,
@@ -338,9 +352,8 @@ class FusedBackward:
         """The RMS of updates and of weights by parameter group, if they are measured."""
         if self.optimizer.meter is None:
             return {}
-        totals = self.optimizer.meter.sums().to(self.layout.device)
+        totals = self.layout.total(self.optimizer.meter.sums().to(self.layout.device))
         self.optimizer.meter.clear()
-        self.layout.all_reduce(totals)
         figures = enumerate(meter.rms(totals))
         return {f"{key}/{i}": value for i, group in figures for key, value in group.items()}
 

@@ -25,13 +25,16 @@ class Meter:
 
     def clear(self) -> None:
         """Forgets what was measured."""
-        self.elements: Counter[int] = Counter()
-        self.squares: dict[tuple[int, torch.device], Tensor] = {}
+        self.elements: Counter[tuple[int, int]] = Counter()
+        self.squares: dict[tuple[int, int, torch.device], Tensor] = {}
 
-    def watch(self, p: Weight, group: int, run: Tensor) -> ops.Writable:
-        """What reads and writes as ``p``, the weight kept in ``run``, and is to be written once."""
-        self.elements[group] += run.numel()
-        key = group, run.device
+    def watch(self, p: Weight, group: int, run: Tensor, copies: int = 1) -> ops.Writable:
+        """What reads and writes as ``p``, the weight kept in ``run``, and is to be written once.
+
+        ``copies`` ranks measure the same run.
+        """
+        self.elements[group, copies] += run.numel()
+        key = group, copies, run.device
         if key not in self.squares:
             self.squares[key] = torch.zeros(2, dtype=torch.float64, device=run.device)
         kind = MeteredTensor if isinstance(p, Tensor) else MeteredWeight
@@ -42,11 +45,12 @@ class Meter:
 
         On the device of the weights, on the CPU if none was stepped.
         """
-        devices = [device for _, device in self.squares]
+        devices = [device for *_, device in self.squares]
         total = torch.zeros(self.groups, 3, dtype=torch.float64, device=(devices or ["cpu"])[0])
-        total[:, 2] = torch.tensor([self.elements[i] for i in range(self.groups)])
-        for (group, _), squares in self.squares.items():
-            total[group, :2] += squares.to(total.device)
+        for (group, copies), n in self.elements.items():
+            total[group, 2] += n / copies
+        for (group, copies, _), squares in self.squares.items():
+            total[group, :2] += squares.to(total.device) / copies
         return total
 
 

@@ -27,6 +27,7 @@ class Update(NamedTuple):
     p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
     g: ops.Gradient  # the same run of the gradient
     shard: Shard
+    copies: int = 1  # ranks that take this part and count it in the sizes of updates
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -122,13 +123,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         t, experts = state["step"], state[stacks.EXPERTS].values()
         begun = []
         for s, (run, shard) in zip(experts, stacks.split(u.shard), strict=True):
-            own = self._watched(precision.part(p, run), u.param, u.p[run])
+            own = self._watched(precision.part(p, run), u, u.p[run])
             begun.append(rule.step(own, stacks.part(u.g, run), s, t, shard))
         return begun
 
     def _begin(self, u: Update) -> rounds.Rule:
         rule, state, p = self._prepared(u)
-        return rule.step(self._watched(p, u.param, u.p), u.g, state, state["step"], u.shard)
+        return rule.step(self._watched(p, u, u.p), u.g, state, state["step"], u.shard)
 
     def _prepared(self, u: Update) -> tuple[Any, State, precision.Weight]:
         """The rule of a parameter, its state, made if it has none, with this step counted in it,
@@ -141,9 +142,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         return rule, state, precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
 
-    def _watched(self, p: precision.Weight, param: Tensor, run: Tensor) -> ops.Writable:
+    def _watched(self, p: precision.Weight, u: Update, run: Tensor) -> ops.Writable:
         """The same, measured if a meter is set."""
-        return p if self.meter is None else self.meter.watch(p, self.row_of[param], run)
+        if self.meter is None:
+            return p
+        return self.meter.watch(p, self.row_of[u.param], run, u.copies)
 
     def keeps(self, param: Tensor, shard: Shard, rule: Any) -> Parts:
         """What ``rule`` keeps of a parameter."""

@@ -1,29 +1,75 @@
-"""Where runs lie by ZeRO stage; ZeRO-3's are DeepSpeed's own partitions of parameters."""
+"""Where runs lie in an engine: by ZeRO stage, whose third keeps DeepSpeed's own partitions, and by
+tensor parallelism.
+"""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils import z3_leaf_module
+from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 
-from ds_ext.layout import Agreement, Replicated, Sharded
-from ds_ext.shard import Shard
+from ds_ext import parallel
+from ds_ext.layout import (
+    Agreement,
+    Group,
+    Held,
+    Layout,
+    Replicated,
+    Sharded,
+    by_dtype,
+    everyone,
+    size_of,
+)
+from ds_ext.lost import explained
 
 
-class Partitions(Sharded):
-    """ZeRO-3's layout: a rank holds its run alone, ``ds_tensor`` less the padding."""
+class Partitioned(Sharded):
+    """Parameters of which a rank holds its run alone, ``ds_tensor`` less the padding: ZeRO-3.
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.offload = _partition(engine)
-        super().__init__(engine.seq_data_parallel_group, engine.param_names)
+    Gradients of what all ranks of tensor parallelism hold alike are summed over ``twins`` too.
+    """
 
-    def shard(self, param: Tensor) -> Shard:
-        return Shard.of_rank(tuple(param.ds_shape), self.rank, self.world)
+    twins: Group = None
+
+    def shape(self, param: Tensor) -> tuple[int, ...]:
+        return tuple(param.ds_shape)
 
     def run(self, param: Tensor) -> Tensor:
         return param.ds_tensor[: len(self.shard(param))]
+
+    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        runs, wait = super().reduce(flats)
+        if self.twins is None:
+            return runs, wait
+
+        def wait_for_both() -> None:
+            wait()
+            self.bytes_sent += sum(run.nbytes for run in runs)
+            with explained():
+                for alike in by_dtype(runs):
+                    self.twins.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
+
+        return runs, wait_for_both
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Nobody else holds the weight, but for what ``Partitions.end_step`` gathers."""
+
+
+class Partitions(Layout):
+    """The layout of a model whose parameters DeepSpeed has partitioned."""
+
+    def __init__(
+        self,
+        offload: DeepSpeedZeRoOffload,
+        group: Group,
+        names: Mapping[Tensor, str],
+        domain_of: Callable[[Tensor], Replicated],
+    ) -> None:
+        self.offload = offload
+        super().__init__(group, names, domain_of)
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
         leaves = [m for m in module.modules() if z3_leaf_module(m)]
@@ -44,9 +90,6 @@ class Partitions(Sharded):
             m.update(count)
         self.offload.release_backward_leftovers()
 
-    def publish(self, params: Iterable[Tensor]) -> None:
-        """Nobody else holds the weight, but for what ``end_step`` gathers."""
-
     def end_backward(self) -> None:
         # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
         self.offload.release_backward_leftovers()
@@ -59,13 +102,46 @@ class Partitions(Sharded):
             persistent[0].all_gather(persistent)
 
 
-def layout_of(engine: DeepSpeedEngine) -> Replicated:
-    """The layout of the engine's ZeRO stage."""
-    stage = engine.zero_optimization_stage()
-    if stage == 3:
-        return Partitions(engine)
-    kind = Replicated if stage == 0 else Sharded
-    return kind(engine.seq_data_parallel_group, engine.param_names)
+def layout_of(engine: DeepSpeedEngine) -> Layout:
+    """The layout of the engine's ZeRO stage and its tensor parallelism."""
+    names, group = engine.param_names, engine.seq_data_parallel_group
+    offload = _partition(engine) if engine.zero_optimization_stage() == 3 else None
+    kind = {0: Replicated, 3: Partitioned}.get(engine.zero_optimization_stage(), Sharded)
+    if engine.autotp_size() > 1:
+        tensor_group = groups.get_tensor_model_parallel_group()
+        held = parallel.held(names, dist.get_rank(tensor_group), size_of(group))
+        split, whole = _domains(kind, group, tensor_group, held)
+    else:
+        held, split, whole = {}, None, kind(group)
+
+    def domain_of(param: Tensor) -> Replicated:
+        return split if split is not None and param in held else whole
+
+    if offload is None:
+        return Layout(group, names, domain_of)
+    return Partitions(offload, group, names, domain_of)
+
+
+def _domains(
+    kind: type[Replicated], group: Group, tensor_group: Group, held: Mapping[Tensor, Held]
+) -> tuple[Replicated, Replicated]:
+    """Where parameters lie that tensor parallelism has split, and those that it has not.
+
+    The latter are the same on all ranks of tensor parallelism, and so should their gradients be;
+    they are averaged over these too, for else what differs (dropout, or a sum in another order)
+    would lead the ranks apart.
+    """
+    twins = size_of(tensor_group)
+    losses = size_of(group) * twins
+    if kind is Replicated:
+        split = kind(group, holders=tensor_group, held=held, copies=size_of(group))
+        return split, kind(everyone(), copies=losses)
+    split = kind(group, holders=everyone(), held=held)
+    if kind is Sharded:
+        return split, kind(everyone())
+    whole = Partitioned(group, losses, copies=twins)
+    whole.twins = tensor_group
+    return split, whole
 
 
 def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:

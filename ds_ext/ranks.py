@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_ext.folder import CheckpointError
@@ -50,14 +50,15 @@ def _told(error: Exception) -> str:
     return known or f"{type(error).__name__}: {error}"
 
 
-def facts(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def facts(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    shape_of: Callable[[Tensor], tuple[int, ...]] = lambda param: tuple(param.shape),
+) -> dict[str, Any]:
     """What ranks that train the same model by the same optimizer agree in."""
     names = {p: n for n, p in model.named_parameters()}
     return {
-        "parameter": [
-            (n, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad)
-            for p, n in names.items()
-        ],
+        "parameter": [(n, shape_of(p), str(p.dtype), p.requires_grad) for p, n in names.items()],
         "parameter group": [
             {**group, "params": [names.get(p) for p in group["params"]]}
             for group in (optimizer.param_groups if optimizer is not None else ())

@@ -21,6 +21,7 @@ from torch import Tensor
 from ds_ext import grouping, ranks, resume, settings
 from ds_ext.lost import explained
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.parallel import whole_shape
 from ds_ext.zero import ZeroAdapter, effective, log
 
 # Names that DeepSpeed knew without ds_ext, and what it made of them.
@@ -153,7 +154,8 @@ def _facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
     if not ours and name not in OPTIMIZERS:
         return {"optimizer": name}
     config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
-    return {"optimizer": name, "config": config, **ranks.facts(model, client if ours else None)}
+    told = ranks.facts(model, client if ours else None, whole_shape)
+    return {"optimizer": name, "config": config, **told}
 
 
 def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:

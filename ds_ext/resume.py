@@ -122,6 +122,7 @@ def save_checkpoint(
                 "optimizer": type(adapter.optimizer).__name__,
                 "zero_stage": int(engine.zero_optimization_stage()),
                 "ranks": adapter.layout.world,
+                "tensor_parallel": max(1, engine.autotp_size()),
                 "model_files": [n for files in everyone for n in files if "model_states" in n],
                 "state_files": [n for files in everyone for n in files if _holds_state(n, files)],
                 "files": {n: f for files in everyone for n, f in files.items()},
@@ -198,6 +199,14 @@ class _Load:
     def verify(self) -> bool:
         """Verifies this rank's share of the files -> whether ds_ext wrote them."""
         self.manifest = folder.manifest(self.path)
+        saved = (self.manifest or {}).get("tensor_parallel", 1)
+        size = max(1, self.engine.autotp_size())
+        if saved != size:
+            raise CheckpointError(
+                f"{self.path} was saved with tensor_parallel.autotp_size = {saved}, this engine "
+                f"has {size}: ds_ext loads it on any number of ranks and at any ZeRO stage, but with "
+                "the same autotp_size."
+            )
         if self.manifest is not None:
             files, layout = self.manifest["files"], self.adapter.layout
             folder.verify(self.path, files, list(files)[layout.rank :: layout.world])

@@ -77,7 +77,6 @@ _HONOURED = [
     ("bf16.bf16_optimizer_states", _off, _MASTER),
     ("prescale_gradients", _off, _REMOVE),
     ("gradient_predivide_factor", _one, _REMOVE),
-    ("tensor_parallel.autotp_size", lambda v: v in (0, 1), _REMOVE),
     ("expert_parallel.enabled", _off, _REMOVE),
     ("sequence_parallel_size", _one, _REMOVE),
     ("compile.deepcompile", _off, _REMOVE),

@@ -17,7 +17,7 @@ from ds_ext import checkpoint, settings
 from ds_ext.checkpoint import Own, Pieces
 from ds_ext.folder import CheckpointError
 from ds_ext.gradients import FusedBackward, logger
-from ds_ext.layout import Replicated
+from ds_ext.layout import Layout
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.partitions import Partitions, layout_of
 from ds_ext.state import Part
@@ -177,7 +177,10 @@ class ZeroAdapter(ZeROOptimizer):
     def owned(self) -> dict[Tensor, Own]:
         """This rank's part of every parameter of the model."""
         layout = self.layout
-        return {p: Own(n, layout.run(p), layout.shard(p)) for p, n in layout.names.items()}
+        return {
+            p: Own(n, layout.run(p), layout.shard(p), layout.of[p].place, layout.of[p].parts)
+            for p, n in layout.names.items()
+        }
 
     def check_complete(self) -> None:
         """Raises RuntimeError if weights have been stepped in a step that has not ended."""
@@ -192,12 +195,14 @@ class ZeroAdapter(ZeROOptimizer):
         trained = {
             p: own for p, own in owned.items() if p in self.optimizer.group_of or p.requires_grad
         }
-        saved = checkpoint.save(self.optimizer, trained, layout.rank % layout.parts, layout.parts)
+        if self.engine.autotp_size() > 1:  # DeepSpeed saves of frozen ones what this rank holds
+            trained = owned
+        saved = checkpoint.save(self.optimizer, trained)
         runs = []
         is_padded = isinstance(layout, Partitions)
         for param in self._stepped():
             piece = saved["weights"][owned[param].name]
-            n, size = len(piece["values"]), -(-piece["total"] // layout.parts)
+            n, size = len(piece["values"]), owned[param].shard.size
             run = (
                 nn.functional.pad(piece["values"], (0, size - n)) if is_padded else piece["values"]
             )
@@ -205,7 +210,7 @@ class ZeroAdapter(ZeROOptimizer):
             runs.append(run)
         return saved | {
             "zero_stage": int(self.engine.zero_optimization_stage()),
-            "partition_count": layout.parts,
+            "partition_count": 1 if self.engine.zero_optimization_stage() == 0 else layout.world,
             "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
             "loss_scaler": {k: v for k, v in vars(self.loss_scaler).items() if k != "dtype"},
             "previous_norm": self.fused.previous_norm,
@@ -291,13 +296,13 @@ class ZeroAdapter(ZeROOptimizer):
             self.layout.offload.destroy()
 
 
-def _share_time_limit(layout: Replicated) -> None:
+def _share_time_limit(layout: Layout) -> None:
     """Makes the layout's groups wait as long as the group of all ranks was told to.
 
     DeepSpeed makes its groups with torch's default, half an hour.
     """
     everyone = dist.group.WORLD
-    for group in {layout.group, layout.host_group} - {None}:
+    for group in layout.groups:
         limit = everyone._get_backend(layout.device).options._timeout
         dist.distributed_c10d._set_pg_timeout(limit, group)
 

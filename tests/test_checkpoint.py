@@ -35,7 +35,7 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path, monkeypatch):
     optimizer = ds_ext.CAME([key])
     gradient = torch.randn(whole.run.numel())
     optimizer.update([Update(key, whole.run, gradient, whole.shard)], lambda total: None)
-    torch.save(checkpoint.save(optimizer, own, 0, 1), tmp_path / "saved.pt")
+    torch.save(checkpoint.save(optimizer, own), tmp_path / "saved.pt")
     size = 4 * whole.run.numel()
     expected = whole.run.clone(), optimizer.state[key]["m"].clone()
     del optimizer, own, gradient, whole

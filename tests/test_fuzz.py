@@ -80,7 +80,13 @@ class Ranks:
         self.optimizers = [OPTIMIZERS[kind](groups) for _ in range(world)]
         self.owned = [
             {
-                key: Own(f"p{i}", self.cut(v, rank), Shard.of_rank(tuple(v.shape), rank, world))
+                key: Own(
+                    f"p{i}",
+                    self.cut(v, rank),
+                    Shard.of_rank(tuple(v.shape), rank, world),
+                    rank,
+                    world,
+                )
                 for i, (key, v) in enumerate(zip(keys, values, strict=True))
             }
             for rank in range(world)
@@ -105,7 +111,7 @@ class Ranks:
 
     def saved(self):
         return [
-            checkpoint.save(optimizer, self.owned[rank], rank, self.world)
+            checkpoint.save(optimizer, self.owned[rank])
             for rank, optimizer in enumerate(self.optimizers)
         ]
 

@@ -19,7 +19,7 @@ from torch import nn
 from ds_ext import memory, precision, rounds, scratch, settings
 from ds_ext.buckets import Buckets
 from ds_ext.gradients import FusedBackward
-from ds_ext.layout import Agreement, Sharded
+from ds_ext.layout import Agreement, Layout, Sharded
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.shard import Shard
 from tests import models
@@ -114,23 +114,32 @@ def test_simulated_ranks_hold_what_is_planned(name, hypers, model, dtype, ranks)
 
 
 class Ranks(Sharded):
-    """The layout of one of ``ranks`` simulated ranks that nobody talks to."""
+    """The domain of one of ``ranks`` simulated ranks that nobody talks to."""
 
-    def __init__(self, module, ranks):
-        super().__init__(None, {p: name for name, p in module.named_parameters()})
+    def __init__(self, ranks):
+        super().__init__(None)
         self.parts = self.world = ranks
 
     def reduce(self, flats):
-        return [flat.view(self.world, -1)[self.rank] for flat in flats], lambda: None
-
-    def agree(self, waiting, ended):
-        return Agreement(list(waiting), set(), ended)
+        return [flat.view(self.world, -1)[self.place] for flat in flats], lambda: None
 
     def all_reduce(self, sums):
         pass
 
     def publish(self, params):
         pass
+
+
+class Alone(Layout):
+    """The layout of such a rank."""
+
+    def agree(self, waiting, ended):
+        return Agreement(list(waiting), set(), ended)
+
+
+def simulated(module, ranks):
+    domain = Ranks(ranks)
+    return Alone(None, {p: name for name, p in module.named_parameters()}, lambda p: domain)
 
 
 def gradients_alive(module, ranks, bucket, monkeypatch):
@@ -147,7 +156,7 @@ def gradients_alive(module, ranks, bucket, monkeypatch):
 
     monkeypatch.setattr(Buckets, "_own", measured)
     optimizer = OPTIMIZERS["lomo"](module.parameters())
-    fused = FusedBackward(module, optimizer, Ranks(module, ranks), settings.Gradients(bucket))
+    fused = FusedBackward(module, optimizer, simulated(module, ranks), settings.Gradients(bucket))
     tokens = torch.randint(0, 301, (1, 4))
     module(tokens, labels=tokens).loss.backward()
     fused.finish()
@@ -175,7 +184,7 @@ def test_kept_gradients_are_as_planned(ranks):
     module = llama()
     optimizer = OPTIMIZERS["lomo"](module.parameters())
     how = settings.Gradients(3000, "sharded")
-    fused = FusedBackward(module, optimizer, Ranks(module, ranks), how)
+    fused = FusedBackward(module, optimizer, simulated(module, ranks), how)
     for _ in range(2):
         tokens = torch.randint(0, 301, (1, 4))
         module(tokens, labels=tokens).loss.backward()

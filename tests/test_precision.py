@@ -316,7 +316,7 @@ def test_a_checkpoint_of_runs_has_the_same_bits(mode, half):
     gradients = table.gradients(8, SHAPES, half)
     through, _ = trained(mode, half, gradients)
     first, halfway = trained(mode, half, gradients[:4])
-    saved = Pieces([from_file(checkpoint.save(halfway, owned(first), 0, 1))])
+    saved = Pieces([from_file(checkpoint.save(halfway, owned(first)))])
     second = [nn.Parameter(torch.zeros_like(p)) for p in first]
     resumed = AdaLomo(second, weight_update=mode)
     checkpoint.load_state(saved, resumed, owned(second))

@@ -50,6 +50,7 @@ class Rank:
     """One rank's runs of stacks, and its optimizer of them."""
 
     def __init__(self, name, rank, world, values, hypers, stacked=True):
+        self.rank, self.world = rank, world
         self.keys = [nn.Parameter(torch.empty(0)) for _ in values]
         self.shards = [Shard.of_rank(tuple(v.shape), rank, world) for v in values]
         self.runs = self.cut(values)
@@ -68,7 +69,8 @@ class Rank:
     @property
     def owned(self):
         each = enumerate(zip(self.keys, self.runs, self.shards, strict=True))
-        return {key: Own(str(i), run, shard) for i, (key, run, shard) in each}
+        place = self.rank, self.world
+        return {key: Own(str(i), run, shard, *place) for i, (key, run, shard) in each}
 
 
 def train(ranks, steps):
@@ -196,7 +198,7 @@ def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
     train(straight, steps)
     first = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
     train(first, steps[:3])
-    saved = [checkpoint.save(r.optimizer, r.owned, i, 2) for i, r in enumerate(first)]
+    saved = [checkpoint.save(r.optimizer, r.owned) for r in first]
     nothing = [torch.zeros_like(v) for v in before]
     again = [Rank(name, r, 3, nothing, HYPERS[name]) for r in range(3)]
     for rank in again:

@@ -15,7 +15,8 @@ STANDS_ON = {
     "register": ["resume"],
     "resume": ["zero", "ranks", "grouping"],
     "zero": ["partitions", "gradients", "checkpoint", "settings"],
-    "partitions": ["layout"],
+    "partitions": ["parallel"],
+    "parallel": ["layout"],
     "fuse": ["gradients", "ranks"],
     "ranks": ["layout", "folder"],
     "folder": [],
@@ -49,10 +50,10 @@ STANDS_ON = {
 
 # The only parts that may import a package. Torch's own distributed package counts as one.
 ONLY = {
-    "deepspeed": {"zero", "partitions", "register", "resume"},
+    "deepspeed": {"zero", "partitions", "parallel", "register", "resume"},
     "triton": {"kernels"},
     "bitsandbytes": {"quantize"},
-    "torch.distributed": {"layout", "lost", "ranks", "zero"},
+    "torch.distributed": {"layout", "lost", "partitions", "ranks", "zero"},
     "lomo_optim": set(),  # the authors' code is for tests
     "came_pytorch": set(),
     "galore_torch": set(),
