@@ -2,7 +2,8 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import make_dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,8 +17,9 @@ from ds_ext.state import Parts, State, zeros
 
 # Elements of parameters that a plain step takes together, at least.
 TOGETHER = 2**22
-# What a group may hold beside its parameters and hyper-parameters: names, and a scheduler's note.
-_GROUP_KEYS = {"params", "param_names", "name", "initial_lr"}
+# What a group may hold beside its parameters and hyper-parameters: names, a scheduler's note, and
+# DeepSpeed's that it is of experts.
+_GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "moe"}
 
 
 class Update(NamedTuple):
@@ -54,7 +56,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
         self.meter: Meter | None = None
-        self.stacks: set[Tensor] = set()  # parameters whose first dimension counts experts
+        # parameters whose first dimension counts experts, and the number of their first one
+        self.stacks: dict[Tensor, int] = {}
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -87,18 +90,21 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self.meter is not None:
             self.meter.groups = len(self.param_groups)
 
-    def separate_experts(self, module: nn.Module) -> "RuleOptimizer":
+    def separate_experts(
+        self, module: nn.Module, first: Mapping[Tensor, int] | None = None
+    ) -> "RuleOptimizer":
         """Steps each expert of ``module`` as a matrix of its own where one parameter holds many.
 
         -> self. An engine and ``fuse_into_backward`` call it; call it yourself, before the first
-        step, where neither is used. ``stacks.find`` tells which parameters these are.
+        step, where neither is used. ``stacks.find`` tells which parameters these are; ``first``,
+        which expert is a parameter's first where other ranks have others.
         """
         found = stacks.find(module)
         self._check_state({p: self.state[p] for p in found if self.state.get(p)}, found)
-        self.stacks |= found
+        self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
         return self
 
-    def _check_state(self, states: Mapping[Tensor, State], stacked: set[Tensor]) -> None:
+    def _check_state(self, states: Mapping[Tensor, State], stacked: Container[Tensor]) -> None:
         """Raises ValueError for a state of a stack that is not by expert, and the reverse."""
         for param, state in states.items():
             if (stacks.EXPERTS in state) != (param in stacked):
@@ -140,7 +146,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         if not state:
             state.update(zeros(self.keeps(u.param, u.shard, rule), u.p), step=0)
         state["step"] += 1
-        return rule, state, precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
+        before = self.stacks.get(u.param, 0) * math.prod(u.shard.shape[1:])
+        number = self.number_of[u.param]
+        return rule, state, precision.weight(u.p, state, rule, number, u.shard, before)
 
     def _watched(self, p: precision.Weight, u: Update, run: Tensor) -> ops.Writable:
         """The same, measured if a meter is set."""
@@ -150,7 +158,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def keeps(self, param: Tensor, shard: Shard, rule: Any) -> Parts:
         """What ``rule`` keeps of a parameter."""
-        return stacks.keeps(rule, shard) if param in self.stacks else rule.keeps(shard)
+        if param not in self.stacks:
+            return rule.keeps(shard)
+        return stacks.keeps(rule, shard, self.stacks[param])
 
     def rule_of(self, param: Tensor) -> Any:
         """The rule of a parameter, with the hyper-parameters that its group has now."""

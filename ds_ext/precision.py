@@ -125,11 +125,14 @@ class CopiedWeight:
 Weight: TypeAlias = Tensor | StochasticWeight | SplitWeight | CopiedWeight
 
 
-def weight(p: Tensor, s: dict[str, Any], how: Writing, number: int, shard: Shard) -> Weight:
+def weight(
+    p: Tensor, s: dict[str, Any], how: Writing, number: int, shard: Shard, before: int = 0
+) -> Weight:
     """What a rule reads and writes as its weight: the run ``p``, or one that rounds.
 
     A master is kept in the parameter's state ``s``, made here where it is missing and dropped
     where it is not asked for. ``number`` tells parameters apart and ``s["step"]`` their steps.
+    Other ranks have ``before`` elements of it, which precede the shard's.
     """
     if how.weight_update != "master":
         s.pop("master", None)
@@ -138,7 +141,7 @@ def weight(p: Tensor, s: dict[str, Any], how: Writing, number: int, shard: Shard
     if p.dtype not in ROUND or how.weight_update == "nearest":
         return p
     if how.weight_update == "stochastic":
-        return StochasticWeight(p, key(how.seed, number, s["step"]), shard.start)
+        return StochasticWeight(p, key(how.seed, number, s["step"]), before + shard.start)
     return _with_master(p, s)
 
 

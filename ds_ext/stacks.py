@@ -66,9 +66,9 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
     return tuple(parts)
 
 
-def keeps(rule: Any, shard: Shard) -> Parts:
-    """What ``rule`` keeps of a stack."""
-    return {EXPERTS: {str(i): rule.keeps(own) for i, (_, own) in enumerate(split(shard))}}
+def keeps(rule: Any, shard: Shard, first: int = 0) -> Parts:
+    """What ``rule`` keeps of a stack, whose experts are numbered from ``first``."""
+    return {EXPERTS: {str(i): rule.keeps(own) for i, (_, own) in enumerate(split(shard), first)}}
 
 
 def part(g: Gradient, run: slice) -> Gradient:

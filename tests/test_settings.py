@@ -25,7 +25,7 @@ SETTINGS = [
     ("prescale_gradients", [True], [False], "remove it"),
     ("gradient_predivide_factor", [2.0], [1.0, 1], "remove it"),
     ("tensor_parallel.autotp_size", [2], [0, 1], "remove it"),
-    ("expert_parallel.enabled", [True], [False], "remove it"),
+    ("expert_parallel.expert_tensor_parallel_size", [2], [1], "remove it"),
     ("sequence_parallel_size", [2], [1], "remove it"),
     ("compile.deepcompile", [True], [False], "remove it"),
     ("checkpoint.load_universal", [True], [False], "without ds_to_universal"),

@@ -15,7 +15,8 @@ STANDS_ON = {
     "register": ["resume"],
     "resume": ["zero", "ranks", "grouping"],
     "zero": ["partitions", "gradients", "checkpoint", "settings"],
-    "partitions": ["parallel"],
+    "partitions": ["parallel", "moe"],
+    "moe": ["layout"],
     "parallel": ["layout"],
     "fuse": ["gradients", "ranks"],
     "ranks": ["layout", "folder"],
@@ -50,7 +51,7 @@ STANDS_ON = {
 
 # The only parts that may import a package. Torch's own distributed package counts as one.
 ONLY = {
-    "deepspeed": {"zero", "partitions", "parallel", "register", "resume"},
+    "deepspeed": {"zero", "partitions", "parallel", "moe", "register", "resume"},
     "triton": {"kernels"},
     "bitsandbytes": {"quantize"},
     "torch.distributed": {"layout", "lost", "partitions", "ranks", "zero"},
