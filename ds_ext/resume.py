@@ -281,7 +281,7 @@ class _Load:
         missing = checkpoint.load_weights(self.pieces, adapter.optimizer, adapter.owned())
         if missing:
             log(f"not in the checkpoint, left as they were: {grouping.summary(missing)}")
-        names = set(self.engine.param_names.values())
+        names = dict(self.engine.module.named_parameters(remove_duplicate=False))
         buffers = {k: v for k, v in self.model["module"].items() if k not in names}
         self.engine.module.load_state_dict(buffers, strict=False)
 
