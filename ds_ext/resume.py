@@ -203,9 +203,9 @@ class _Load:
         size = max(1, self.engine.autotp_size())
         if saved != size:
             raise CheckpointError(
-                f"{self.path} was saved with tensor_parallel.autotp_size = {saved}, this engine has "
-                f"{size}: ds_ext loads it on any number of ranks and at any ZeRO stage, but with "
-                "the same autotp_size."
+                f"{self.path} was saved with tensor_parallel.autotp_size = {saved}, this engine "
+                f"has {size}: ds_ext loads it on any number of ranks and at any ZeRO stage, but "
+                "with the same autotp_size."
             )
         if self.manifest is not None:
             files, layout = self.manifest["files"], self.adapter.layout
