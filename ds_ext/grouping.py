@@ -3,11 +3,16 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from ds_ext import stacks
+
+Types: TypeAlias = tuple[type[nn.Module], ...]
+Owned: TypeAlias = dict[Tensor, tuple[str, nn.Module]]  # a parameter's name, and whose it is
+
+_TARGETS = "GaLoreAdamW: optimizer.params.target_modules"
 
 
 def decay_groups(
@@ -27,9 +32,9 @@ def decay_groups(
     ]
 
 
-def _owners(module: nn.Module) -> dict[Tensor, tuple[str, nn.Module]]:
+def _owners(module: nn.Module) -> Owned:
     """The name of each parameter and the module it belongs to, the first of several."""
-    owners: dict[Tensor, tuple[str, nn.Module]] = {}
+    owners: Owned = {}
     for prefix, owner in module.named_modules():
         for name, param in owner.named_parameters(prefix, recurse=False):
             owners.setdefault(param, (name, owner))
@@ -45,14 +50,19 @@ def _dims(param: Tensor, stacked: set[Tensor]) -> int:
 
 
 def galore_groups(
-    module: nn.Module, groups: Iterable[Any], target_modules: Any = "all-linear"
+    module: nn.Module,
+    groups: Iterable[Any],
+    target_modules: Any = "all-linear",
+    linears: Types = (nn.Linear,),
+    embeddings: Types = (nn.Embedding,),
 ) -> list[dict[str, Any]]:
     """Splits parameters, or groups of them, into those that GaLore projects and the others.
 
     The others get ``rank`` None. ``target_modules`` is a regular expression or a list of them, of
     which one is found somewhere in the name of a matrix; a plain part of a name is one too.
-    "all-linear" is every nn.Linear's weight but the output head's (get_output_embeddings(), or
-    named lm_head) and those shared with an embedding, and the matrices of stacked experts.
+    "all-linear" is the weight of every one of ``linears`` but the output head's
+    (get_output_embeddings(), or named lm_head) and those shared with one of ``embeddings``, and
+    the matrices of stacked experts.
     """
     given: list[dict[str, Any]] = []
     for entry in groups:
@@ -64,7 +74,16 @@ def galore_groups(
             given.append({"params": [entry]})
     owners, stacked = _owners(module), stacks.find(module)
     matrices = [p for g in given for p in g["params"] if p in owners and _dims(p, stacked) == 2]
-    chosen = _targets(module, {p: owners[p] for p in matrices}, stacked, target_modules)
+    known = {p: owners[p] for p in matrices}
+    if target_modules == "all-linear":
+        linear = _linear(known, linears) | stacked & known.keys()
+        chosen = linear - _embeddings(module, embeddings)
+        if not chosen:
+            raise ValueError(
+                f'{_TARGETS} is "all-linear", but no nn.Linear weight is trained: list names.'
+            )
+    else:
+        chosen = _targets(known, target_modules)
     split = []
     for group in given:
         matched = [p for p in group["params"] if p in chosen]
@@ -73,36 +92,29 @@ def galore_groups(
     return [group for group in split if group["params"]]
 
 
-def _targets(
-    module: nn.Module,
-    matrices: dict[Tensor, tuple[str, nn.Module]],
-    stacked: set[Tensor],
-    targets: Any,
-) -> set[Tensor]:
+def _linear(matrices: Owned, linears: Types) -> set[Tensor]:
+    """The matrices of linear layers."""
+    return {p for p, (_, owner) in matrices.items() if isinstance(owner, linears)}
+
+
+def _targets(matrices: Owned, targets: Any) -> set[Tensor]:
     """The matrices that ``target_modules`` names; ValueError where it names none."""
-    key = "GaLoreAdamW: optimizer.params.target_modules"
-    if targets == "all-linear":
-        linear = {p for p, (_, owner) in matrices.items() if isinstance(owner, nn.Linear)}
-        chosen = (linear | stacked & matrices.keys()) - _embeddings(module)
-        if not chosen:
-            raise ValueError(
-                f'{key} is "all-linear", but no nn.Linear weight is trained: list names.'
-            )
-        return chosen
     patterns = [targets] if isinstance(targets, str) else targets
     if not patterns or not isinstance(patterns, list | tuple) or "" in patterns:
         raise ValueError(
-            f'{key} is {targets!r}; allowed: "all-linear" or a list of (parts of) names.'
+            f'{_TARGETS} is {targets!r}; allowed: "all-linear" or a list of (parts of) names.'
         )
     chosen = set()
     for pattern in patterns:
         try:
             found = {p for p, (name, _) in matrices.items() if _finds(pattern, name)}
         except (re.error, TypeError):
-            raise ValueError(f"{key}: {pattern!r} is not a regular expression.") from None
+            raise ValueError(f"{_TARGETS}: {pattern!r} is not a regular expression.") from None
         if not found:
             known = summary(name for name, _ in matrices.values())
-            raise ValueError(f"{key}: {pattern!r} is in no trained matrix's name. Known: {known}.")
+            raise ValueError(
+                f"{_TARGETS}: {pattern!r} is in no trained matrix's name. Known: {known}."
+            )
         chosen |= found
     return chosen
 
@@ -112,9 +124,9 @@ def _finds(pattern: str, name: str) -> bool:
     return bool(re.search(pattern, name) or re.search(pattern, name.rpartition(".")[0]))
 
 
-def _embeddings(module: nn.Module) -> set[Tensor]:
+def _embeddings(module: nn.Module, embeddings: Types) -> set[Tensor]:
     """Weights of embeddings and of the output head."""
-    spared = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    spared = [m for m in module.modules() if isinstance(m, embeddings)]
     spared += [m for name, m in module.named_modules() if name.rpartition(".")[2] == "lm_head"]
     if callable(getattr(module, "get_output_embeddings", None)):
         spared.append(module.get_output_embeddings())

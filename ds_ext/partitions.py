@@ -109,7 +109,8 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     kind = {0: Replicated, 3: Partitioned}.get(engine.zero_optimization_stage(), Sharded)
     if engine.autotp_size() > 1:
         tensor_group = groups.get_tensor_model_parallel_group()
-        held = parallel.held(names, dist.get_rank(tensor_group), size_of(group))
+        ranks = 1 if kind is Replicated else size_of(group)
+        held = parallel.held(names, dist.get_rank(tensor_group), ranks)
         split, whole = _domains(kind, group, tensor_group, held)
     else:
         held, split, whole = {}, None, kind(group, copies=_copies(kind, group))

@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_ext import grouping, ranks, resume, settings
 from ds_ext.lost import explained
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
-from ds_ext.parallel import whole_shape
+from ds_ext.parallel import EMBEDDINGS, LINEARS, whole_shape
 from ds_ext.zero import ZeroAdapter, effective, log
 
 # Names that DeepSpeed knew without ds_ext, and what it made of them.
@@ -183,7 +183,7 @@ def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
         params = [group for group in groups if group["params"]]
         log(_decay_report(engine, params))
     if is_galore:
-        params = grouping.galore_groups(engine.module, params, targets)
+        params = grouping.galore_groups(engine.module, params, targets, LINEARS, EMBEDDINGS)
         projected = [p for g in params if "rank" not in g for p in g["params"]]
         names = grouping.summary(engine.param_names[p] for p in projected)
         log(f"GaLore projects the gradients of: {names}")

@@ -1,0 +1,93 @@
+"""DeepSpeed's AutoTP on four real ranks, two by two, against one process with whole matrices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_ext import parallel
+from tests.tensor_worker import CASES
+
+pytestmark = pytest.mark.slow
+EXACT = 1e-5  # of the update of the whole model
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tensor") / "found.pt"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    done = subprocess.run(
+        [*torchrun, "-m", "tests.tensor_worker", str(out)],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks_equal_one_process(found, name):
+    result = found[name]
+    assert isinstance(result, dict), result
+    assert result["alike"]  # replicated parameters on all ranks, the others on their twins
+    if not CASES[name].dropout:
+        assert result["error"] <= EXACT, result
+
+
+def test_the_cases_divide_unevenly_and_in_every_way(found):
+    """Rows, columns, a fused matrix, biases of both kinds, a vocabulary."""
+    boxes = found["held"]
+    sizes = {n: [sum(b.numel for b in part) for part in parts] for n, parts in boxes.items()}
+    assert any(a != b for a, b in sizes.values())
+    assert any(len(part) > 1 for parts in boxes.values() for part in parts)
+    names = "".join(sizes)
+    for part in ("o_proj", "q_proj", "lm_head", "embed_tokens", "query.bias", "gate_up.bias"):
+        assert part in names
+
+
+class Described:
+    """A parameter whose layer says what it is given."""
+
+    def __init__(self, meta):
+        setattr(self, parallel.DS_AUTOTP_UC_META, meta)
+        self.tensor_model_parallel = True
+
+
+@pytest.mark.parametrize(
+    "meta, why",
+    [
+        (None, "its layer does not say how"),
+        (
+            {
+                "conversion": {"replicated": False, "unsupported_reason": "it is a convolution"},
+                "logical_shape": (4, 4),
+                "partition_sizes": None,
+                "partition_dim": 0,
+            },
+            "it is a convolution",
+        ),
+    ],
+)
+def test_what_is_not_known_to_be_divided_how_is_refused(meta, why):
+    with pytest.raises(ValueError, match=f"autotp_size: conv.weight .*{why}"):
+        parallel.held({Described(meta): "conv.weight"}, 0, 2)
+
+
+@pytest.mark.parametrize("how", ["columns of parts", "shared", "scaled"])
+def test_pieces_that_are_no_boxes_are_refused(how):
+    from deepspeed.checkpoint import affine
+
+    made = {
+        "columns of parts": lambda: affine.sub_param_map((4, 8), [4, 4], [[2, 2], [2, 2]], 1),
+        "shared": lambda: affine.segmented_map((6, 4), [(4, False), (2, True)], 0, 2, [[2, 2]]),
+        "scaled": lambda: affine.replicated_map((4,), 2, scale=0.5),
+    }[how]()
+    meta = {"conversion": {"replicated": False, "affine_map": made.to_dict()}}
+    with pytest.raises(ValueError, match="partition_config"):
+        parallel.held({Described(meta): "w"}, 0, 2)
