@@ -15,6 +15,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from ds_ext.layout import Group
 
@@ -42,6 +43,11 @@ def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
             for i, expert in enumerate(experts):
                 made |= {p: f"{prefix}{first + i}.{n}" for n, p in expert.named_parameters()}
     return made
+
+
+def exchanges() -> set[dist.ProcessGroup]:
+    """The groups whose ranks send each other tokens."""
+    return set(groups._get_expert_parallel_group_dict().values())
 
 
 def place(param: Tensor) -> tuple[int, tuple[int, ...]] | None:

@@ -313,7 +313,7 @@ def _share_time_limit(layout: Layout) -> None:
     DeepSpeed makes its groups with torch's default, half an hour.
     """
     everyone = dist.group.WORLD
-    for group in layout.groups:
+    for group in layout.groups | moe.exchanges():
         limit = everyone._get_backend(layout.device).options._timeout
         dist.distributed_c10d._set_pg_timeout(limit, group)
 

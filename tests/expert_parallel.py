@@ -16,6 +16,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import nn
 
+import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests import forks
 from tests.training import HYPERS
@@ -234,6 +235,20 @@ def reference(run: Run, optimizer_of) -> tuple[nn.Module, list[float], torch.Ten
     return model, norms, torch.stack(idle)
 
 
+def refusals() -> list[str]:
+    """The errors of what is not supported."""
+    told = []
+    for attempt in (
+        lambda: start(Run("lomo", 3, 2, 2), 3, 2),
+        lambda: ds_ext.fuse_into_backward(m := Whole(2), ds_ext.LOMO(m.parameters())),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
 def main() -> None:
     chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
     results = {}
@@ -241,6 +256,7 @@ def main() -> None:
         runs = {n: r for n, r in RUNS.items() if r.world == world and chosen.search(n)}
         if runs:
             results |= every(world, runs)
+    results["refusals"] = [end.result for end in forks.run(2, refusals)]
     torch.save(results, sys.argv[1])
 
 

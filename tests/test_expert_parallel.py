@@ -54,3 +54,9 @@ def test_equals_one_process_that_has_all_experts(got, name):
         assert all(torch.equal(p, every[0]) for p in every)
     some = idle.any(1) & ~idle.all(1)
     assert some.any() and idle.all(1).any() and not idle[0].all(0).any()
+
+
+def test_what_is_not_supported_is_refused_on_every_rank(got):
+    for stage3, fused in got["refusals"]:
+        assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
+        assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused

@@ -54,7 +54,7 @@ ONLY = {
     "deepspeed": {"zero", "partitions", "parallel", "moe", "register", "resume"},
     "triton": {"kernels"},
     "bitsandbytes": {"quantize"},
-    "torch.distributed": {"layout", "lost", "partitions", "ranks", "zero"},
+    "torch.distributed": {"layout", "lost", "moe", "partitions", "ranks", "zero"},
     "lomo_optim": set(),  # the authors' code is for tests
     "came_pytorch": set(),
     "galore_torch": set(),
