@@ -197,6 +197,11 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     settings.gradients(config)
     if isinstance(engine.module, PipelineModule):
         raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
+    if engine.autotp_size() > 1 and engine.sequence_parallel_size > 1:
+        raise ValueError(
+            "ds_ext cannot honour tensor_parallel.autotp_size together with sequence_parallel_size "
+            "yet: remove one of them."
+        )
     if engine.has_moe_layers:
         raise ValueError("ds_ext does not support deepspeed.moe layers yet.")
     scheduled = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
