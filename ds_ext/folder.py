@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MANIFEST = "ds_ext.json"
-VERSION = 3  # of the format: manifest and contents
+VERSION = 4  # of the format: manifest and contents
 
 
 _REPLACED = ".replaced-"

@@ -113,7 +113,8 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
         held = parallel.held(names, dist.get_rank(tensor_group), ranks)
         split, whole = _domains(kind, group, tensor_group, held)
     else:
-        held, split, whole = {}, None, kind(group, copies=_copies(kind, group))
+        copies = _copies(kind, group)
+        held, split, whole = {}, None, kind(group, _losses(engine), copies=copies)
     experts: dict[Group, Replicated] = {}
 
     def domain_of(param: Tensor) -> Replicated:
@@ -131,6 +132,24 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
 def _copies(kind: type[Replicated], group: Group) -> int:
     """How many ranks have the same run."""
     return size_of(group) if kind is Replicated else 1
+
+
+def _losses(engine: DeepSpeedEngine) -> int:
+    """How many mean losses a gradient is summed over: a sequence's ranks have parts of one.
+
+    Raises ValueError if DeepSpeed does not sum over these ranks.
+    """
+    size, group = engine.sequence_parallel_size, engine.seq_data_parallel_group
+    if size > 1:
+        sequence = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
+        if not set(sequence) <= set(dist.get_process_group_ranks(group)):
+            raise ValueError(
+                f"sequence_parallel_size = {size}: from the config alone DeepSpeed does not add up "
+                "the gradients of a sequence's ranks. Call initialize_sequence_parallel of "
+                "deepspeed.runtime.sequence_parallel.parallel_state_sp, and give that module to "
+                "deepspeed.initialize as mpu."
+            )
+    return size_of(group) // size
 
 
 def _domains(

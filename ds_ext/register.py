@@ -207,6 +207,11 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     settings.gradients(config)
     if isinstance(engine.module, PipelineModule):
         raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
+    if engine.autotp_size() > 1 and engine.sequence_parallel_size > 1:
+        raise ValueError(
+            "ds_ext cannot honour tensor_parallel.autotp_size together with sequence_parallel_size "
+            "yet: remove one of them."
+        )
     if engine.has_moe_layers:
         _refuse_experts(engine)
     scheduled = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
@@ -220,10 +225,10 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:
     """Raises ValueError for experts spread in a way that is not supported."""
-    if engine.autotp_size() > 1 or engine.mp_world_size > 1:
+    if max(engine.autotp_size(), engine.mp_world_size, engine.sequence_parallel_size) > 1:
         raise ValueError(
-            "ds_ext does not support expert parallelism together with tensor parallelism yet: "
-            "remove tensor_parallel (and mpu), or expert_parallel and deepspeed.moe layers."
+            "ds_ext does not support expert_parallel, or deepspeed.moe layers, together with tensor "
+            "or sequence parallelism yet: remove tensor_parallel, sequence_parallel_size and mpu."
         )
     native = any(isinstance(module, MoE) for module in engine.module.modules())
     if native and engine.zero_optimization_stage() == 3:

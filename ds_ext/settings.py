@@ -78,7 +78,6 @@ _HONOURED = [
     ("prescale_gradients", _off, _REMOVE),
     ("gradient_predivide_factor", _one, _REMOVE),
     ("expert_parallel.expert_tensor_parallel_size", _one, _REMOVE),
-    ("sequence_parallel_size", _one, _REMOVE),
     ("compile.deepcompile", _off, _REMOVE),
     ("checkpoint.load_universal", _off, _ANY),
     ("checkpoint.use_node_local_storage", _off, _SHARED),

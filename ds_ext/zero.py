@@ -229,6 +229,11 @@ class ZeroAdapter(ZeROOptimizer):
             "accumulated": self._accumulated(owned),
         }
 
+    @property
+    def _losses(self) -> int:
+        """How many mean losses a gradient is summed over, but for tensor parallelism."""
+        return self.layout.world // self.engine.sequence_parallel_size
+
     def _accumulated(self, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
         """The gradients that wait for the rest of their step's micro-batches."""
         gradients = {}
@@ -240,7 +245,7 @@ class ZeroAdapter(ZeROOptimizer):
         done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
         return {
             "passes": [done, steps],
-            "ranks": self.layout.world,
+            "losses": self._losses,
             "loss_scale": self.loss_scale,
             "gradients": gradients,
         }
@@ -270,11 +275,11 @@ class ZeroAdapter(ZeROOptimizer):
             log("the loss scale is not that of the checkpoint, which had another kind of it")
         self.fused.previous_norm = saved["previous_norm"]
         self.fused.skipped_steps = saved["skipped_steps"]
-        # Gradients are of the scaled loss, and sums over the ranks, divided by their number later.
+        # Gradients are of the scaled loss, and sums over losses, divided by their number later.
         then = saved["accumulated"]
         factor = self.loss_scale / then["loss_scale"]
         if self.fused.how.average:
-            factor *= self.layout.world / then["ranks"]
+            factor *= self._losses / then["losses"]
         kept = {}
         for param, own in self.owned().items():
             found = next(pieces.find("accumulated", "gradients", own.name), None)

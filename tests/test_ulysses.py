@@ -1,0 +1,46 @@
+"""Ulysses sequence parallelism with ZeRO on four real ranks, against one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ulysses import CASES
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ulysses") / "found.pt"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ulysses", str(out)],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.parametrize("optimizer, stage", CASES)
+def test_divided_sequences_equal_one_process(seen, optimizer, stage):
+    ranks, references, _ = seen
+    before, expected = (references[optimizer][key] for key in ("before", "after"))
+    for rank in ranks:
+        assert rank.code == 0, rank.output[-3000:]
+        after = rank.result[optimizer, stage]
+        assert isinstance(after, dict), after
+        difference = torch.cat([(after[n] - expected[n]).flatten() for n in before]).norm()
+        update = torch.cat([(expected[n] - before[n]).flatten() for n in before]).norm()
+        assert difference / update <= 1e-5
+
+
+def test_a_config_that_would_leave_gradients_apart_is_refused(seen):
+    for rank in seen[2]:
+        assert rank.result.startswith("sequence_parallel_size = 2"), rank.output[-2000:]
