@@ -227,8 +227,9 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
     """Raises ValueError for experts spread in a way that is not supported."""
     if max(engine.autotp_size(), engine.mp_world_size, engine.sequence_parallel_size) > 1:
         raise ValueError(
-            "ds_ext does not support expert_parallel, or deepspeed.moe layers, together with tensor "
-            "or sequence parallelism yet: remove tensor_parallel, sequence_parallel_size and mpu."
+            "ds_ext does not support expert_parallel, or deepspeed.moe layers, together with "
+            "tensor or sequence parallelism yet: remove tensor_parallel, sequence_parallel_size "
+            "and mpu."
         )
     native = any(isinstance(module, MoE) for module in engine.module.modules())
     if native and engine.zero_optimization_stage() == 3:
