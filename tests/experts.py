@@ -31,6 +31,7 @@ AutoEP._retarget_transformers_output_recorders = lambda *_: None
 
 STEPS = 6
 VOCAB = 31
+ALIKE = 20  # tokens from here on go to the experts 2 and 3, all that a rank may have
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 12,
@@ -68,7 +69,8 @@ class Run:
     @property
     def hypers(self) -> dict[str, Any]:
         made = HYPERS[self.rule] | {"weight_decay": 0.1}
-        return made | ({"lr": 0.04} if self.rule == "adafactor" else {})  # to be more than rounding
+        is_small = self.rule in ("adafactor", "galoreadamw")  # an update, beside its rounding
+        return made | ({"lr": 0.04} if is_small else {})
 
 
 def _runs() -> dict[str, Run]:
@@ -110,6 +112,10 @@ def make(kind: str) -> nn.Module:
         for name, p in model.named_parameters():
             if name.endswith("bias"):
                 p.normal_(0, 0.1)
+            if name.endswith("embed_tokens.weight"):
+                p[ALIKE:, 0] += 0.6
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                p[:, 0] = torch.tensor([-0.6, -0.6, 0.6, 0.6])
     return model.train()
 
 
@@ -117,7 +123,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """Of few tokens, so that experts are idle; of many in the first step, so that none is."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     shape = (1, 4) if step else (8, 6)
-    tokens = torch.randint(0, 2 if step % 3 == 2 else VOCAB, shape, generator=generator)
+    tokens = torch.randint(ALIKE if step % 3 == 2 else 0, VOCAB, shape, generator=generator)
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
@@ -211,10 +217,11 @@ def reference(
     """One process with the global batch, each expert a parameter of its own -> weights before and
     after, norms, and which experts were idle on each rank: [steps, ranks, stacks, experts].
 
-    In fp64 for GaLore, whose authors' SVD would be less exact than what is compared with it.
+    In fp64 for GaLore, whose authors' SVD would be less exact than what is compared with it, and
+    for LAMB, which makes as much of small gradients as of large ones.
     """
     model = make(run.kind)
-    model = model.double() if run.rule == "galoreadamw" else model
+    model = model.double() if run.rule in ("galoreadamw", "lamb") else model
     stacked = {n: p for n, p in model.named_parameters() if p in stacks.find(model)}
     named = {n: p for n, p in model.named_parameters() if n not in stacked}
     for n, p in stacked.items():  # in the same memory

@@ -41,7 +41,9 @@ def test_equals_one_process_whose_experts_are_parameters_of_their_own(got, name)
         square, square_error = 0.0, 0.0
         for n, p in rank["after"].items():
             error, update = (p - after[n]).norm(), (after[n] - before[n]).norm()
-            assert error <= max(1e-5 * update, STEPS * 2**-24 * after[n].norm()), n
+            # A basis of GaLore's is as exact as the gap between singular values allows.
+            close = 3e-5 if run.rule == "galoreadamw" else 1e-5
+            assert error <= max(close * update, STEPS * 2**-24 * after[n].norm()), n
             square, square_error = square + update**2, square_error + error**2
         assert square_error**0.5 <= 1e-5 * square**0.5
         assert rank["norm"] == pytest.approx(norms[-1], rel=1e-5)
@@ -54,3 +56,5 @@ def test_equals_one_process_whose_experts_are_parameters_of_their_own(got, name)
     # The routing is what it is for: experts that are idle on one rank, and on all.
     some = idle.any(1) & ~idle.all(1)
     assert some.any() and idle.all(1).any() and not idle[0].all(0).any()
+    if run.ep == 2 and run.rule == "came":  # on all experts that one rank has
+        assert idle.all(1).unflatten(-1, (2, 2)).all(-1).any()
