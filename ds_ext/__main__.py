@@ -170,7 +170,7 @@ def _shapes(model: str) -> Shapes:
             built = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:  # not a language model
             built = transformers.AutoModel.from_config(config)
-    return {name: tuple(param.shape) for name, param in built.named_parameters()}
+    return memory.shapes_of(built)
 
 
 def _plot(table: dict[str, Memory], path: Path, title: str, unit: str) -> None:

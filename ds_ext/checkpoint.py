@@ -6,7 +6,9 @@ keep of it, flattened. A rank that loads reads what it needs of it from whoever 
 number of ranks and the ZeRO stage may change. Weights with a master are saved in fp32.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -30,6 +32,19 @@ class Own(NamedTuple):
     shard: Shard
     place: int = 0  # which of ``parts`` equal parts it is
     parts: int = 1
+    # of a stack of experts of which other ranks have others: the first one, and the shape of all
+    experts: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.experts[1] if self.experts else self.shard.shape
+
+    @property
+    def part(self) -> Part:
+        """Where the run lies in what all ranks have together."""
+        before = self.experts[0] * math.prod(self.shape[1:]) if self.experts else 0
+        run = slice(before + self.shard.start, before + self.shard.stop)
+        return Part.of(run, math.prod(self.shape))
 
 
 def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
@@ -37,10 +52,10 @@ def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any
     state, weights = {}, {}
     for param, own in owned.items():
         values = optimizer.weights(param, own.run, own.shard)
-        weights[own.name] = piece(values, Part.like(own.shard), shape=list(own.shard.shape))
+        weights[own.name] = piece(values, own.part, shape=list(own.shape))
         if kept := optimizer.state.get(param):
             is_writer = optimizer.number_of[param] % own.parts == own.place
-            parts = optimizer.rule_of(param).keeps(own.shard)
+            parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
             state[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
     return {
         "ds_ext": VERSION,
@@ -48,10 +63,15 @@ def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any
         "weights": weights,
         "state": state,
         "groups": [
-            {**group, "params": [owned[p].name for p in group["params"]]}
+            {**group, "params": _of_all_ranks(owned[p].name for p in group["params"])}
             for group in optimizer.param_groups
         ],
     }
+
+
+def _of_all_ranks(names: Iterable[str]) -> list[str]:
+    """Names without the numbers of deepspeed.moe's experts, of which ranks have different ones."""
+    return list(dict.fromkeys(re.sub(r"(?<=\bdeepspeed_experts\.)\d+", "*", n) for n in names))
 
 
 def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
@@ -127,7 +147,9 @@ def check(
             "weights alone: load_checkpoint(..., load_optimizer_states=False)."
         )
     check_weights(pieces, owned, strict)
-    names = [[owned[p].name for p in group["params"]] for group in optimizer.param_groups]
+    names = [
+        _of_all_ranks(owned[p].name for p in group["params"]) for group in optimizer.param_groups
+    ]
     saved_names: list[list[str]] = [group["params"] for group in first["groups"]]
     none: list[str] = []
     for i, (theirs, mine) in enumerate(zip_longest(saved_names, names, fillvalue=none)):
@@ -139,9 +161,10 @@ def check(
             )
     for group, saved in zip(optimizer.param_groups, first["groups"], strict=True):
         rule = optimizer.hypers(**{name: saved[name] for name in hyper.names(optimizer.hypers)})
-        for own in (owned[p] for p in group["params"]):
+        for param in group["params"]:
+            own = owned[param]
             if next(pieces.find("state", own.name), None) is not None:
-                for keys, part in leaves(rule.keeps(own.shard)):
+                for keys, part in leaves(optimizer.keeps(param, own.shard, rule)):
                     if pieces.lacks(part, "state", own.name, *keys):
                         what = ".".join(keys)
                         raise CheckpointError(f"this checkpoint lacks some of {own.name}'s {what}.")
@@ -154,15 +177,17 @@ def check_weights(pieces: Pieces, owned: Mapping[Tensor, Own], strict: bool) -> 
         found = next(pieces.find("weights", own.name), None)
         if found is None:
             missing.append(own.name)
-        elif tuple(found["shape"]) != own.shard.shape:
+        elif tuple(found["shape"]) != own.shape:
             raise CheckpointError(
                 f"this checkpoint is of another model: {own.name} has the shape "
-                f"{tuple(found['shape'])} in it and {own.shard.shape} in the model."
+                f"{tuple(found['shape'])} in it and {own.shape} in the model."
             )
-        elif pieces.lacks(Part.like(own.shard), "weights", own.name):
+        elif pieces.lacks(own.part, "weights", own.name):
             raise CheckpointError(f"this checkpoint lacks some of {own.name}.")
-    known = {own.name for own in owned.values()}
-    unknown = {name for saved in pieces.saved for name in saved["weights"] if name not in known}
+    known = set(_of_all_ranks(own.name for own in owned.values()))
+    unknown = (
+        set(_of_all_ranks(name for saved in pieces.saved for name in saved["weights"])) - known
+    )
     if strict and (missing or unknown):
         parts = [f"it lacks {', '.join(missing[:5])}"] if missing else []
         parts += [f"the model lacks {', '.join(sorted(unknown)[:5])}"] if unknown else []
@@ -178,7 +203,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
     for param, own in owned.items():
         found = next(pieces.find("state", own.name), None)
         if found is not None:
-            parts = optimizer.rule_of(param).keeps(own.shard)
+            parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
             state = _state(pieces, parts, own)
             optimizer.state[param] = {**state, "step": found["step"]}
 
@@ -193,19 +218,19 @@ def load_weights(
         if next(pieces.find("weights", own.name), None) is None:
             missing.append(own.name)
             continue
-        values = pieces.read(Part.like(own.shard), "weights", own.name)
+        values = pieces.read(own.part, "weights", own.name)
         optimizer.write_weights(param, own.run, own.shard, values)
     return missing
 
 
-def _state(pieces: Pieces, parts: Parts, own: Own) -> State:
-    """This rank's part of a parameter's state."""
+def _state(pieces: Pieces, parts: Parts, own: Own, *above: str) -> State:
+    """This rank's part of a parameter's state, of what lies under the keys ``above``."""
     made: State = {}
-    for keys, part in leaves(parts):
-        inner = made
-        for key in keys[:-1]:
-            inner = inner.setdefault(key, {})  # type: ignore[assignment]
-        values = pieces.read(part, "state", own.name, *keys)
-        dtype = part.dtype or ops.accumulator(own.run.dtype)
-        inner[keys[-1]] = values.view(part.shape).to(own.run.device, dtype)
+    for key, part in parts.items():
+        if isinstance(part, Part):
+            values = pieces.read(part, "state", own.name, *above, key)
+            dtype = part.dtype or ops.accumulator(own.run.dtype)
+            made[key] = values.view(part.shape).to(own.run.device, dtype)
+        else:
+            made[key] = _state(pieces, part, own, *above, key)
     return made

@@ -34,6 +34,11 @@ def fuse_into_backward(
     number of backward passes, and clipped then. ``.metrics`` of what is returned tells of the last
     step, with ``measure_updates`` also the RMS of updates and weights.
     """
+    if any(getattr(p, "allreduce", True) is False for p in model.parameters()):
+        raise ValueError(
+            "fuse_into_backward: the model has experts that DeepSpeed spreads over ranks. Only its "
+            "engine knows which rank has which: use deepspeed.initialize."
+        )
     kind = {"optimizer": type(optimizer).__name__}
     ranks.agree(kind | ranks.facts(model, optimizer), group)
     domain = Replicated(group or everyone())

@@ -73,7 +73,7 @@ class FusedBackward:
                 f"{strange} of the optimizer's parameters are not in the model: pass the module "
                 "that holds all of them."
             )
-        self.optimizer = optimizer
+        self.optimizer = optimizer.separate_experts(module)
         self.layout = layout
         self.how = how
         self.is_boundary = is_boundary

@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from ds_ext import stacks
+
 Types: TypeAlias = tuple[type[nn.Module], ...]
 Owned: TypeAlias = dict[Tensor, tuple[str, nn.Module]]  # a parameter's name, and whose it is
 
@@ -18,10 +20,11 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Splits a flat list of parameters into one group with weight decay and one without.
 
-    Norms, biases and whatever else has fewer than two dimensions are not decayed.
+    Norms, biases and whatever else has fewer than two dimensions are not decayed; an expert has
+    those of one of its stack.
     """
-    owners = _owners(module)
-    decayed = [p for p in params if p in owners and _decays(p, *owners[p])]
+    owners, stacked = _owners(module), stacks.find(module)
+    decayed = [p for p in params if p in owners and _dims(p, stacked) >= 2 and _decays(*owners[p])]
     chosen = set(decayed)
     return [
         {"params": decayed, "weight_decay": weight_decay},
@@ -38,13 +41,12 @@ def _owners(module: nn.Module) -> Owned:
     return owners
 
 
-def _decays(param: Tensor, name: str, owner: nn.Module) -> bool:
-    is_norm = "norm" in type(owner).__name__.lower()
-    return _dims(param) >= 2 and not is_norm and not name.endswith("bias")
+def _decays(name: str, owner: nn.Module) -> bool:
+    return "norm" not in type(owner).__name__.lower() and not name.endswith("bias")
 
 
-def _dims(param: Tensor) -> int:
-    return len(getattr(param, "ds_shape", param.shape))
+def _dims(param: Tensor, stacked: set[Tensor]) -> int:
+    return len(stacks.shape(param)) - (param in stacked)
 
 
 def galore_groups(
@@ -59,7 +61,8 @@ def galore_groups(
     The others get ``rank`` None. ``target_modules`` is a regular expression or a list of them, of
     which one is found somewhere in the name of a matrix; a plain part of a name is one too.
     "all-linear" is the weight of every one of ``linears`` but the output head's
-    (get_output_embeddings(), or named lm_head) and those shared with one of ``embeddings``.
+    (get_output_embeddings(), or named lm_head) and those shared with one of ``embeddings``, and
+    the matrices of stacked experts.
     """
     given: list[dict[str, Any]] = []
     for entry in groups:
@@ -69,11 +72,12 @@ def galore_groups(
             given[0]["params"].append(entry)
         else:
             given.append({"params": [entry]})
-    owners = _owners(module)
-    matrices = [p for g in given for p in g["params"] if p in owners and _dims(p) == 2]
+    owners, stacked = _owners(module), stacks.find(module)
+    matrices = [p for g in given for p in g["params"] if p in owners and _dims(p, stacked) == 2]
     known = {p: owners[p] for p in matrices}
     if target_modules == "all-linear":
-        chosen = _linear(known, linears) - _embeddings(module, embeddings)
+        linear = _linear(known, linears) | stacked & known.keys()
+        chosen = linear - _embeddings(module, embeddings)
         if not chosen:
             raise ValueError(
                 f'{_TARGETS} is "all-linear", but no nn.Linear weight is trained: list names.'

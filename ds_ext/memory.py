@@ -14,14 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_ext import precision
+from ds_ext import precision, stacks
 from ds_ext.shard import Shard
-from ds_ext.state import zeros
+from ds_ext.state import Parts, zeros
+
+
+class Stack(tuple[int, ...]):
+    """The shape of a parameter whose first dimension counts experts."""
+
 
 Shapes = Mapping[str, tuple[int, ...]]
-Init = Callable[[Tensor, Shard], Any]  # makes what is kept beside a run
+Init = Callable[[Tensor, Shard, bool], Any]  # makes what is kept beside a run, of a stack or not
 
 # DeepSpeed's defaults, in elements.
 PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
@@ -78,10 +83,23 @@ def ours(
         in_flight = min(in_flight + max(bucket, _largest(shapes)), elements(shapes))
     return Memory(
         weights=_weights(shapes, stage, ranks) * dtype.itemsize,
-        state=_most(lambda p, shard: zeros(rule.keeps(shard), p), shapes, cut, dtype),
+        state=_most(lambda p, *of: zeros(_keeps(rule, *of), p), shapes, cut, dtype),
         gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
-        master=_most(lambda p, _: precision.master(p, rule), shapes, cut, dtype),
+        master=_most(lambda p, *_: precision.master(p, rule), shapes, cut, dtype),
     )
+
+
+def _keeps(rule: Any, shard: Shard, stacked: bool) -> Parts:
+    return stacks.keeps(rule, shard) if stacked else rule.keeps(shard)
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    """Shapes of a model's parameters by name, tied ones once."""
+    stacked = stacks.find(model)
+    return {
+        name: (Stack if param in stacked else tuple)(stacks.shape(param))
+        for name, param in model.named_parameters()
+    }
 
 
 def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: int) -> Memory:
@@ -165,14 +183,15 @@ def _most(init: Init, shapes: Shapes, cut: int, dtype: torch.dtype) -> int:
 
     The first ranks have the longest runs; which of them holds most depends on the rows they share.
     """
-    counts = Counter(shapes.values())
+    counts = Counter((tuple(shape), isinstance(shape, Stack)) for shape in shapes.values())
 
     def of_rank(rank: int) -> int:
-        shards = {shape: Shard.of_rank(shape, rank, cut) for shape in counts}
-        return sum(
-            counts[shape] * nbytes(init(torch.empty(len(s), dtype=dtype, device="meta"), s))
-            for shape, s in shards.items()
-        )
+        total = 0
+        for (shape, stacked), count in counts.items():
+            shard = Shard.of_rank(shape, rank, cut)
+            run = torch.empty(len(shard), dtype=dtype, device="meta")
+            total += count * nbytes(init(run, shard, stacked))
+        return total
 
     return max(map(of_rank, range(min(cut, FIRST))))
 

@@ -2,22 +2,24 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import make_dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_ext import hyper, ops, precision, rounds, rules
+from ds_ext import hyper, ops, precision, rounds, rules, stacks
 from ds_ext.meter import Meter
 from ds_ext.shard import Shard
-from ds_ext.state import zeros
+from ds_ext.state import Parts, State, zeros
 
 # Elements of parameters that a plain step takes together, at least.
 TOGETHER = 2**22
-# What a group may hold beside its parameters and hyper-parameters: names, and a scheduler's note.
-_GROUP_KEYS = {"params", "param_names", "name", "initial_lr"}
+# What a group may hold beside its parameters and hyper-parameters: names, a scheduler's note, and
+# DeepSpeed's that it is of experts.
+_GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "moe"}
 
 
 class Update(NamedTuple):
@@ -54,6 +56,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
         self.meter: Meter | None = None
+        # parameters whose first dimension counts experts, and the number of their first one
+        self.stacks: dict[Tensor, int] = {}
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -71,7 +75,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._index()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"meter": self.meter}
+        return super().__getstate__() | {"meter": self.meter, "stacks": self.stacks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -86,22 +90,77 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self.meter is not None:
             self.meter.groups = len(self.param_groups)
 
+    def separate_experts(
+        self, module: nn.Module, first: Mapping[Tensor, int] | None = None
+    ) -> "RuleOptimizer":
+        """Steps each expert of ``module`` as a matrix of its own where one parameter holds many.
+
+        -> self. An engine and ``fuse_into_backward`` call it; call it yourself, before the first
+        step, where neither is used. ``stacks.find`` tells which parameters these are; ``first``,
+        which expert is a parameter's first where other ranks have others.
+        """
+        found = stacks.find(module)
+        self._check_state({p: self.state[p] for p in found if self.state.get(p)}, found)
+        self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
+        return self
+
+    def _check_state(self, states: Mapping[Tensor, State], stacked: Container[Tensor]) -> None:
+        """Raises ValueError for a state of a stack that is not by expert, and the reverse."""
+        for param, state in states.items():
+            if (stacks.EXPERTS in state) != (param in stacked):
+                raise ValueError(
+                    f"{type(self).__name__}: the state of a parameter of shape "
+                    f"{stacks.shape(param)} was made with"
+                    f"{'out' if param in stacked else ''} its experts separate. Call "
+                    "optimizer.separate_experts(model) before the first step, and before "
+                    "load_state_dict, in both runs or in neither."
+                )
+
     @torch.no_grad()
     def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
         """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds."""
-        return rounds.run([self._begin(u) for u in updates], all_reduce)
+        return rounds.run([rule for u in updates for rule in self.rules(u)], all_reduce)
+
+    def rules(self, u: Update) -> list[rounds.Rule]:
+        """Starts the rules of one parameter: one, or one for each expert of a stack."""
+        if u.param not in self.stacks:
+            return [self._begin(u)]
+        rule, state, p = self._prepared(u)
+        t, experts = state["step"], state[stacks.EXPERTS].values()
+        begun = []
+        for s, (run, shard) in zip(experts, stacks.split(u.shard), strict=True):
+            own = self._watched(precision.part(p, run), u, u.p[run])
+            begun.append(rule.step(own, stacks.part(u.g, run), s, t, shard))
+        return begun
 
     def _begin(self, u: Update) -> rounds.Rule:
-        """Starts the rule of one parameter, making its state if it has none."""
+        rule, state, p = self._prepared(u)
+        return rule.step(self._watched(p, u, u.p), u.g, state, state["step"], u.shard)
+
+    def _prepared(self, u: Update) -> tuple[Any, State, precision.Weight]:
+        """The rule of a parameter, its state, made if it has none, with this step counted in it,
+        and what the rule reads and writes as its weight.
+        """
         rule = self.rule_of(u.param)
         state = self.state[u.param]
         if not state:
-            state.update(zeros(rule.keeps(u.shard), u.p), step=0)
+            state.update(zeros(self.keeps(u.param, u.shard, rule), u.p), step=0)
         state["step"] += 1
-        p = precision.weight(u.p, state, rule, self.number_of[u.param], u.shard)
-        if self.meter is not None:
-            p = self.meter.watch(p, self.row_of[u.param], u.p, u.copies)
-        return rule.step(p, u.g, state, state["step"], u.shard)
+        before = self.stacks.get(u.param, 0) * math.prod(u.shard.shape[1:])
+        number = self.number_of[u.param]
+        return rule, state, precision.weight(u.p, state, rule, number, u.shard, before)
+
+    def _watched(self, p: precision.Weight, u: Update, run: Tensor) -> ops.Writable:
+        """The same, measured if a meter is set."""
+        if self.meter is None:
+            return p
+        return self.meter.watch(p, self.row_of[u.param], run, u.copies)
+
+    def keeps(self, param: Tensor, shard: Shard, rule: Any) -> Parts:
+        """What ``rule`` keeps of a parameter."""
+        if param not in self.stacks:
+            return rule.keeps(shard)
+        return stacks.keeps(rule, shard, self.stacks[param])
 
     def rule_of(self, param: Tensor) -> Any:
         """The rule of a parameter, with the hyper-parameters that its group has now."""
@@ -161,12 +220,14 @@ class RuleOptimizer(torch.optim.Optimizer):
             if missing:
                 kind = type(self).__name__
                 raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")
-        super().load_state_dict(state_dict)
         ids = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         params = itertools.chain(*(group["params"] for group in self.param_groups))
-        for saved, param in zip(ids, params, strict=True):
-            if saved in state_dict["state"]:
-                self.state[param] = _to(state_dict["state"][saved], param.device)
+        saved = state_dict["state"]
+        states = {p: saved[i] for i, p in zip(ids, params, strict=False) if i in saved}
+        self._check_state(states, self.stacks)
+        super().load_state_dict(state_dict)
+        for param, state in states.items():
+            self.state[param] = _to(state, param.device)
 
 
 def _to(value: Any, device: torch.device) -> Any:

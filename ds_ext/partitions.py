@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 
-from ds_ext import parallel
+from ds_ext import moe, parallel
 from ds_ext.layout import (
     Agreement,
     Group,
@@ -103,8 +103,8 @@ class Partitions(Layout):
 
 
 def layout_of(engine: DeepSpeedEngine) -> Layout:
-    """The layout of the engine's ZeRO stage and its tensor parallelism."""
-    names, group = engine.param_names, engine.seq_data_parallel_group
+    """The layout of the engine's ZeRO stage and its tensor or expert parallelism."""
+    names, group = moe.names(engine.param_names, engine.module), engine.seq_data_parallel_group
     offload = _partition(engine) if engine.zero_optimization_stage() == 3 else None
     kind = {0: Replicated, 3: Partitioned}.get(engine.zero_optimization_stage(), Sharded)
     if engine.autotp_size() > 1:
@@ -113,9 +113,15 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
         held = parallel.held(names, dist.get_rank(tensor_group), ranks)
         split, whole = _domains(kind, group, tensor_group, held)
     else:
-        held, split, whole = {}, None, kind(group, _losses(engine))
+        whole = kind(group, _losses(engine), copies=_copies(kind, group))
+        held, split = {}, None
+    experts: dict[Group, Replicated] = {}
 
     def domain_of(param: Tensor) -> Replicated:
+        if moe.is_expert(param) and size_of(own := moe.group(param)) < size_of(group):
+            # Tokens of all ranks have come to these experts: their gradients are of all losses.
+            made = kind(own, losses=size_of(group), copies=_copies(kind, own))
+            return experts.setdefault(own, made)
         return split if split is not None and param in held else whole
 
     if offload is None:
@@ -139,6 +145,11 @@ def _losses(engine: DeepSpeedEngine) -> int:
                 "deepspeed.initialize as mpu."
             )
     return size_of(group) // size
+
+
+def _copies(kind: type[Replicated], group: Group) -> int:
+    """How many ranks have the same run."""
+    return size_of(group) if kind is Replicated else 1
 
 
 def _domains(
@@ -165,6 +176,9 @@ def _domains(
 
 def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
     """DeepSpeed's own partitioning, gathering and prefetching of ZeRO-3 parameters."""
+    if engine.has_moe_layers:
+        engine._validate_zero3_moe_compatibility()
+        engine._resolve_zero3_param_placement()
     return DeepSpeedZeRoOffload(
         engine.module,
         timers=engine.timers,

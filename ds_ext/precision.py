@@ -36,7 +36,7 @@ class Writing:
 
 
 # Runs of 16 bits, read and written as fp32. ``write_`` returns what they then hold, which may lie
-# where the new values were.
+# where the new values were. ``part`` is the same of some of their elements.
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class StochasticWeight:
 
     def kept(self) -> Kept:
         return Kept(self.run, "STOCHASTIC", key=self.key)
+
+    def part(self, run: slice) -> "StochasticWeight":
+        return StochasticWeight(self.run[run], self.key, self.start + run.start)
 
     def block(self, b: Block) -> Tensor:
         run = self.run[b.run].view(b.shape)
@@ -73,6 +76,9 @@ class SplitWeight:
 
     def kept(self) -> Kept:
         return Kept(self.run, "SPLIT", self.residual)
+
+    def part(self, run: slice) -> "SplitWeight":
+        return SplitWeight(self.run[run], self.residual[run])
 
     def block(self, b: Block) -> Tensor:
         run = self.run[b.run].view(b.shape)
@@ -103,6 +109,9 @@ class CopiedWeight:
     def kept(self) -> Kept:
         return Kept(self.run, "COPIED", self.copy)
 
+    def part(self, run: slice) -> "CopiedWeight":
+        return CopiedWeight(self.run[run], self.copy[run])
+
     def block(self, b: Block) -> Tensor:
         run, copy = self.run[b.run], self.copy[b.run]
         return torch.where(copy.to(run.dtype) == run, copy, run.float()).view(b.shape)
@@ -116,11 +125,14 @@ class CopiedWeight:
 Weight: TypeAlias = Tensor | StochasticWeight | SplitWeight | CopiedWeight
 
 
-def weight(p: Tensor, s: dict[str, Any], how: Writing, number: int, shard: Shard) -> Weight:
+def weight(
+    p: Tensor, s: dict[str, Any], how: Writing, number: int, shard: Shard, before: int = 0
+) -> Weight:
     """What a rule reads and writes as its weight: the run ``p``, or one that rounds.
 
     A master is kept in the parameter's state ``s``, made here where it is missing and dropped
     where it is not asked for. ``number`` tells parameters apart and ``s["step"]`` their steps.
+    Other ranks have ``before`` elements of it, which precede the shard's.
     """
     if how.weight_update != "master":
         s.pop("master", None)
@@ -129,8 +141,13 @@ def weight(p: Tensor, s: dict[str, Any], how: Writing, number: int, shard: Shard
     if p.dtype not in ROUND or how.weight_update == "nearest":
         return p
     if how.weight_update == "stochastic":
-        return StochasticWeight(p, key(how.seed, number, s["step"]), shard.start)
+        return StochasticWeight(p, key(how.seed, number, s["step"]), before + shard.start)
     return _with_master(p, s)
+
+
+def part(p: Weight, run: slice) -> Weight:
+    """Some elements of a run, to be read and written as they are in it."""
+    return p[run] if isinstance(p, Tensor) else p.part(run)
 
 
 def master(p: Tensor, how: Writing) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -53,8 +54,9 @@ def register() -> None:
 
     @functools.wraps(build)
     def _configure_basic_optimizer(self: DeepSpeedEngine, model_parameters: list[Any]) -> Any:
-        ours = self.optimizer_name() in OPTIMIZERS
-        return (_build if ours else build)(self, model_parameters)
+        if self.optimizer_name() not in OPTIMIZERS:
+            return build(self, model_parameters)
+        return _build(self, _ungrouped(self, model_parameters))
 
     @functools.wraps(check)
     def _do_optimizer_sanity_check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
@@ -158,6 +160,14 @@ def _facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
     return {"optimizer": name, "config": config, **told}
 
 
+def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
+    """Parameters as the user gave them: DeepSpeed puts a flat list with experts into groups."""
+    if not engine.has_moe_layers or params[0].get("name") != "dense-params":
+        return params
+    given = {p for group in params for p in group["params"]}
+    return [p for p in engine.param_names if p in given]
+
+
 def _build(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     """The optimizer that the JSON config names, over groups that spare norms and biases."""
     optimizer_type = OPTIMIZERS[engine.optimizer_name()]
@@ -203,13 +213,29 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
             "yet: remove one of them."
         )
     if engine.has_moe_layers:
-        raise ValueError("ds_ext does not support deepspeed.moe layers yet.")
+        _refuse_experts(engine)
     scheduled = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
     if scheduled and any(group["lr"] is None for group in optimizer.param_groups):
         raise ValueError(
             "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
             'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
             "always has a scheduler), or remove the scheduler."
+        )
+
+
+def _refuse_experts(engine: DeepSpeedEngine) -> None:
+    """Raises ValueError for experts spread in a way that is not supported."""
+    if engine.mp_world_size > 1 or max(engine.autotp_size(), engine.sequence_parallel_size) > 1:
+        raise ValueError(
+            "ds_ext does not support expert parallelism together with tensor or sequence "
+            "parallelism yet: remove tensor_parallel, sequence_parallel_size and mpu, or "
+            "expert_parallel and deepspeed.moe layers."
+        )
+    native = any(isinstance(module, MoE) for module in engine.module.modules())
+    if native and engine.zero_optimization_stage() == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3: DeepSpeed does not partition deepspeed.moe layers. Use "
+            'stage 0, 1 or 2, or "expert_parallel" (AutoEP) with the experts of the model itself.'
         )
 
 

@@ -5,6 +5,7 @@ written aside and moved into place when all ranks have written theirs, and verif
 read. Loading is ours: by any number of ranks, at any ZeRO stage.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -123,7 +124,7 @@ def save_checkpoint(
                 "zero_stage": int(engine.zero_optimization_stage()),
                 "ranks": adapter.layout.world,
                 "tensor_parallel": max(1, engine.autotp_size()),
-                "model_files": [n for files in everyone for n in files if "model_states" in n],
+                "model_files": [n for files in everyone for n in files if _is_model(n)],
                 "state_files": [n for files in everyone for n in files if _holds_state(n, files)],
                 "files": {n: f for files in everyone for n, f in files.items()},
             }
@@ -145,6 +146,11 @@ def save_checkpoint(
             f"checkpoint {path} could not be saved, the ones before it are as they were: {error}"
         ) from error
     return True
+
+
+def _is_model(name: str) -> bool:
+    """Whether a file is of the model's weights, and not of one expert's."""
+    return name.endswith("model_states.pt") and not re.match(r"(layer_-?\d+_)?expert_\d+_", name)
 
 
 def _holds_state(name: str, files: Mapping[str, Any]) -> bool:
@@ -214,7 +220,7 @@ class _Load:
 
     def open(self) -> None:
         """Maps the files."""
-        names = sorted(file.name for file in self.path.glob("*model_states.pt"))
+        names = sorted(f.name for f in self.path.glob("*.pt") if _is_model(f.name))
         if self.manifest is not None:
             names = self.manifest["model_files"]
             for name in self.manifest["state_files"]:
@@ -275,7 +281,7 @@ class _Load:
         missing = checkpoint.load_weights(self.pieces, adapter.optimizer, adapter.owned())
         if missing:
             log(f"not in the checkpoint, left as they were: {grouping.summary(missing)}")
-        names = set(self.engine.param_names.values())
+        names = dict(self.engine.module.named_parameters(remove_duplicate=False))
         buffers = {k: v for k, v in self.model["module"].items() if k not in names}
         self.engine.module.load_state_dict(buffers, strict=False)
 

@@ -77,7 +77,7 @@ _HONOURED = [
     ("bf16.bf16_optimizer_states", _off, _MASTER),
     ("prescale_gradients", _off, _REMOVE),
     ("gradient_predivide_factor", _one, _REMOVE),
-    ("expert_parallel.enabled", _off, _REMOVE),
+    ("expert_parallel.expert_tensor_parallel_size", _one, _REMOVE),
     ("compile.deepcompile", _off, _REMOVE),
     ("checkpoint.load_universal", _off, _ANY),
     ("checkpoint.use_node_local_storage", _off, _SHARED),

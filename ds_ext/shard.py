@@ -92,6 +92,7 @@ class Shard:
     stop: int
     size: int  # of a full run: the parameter is cut at multiples of it, unless it is split
     split: Split | None = None  # elements are then numbered box by box, not row by row
+    before: int = 0  # elements of a stack before this one of it; the multiples are the stack's
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop <= self.numel, f"{self} lies outside its parameter"
@@ -130,7 +131,8 @@ class Shard:
         """Elements that runs start at."""
         if self.split is not None:
             return self.split.cuts
-        return (range(0, self.numel, self.size or 1),)
+        size = self.size or 1
+        return (range(-self.before % size, self.numel, size),)
 
     @functools.cached_property
     def is_matrix(self) -> bool:
@@ -146,7 +148,7 @@ class Shard:
         ):
             return False
         return all(
-            at.start % self.cols == 0 and (len(at) < 2 or at.step % self.cols == 0)
+            not at or (at.start % self.cols == 0 and (len(at) < 2 or at.step % self.cols == 0))
             for at in self.cuts
         )
 

@@ -13,14 +13,13 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScal
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor, nn
 
-from ds_ext import checkpoint, settings
+from ds_ext import checkpoint, moe, settings
 from ds_ext.checkpoint import Own, Pieces
 from ds_ext.folder import CheckpointError
 from ds_ext.gradients import FusedBackward, logger
 from ds_ext.layout import Layout
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.partitions import Partitions, layout_of
-from ds_ext.state import Part
 
 
 class ZeroAdapter(ZeROOptimizer):
@@ -36,6 +35,11 @@ class ZeroAdapter(ZeROOptimizer):
         _share_time_limit(self.layout)
         how = settings.gradients(
             engine._config._param_dict | effective(engine), engine.monitor.enabled
+        )
+        optimizer._index()  # DeepSpeed may have put other parameters in the place of experts
+        places = {p: moe.place(p) for p in self.layout.names}
+        optimizer.separate_experts(
+            engine.module, {p: place[0] for p, place in places.items() if place}
         )
         self.fused = FusedBackward(
             engine.module,
@@ -178,7 +182,14 @@ class ZeroAdapter(ZeROOptimizer):
         """This rank's part of every parameter of the model."""
         layout = self.layout
         return {
-            p: Own(n, layout.run(p), layout.shard(p), layout.of[p].place, layout.of[p].parts)
+            p: Own(
+                n,
+                layout.run(p),
+                layout.shard(p),
+                layout.of[p].place,
+                layout.of[p].parts,
+                moe.place(p),
+            )
             for p, n in layout.names.items()
         }
 
@@ -195,8 +206,8 @@ class ZeroAdapter(ZeROOptimizer):
         trained = {
             p: own for p, own in owned.items() if p in self.optimizer.group_of or p.requires_grad
         }
-        if self.engine.autotp_size() > 1:  # DeepSpeed saves of frozen ones what this rank holds
-            trained = owned
+        if self.engine.autotp_size() > 1 or self.engine.has_moe_layers:
+            trained = owned  # DeepSpeed saves of frozen ones what this rank holds
         saved = checkpoint.save(self.optimizer, trained)
         runs = []
         is_padded = isinstance(layout, Partitions)
@@ -227,7 +238,7 @@ class ZeroAdapter(ZeROOptimizer):
         """The gradients that wait for the rest of their step's micro-batches."""
         gradients = {}
         for param, run in self.fused.tally.kept.items():
-            part = Part.like(owned[param].shard)
+            part = owned[param].part
             values = run.g[: part.stop - part.start]
             gradients[owned[param].name] = checkpoint.piece(values, part, bad=bool(run.bad))
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
@@ -252,7 +263,7 @@ class ZeroAdapter(ZeROOptimizer):
             )
         for own in self.owned().values():
             if next(pieces.find("accumulated", "gradients", own.name), None) is not None:
-                if pieces.lacks(Part.like(own.shard), "accumulated", "gradients", own.name):
+                if pieces.lacks(own.part, "accumulated", "gradients", own.name):
                     raise CheckpointError(f"this checkpoint lacks some of {own.name}'s gradient.")
 
     def restore(self, pieces: Pieces) -> None:
@@ -273,7 +284,7 @@ class ZeroAdapter(ZeROOptimizer):
         for param, own in self.owned().items():
             found = next(pieces.find("accumulated", "gradients", own.name), None)
             if found is not None:
-                values = pieces.read(Part.like(own.shard), "accumulated", "gradients", own.name)
+                values = pieces.read(own.part, "accumulated", "gradients", own.name)
                 kept[param] = (values.to(own.run.device) * factor, found["bad"])
         self.fused.begin_with(kept)
 
@@ -307,7 +318,7 @@ def _share_time_limit(layout: Layout) -> None:
     DeepSpeed makes its groups with torch's default, half an hour.
     """
     everyone = dist.group.WORLD
-    for group in layout.groups:
+    for group in layout.groups | moe.exchanges():
         limit = everyone._get_backend(layout.device).options._timeout
         dist.distributed_c10d._set_pg_timeout(limit, group)
 

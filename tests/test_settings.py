@@ -24,7 +24,7 @@ SETTINGS = [
     ("bf16.bf16_optimizer_states", [True], [False], "weight_update"),
     ("prescale_gradients", [True], [False], "remove it"),
     ("gradient_predivide_factor", [2.0], [1.0, 1], "remove it"),
-    ("expert_parallel.enabled", [True], [False], "remove it"),
+    ("expert_parallel.expert_tensor_parallel_size", [2], [1], "remove it"),
     ("compile.deepcompile", [True], [False], "remove it"),
     ("checkpoint.load_universal", [True], [False], "without ds_to_universal"),
     ("checkpoint.use_node_local_storage", [True], [False], "file system that all ranks share"),

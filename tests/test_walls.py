@@ -15,12 +15,13 @@ STANDS_ON = {
     "register": ["resume"],
     "resume": ["zero", "ranks", "grouping"],
     "zero": ["partitions", "gradients", "checkpoint", "settings"],
-    "partitions": ["parallel"],
+    "partitions": ["parallel", "moe"],
+    "moe": ["layout"],
     "parallel": ["layout"],
     "fuse": ["gradients", "ranks"],
     "ranks": ["layout", "folder"],
     "folder": [],
-    "grouping": [],
+    "grouping": ["stacks"],
     "checkpoint": ["optimizer", "folder"],
     "gradients": ["optimizer", "buckets", "settings"],
     "buckets": ["uses", "layout", "ops", "beside"],
@@ -29,7 +30,8 @@ STANDS_ON = {
     "layout": ["shard", "lost"],
     "lost": [],
     "memory": ["optimizer"],
-    "optimizer": ["rounds", "rules", "meter"],
+    "optimizer": ["rounds", "rules", "meter", "stacks"],
+    "stacks": ["state"],
     "meter": ["ops", "precision"],
     "rounds": ["launches"],
     "rules": ["moment", "hyper", "lowrank", "quantize"],
@@ -49,10 +51,10 @@ STANDS_ON = {
 
 # The only parts that may import a package. Torch's own distributed package counts as one.
 ONLY = {
-    "deepspeed": {"zero", "partitions", "parallel", "register", "resume"},
+    "deepspeed": {"zero", "partitions", "parallel", "moe", "register", "resume"},
     "triton": {"kernels"},
     "bitsandbytes": {"quantize"},
-    "torch.distributed": {"layout", "lost", "partitions", "ranks", "zero"},
+    "torch.distributed": {"layout", "lost", "moe", "partitions", "ranks", "zero"},
     "lomo_optim": set(),  # the authors' code is for tests
     "came_pytorch": set(),
     "galore_torch": set(),

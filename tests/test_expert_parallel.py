@@ -1,0 +1,62 @@
+"""deepspeed.moe's layers on 2 and 4 ranks against one process that has all experts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import authors, expert_parallel
+from tests.expert_parallel import RUNS, STEPS, values
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def got(tmp_path_factory):
+    if ready := os.environ.get("DS_EXT_READY"):
+        return torch.load(ready, weights_only=False)
+    out = tmp_path_factory.mktemp("experts") / "results.pt"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.expert_parallel", str(out)],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_one_process_that_has_all_experts(got, name):
+    run, ranks, before = RUNS[name], got[name], values()
+    model, norms, idle = expert_parallel.reference(run, authors.ordinary)
+    after = {n: p.detach() for n, p in model.named_parameters()}
+    held = set()
+    for rank in ranks:
+        held |= rank["after"].keys()
+        for n, p in rank["after"].items():
+            error, update = (p - after[n]).norm(), (after[n] - before[n]).norm()
+            assert error <= max(1e-5 * update, STEPS * 2**-24 * after[n].norm()), n
+        assert set(rank["steps"].values()) == {STEPS}
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        if run.max_norm:
+            assert max(norms) > run.max_norm
+    assert held == after.keys()
+    for n in held:  # the same bits wherever it is
+        every = [rank["after"][n] for rank in ranks if n in rank["after"]]
+        size = run.then[1] if run.then else run.size
+        assert len(every) == (run.world // size if "experts" in n else run.world)
+        assert all(torch.equal(p, every[0]) for p in every)
+    some = idle.any(1) & ~idle.all(1)
+    assert some.any() and idle.all(1).any() and not idle[0].all(0).any()
+
+
+def test_what_is_not_supported_is_refused_on_every_rank(got):
+    for stage3, fused in got["refusals"]:
+        assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
+        assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused
