@@ -113,8 +113,8 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
         held = parallel.held(names, dist.get_rank(tensor_group), ranks)
         split, whole = _domains(kind, group, tensor_group, held)
     else:
-        whole = kind(group, _losses(engine), copies=_copies(kind, group))
-        held, split = {}, None
+        copies = _copies(kind, group)
+        held, split, whole = {}, None, kind(group, _losses(engine), copies=copies)
     experts: dict[Group, Replicated] = {}
 
     def domain_of(param: Tensor) -> Replicated:
@@ -127,6 +127,11 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     if offload is None:
         return Layout(group, names, domain_of)
     return Partitions(offload, group, names, domain_of)
+
+
+def _copies(kind: type[Replicated], group: Group) -> int:
+    """How many ranks have the same run."""
+    return size_of(group) if kind is Replicated else 1
 
 
 def _losses(engine: DeepSpeedEngine) -> int:
@@ -145,11 +150,6 @@ def _losses(engine: DeepSpeedEngine) -> int:
                 "deepspeed.initialize as mpu."
             )
     return size_of(group) // size
-
-
-def _copies(kind: type[Replicated], group: Group) -> int:
-    """How many ranks have the same run."""
-    return size_of(group) if kind is Replicated else 1
 
 
 def _domains(

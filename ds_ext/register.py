@@ -225,11 +225,11 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:
     """Raises ValueError for experts spread in a way that is not supported."""
-    if engine.mp_world_size > 1 or max(engine.autotp_size(), engine.sequence_parallel_size) > 1:
+    if max(engine.autotp_size(), engine.mp_world_size, engine.sequence_parallel_size) > 1:
         raise ValueError(
-            "ds_ext does not support expert parallelism together with tensor or sequence "
-            "parallelism yet: remove tensor_parallel, sequence_parallel_size and mpu, or "
-            "expert_parallel and deepspeed.moe layers."
+            "ds_ext does not support expert_parallel, or deepspeed.moe layers, together with "
+            "tensor or sequence parallelism yet: remove tensor_parallel, sequence_parallel_size "
+            "and mpu."
         )
     native = any(isinstance(module, MoE) for module in engine.module.modules())
     if native and engine.zero_optimization_stage() == 3:
