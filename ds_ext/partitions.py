@@ -9,6 +9,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 
 from ds_ext.layout import Agreement, Replicated, Sharded
+from ds_ext.order import Order
 from ds_ext.shard import Shard
 
 
@@ -18,6 +19,8 @@ class Partitions(Sharded):
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.offload = _partition(engine)
         super().__init__(engine.seq_data_parallel_group, engine.param_names)
+        self.order = Order(engine.module, self.names, self.host_group)
+        self.order.watch_first_pass(self.offload.get_param_coordinator())
 
     def shard(self, param: Tensor) -> Shard:
         return Shard.of_rank(tuple(param.ds_shape), self.rank, self.world)
@@ -30,7 +33,11 @@ class Partitions(Sharded):
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        """The ranks have gathered the same parameters together: what waits on one does on all."""
+        """The ranks have gathered the same parameters together: what waits on one does on all.
+
+        Where they have not, RuntimeError on all of them, before anything is sent.
+        """
+        self.bytes_sent += self.order.check_gradients(waiting, ended)
         return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
     @contextlib.contextmanager

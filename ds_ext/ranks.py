@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -79,6 +80,20 @@ def agree(told: Mapping[str, Any], group: Group = None) -> None:
                     f"the ranks were started with different {name}s: rank 0 and rank {rank} differ "
                     f"in {where}. Start all ranks with the same script, config and model."
                 )
+
+
+def alike(numbers: tuple[int, ...], group: Group = None) -> int | None:
+    """Compares numbers by one small message from host to host -> its bytes; None if they differ.
+
+    What is compared is a hash of 62 bits, the same in every process.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return 0
+    digest = hash(numbers) & (2**62 - 1)
+    most = torch.tensor([digest, -digest])
+    with explained():
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return most.nbytes if most[0] == -most[1] else None
 
 
 def _difference(a: Any, b: Any, where: str = "") -> str:

@@ -1,0 +1,71 @@
+"""Whether the ranks of ZeRO-3 go through the model alike, found before they wait for each other.
+
+A collective sums, or gathers, whatever the ranks bring to it: of another parameter that is silently
+wrong, of another size it ends or hangs. So they compare, from host to host, a hash of what comes
+next: of every bucket of gradients, and in the first pass of every module that is gathered for.
+Later passes of another order are seen where their gradients differ.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_ext import ranks
+from ds_ext.layout import Group
+
+
+class Order:
+    """Compares what the ranks of ``group`` come to, and raises RuntimeError on all of them."""
+
+    def __init__(self, module: nn.Module, names: Mapping[Tensor, str], group: Group) -> None:
+        self.names = names
+        self.group = group
+        self.number = {p: i for i, p in enumerate(names)}
+        self.modules = {m: (i, name) for i, (name, m) in enumerate(module.named_modules())}
+
+    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> int:
+        """Compares a bucket, whether more may come of each gradient, and if it is the last.
+
+        -> the bytes sent.
+        """
+
+        def words() -> list[str]:
+            more = ", of which more may come"
+            said = [f"the gradient of {self.names[p]}{more * m}" for p, m in waiting.items()]
+            return [*said, "the end of backward" if ended else "a full bucket"]
+
+        return self._check((ended, *(2 * self.number[p] + m for p, m in waiting.items())), words)
+
+    def watch_first_pass(self, coordinator: Any) -> None:
+        """Compares each module that DeepSpeed gathers for, until it has recorded a pass."""
+        fetch = coordinator.fetch_sub_module
+
+        def fetch_sub_module(module: nn.Module, forward: bool) -> None:
+            if coordinator.is_complete_trace():
+                del coordinator.fetch_sub_module
+            else:
+                number, name = self.modules.get(module, (-1, "a module outside the model"))
+                way = "forward" if forward else "backward"
+                self._check(
+                    (2 * number + forward,), lambda: [f"the {way} pass of {name or 'the model'}"]
+                )
+            fetch(module, forward)
+
+        coordinator.fetch_sub_module = fetch_sub_module
+
+    def _check(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> int:
+        sent = ranks.alike(numbers, self.group)
+        if sent is not None:
+            return sent
+        told = ranks.gathered(words(), self.group)
+        other = next(rank for rank, said in enumerate(told) if said != told[0])
+        pairs = zip_longest(told[0], told[other], fillvalue="nothing")
+        first, second = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RuntimeError(
+            f"the ranks do not go through the model alike: next is {first} on rank 0, and {second} "
+            f"on rank {other}. At zero_optimization.stage 3 all ranks must use the same modules in "
+            "the same order: give deepspeed.utils.set_z3_leaf_modules what only some of them use, "
+            "or set stage 2, 1 or 0, which do not ask for it."
+        )
