@@ -3,12 +3,13 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
+from deepspeed import comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils import z3_leaf_module
+from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 
-from ds_ext.layout import Agreement, Replicated, Sharded
+from ds_ext.layout import Agreement, Group, Replicated, Sharded
 from ds_ext.order import Order
 from ds_ext.shard import Shard
 
@@ -21,6 +22,7 @@ class Partitions(Sharded):
         super().__init__(engine.seq_data_parallel_group, engine.param_names)
         self.order = Order(engine.module, self.names, self.host_group)
         self.order.watch_first_pass(self.offload.get_param_coordinator())
+        self.updated: set[Tensor] = set()  # in this step
 
     def shard(self, param: Tensor) -> Shard:
         return Shard.of_rank(tuple(param.ds_shape), self.rank, self.world)
@@ -52,15 +54,23 @@ class Partitions(Sharded):
         self.offload.release_backward_leftovers()
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Nobody else holds the weight, but for what ``end_step`` gathers."""
+        """Nobody else holds the weight, but for what ``end_step`` brings up to date."""
+        self.updated.update(params)
 
     def end_backward(self) -> None:
         # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
         self.offload.release_backward_leftovers()
 
     def end_step(self) -> None:
-        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions."""
+        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions.
+
+        And forgets hpZ's second copies of what was updated: the next forward pass makes new ones.
+        Not before all is partitioned, which would make them of what is still gathered and old.
+        """
         self.offload.partition_all_parameters()
+        for param in self.updated:
+            param.ds_secondary_tensor = None
+        self.updated.clear()
         persistent = self.offload.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
@@ -73,6 +83,27 @@ def layout_of(engine: DeepSpeedEngine) -> Replicated:
         return Partitions(engine)
     kind = Replicated if stage == 0 else Sharded
     return kind(engine.seq_data_parallel_group, engine.param_names)
+
+
+def _secondary_group(engine: DeepSpeedEngine) -> Group:
+    """The ranks that hold a second copy of the weights together: ZeRO++ hpZ, usually a host's."""
+    world = dist.get_world_size()
+    size = engine.zero_hpz_partition_size()
+    if size <= 1:
+        return None
+    if world % min(size, world):
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {world} ranks."
+        )
+    if groups._get_zero_param_intra_parallel_group() is None:
+        groups._create_zero_param_parallel_group(size)
+    there = groups._get_zero_param_intra_parallel_group_world_size()
+    if there != min(size, world):
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size}, where another engine of this "
+            f"process has {there}: DeepSpeed takes one for all."
+        )
+    return groups._get_zero_param_intra_parallel_group()
 
 
 def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
@@ -89,6 +120,7 @@ def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
         model_persistence_threshold=engine.zero_model_persistence_threshold(),
         dp_process_group=engine.seq_data_parallel_group,
         mpu=engine.mpu,
+        zero_param_parallel_group=_secondary_group(engine),
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
