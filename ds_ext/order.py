@@ -17,26 +17,33 @@ from ds_ext.layout import Group
 
 
 class Order:
-    """Compares what the ranks of ``group`` come to, and raises RuntimeError on all of them."""
+    """Compares what the ranks of ``group`` come to, and raises RuntimeError on all of them.
 
-    def __init__(self, module: nn.Module, names: Mapping[Tensor, str], group: Group) -> None:
+    ``ahead``: a bucket may be sent before it is known to be alike, but is not waited for.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: Mapping[Tensor, str], group: Group, ahead: bool = False
+    ) -> None:
         self.names = names
         self.group = group
+        self.ahead = ahead
         self.number = {p: i for i, p in enumerate(names)}
         self.modules = {m: (i, name) for i, (name, m) in enumerate(module.named_modules())}
+        self.asked: tuple[Callable[[], bool], Callable[[], list[str]]] | None = None
 
-    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> int:
-        """Compares a bucket, whether more may come of each gradient, and if it is the last.
-
-        -> the bytes sent.
-        """
+    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> None:
+        """Compares a bucket, whether more may come of each gradient, and if it is the last."""
+        bucket = dict(waiting)
 
         def words() -> list[str]:
             more = ", of which more may come"
-            said = [f"the gradient of {self.names[p]}{more * m}" for p, m in waiting.items()]
+            said = [f"the gradient of {self.names[p]}{more * m}" for p, m in bucket.items()]
             return [*said, "the end of backward" if ended else "a full bucket"]
 
-        return self._check((ended, *(2 * self.number[p] + m for p, m in waiting.items())), words)
+        self._ask((ended, *(2 * self.number[p] + m for p, m in bucket.items())), words)
+        if ended or not self.ahead:
+            self._hear()
 
     def watch_first_pass(self, coordinator: Any) -> None:
         """Compares each module that DeepSpeed gathers for, until it has recorded a pass."""
@@ -47,18 +54,25 @@ class Order:
                 del coordinator.fetch_sub_module
             else:
                 number, name = self.modules.get(module, (-1, "a module outside the model"))
-                way = "forward" if forward else "backward"
-                self._check(
-                    (2 * number + forward,), lambda: [f"the {way} pass of {name or 'the model'}"]
-                )
+                words = f"the {'forward' if forward else 'backward'} pass of {name or 'the model'}"
+                self._ask((2 * number + forward,), lambda: [words])
+                self._hear()
             fetch(module, forward)
 
         coordinator.fetch_sub_module = fetch_sub_module
 
-    def _check(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> int:
-        sent = ranks.alike(numbers, self.group)
-        if sent is not None:
-            return sent
+    def _ask(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> None:
+        self._hear()  # of what was asked before
+        self.asked = ranks.alike(numbers, self.group), words
+
+    def _hear(self) -> None:
+        """Waits for the answer to what was asked."""
+        asked, self.asked = self.asked, None
+        if asked is None:
+            return
+        are_alike, words = asked
+        if are_alike():
+            return
         told = ranks.gathered(words(), self.group)
         other = next(rank for rank, said in enumerate(told) if said != told[0])
         pairs = zip_longest(told[0], told[other], fillvalue="nothing")

@@ -20,7 +20,9 @@ class Partitions(Sharded):
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.offload = _partition(engine)
         super().__init__(engine.seq_data_parallel_group, engine.param_names)
-        self.order = Order(engine.module, self.names, self.host_group)
+        # Gloo, which sums on a CPU, ends a process that is sent more than it waits for.
+        ahead = bool(engine.zero_overlap_comm()) and self.device.type != "cpu"
+        self.order = Order(engine.module, self.names, self.host_group, ahead)
         self.order.watch_first_pass(self.offload.get_param_coordinator())
         self.updated: set[Tensor] = set()  # in this step
 
@@ -37,9 +39,9 @@ class Partitions(Sharded):
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
         """The ranks have gathered the same parameters together: what waits on one does on all.
 
-        Where they have not, RuntimeError on all of them, before anything is sent.
+        Where they have not, RuntimeError on all of them.
         """
-        self.bytes_sent += self.order.check_gradients(waiting, ended)
+        self.order.check_gradients(waiting, ended)
         return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
     @contextlib.contextmanager
