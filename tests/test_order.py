@@ -56,6 +56,7 @@ def test_any_order_is_exact_below_stage_3_and_one_order_at_it(seen, case):
 NEXT = {
     ("swapped", 0): "the forward pass of a on rank 0, and the forward pass of b on rank 1",
     ("less", 0): "the forward pass of up on rank 0, and the backward pass of the model on rank 1",
+    ("either", FROM): "the gradient of b.weight on rank 0, and the gradient of a.weight on rank 1",
     ("less", FROM): "a full bucket on rank 0, and the gradient of b.weight on rank 1",
     (
         "frozen",
