@@ -32,8 +32,11 @@ class Order:
         self.modules = {m: (i, name) for i, (name, m) in enumerate(module.named_modules())}
         self.asked: tuple[Callable[[], bool], Callable[[], list[str]]] | None = None
 
-    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> None:
-        """Compares a bucket, whether more may come of each gradient, and if it is the last."""
+    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> int:
+        """Compares a bucket, whether more may come of each gradient, and if it is the last.
+
+        -> the bytes sent.
+        """
         bucket = dict(waiting)
 
         def words() -> list[str]:
@@ -44,6 +47,7 @@ class Order:
         self._ask((ended, *(2 * self.number[p] + m for p, m in bucket.items())), words)
         if ended or not self.ahead:
             self._hear()
+        return ranks.MESSAGE if ranks.several(self.group) else 0
 
     def watch_first_pass(self, coordinator: Any) -> None:
         """Compares each module that DeepSpeed gathers for, until it has recorded a pass."""

@@ -41,7 +41,7 @@ class Partitions(Sharded):
 
         Where they have not, RuntimeError on all of them.
         """
-        self.order.check_gradients(waiting, ended)
+        self.bytes_sent += self.order.check_gradients(waiting, ended)
         return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
     @contextlib.contextmanager

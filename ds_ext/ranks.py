@@ -18,11 +18,17 @@ from ds_ext.layout import Group
 from ds_ext.lost import explained
 
 T = TypeVar("T")
+MESSAGE = 16  # bytes that each rank sends to compare
+
+
+def several(group: Group = None) -> bool:
+    """Whether there are other ranks than this one."""
+    return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def gathered(value: T, group: Group = None) -> list[T]:
     """The values of all ranks, in their order; without a process group this one's."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not several(group):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     with explained():
@@ -87,7 +93,7 @@ def alike(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
 
     What is compared is a hash of 62 bits, the same in every process.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not several(group):
         return lambda: True
     digest = hash(numbers) & (2**62 - 1)
     most = torch.tensor([digest, -digest])
