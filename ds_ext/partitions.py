@@ -93,6 +93,11 @@ def _secondary_group(engine: DeepSpeedEngine) -> Group:
     size = engine.zero_hpz_partition_size()
     if size <= 1:
         return None
+    if dist.get_world_size(engine.seq_data_parallel_group) != world:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size}: DeepSpeed would cut its groups "
+            "without regard to model parallelism: remove one of them."
+        )
     if world % min(size, world):
         raise ValueError(
             f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {world} ranks."
