@@ -18,6 +18,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
+from torch._dynamo import OptimizedModule
 
 from ds_ext import grouping, ranks, resume, settings
 from ds_ext.lost import explained
@@ -43,6 +44,7 @@ def register() -> None:
     _accept_scalars()
     _save_and_load()
     _end_with_the_others()
+    _keep_backward()
     build, check, wrap, make_scheduler, schedule, take_step = (
         DeepSpeedEngine._configure_basic_optimizer,
         DeepSpeedEngine._do_optimizer_sanity_check,
@@ -141,6 +143,23 @@ def _end_with_the_others() -> None:
         setattr(DeepSpeedEngine, name, explaining(getattr(DeepSpeedEngine, name)))
 
 
+def _keep_backward() -> None:
+    """Lets engine.compile() compile the model, and refuses it the backward pass."""
+    compile_model = DeepSpeedEngine.compile
+
+    @functools.wraps(compile_model)
+    def compile(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(compile_model).bind(self, *args, **kwargs).arguments
+        if isinstance(self.optimizer, ZeroAdapter) and given.get("compiled_autograd_enabled"):
+            raise ValueError(
+                "engine.compile(compiled_autograd_enabled=True) replaces the backward pass, in the "
+                "hooks of which ds_ext steps: leave it out; the forward pass may be compiled."
+            )
+        compile_model(self, *args, **kwargs)
+
+    DeepSpeedEngine.compile = compile
+
+
 # What may differ from rank to rank: it is about what is written and shown.
 _LOCAL = {
     *("tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "dump_state"),
@@ -211,6 +230,12 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         raise ValueError(
             "ds_ext cannot honour tensor_parallel.autotp_size together with sequence_parallel_size "
             "yet: remove one of them."
+        )
+    compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
+    if compiled and engine.zero_optimization_stage() == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3 cannot partition what torch.compile has wrapped: give "
+            "deepspeed.initialize the model itself, and call engine.compile() after it."
         )
     if engine.has_moe_layers:
         _refuse_experts(engine)
