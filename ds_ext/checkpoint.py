@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import hyper, ops
+from ds_ext import home, hyper, ops
 from ds_ext.folder import VERSION, CheckpointError
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.shard import Shard
@@ -179,7 +179,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
         found = next(pieces.find("state", own.name), None)
         if found is not None:
             parts = optimizer.rule_of(param).keeps(own.shard)
-            state = _state(pieces, parts, own)
+            state = _state(pieces, parts, own, param.device, optimizer.home)
             optimizer.state[param] = {**state, "step": found["step"]}
 
 
@@ -198,8 +198,10 @@ def load_weights(
     return missing
 
 
-def _state(pieces: Pieces, parts: Parts, own: Own) -> State:
-    """This rank's part of a parameter's state."""
+def _state(
+    pieces: Pieces, parts: Parts, own: Own, device: torch.device, where: home.Home | None
+) -> State:
+    """This rank's part of a parameter's state, where it lies between steps."""
     made: State = {}
     for keys, part in leaves(parts):
         inner = made
@@ -207,5 +209,5 @@ def _state(pieces: Pieces, parts: Parts, own: Own) -> State:
             inner = inner.setdefault(key, {})  # type: ignore[assignment]
         values = pieces.read(part, "state", own.name, *keys)
         dtype = part.dtype or ops.accumulator(own.run.dtype)
-        inner[keys[-1]] = values.view(part.shape).to(own.run.device, dtype)
+        inner[keys[-1]] = home.place(values.view(part.shape).to(dtype), device, where)
     return made

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import hyper, ops, precision, rounds, rules
+from ds_ext import home, hyper, ops, precision, rounds, rules
 from ds_ext.meter import Meter
 from ds_ext.shard import Shard
 from ds_ext.state import zeros
@@ -53,6 +53,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
         self.meter: Meter | None = None
+        self.home: home.Home | None = None  # where states lie between steps; None: on the device
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -70,7 +71,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._index()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"meter": self.meter}
+        return super().__getstate__() | {"meter": self.meter, "home": self.home}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -87,13 +88,30 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
-        """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds."""
-        return rounds.run([self._begin(u) for u in updates], all_reduce)
+        """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds.
 
-    def _begin(self, u: Update) -> rounds.Rule:
+        Runs and states that lie elsewhere than their gradients visit these for it.
+        """
+        at_home = [(u, self.state[u.param]) for u in updates]
+        visits = [
+            (u._replace(p=home.visit(u.p, u.g.device)), self._visiting(state, u.g.device))
+            for u, state in at_home
+        ]
+        taken = rounds.run([self._begin(u, state) for u, state in visits], all_reduce)
+        for (u, state), (visitor, stepped) in zip(at_home, visits, strict=True):
+            if visitor.p is not u.p:
+                u.p.copy_(visitor.p, non_blocking=True)
+            if self.home is not None:
+                self.home.take(state, stepped)
+        return taken
+
+    def _visiting(self, state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """A state to be stepped on ``device``."""
+        return state if self.home is None else home.brought(state, device)
+
+    def _begin(self, u: Update, state: dict[str, Any]) -> rounds.Rule:
         """Starts the rule of one parameter, making its state if it has none."""
         rule = self.rule_of(u.param)
-        state = self.state[u.param]
         if not state:
             state.update(zeros(rule.keeps(u.shard), u.p), step=0)
         state["step"] += 1
@@ -109,13 +127,17 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """The weights of a run ``p``, [len(shard)]: in fp32 if there is a master of them."""
-        return precision.values(p, self.state.get(param, {}), shard)
+        masters = {k: v for k, v in self.state.get(param, {}).items() if k == "master"}
+        return precision.values(p, home.brought(masters, p.device), shard)
 
     @torch.no_grad()
     def write_weights(self, param: Tensor, p: Tensor, shard: Shard, values: Tensor) -> None:
         """Makes ``values`` the weights of a run ``p``; of its master too, if it has state."""
         how = self.rule_of(param) if param in self.group_of else precision.Writing("nearest")
-        precision.set_(p, self.state.get(param, {}), how, shard, values)
+        state = self.state.get(param, {})
+        precision.set_(p, state, how, shard, values)
+        if "master" in state:
+            state["master"] = home.place(state["master"], param.device, self.home)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

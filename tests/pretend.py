@@ -1,0 +1,127 @@
+"""A second device, pretended: memory of its own, and an error where an operation mixes the two.
+
+Tensors on ``DEVICE`` are plain ones of the CPU whose storages are on a list; they say that they lie
+there. DeepSpeed takes it for its accelerator. ``device()`` counts the bytes alive on it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import deepspeed.accelerator
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HOST = torch.device("cpu")
+DEVICE = torch.device("cpu", 1)  # which no machine has
+_device, _to = torch.Tensor.device, torch.Tensor.to
+
+
+class Accelerator(CPU_Accelerator):
+    """The device as DeepSpeed knows it."""
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return str(DEVICE)
+
+    def current_device_name(self) -> str:
+        return str(DEVICE)
+
+
+class Mixed(RuntimeError):
+    """An operation on tensors of both devices."""
+
+
+class Memory(TorchDispatchMode):
+    """The storages that lie on ``DEVICE``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self.copied: dict[str, int] = {"in": 0, "out": 0}  # bytes
+
+    def holds(self, x: Tensor) -> bool:
+        found = self.storages.get(x.untyped_storage()._cdata)
+        return found is not None and not found[0].expired()
+
+    def put(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if not self.holds(x):
+            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.peak = max(self.peak, self.alive())
+        return x
+
+    def alive(self) -> int:
+        """Bytes on the device."""
+        dead = [key for key, (ref, _) in self.storages.items() if ref.expired()]
+        for key in dead:
+            del self.storages[key]
+        return sum(size for _, size in self.storages.values())
+
+    def move(self, x: Tensor, device: torch.device) -> Tensor:
+        """A copy on another device."""
+        if device == DEVICE:
+            self.copied["in"] += x.nbytes
+            return self.put(x.clone())
+        self.copied["out"] += x.nbytes
+        return x.clone()
+
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        wanted = kwargs.get("device")
+        if wanted is not None:
+            kwargs["device"] = HOST
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inside = {self.holds(x) for x in tensors if x.dim() or self.holds(x)}
+        name = f.overloadpacket.__name__
+        if len(inside) > 1:
+            if name != "copy_":
+                raise Mixed(f"{f} of {[(tuple(x.shape), str(x.device)) for x in tensors]}")
+            self.copied["in" if self.holds(args[0]) else "out"] += args[0].nbytes
+        made = f(*args, **kwargs)
+        if name == "copy_":
+            return made
+        there = wanted == DEVICE if wanted is not None else inside == {True}
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor):
+                if there:
+                    self.put(x)
+                elif wanted is not None or not inside:
+                    self.storages.pop(x.untyped_storage()._cdata, None)
+        return made
+
+
+@contextlib.contextmanager
+def device() -> Iterator[Memory]:
+    """The device exists within the context."""
+    memory = Memory()
+
+    def where(x: Tensor) -> torch.device:
+        return DEVICE if memory.holds(x) else _device.__get__(x)
+
+    def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        wanted, dtype, *_ = torch._C._nn._parse_to(
+            *[str(a) if isinstance(a, torch.device) else a for a in args],
+            **{k: v for k, v in kwargs.items() if k != "copy"},
+        )
+        if wanted is None and args and isinstance(args[0], Tensor):
+            wanted = where(args[0])
+        copy = kwargs.get("copy", False)
+        if wanted is not None and wanted != where(x):
+            moved = memory.move(x.detach(), wanted)
+            return moved if dtype is None else _to(moved, dtype)
+        return _to(x, dtype or x.dtype, copy=copy)
+
+    with (
+        mock.patch.object(torch.Tensor, "device", property(where), create=True),
+        mock.patch.object(torch.Tensor, "to", to),
+        mock.patch.object(torch.Tensor, "cpu", lambda x: to(x, "cpu")),
+        mock.patch.object(deepspeed.accelerator.real_accelerator, "ds_accelerator", Accelerator()),
+        memory,
+    ):
+        yield memory
