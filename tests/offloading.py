@@ -1,19 +1,22 @@
 """Jobs of test_offload.py: runs with and without offload, on a pretended device or the CPU."""
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import deepspeed
 import torch
+import torch._dynamo  # before the ranks are forked, each of which would import it
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext import home
+from ds_ext import home, scratch
 from ds_ext.optimizer import OPTIMIZERS
 from tests import pretend
 
-STEPS = 4
+STEPS = 3
 HYPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lomo": ("lomo", {"lr": 0.1}),
     "adalomo": ("adalomo", {"lr": 0.05}),
@@ -70,7 +73,7 @@ def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, A
 
 
 def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> list[float]:
-    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    dtype = next(engine.module.parameters()).dtype
     norms = []
     for step in numbers:
         for part in range(engine.gradient_accumulation_steps()):
@@ -88,20 +91,142 @@ def whole(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
         return {n: p.detach().cpu().clone() for n, p in engine.module.named_parameters()}
 
 
-def trained(
-    optimizer: str,
-    stage: int,
-    offload: dict[str, Any],
-    more: dict[str, Any],
-    pretended: bool = True,
-) -> dict[str, Any]:
-    """The weights after some steps; and bytes on the device, at the end and at most."""
+Case = tuple[str, int, str, tuple[str, ...]]  # optimizer, stage, how, kinds of offload
+PARAM = {"offload_param": {"device": "cpu"}}
+STATE = {"offload_optimizer": {"device": "cpu"}}
+BOTH = PARAM | STATE
+KINDS: dict[str, dict[str, Any]] = {"none": {}, "param": PARAM, "state": STATE, "both": BOTH}
+BF16 = {"bf16": {"enabled": True}}
+CLIPPED = {"gradient_clipping": 0.5}
+HOW: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "bf16 master": BF16 | {"hypers": {"weight_update": "master"}},
+    "fp16 master": {
+        "fp16": {"enabled": True, "loss_scale": 8},
+        "hypers": {"weight_update": "master"},
+    },
+    "clipped": BF16 | CLIPPED,
+    "accumulated": BF16 | CLIPPED | {"gradient_accumulation_steps": 2},
+    "zero init": BF16 | {"zero_init": True, "ds_ext": {"measure_updates": True}},
+}
+
+
+@contextlib.contextmanager
+def place(pretended: bool) -> Iterator[pretend.Memory | None]:
+    """Where all runs of a process are; however small a state is, it is offloaded."""
+    gc.freeze()  # what was imported is not looked through again
     device = pretend.device() if pretended else contextlib.nullcontext()
     with mock.patch.object(home, "SMALL", 0), device as memory:
-        engine = start(optimizer, stage, offload, more)
-        norms = steps(engine, range(STEPS))
-        runs = {engine.param_names[p]: str(engine.optimizer.layout.run(p).device) for p in engine.module.parameters()}
-        found = {"weights": whole(engine), "norms": norms, "runs": runs}
-        if memory is not None:
-            found |= {"alive": memory.alive(), "peak": memory.peak, "copied": memory.copied}
-        return found
+        yield memory
+
+
+def trained(
+    optimizer: str, stage: int, offload: dict[str, Any], how: str, memory: pretend.Memory | None
+) -> dict[str, Any]:
+    """The weights after some steps; where they lay, and bytes that were on the device."""
+    before = _begin(memory)
+    engine = start(optimizer, stage, offload, HOW[how])
+    norms = steps(engine, range(STEPS))
+    found = {"weights": whole(engine), "norms": norms, "where": where(engine)}
+    if memory is not None:
+        found |= {"kept": kept_on_device(engine), "copied": dict(memory.copied)}
+        engine.optimizer.empty_partition_cache()
+        scratch.clear()
+        gc.collect()
+        found |= {"alive": memory.alive() - before, "peak": memory.peak - before}
+    engine.destroy()
+    return found
+
+
+def _begin(memory: pretend.Memory | None) -> int:
+    """Counts anew -> bytes alive on the device."""
+    gc.collect()
+    scratch.clear()
+    if memory is None:
+        return 0
+    memory.copied = {"in": 0, "out": 0}
+    memory.peak = memory.alive()
+    return memory.peak
+
+
+def tensors(state: dict[str, Any]) -> Iterator[Tensor]:
+    for x in state.values():
+        if isinstance(x, dict):
+            yield from tensors(x)
+        elif isinstance(x, Tensor):
+            yield x
+
+
+def where(engine: deepspeed.DeepSpeedEngine) -> dict[str, set[str]]:
+    """The devices on which runs and states lie."""
+    adapter = engine.optimizer
+    held = [x for state in adapter.state.values() for x in tensors(state)]
+    runs = [adapter.layout.run(p) for p in engine.module.parameters()]
+    return {"runs": {str(x.device) for x in runs}, "states": {str(x.device) for x in held}}
+
+
+def kept_on_device(engine: deepspeed.DeepSpeedEngine) -> int:
+    """Bytes of the weights and states that ought to be alive on the device between steps."""
+    adapter, params = engine.optimizer, list(engine.module.parameters())
+    runs = [getattr(p, "ds_tensor", p.data) for p in params]
+    gathered = [p.data for p in params if getattr(p, "ds_persist", False)]
+    held = [x for state in adapter.state.values() for x in tensors(state)]
+    return sum(x.nbytes for x in (*runs, *gathered, *held) if x.device == pretend.DEVICE)
+
+
+def compared(case: Case, memory: pretend.Memory | None) -> dict[str, dict[str, Any]]:
+    """A case's run without offload, and with each kind of it."""
+    optimizer, stage, how, kinds = case
+    return {k: trained(optimizer, stage, KINDS[k], how, memory) for k in ("none", *kinds)}
+
+
+def resumed(optimizer: str, how: str, folder: str) -> dict[str, Any]:
+    """Weights of a run without a break, and of runs saved and gone on from with other offload."""
+    found = {}
+    for kind, before, after in (("to", {}, BOTH), ("from", BOTH, {}), ("with", BOTH, BOTH)):
+        first = start(optimizer, 3, before, HOW[how])
+        steps(first, range(1))
+        first.save_checkpoint(folder, tag=kind)
+        if kind == "to":
+            steps(first, range(1, STEPS))
+            found["none"] = whole(first)
+        second = start(optimizer, 3, after, HOW[how])
+        second.load_checkpoint(folder, tag=kind)
+        found[f"where {kind}"] = where(second)
+        steps(second, range(1, STEPS))
+        found[kind] = whole(second)
+        for engine in (first, second):
+            engine.destroy()
+    return found
+
+
+def midway(folder: str) -> dict[str, Any]:
+    """The same of a run saved between the micro-batches of a step."""
+    found = {}
+    for kind, offload in (("none", {}), ("both", BOTH)):
+        engine = start("came", 3, offload, HOW["accumulated"])
+        x = torch.randn(3, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
+        x = x.to(engine.device).bfloat16()
+        engine.backward(engine(x))
+        engine.step()
+        engine.save_checkpoint(folder, tag=kind)
+        engine.load_checkpoint(folder, tag="none")
+        engine.backward(engine(x))
+        engine.step()
+        found[kind] = whole(engine)
+        engine.destroy()
+    return found
+
+
+def together(
+    cases: list[Case], folder: str, saved: list[tuple[str, str]], pretended: bool
+) -> dict[Any, Any]:
+    """All jobs of one world -> the results of cases; of runs saved, by (optimizer, how)."""
+    with place(pretended) as memory:
+        found: dict[Any, Any] = {case[:3]: compared(case, memory) for case in cases}
+        for kind in saved:
+            found[kind] = resumed(*kind, f"{folder}/{kind}")
+        if saved:
+            found["midway"] = midway(f"{folder}/midway")
+    return found

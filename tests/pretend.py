@@ -15,7 +15,6 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 HOST = torch.device("cpu")
 DEVICE = torch.device("cpu", 1)  # which no machine has
@@ -31,6 +30,18 @@ class Accelerator(CPU_Accelerator):
     def current_device_name(self) -> str:
         return str(DEVICE)
 
+    def is_fp16_supported(self) -> bool:
+        return True
+
+
+def tensors(x: Any) -> Iterator[Tensor]:
+    """The tensors in what an operation takes or gives."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple, dict)):
+        for inner in x.values() if isinstance(x, dict) else x:
+            yield from tensors(inner)
+
 
 class Mixed(RuntimeError):
     """An operation on tensors of both devices."""
@@ -44,6 +55,10 @@ class Memory(TorchDispatchMode):
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
         self.copied: dict[str, int] = {"in": 0, "out": 0}  # bytes
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # and does not import it, for seconds
 
     def holds(self, x: Tensor) -> bool:
         found = self.storages.get(x.untyped_storage()._cdata)
@@ -76,23 +91,20 @@ class Memory(TorchDispatchMode):
         wanted = kwargs.get("device")
         if wanted is not None:
             kwargs["device"] = HOST
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        inside = {self.holds(x) for x in tensors if x.dim() or self.holds(x)}
+        given = list(tensors((args, kwargs)))
+        inside = {self.holds(x) for x in given if x.dim() or self.holds(x)}
         name = f.overloadpacket.__name__
         if len(inside) > 1:
             if name != "copy_":
-                raise Mixed(f"{f} of {[(tuple(x.shape), str(x.device)) for x in tensors]}")
+                raise Mixed(f"{f} of {[(tuple(x.shape), str(x.device)) for x in given]}")
             self.copied["in" if self.holds(args[0]) else "out"] += args[0].nbytes
         made = f(*args, **kwargs)
         if name == "copy_":
             return made
-        there = wanted == DEVICE if wanted is not None else inside == {True}
-        for x in tree_leaves(made):
-            if isinstance(x, Tensor):
-                if there:
-                    self.put(x)
-                elif wanted is not None or not inside:
-                    self.storages.pop(x.untyped_storage()._cdata, None)
+        # Autograd names the CPU where it means the tensor's own device; scripts call ``to``.
+        if wanted == DEVICE or True in inside:
+            for x in tensors(made):
+                self.put(x)
         return made
 
 
