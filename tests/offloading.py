@@ -12,7 +12,7 @@ import torch._dynamo  # before the ranks are forked, each of which would import 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext import home, scratch
+from ds_ext import home, precision, quantize, scratch
 from ds_ext.optimizer import OPTIMIZERS
 from tests import pretend
 
@@ -53,6 +53,7 @@ def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, A
     more = dict(more)
     hypers = hypers | more.pop("hypers", {})
     zero_init = more.pop("zero_init", False)
+    is_json = more.pop("is_json", False)
     zero = {
         "stage": stage,
         "stage3_param_persistence_threshold": 45,
@@ -68,8 +69,11 @@ def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, A
     torch.manual_seed(5)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
         model = Tower()
-    optimizer = OPTIMIZERS[name](model.parameters(), **hypers)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    if is_json:
+        config["optimizer"] = {"type": name, "params": hypers}
+        return deepspeed.initialize(model=model, config=config)[0]
+    made = OPTIMIZERS[name](model.parameters(), **hypers)
+    return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
 
 
 def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> list[float]:
@@ -95,7 +99,13 @@ Case = tuple[str, int, str, tuple[str, ...]]  # optimizer, stage, how, kinds of 
 PARAM = {"offload_param": {"device": "cpu"}}
 STATE = {"offload_optimizer": {"device": "cpu"}}
 BOTH = PARAM | STATE
-KINDS: dict[str, dict[str, Any]] = {"none": {}, "param": PARAM, "state": STATE, "both": BOTH}
+KINDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "param": PARAM,
+    "param, not pinned": {"offload_param": {"device": "cpu", "pin_memory": False}},
+    "state": STATE,
+    "both": BOTH,
+}
 BF16 = {"bf16": {"enabled": True}}
 CLIPPED = {"gradient_clipping": 0.5}
 HOW: dict[str, dict[str, Any]] = {
@@ -108,7 +118,7 @@ HOW: dict[str, dict[str, Any]] = {
     },
     "clipped": BF16 | CLIPPED,
     "accumulated": BF16 | CLIPPED | {"gradient_accumulation_steps": 2},
-    "zero init": BF16 | {"zero_init": True, "ds_ext": {"measure_updates": True}},
+    "zero init": BF16 | {"zero_init": True, "is_json": True, "ds_ext": {"measure_updates": True}},
 }
 
 
@@ -118,6 +128,10 @@ def place(pretended: bool) -> Iterator[pretend.Memory | None]:
     gc.freeze()  # what was imported is not looked through again
     device = pretend.device() if pretended else contextlib.nullcontext()
     with mock.patch.object(home, "SMALL", 0), device as memory:
+        if memory is not None:  # constants that the first run would make
+            precision._noise(pretend.DEVICE)
+            for signed in (True, False):
+                quantize._book(signed, pretend.DEVICE)
         yield memory
 
 
@@ -127,10 +141,13 @@ def trained(
     """The weights after some steps; where they lay, and bytes that were on the device."""
     before = _begin(memory)
     engine = start(optimizer, stage, offload, HOW[how])
-    norms = steps(engine, range(STEPS))
-    found = {"weights": whole(engine), "norms": norms, "where": where(engine)}
     if memory is not None:
-        found |= {"kept": kept_on_device(engine), "copied": dict(memory.copied)}
+        pinned, memory.copied = memory.accelerator.pinned, {"in": 0, "out": 0}
+    norms = steps(engine, range(STEPS))
+    found = {"norms": norms, "where": where(engine), "copied": memory and dict(memory.copied)}
+    found["weights"] = whole(engine)
+    if memory is not None:
+        found |= {"kept": kept_on_device(engine), "pinned": pinned} | on_host(engine)
         engine.optimizer.empty_partition_cache()
         scratch.clear()
         gc.collect()
@@ -145,7 +162,7 @@ def _begin(memory: pretend.Memory | None) -> int:
     scratch.clear()
     if memory is None:
         return 0
-    memory.copied = {"in": 0, "out": 0}
+    memory.accelerator.pinned = 0
     memory.peak = memory.alive()
     return memory.peak
 
@@ -173,6 +190,19 @@ def kept_on_device(engine: deepspeed.DeepSpeedEngine) -> int:
     gathered = [p.data for p in params if getattr(p, "ds_persist", False)]
     held = [x for state in adapter.state.values() for x in tensors(state)]
     return sum(x.nbytes for x in (*runs, *gathered, *held) if x.device == pretend.DEVICE)
+
+
+def on_host(engine: deepspeed.DeepSpeedEngine) -> dict[str, int]:
+    """Bytes that lie on the host: of runs, of those that are stepped, of states."""
+    adapter = engine.optimizer
+    runs = {p: adapter.layout.run(p) for p in engine.module.parameters()}
+    runs = {p: run for p, run in runs.items() if run.device == pretend.HOST}
+    held = [x for state in adapter.state.values() for x in tensors(state)]
+    return {
+        "partitions": sum(p.ds_tensor.nbytes for p in runs),
+        "stepped": sum(run.nbytes for p, run in runs.items() if p.requires_grad),
+        "states": sum(x.nbytes for x in held if x.device == pretend.HOST),
+    }
 
 
 def compared(case: Case, memory: pretend.Memory | None) -> dict[str, dict[str, Any]]:
@@ -219,11 +249,22 @@ def midway(folder: str) -> dict[str, Any]:
     return found
 
 
+def refused() -> str:
+    """The error of an optimizer that has no state to offload."""
+    try:
+        start("adalomo", 3, BOTH, {})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def together(
     cases: list[Case], folder: str, saved: list[tuple[str, str]], pretended: bool
 ) -> dict[Any, Any]:
     """All jobs of one world -> the results of cases; of runs saved, by (optimizer, how)."""
     with place(pretended) as memory:
+        if not pretended:
+            return {case[:3]: compared(case, memory) for case in cases} | {"refused": refused()}
         found: dict[Any, Any] = {case[:3]: compared(case, memory) for case in cases}
         for kind in saved:
             found[kind] = resumed(*kind, f"{folder}/{kind}")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import deepspeed.accelerator
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
@@ -22,7 +21,15 @@ _device, _to = torch.Tensor.device, torch.Tensor.to
 
 
 class Accelerator(CPU_Accelerator):
-    """The device as DeepSpeed knows it."""
+    """The device as DeepSpeed knows it, which notes how many bytes it was asked to pin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned = 0
+
+    def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.pinned += tensor.nbytes
+        return tensor
 
     def device_name(self, device_index: int | None = None) -> str:
         return str(DEVICE)
@@ -54,7 +61,9 @@ class Memory(TorchDispatchMode):
         super().__init__()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self.bound = 0  # what is alive, and what may have died since it was last counted
         self.copied: dict[str, int] = {"in": 0, "out": 0}  # bytes
+        self.accelerator = Accelerator()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,7 +77,10 @@ class Memory(TorchDispatchMode):
         storage = x.untyped_storage()
         if not self.holds(x):
             self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            self.peak = max(self.peak, self.alive())
+            self.bound += storage.nbytes()
+            if self.bound > self.peak:
+                self.bound = self.alive()
+                self.peak = max(self.peak, self.bound)
         return x
 
     def alive(self) -> int:
@@ -133,7 +145,9 @@ def device() -> Iterator[Memory]:
         mock.patch.object(torch.Tensor, "device", property(where), create=True),
         mock.patch.object(torch.Tensor, "to", to),
         mock.patch.object(torch.Tensor, "cpu", lambda x: to(x, "cpu")),
-        mock.patch.object(deepspeed.accelerator.real_accelerator, "ds_accelerator", Accelerator()),
+        mock.patch.object(
+            deepspeed.accelerator.real_accelerator, "ds_accelerator", memory.accelerator
+        ),
         memory,
     ):
         yield memory

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ds_ext import home, offload
-from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.shard import Shard
+from ds_ext.optimizer import OPTIMIZERS
 from tests import forks, offloading, pretend
 from tests.offloading import Case
 
@@ -20,7 +19,8 @@ WITH_STATE = ("adafactor beta1", "lamb", "galore", "galore right", "galore 8-bit
 CASES: list[Case] = [
     ("came", 3, "bf16", ("param", "state", "both")),
     *(("came", 3, how, ("both",)) for how in offloading.HOW if how not in ("fp32", "bf16")),
-    *((name, 3, "bf16", ("param",)) for name in ("lomo", "adalomo", "adafactor")),
+    ("lomo", 3, "bf16", ("param", "param, not pinned")),
+    *((name, 3, "bf16", ("param",)) for name in ("adalomo", "adafactor")),
     *((name, 3, "bf16", ("both",)) for name in WITH_STATE),
     *(("came", stage, "bf16", ("state",)) for stage in (0, 1, 2)),
     ("lomo", 1, "bf16 master", ("state",)),
@@ -71,10 +71,8 @@ def test_what_is_offloaded_lies_on_the_host_and_the_rest_on_the_device(
         runs = rank[optimizer, stage, how]
         for kind in ("none", *kinds):
             where = runs[kind]["where"]
-            weights_leave, states_leave = kind in ("param", "both"), kind in ("state", "both")
-            # zero.Init knows which parameters stay gathered: their runs stay too
-            stay = {DEVICE} if how == "zero init" else set()
-            assert where["runs"] == ({HOST} | stay if weights_leave else {DEVICE})
+            weights_leave, states_leave = kind[:5] in ("param", "both"), kind in ("state", "both")
+            assert where["runs"] == {HOST if weights_leave else DEVICE}
             assert where["states"] <= {HOST if states_leave else DEVICE}
             assert where["states"] or optimizer == "lomo"
 
@@ -90,12 +88,117 @@ def test_memory_of_the_device(found, optimizer, stage, how, kinds):
             assert freed > 0
             assert without["alive"] - ours["alive"] == freed
             assert ours["peak"] < without["peak"]
-            copied = [ours["copied"][way] - without["copied"][way] for way in ("in", "out")]
-            assert min(copied) > 0
 
 
-def test_a_bf16_weight_travels_by_four_bytes_a_step(found):
-    """Twice in, to be gathered and to be stepped, and once out."""
+@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
+def test_bytes_that_travel(found, optimizer, stage, how, kinds):
+    """Out: what was stepped, once a step. In: that as well, but for a state's first step."""
+    for rank in found["2"]:
+        runs = rank[optimizer, stage, how]
+        for kind in kinds:
+            ours, without = runs[kind], runs["none"]["copied"]
+            more = {way: ours["copied"][way] - without[way] for way in ("in", "out")}
+            assert more["out"] == offloading.STEPS * (ours["stepped"] + ours["states"]) > 0
+            stepped = offloading.STEPS * ours["stepped"] + (offloading.STEPS - 1) * ours["states"]
+            gathered = more["in"] - stepped  # by DeepSpeed
+            assert gathered > 0 if ours["stepped"] else gathered == 0
+
+
+@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
+def test_weights_are_pinned_unless_they_are_not_to_be(found, optimizer, stage, how, kinds):
+    for rank in found["2"]:
+        for kind, run in rank[optimizer, stage, how].items():
+            assert run["pinned"] == (0 if "not" in kind else run["partitions"])
+
+
+def test_states_are_pinned_unless_they_are_not_to_be(monkeypatch):
+    section = {"device": "cpu"}
+    assert home.Home.of(section) == home.Home(pins=False)  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert home.Home.of(section) == home.Home(pins=True)
+    assert home.Home.of(section | {"pin_memory": False}) == home.Home(pins=False)
+    assert home.Home.of({"device": "none"}) is home.Home.of({}) is None
+    empty, asked = torch.empty, []
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, pin_memory, **k: asked.append(pin_memory) or empty(*a, **k)
+    )
+    x = torch.randn(home.SMALL)
+    for pins in (True, False):
+        assert torch.equal(home.Home(pins).keep(x), x)
+    assert asked == [True, False]
+
+
+def test_a_small_state_stays_on_the_device():
+    with pretend.device():
+        for size, where in ((home.SMALL // 4 - 1, DEVICE), (home.SMALL // 4, HOST)):
+            x = torch.zeros(size, device=pretend.DEVICE)
+            state = {"inner": {"x": x}, "master": x}
+            home.Home(pins=False).take(state, {"inner": {"x": x + 1}, "step": 3})
+            assert state.keys() == {"inner", "step"}
+            assert state["inner"]["x"].sum() == size
+            assert str(home.place(x, pretend.DEVICE, home.Home(False)).device) == where
+            assert str(home.Home(False).keep(x).device) == where
+
+
+def test_an_optimizer_without_state_is_refused_on_every_rank(found):
+    for rank in found["cpu"]:
+        assert "offload_optimizer.device" in rank["refused"] and "AdaLomo" in rank["refused"]
+
+
+def config(name: str, stage: int = 3, **section: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, name: {"device": "cpu", **section}}}
+
+
+REFUSED = [
+    (config("offload_param", device="nvme", nvme_path="/x"), ["offload_param.device", '"cpu"']),
+    (config("offload_optimizer", device="nvme"), ["offload_optimizer.device", "NVMe"]),
+    (config("offload_param", stage=2), ["offload_param.device", "stage is 2", "set it to 3"]),
+    (config("offload_param", max_in_cpu=10), ["offload_param.max_in_cpu = 10", "remove it"]),
+    (config("offload_param", buffer_count=5), ["offload_param.buffer_count"]),
+    (config("offload_optimizer", ratio=0.5), ["offload_optimizer.ratio = 0.5"]),
+    (config("offload_optimizer", pipeline_read=True), ["offload_optimizer.pipeline_read"]),
+    (config("offload_optimizer", super_offload=True), ["offload_optimizer.super_offload"]),
+    (config("offload_optimizer", buffer_count=4), ["offload_optimizer.buffer_count"]),
+]
+
+
+@pytest.mark.parametrize("given, words", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(given, words):
+    with pytest.raises(ValueError) as caught:
+        offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+GRANTED = [
+    config("offload_param", pin_memory=False),
+    config("offload_optimizer", stage=0, pin_memory=True),
+    config("offload_optimizer", ratio=1.0, pipeline_read=False, super_offload=False),
+    config("offload_param", stage=1, device="none", buffer_count=5),
+    {"zero_optimization": {"offload_param": None}},
+    {},
+]
+
+
+@pytest.mark.parametrize("given", GRANTED)
+def test_what_can_be_done_passes(given):
+    offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_states_are_offloaded_where_there_are_any(optimizer):
+    given = config("offload_optimizer")
+    hypers = OPTIMIZERS[optimizer].hypers
+    has_state = optimizer in ("came", "lamb", "galoreadamw")
+    if has_state:
+        offload.check(given, [hypers()], [torch.float32])
+    else:
+        with pytest.raises(ValueError, match=r"offload_optimizer.* next to nothing to offload"):
+            offload.check(given, [hypers()], [torch.bfloat16])
+    master = hypers(weight_update="master")
+    assert offload.has_state(master, torch.bfloat16)
+    assert offload.has_state(master, torch.float32) == has_state
+    if optimizer == "adafactor":
+        assert offload.has_state(hypers(beta1=0.9), torch.float32)
 
 
 @pytest.mark.parametrize("optimizer, how", SAVED)
