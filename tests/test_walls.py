@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "ds_ext"
 # What each part stands on. It may import these and whatever they stand on, and nothing else of
 # the package; a part that is not named here yet has to be given its place.
 STANDS_ON = {
-    "__main__": ["register", "memory"],
+    "__main__": ["register", "memory", "offload"],
     "__init__": ["register", "fuse"],
     "register": ["resume", "offload"],
     "resume": ["zero", "ranks", "grouping"],
