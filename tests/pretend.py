@@ -63,6 +63,7 @@ class Memory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.elders: dict[int, tuple[StorageWeakRef, int]] = {}  # from before ``begin``
         self.peak = 0
         self.bound = 0  # what is alive, and what may have died since it was last counted
         self.copied: dict[str, int] = {"in": 0, "out": 0}  # bytes
@@ -73,12 +74,14 @@ class Memory(TorchDispatchMode):
         return False  # and does not import it, for seconds
 
     def holds(self, x: Tensor) -> bool:
-        found = self.storages.get(x.untyped_storage()._cdata)
+        key = x.untyped_storage()._cdata
+        found = self.storages.get(key) or self.elders.get(key)
         return found is not None and not found[0].expired()
 
     def put(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if not self.holds(x):
+            self.elders.pop(storage._cdata, None)
             self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
             self.bound += storage.nbytes()
             if self.bound > self.peak:
@@ -86,8 +89,15 @@ class Memory(TorchDispatchMode):
                 self.peak = max(self.peak, self.bound)
         return x
 
+    def begin(self) -> None:
+        """Counts anew, what comes from now on."""
+        self.elders |= self.storages
+        self.storages, self.peak, self.bound = {}, 0, 0
+        self.copied = {"in": 0, "out": 0}
+        self.accelerator.pinned = 0
+
     def alive(self) -> int:
-        """Bytes on the device."""
+        """Bytes on the device, of what came since ``begin``."""
         dead = [key for key, (ref, _) in self.storages.items() if ref.expired()]
         for key in dead:
             del self.storages[key]
@@ -128,12 +138,11 @@ def device() -> Iterator[Memory]:
         return DEVICE if memory.holds(x) else _device.__get__(x)
 
     def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        wanted, dtype, *_ = torch._C._nn._parse_to(
-            *[str(a) if isinstance(a, torch.device) else a for a in args],
-            **{k: v for k, v in kwargs.items() if k != "copy"},
-        )
-        if wanted is None and args and isinstance(args[0], Tensor):
-            wanted = where(args[0])
+        if args and isinstance(args[0], Tensor):
+            wanted, dtype = where(args[0]), args[0].dtype
+        else:
+            own = {k: v for k, v in kwargs.items() if k != "copy"}
+            wanted, dtype, *_ = torch._C._nn._parse_to(*args, **own)
         copy = kwargs.get("copy", False)
         if wanted is not None and wanted != where(x):
             moved = memory.move(x.detach(), wanted)

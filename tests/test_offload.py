@@ -3,13 +3,15 @@
 Ranks over gloo, on a pretended device (pretend.py); some on the CPU alone.
 """
 
+import gc
+import math
 import tempfile
 from typing import Any
 
 import pytest
 import torch
 
-from ds_ext import home, offload
+from ds_ext import home, memory, offload
 from ds_ext.optimizer import OPTIMIZERS
 from tests import forks, offloading, pretend
 from tests.offloading import Case
@@ -26,7 +28,11 @@ CASES: list[Case] = [
     ("lomo", 1, "bf16 master", ("state",)),
 ]
 SAVED = [("came", "bf16 master"), ("galore", "fp32")]
-FEW: list[Case] = [("came", 3, "clipped", ("both",)), ("galore", 3, "fp32", ("both",))]
+FEW: list[Case] = [
+    ("lomo", 3, "bf16", ("param",)),
+    ("came", 3, "clipped", ("both",)),
+    ("galore", 3, "fp32", ("both",)),
+]
 WORLDS = {  # ranks, cases, what is saved, whether the device is pretended
     "2": (2, CASES, SAVED, True),
     "1": (1, FEW, [], True),
@@ -86,8 +92,15 @@ def test_memory_of_the_device(found, optimizer, stage, how, kinds):
             ours, without = runs[kind], runs["none"]
             freed = without["kept"] - ours["kept"]
             assert freed > 0
-            assert without["alive"] - ours["alive"] == freed
-            assert ours["peak"] < without["peak"]
+            for run in (ours, without):
+                assert 0 <= run["alive"] - run["kept"] <= offloading.SLACK
+
+
+@pytest.mark.parametrize("optimizer, stage, how, kinds", FEW)
+def test_the_most_that_is_on_the_device_is_less(found, optimizer, stage, how, kinds):
+    """On one rank, where no thread of gloo's holds on to what it sent."""
+    runs = found["1"][0][optimizer, stage, how]
+    assert runs[kinds[0]]["peak"] < runs["none"]["peak"]
 
 
 @pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
@@ -137,7 +150,54 @@ def test_a_small_state_stays_on_the_device():
             assert state.keys() == {"inner", "step"}
             assert state["inner"]["x"].sum() == size
             assert str(home.place(x, pretend.DEVICE, home.Home(False)).device) == where
-            assert str(home.Home(False).keep(x).device) == where
+            held = home.Home(False).keep(x)
+            assert str(held.device) == where
+            assert home.Home(False).keep(x + 1, held) is held or where == DEVICE
+            assert home.Home(False).keep(held, held) is held
+
+
+def test_a_pretended_device_keeps_to_itself():
+    with pretend.device() as device:
+        there = torch.ones(3, device=pretend.DEVICE)
+        here = torch.ones(3)
+        for op in (torch.add, torch.dot, torch.Tensor.add_, lambda *xs: torch.cat(xs)):
+            for pair in ((here, there), (there, here)):
+                with pytest.raises(pretend.Mixed):
+                    op(*pair)
+        assert (str((there + 1).device), str(here.device)) == (DEVICE, HOST)
+        assert str((there.cpu() + here).device) == HOST
+        assert str((there + here.to(there)).device) == DEVICE
+        alive = device.alive()
+        del there
+        del pair
+        gc.collect()
+        assert alive - device.alive() == 12
+
+
+def test_the_planner_counts_what_stays(found, monkeypatch):
+    """Beside the share of a bucket, the largest parameter here, of what is offloaded."""
+    monkeypatch.setattr(memory, "PERSIST", 45)
+    shapes = {n: tuple(p.shape) for n, p in offloading.Tower().named_parameters()}
+    rule = OPTIMIZERS["came"].hypers()
+    plain, one, both = (
+        memory.ours(rule, shapes, 3, 2, torch.bfloat16, 1, offloads=offloads)
+        for offloads in ((), ("param",), ("param", "optimizer"))
+    )
+    runs = 2 * sum(-(-math.prod(shape) // 2) for shape in shapes.values())
+    share = 41 * 41 / memory.elements(shapes)
+    measured = max(rank["came", 3, "bf16"]["both"]["kept"] for rank in found["2"])
+    assert one.weights == both.weights == pytest.approx(measured + share * runs, abs=2)
+    assert plain.weights == measured + runs
+    assert (one.state, one.gradients) == (plain.state, plain.gradients)
+    assert both.state == plain.state  # all of it is small
+    monkeypatch.setattr(home, "SMALL", 200)
+    rows_and_columns = {"first": (41, 12), "last": (7, 41), "square": (41, 41)}
+    held = memory.ours(rule, rows_and_columns, 3, 2, torch.bfloat16, 1, offloads=("optimizer",))
+    whole = memory.ours(rule, rows_and_columns, 3, 2, torch.bfloat16, 1)
+    share = 41 * 41 / memory.elements(rows_and_columns)
+    assert held.weights == whole.weights
+    small = 4 * 2 * (41 + 12 + 7 + 41 + 41 + 41)  # 164 bytes at most
+    assert held.state == pytest.approx(small + share * (whole.state - small))
 
 
 def test_an_optimizer_without_state_is_refused_on_every_rank(found):
@@ -202,13 +262,13 @@ def test_states_are_offloaded_where_there_are_any(optimizer):
 
 
 @pytest.mark.parametrize("optimizer, how", SAVED)
-@pytest.mark.parametrize("way", ["to", "from", "with"])
+@pytest.mark.parametrize("way", ["to", "from", "param"])
 def test_runs_are_gone_on_from_with_and_without_offload(found, optimizer, how, way):
     for rank in found["2"]:
         runs = rank[optimizer, how]
         assert same_bits(runs["none"], runs[way])
-        place = DEVICE if way == "from" else HOST
-        assert runs[f"where {way}"] == {"runs": {place}, "states": {place}}
+        places = {"to": (HOST, HOST), "from": (DEVICE, DEVICE), "param": (HOST, DEVICE)}[way]
+        assert runs[f"where {way}"] == {"runs": {places[0]}, "states": {places[1]}}
 
 
 def test_a_run_saved_between_micro_batches_is_gone_on_from(found):
