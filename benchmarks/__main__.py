@@ -12,6 +12,7 @@ BENCHMARKS = {
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",
     "train": "tokens per second of a whole step",
+    "offload": "time and memory of offload to the CPU",
 }
 
 

@@ -238,6 +238,7 @@ def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
         param_persistence_threshold=engine.zero_param_persistence_threshold(),
         model_persistence_threshold=engine.zero_model_persistence_threshold(),
         dp_process_group=engine.seq_data_parallel_group,
+        offload_param_config=engine.zero_offload_param(),
         mpu=engine.mpu,
         zero_param_parallel_group=_secondary_group(engine),
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
-from ds_ext import grouping, ranks, resume, settings
+from ds_ext import grouping, offload, ranks, resume, settings
 from ds_ext.lost import explained
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.parallel import EMBEDDINGS, LINEARS, whole_shape
@@ -42,6 +42,7 @@ def register() -> None:
     # What DeepSpeed asks of its own FusedLamb (a dynamic loss scale) is not asked of ours.
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     _accept_scalars()
+    _accept_objects()
     _save_and_load()
     _end_with_the_others()
     _keep_backward()
@@ -224,6 +225,8 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     config = engine._config._param_dict | effective(engine)
     settings.refuse(config)
     settings.gradients(config)
+    firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
+    offload.check(config, map(optimizer.rule_of, firsts), {p.dtype for p in optimizer.group_of})
     if isinstance(engine.module, PipelineModule):
         raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
     if engine.autotp_size() > 1 and engine.sequence_parallel_size > 1:
@@ -283,6 +286,17 @@ def _check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
             'size: call engine.step(lr_kwargs={"metrics": ...}), or step it yourself and keep it '
             "from DeepSpeed. In HF Trainer, choose another lr_scheduler_type."
         )
+
+
+def _accept_objects() -> None:
+    """Lets DeepSpeed offload the state of an optimizer object of ours, and not of its own alone."""
+    force = DeepSpeedEngine.zero_force_ds_cpu_optimizer
+
+    @functools.wraps(force)
+    def zero_force_ds_cpu_optimizer(self: DeepSpeedEngine) -> Any:
+        return not isinstance(self.client_optimizer, RuleOptimizer) and force(self)
+
+    DeepSpeedEngine.zero_force_ds_cpu_optimizer = zero_force_ds_cpu_optimizer
 
 
 def _accept_scalars() -> None:

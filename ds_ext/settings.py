@@ -45,10 +45,6 @@ def _one(value: Any) -> bool:
     return value == 1
 
 
-def _no_device(value: Any) -> bool:
-    return value in (None, "none")
-
-
 _REMOVE = "remove it."
 _MASTER = (
     'remove it. "weight_update" in optimizer.params says how 16-bit weights are written, with no '
@@ -60,6 +56,10 @@ _ANY = (
     "remove it, and load what engine.save_checkpoint wrote, or a checkpoint of DeepSpeed's AdamW, "
     "as it is: it loads on any number of ranks and at any ZeRO stage without ds_to_universal."
 )
+_OFFLOAD = (
+    'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
+    "pin_memory."
+)
 _SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
 
 # (key, what is honoured, what to do otherwise)
@@ -67,14 +67,9 @@ _HONOURED = [
     ("zero_optimization.zenflow", _off, _REMOVE),
     ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
     ("zero_optimization.reduce_scatter", lambda v: v is True, _REMOVE),
-    ("zero_optimization.offload_param.device", _no_device, _REMOVE),
-    (
-        "zero_optimization.offload_optimizer.device",
-        _no_device,
-        "there is next to no optimizer state to offload; remove it.",
-    ),
-    ("zero_optimization.cpu_offload", _off, _REMOVE),
-    ("zero_optimization.cpu_offload_param", _off, _REMOVE),
+    ("zero_optimization.cpu_offload", _off, _OFFLOAD),
+    ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
+    ("zero_optimization.cpu_offload_use_pin_memory", lambda v: False, _OFFLOAD),
     ("zero_optimization.zero_quantized_weights", _off, _REMOVE),
     ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
     ("zero_optimization.zero_quantized_gradients", _off, _REMOVE),

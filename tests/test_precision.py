@@ -242,7 +242,7 @@ def begin(name, mode, half, rank, world, weights):
 
     def step(gradients):
         parts = zip(params, runs, gradients, shards, strict=True)
-        return [optimizer._begin(Update(p, run, cut(g, s), s)) for p, run, g, s in parts]
+        return [optimizer.rules(Update(p, run, cut(g, s), s))[0] for p, run, g, s in parts]
 
     return step, runs
 

@@ -9,11 +9,10 @@ from ds_ext import grouping, settings
 # (setting, values that are refused, values that are honoured, what the message must advise)
 SETTINGS = [
     ("zero_optimization.reduce_scatter", [False], [True], "remove it"),
-    ("zero_optimization.offload_param.device", ["cpu", "nvme"], ["none", None], "remove it"),
-    ("zero_optimization.offload_optimizer.device", ["cpu", "nvme"], ["none", None], "remove it"),
     ("zero_optimization.offload_optimizer.super_offload", [True], [False], "remove it"),
-    ("zero_optimization.cpu_offload", [True], [False], "remove it"),
-    ("zero_optimization.cpu_offload_param", [True], [False], "remove it"),
+    ("zero_optimization.cpu_offload", [True], [False], "offload_optimizer"),
+    ("zero_optimization.cpu_offload_param", [True], [False], "offload_param"),
+    ("zero_optimization.cpu_offload_use_pin_memory", [True, False], [None], "pin_memory"),
     ("zero_optimization.zero_quantized_weights", [True], [False], "remove it"),
     ("zero_optimization.zero_quantized_nontrainable_weights", [True], [False], "remove it"),
     ("zero_optimization.zero_quantized_gradients", [True], [False], "remove it"),

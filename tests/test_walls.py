@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).parent.parent / "ds_ext"
 # What each part stands on. It may import these and whatever they stand on, and nothing else of
 # the package; a part that is not named here yet has to be given its place.
 STANDS_ON = {
-    "__main__": ["register", "memory"],
+    "__main__": ["register", "memory", "offload"],
     "__init__": ["register", "fuse"],
-    "register": ["resume"],
+    "register": ["resume", "offload"],
     "resume": ["zero", "ranks", "grouping"],
     "zero": ["partitions", "gradients", "checkpoint", "settings"],
     "partitions": ["parallel", "moe", "order"],
@@ -31,7 +31,9 @@ STANDS_ON = {
     "layout": ["shard", "lost"],
     "lost": [],
     "memory": ["optimizer"],
-    "optimizer": ["rounds", "rules", "meter", "stacks"],
+    "optimizer": ["rounds", "rules", "meter", "stacks", "home"],
+    "offload": ["state", "precision"],
+    "home": ["state"],
     "stacks": ["state"],
     "meter": ["ops", "precision"],
     "rounds": ["launches"],
