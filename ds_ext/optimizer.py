@@ -109,9 +109,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         """A state to be stepped on ``device``."""
         return state if self.home is None else home.brought(state, device)
 
-    def _begin(self, u: Update, state: dict[str, Any]) -> rounds.Rule:
+    def _begin(self, u: Update, visiting: dict[str, Any] | None = None) -> rounds.Rule:
         """Starts the rule of one parameter, making its state if it has none."""
         rule = self.rule_of(u.param)
+        state = self.state[u.param] if visiting is None else visiting
         if not state:
             state.update(zeros(rule.keeps(u.shard), u.p), step=0)
         state["step"] += 1
