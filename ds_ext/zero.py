@@ -135,10 +135,10 @@ class ZeroAdapter(ZeROOptimizer):
         self.optimizer._opt_called = True  # torch's schedulers look for a step, made in backward
         self.fused.finish()
         result = self.fused.end_step()
-        home.settle(self.layout.device)
         self.overflow = result is not None and result.skipped
         if result is None:
             return
+        home.settle(self.layout.device)
         self._global_grad_norm = result.norm
         if self.dynamic_loss_scale:
             self.loss_scaler.update_scale(result.overflow)

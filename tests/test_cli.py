@@ -53,7 +53,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
     row = rows["CAME, ZeRO-3, param and optimizer offloaded"]
     assert [row[part] for part in PARTS] == [f"{getattr(both, p) / 2**20:.2f}" for p in PARTS]
     _, without = plan(capsys, *options, "--stage", 3, "--bucket", 100)
-    assert float(row["total"]) < float(without["CAME, ZeRO-3"]["total"]) / 1.5
+    assert float(row["total"]) < float(without["CAME, ZeRO-3"]["total"])
     _, rows = plan(capsys, *options, "--offload-optimizer")
     assert [name for name in rows if name.startswith("CAME")] == [
         f"CAME, ZeRO-{stage}, optimizer offloaded" for stage in range(4)
