@@ -1,26 +1,24 @@
 """Counts what a step sends among any number of ranks: ds_ext's code on tensors without storage.
 
 A model of Hugging Face runs forward and backward on torch's device "meta", through ds_ext's own
-hooks, buckets and layouts, in a process group that has a size and sends nothing (``Gradients``);
+hooks, buckets and layouts, in a group of ranks that has a size and sends nothing (``reduced``);
 then the rules step the runs of every bucket, for ranks of every kind (``Rule``). So sizes and
 numbers of calls are those of the code, and of true shapes.
 """
 
-import contextlib
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, METHODS, REDUCE_SCATTER, Call
+from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
 from ds_ext.buckets import Buckets, Run
 from ds_ext.grouping import galore_groups
 from ds_ext.layout import Sharded
@@ -56,42 +54,50 @@ class Bucket(NamedTuple):
 # Gradients: which buckets there are.
 
 
-class _Done:
-    """A collective that has ended."""
+class Pretended:
+    """Stands for torch.distributed and for a group of ``world`` ranks; notes calls, sends nothing.
+
+    This process is the first rank. The others have the same numbers, where it has numbers.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.calls: list[Call] = []
+        self.group = SimpleNamespace(WORLD=self)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rank(self, group: object) -> int:
+        return 0
+
+    def get_world_size(self, group: object) -> int:
+        return self.world
+
+    def all_reduce(self, x: Tensor, group: object) -> None:
+        self.allreduce_coalesced([x])
+        if not x.is_meta:
+            x.mul_(self.world)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor]) -> "Pretended":
+        return self._note(ALL_REDUCE, tensors)
+
+    def reduce_scatter_tensor_coalesced(
+        self, parts: Sequence[Tensor], wholes: Sequence[Tensor]
+    ) -> "Pretended":
+        return self._note(REDUCE_SCATTER, wholes)
+
+    def allgather_into_tensor_coalesced(
+        self, wholes: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> "Pretended":
+        return self._note(ALL_GATHER, wholes)
+
+    def _note(self, kind: str, wholes: Sequence[Tensor]) -> "Pretended":
+        self.calls.append(Call("ds_ext", kind, sum(x.nbytes for x in wholes)))
+        return self
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
-
-
-@contextlib.contextmanager
-def pretended(world: int) -> Iterator[list[Call]]:
-    """A process group of ``world`` ranks, of which this process is the first; notes its calls.
-
-    Nothing is sent. The other ranks are taken to have the same numbers as this one, where it has
-    numbers.
-    """
-    calls: list[Call] = []
-
-    def noting(kind: str) -> Callable[..., _Done]:
-        def method(group: Any, *args: Any, **options: Any) -> _Done:
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in args]
-            calls.append(Call("ds_ext", kind, max(sum(t.nbytes for t in ts) for ts in tensors)))
-            for t in tensors[0] if kind == ALL_REDUCE else ():
-                if not t.is_meta:
-                    t.mul_(world)
-            return _Done()
-
-        return method
-
-    methods = {
-        name: noting(kind) for name, kind in METHODS.items() if hasattr(dist.ProcessGroup, name)
-    }
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        with mock.patch.multiple(dist.ProcessGroup, **methods):
-            yield calls
-    finally:
-        dist.destroy_process_group()
+        """Of a call, which has ended."""
 
 
 class Stage2(Sharded):
@@ -111,17 +117,17 @@ class Stage3(Stage2):
 def reduced(
     model: nn.Module,
     backward: Callable[[nn.Module], None],
-    wanted: Callable[[str], bool],
+    shared: Collection[str],
     world: int,
     size: int,
     stage: int,
 ) -> list[Bucket]:
     """The buckets of one backward pass of a model on "meta", without their rounds.
 
-    ``wanted`` are the names of the parameters that these ``world`` ranks share; ``size`` is
+    ``shared`` are the names of the parameters that these ``world`` ranks share; ``size`` is
     reduce_bucket_size. Calls after the last bucket are a bucket without parameters.
     """
-    names = {p: name for name, p in model.named_parameters() if wanted(name)}
+    names = {p: name for name, p in model.named_parameters() if name in shared}
     found: list[Bucket] = []
     place = 0
 
@@ -132,7 +138,9 @@ def reduced(
             param.grad = None
 
     hooks = [p.register_post_accumulate_grad_hook(arrived) for p in model.parameters()]
-    with pretended(world) as calls:
+    pretended = Pretended(world)
+    calls = pretended.calls
+    with mock.patch("ds_ext.layout.dist", pretended):
         layout = (Stage3 if stage == 3 else Stage2)(None, names)
 
         def note(params: tuple[str, ...]) -> None:
@@ -208,56 +216,51 @@ class Rule:
 
     def of(self, bucket: Bucket) -> list[Bucket]:
         """A bucket with the rounds of the first step, and with those of the second."""
-        stepped = tuple(m for name in bucket.params for m in self.matrices[name])
-        return [bucket._replace(rounds=sizes) for sizes in self.rounds(stepped, bucket.ranks)]
+        stepped = [m for name in bucket.params for m in self.matrices[name]]
+        alone = [self.rounds(matrix, bucket.ranks) for matrix in stepped]
+        # In lock-step: what all ask for in a round travels together.
+        both = [itertools.zip_longest(*(sizes[i] for sizes in alone), fillvalue=0) for i in (0, 1)]
+        return [bucket._replace(rounds=tuple(map(sum, sizes))) for sizes in both]
 
-    def _rounds(self, stepped: tuple[Matrix, ...], world: int) -> list[tuple[int, ...]]:
-        """Bytes of each round of two steps of a bucket: the same on all ranks, or AssertionError.
+    def _rounds(self, matrix: Matrix, world: int) -> list[tuple[int, ...]]:
+        """Bytes of each round of two steps of a matrix: the same on all ranks, or AssertionError.
 
-        A rank of each kind is stepped: a shard's place in its row, its length, and whether it is
+        A rank of each kind is stepped: a run's place in its row, its length, and whether it is
         the first are what rules can tell ranks apart by.
         """
-        kinds: dict[tuple[Any, ...], int] = {}
-        for rank in range(world):
-            shards = [m.shard(rank, world) for m in stepped]
-            places = ((len(s), s.start == 0, s.is_matrix and s.start % s.cols) for s in shards)
-            kinds.setdefault(tuple(places), rank)
-        found = {tuple(self._steps(stepped, rank, world)) for rank in kinds.values()}
+        kinds: dict[tuple[int, bool, int], Shard] = {}
+        for shard in (matrix.shard(rank, world) for rank in range(world)):
+            place = shard.start % shard.cols if shard.is_matrix else 0
+            kinds.setdefault((len(shard), shard.start == 0, place), shard)
+        found = {tuple(self._steps(matrix, shard)) for shard in kinds.values()}
         assert len(found) == 1, f"ranks differ in the sums that they add to: {found}"
         return list(*found)
 
-    def _steps(self, stepped: tuple[Matrix, ...], rank: int, world: int) -> list[tuple[int, ...]]:
-        params = [nn.Parameter(torch.empty(0, dtype=self.dtype, device="meta")) for _ in stepped]
-        optimizer = self._optimizer(dict(zip(params, stepped, strict=True)))
-        updates = []
-        for param, matrix in zip(params, stepped, strict=True):
-            shard = matrix.shard(rank, world)
-            p, g = (torch.empty(len(shard), dtype=self.dtype, device="meta") for _ in range(2))
-            updates.append(Update(param, p, g, shard))
+    def _steps(self, matrix: Matrix, shard: Shard) -> list[tuple[int, ...]]:
+        lengths = (0, len(shard), len(shard))
+        param, p, g = (torch.empty(n, dtype=self.dtype, device="meta") for n in lengths)
+        optimizer = self._optimizer(param, matrix)
         found = []
         for _ in range(2):
             sizes: list[int] = []
-            optimizer.update(updates, lambda x, sizes=sizes: sizes.append(x.nbytes))
+            optimizer.update(
+                [Update(param, p, g, shard)], lambda x, sizes=sizes: sizes.append(x.nbytes)
+            )
             found.append(tuple(sizes))
         return found
 
-    def _optimizer(self, stepped: dict[Tensor, Matrix]) -> RuleOptimizer:
-        plain = {"rank": None} if self.projects else {}
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p, m in stepped.items() if m.is_projected]},
-            {"params": [p for p, m in stepped.items() if not m.is_projected], **plain},
-        ]
-        groups = [group for group in groups if group["params"]]
+    def _optimizer(self, param: Tensor, matrix: Matrix) -> RuleOptimizer:
+        plain = {"rank": None} if self.projects and not matrix.is_projected else {}
         # How weights are rounded says nothing of what is sent, and reads values.
-        return self.optimizer(groups, weight_update="nearest")
+        return self.optimizer([{"params": [param], **plain}], weight_update="nearest")
 
     def state_bytes(self, worlds: dict[str, int], ranks: int) -> int:
         """Bytes of state of the rank of ``ranks`` that has most; ``worlds`` share a parameter."""
         total = [0] * ranks
         counts = Counter((m, worlds[name]) for name, ms in self.matrices.items() for m in ms)
         for (matrix, world), count in counts.items():
-            optimizer = self._optimizer({nn.Parameter(torch.empty(0)): matrix})
-            rule = optimizer.rule_of(optimizer.param_groups[0]["params"][0])
+            param = torch.empty(0)
+            rule = self._optimizer(param, matrix).rule_of(param)
             size = accumulator(self.dtype).itemsize
             of = [
                 sum(

@@ -1,6 +1,7 @@
 """The models of ``scale``: Hugging Face's own modules in their true shapes, without storage."""
 
-from collections.abc import Sequence
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -8,31 +9,32 @@ import transformers
 from torch import nn
 
 from benchmarks.counting import NORM, Bucket, Rule, reduced
-from benchmarks.memory import llama
+from benchmarks.memory import Sizes, llama
+from ds_ext import memory
 from ds_ext.memory import KNOWN
+from ds_ext.optimizer import OPTIMIZERS
 
+# What is stepped by, and whether in its first step, where GaLore makes its basis.
+STEPS = {cls.__name__: (name, False) for name, cls in OPTIMIZERS.items()} | {
+    "GaLoreAdamW, renewing": ("galoreadamw", True)
+}
 TOKENS = 8  # of the pass that gives the gradients' order; their number changes no size
 
 
 class Giant(NamedTuple):
     """A model spread over data-parallel ranks, ``over`` of which share out its experts."""
 
-    name: str
-    config: tuple[int, int, int, int, int, int] | tuple[int, int, int, int, int, int, bool]
+    sizes: Sizes  # as memory.KNOWN's
     experts: int = 0  # in a layer
     chosen: int = 0  # by a token
     over: int = 1
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}, experts over {self.over}" if self.over > 1 else self.name
 
     def make(self) -> nn.Module:
         """The module, in bf16 on "meta"; a rank's own experts alone."""
         meta = torch.device("meta")
         if not self.experts:
-            return llama(self.config, torch.bfloat16, meta)  # type: ignore[arg-type]
-        vocab, width, inner, layers, heads, groups = self.config[:6]
+            return llama(self.sizes, torch.bfloat16, meta)
+        vocab, width, inner, layers, heads, groups, tied = self.sizes
         config = transformers.MixtralConfig(
             vocab_size=vocab,
             hidden_size=width,
@@ -42,6 +44,7 @@ class Giant(NamedTuple):
             num_key_value_heads=groups,
             num_local_experts=self.experts,
             num_experts_per_tok=self.chosen,
+            tie_word_embeddings=tied,
             use_cache=False,
         )
         with meta:
@@ -59,18 +62,19 @@ class Giant(NamedTuple):
             for name, _ in model.named_parameters()
         }
 
-    def work(self, model: nn.Module) -> float:
-        """Parameters that a rank computes with for one of its tokens, on average."""
-        own = self.chosen * self.over / self.experts if self.experts else 1
-        return sum(p.numel() * (own if is_expert(n) else 1) for n, p in model.named_parameters())
+    def work(self, model: nn.Module) -> dict[str, float]:
+        """Elements of each parameter that a rank computes with for one of its tokens."""
+        own = self.chosen * self.over / self.experts if self.experts else 1.0
+        return {n: p.numel() * (own if is_expert(n) else 1.0) for n, p in model.named_parameters()}
 
 
-GIANTS = [
-    Giant("Llama-70B", KNOWN["llama-70b"]),
-    # As mistralai/Mixtral-8x22B-v0.1's config.json says.
-    Giant("Mixtral-8x22B", (32000, 6144, 16384, 56, 48, 8), 8, 2),
-    Giant("Mixtral-8x22B", (32000, 6144, 16384, 56, 48, 8), 8, 2, over=8),
-]
+# As mistralai/Mixtral-8x22B-v0.1's config.json says.
+MIXTRAL = (32000, 6144, 16384, 56, 48, 8, False)
+MODELS = {
+    "llama-70b": Giant(KNOWN["llama-70b"]),
+    "8x22b": Giant(MIXTRAL, experts=8, chosen=2),
+    "8x22b, EP 8": Giant(MIXTRAL, experts=8, chosen=2, over=8),
+}
 
 
 def is_expert(name: str) -> bool:
@@ -86,21 +90,59 @@ def backward(model: nn.Module) -> None:
     model(input_ids=tokens, labels=tokens, attention_mask=mask).loss.backward()
 
 
-def buckets(giant: Giant, model: nn.Module, ranks: int, size: int, stage: int) -> list[Bucket]:
-    """The buckets of a step in the order they fill, without rounds: those of each group its own."""
-    worlds = giant.worlds(model, ranks)
-    found = [
-        bucket
-        for world in sorted(set(worlds.values()))
-        for bucket in reduced(
-            model, backward, lambda n, world=world: worlds[n] == world, world, size, stage
-        )
-    ]
+@dataclass(frozen=True)
+class Counted:
+    """A model among some ranks at a bucket size and ZeRO stage: what each kind of step sends."""
+
+    name: str  # of MODELS
+    ranks: int
+    size: int
+    stage: int = 3
+
+    def step(self, kind: str) -> list[Bucket]:
+        """The buckets of a step of one of STEPS."""
+        optimizer, is_first = STEPS[kind]
+        return _steps(self, optimizer)[0 if is_first else 1]
+
+    def state(self, kind: str) -> int:
+        """Bytes of state of the rank that has most."""
+        model, rules = made(self.name)
+        worlds = MODELS[self.name].worlds(model, self.ranks)
+        return rules[STEPS[kind][0]].state_bytes(worlds, self.ranks)
+
+    @property
+    def in_flight(self) -> float:
+        """Bytes of gradients that a rank holds at a time."""
+        model, _ = made(self.name)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        lomo = OPTIMIZERS["lomo"].hypers()
+        return memory.ours(lomo, shapes, 3, self.ranks, torch.bfloat16, self.size).gradients
+
+
+@functools.cache
+def made(name: str) -> tuple[nn.Module, dict[str, Rule]]:
+    """A model without storage, and all rules for it."""
+    model = MODELS[name].make()
+    return model, {optimizer: Rule(optimizer, model) for optimizer in OPTIMIZERS}
+
+
+@functools.cache
+def _buckets(counted: Counted) -> list[Bucket]:
+    """The buckets in the order they fill, without rounds; those of each group are its own."""
+    model, _ = made(counted.name)
+    worlds = MODELS[counted.name].worlds(model, counted.ranks)
+    found = []
+    for world in sorted(set(worlds.values())):
+        shared = {name for name, ranks in worlds.items() if ranks == world}
+        found += reduced(model, backward, shared, world, counted.size, counted.stage)
     return sorted(found, key=lambda bucket: bucket.place)
 
 
-def steps(rule: Rule, found: Sequence[Bucket]) -> list[list[Bucket]]:
+@functools.cache
+def _steps(counted: Counted, optimizer: str) -> list[list[Bucket]]:
     """A first and a second step with their rounds, and at the end the sum of the norm."""
-    norm = Bucket(max(b.ranks for b in found), (), found[-1].place, (), (), (NORM,), ())
+    found = _buckets(counted)
+    rule = made(counted.name)[1][optimizer]
+    norm = Bucket(counted.ranks, (), found[-1].place, (), (), (NORM,), ())
     both = zip(*(rule.of(bucket) for bucket in found), strict=True)
     return [[*step, norm] for step in both]

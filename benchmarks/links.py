@@ -3,7 +3,6 @@
 import math
 import os
 import socket
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -94,12 +93,12 @@ class Sample(NamedTuple):
 
 
 def measure(ranks: int, sizes: Sequence[int] = SIZES) -> list[Sample]:
-    """All-reduces by gloo among real ranks on this machine: the median time of each size."""
+    """All-reduces by gloo among real ranks on this machine: the least time of each size."""
     return [Sample(ranks, n, t) for n, t in zip(sizes, _on_ranks(ranks, _each, sizes), strict=True)]
 
 
 def replay(ranks: int, sizes: Sequence[int]) -> float:
-    """The median time of these all-reduces one after another, a step's rounds."""
+    """The least time of these all-reduces one after another, a step's rounds."""
     return _on_ranks(ranks, _all, sizes)[0]
 
 
@@ -123,24 +122,24 @@ def fit(samples: Sequence[Sample]) -> tuple[Link, list[float]]:
 
 
 def _each(sizes: Sequence[int]) -> list[float]:
-    return [_median([n], MANY if n < 2**20 else FEW) for n in sizes]
+    return [_least([n], MANY if n < 2**20 else FEW) for n in sizes]
 
 
 def _all(sizes: Sequence[int]) -> list[float]:
-    return [_median(sizes, FEW)]
+    return [_least(sizes, FEW)]
 
 
-def _median(sizes: Sequence[int], times: int) -> float:
-    """Seconds that all-reduces take, the median, after two that are not counted."""
+def _least(sizes: Sequence[int], times: int) -> float:
+    """Seconds that all-reduces take, the least, for other processes may share the machine."""
     tensors = [torch.zeros(n // 4) for n in sizes]
     taken = []
-    for _ in range(times + 2):
+    for _ in range(times):
         dist.barrier()
         began = time.perf_counter()
         for x in tensors:
             dist.all_reduce(x)
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken[2:])
+    return min(taken)
 
 
 def _on_ranks(
