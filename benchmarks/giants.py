@@ -49,10 +49,12 @@ class Giant(NamedTuple):
         )
         with meta:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        for stack in (m for name, m in model.named_modules() if is_expert(name)):
+        stacks = [m for name, m in model.named_modules() if name.endswith("experts")]
+        for stack in stacks:
             for key, p in list(stack.named_parameters(recurse=False)):
                 own = p.new_empty(len(p) // self.over, *p.shape[1:])
                 setattr(stack, key, nn.Parameter(own))
+            stack.num_experts = self.experts // self.over  # type: ignore[assignment]
         return model
 
     def worlds(self, model: nn.Module, ranks: int) -> dict[str, int]:
@@ -86,7 +88,8 @@ def backward(model: nn.Module) -> None:
     """Runs a model on "meta" forward and backward."""
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     # Given, for Hugging Face makes one by looking at values.
-    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bfloat16, device="meta")
+    dtype = next(model.parameters()).dtype
+    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device="meta")
     model(input_ids=tokens, labels=tokens, attention_mask=mask).loss.backward()
 
 

@@ -103,6 +103,7 @@ def main(args: argparse.Namespace) -> None:
 def sends(counted: Counted, kind: str) -> dict[str, object]:
     """A row of what each rank sends in a step."""
     step = counted.step(kind)
+    vectors = {n for n, p in made(counted.name)[0].named_parameters() if p.ndim < 2}
     calls = [(call, bucket.ranks) for bucket in step for call in bucket.calls]
     total = Counter[str]()
     for call, ranks in calls:
@@ -116,6 +117,7 @@ def sends(counted: Counted, kind: str) -> dict[str, object]:
         "ranks": counted.ranks,
         "optimizer": kind,
         "buckets": sum(len(bucket.gradients) for bucket in step),
+        "of vectors alone": sum(all(n in vectors for n in b.params) for b in step if b.params),
         "rounds": sum(len(bucket.rounds) for bucket in step),
         "calls": len(calls),
         "longest chain": links.longest(step),
@@ -184,7 +186,10 @@ def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given)
             own = [c for c in counted if c.name == model]
             ranks = [c.ranks for c in own]
             rows = [sends(c, kind) for c in own]
-            shares = [row["statistics, MB sent"] / row["gradients, MB sent"] for row in rows]  # type: ignore[operator]
+            shares = [
+                row["statistics, MB sent"] / row["gradients, MB sent"]  # type: ignore[operator]
+                for row in rows
+            ]
             left.plot(ranks, shares, style, color=color)
         own = [c for c in counted if c.name == models[0]]
         for given, style in ((tree, "-"), (ring, ":")):
@@ -205,4 +210,48 @@ def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given)
 
 COLORS = ("tab:blue", "tab:green", "tab:gray", "tab:orange", "tab:red")
 STYLES = ("-", "--", ":")
-TEXT = """TODO {bucket} {tokens} {flops} {share} {group} {links} {first}"""
+TEXT = """
+What the first rank of each kind sends in a step, counted by running ds_ext's code on tensors
+without storage: Hugging Face's modules in the true shapes of Llama-70B and Mixtral-8x22B (140.6B
+parameters), their forward and backward pass, ds_ext's hooks, buckets and layouts, and the
+optimizers' own rules with their defaults; bf16, `reduce_bucket_size` {bucket:,} elements. A rule
+can tell ranks apart by their run's place within a row, its length, and whether it is the first:
+one of each such kind is stepped, of all ranks, and all must ask for the same sums or the count
+fails. Each expert is a matrix of its own. "EP 8": 8 ranks share out the experts of a layer, so
+that statistics of an expert, and its gradients, are summed over an eighth of the ranks, in buckets
+of their own.
+
+Sent: bytes of one rank, by a ring or anything else that sends no more (2(d-1)/d of an all-reduce,
+(d-1)/d of a reduce-scatter). Rounds: all-reduces of statistics, and one of the norm that a step
+tells. Messages: those of all calls that have to follow one another, d-1 or log2 d for a
+reduce-scatter and twice that for an all-reduce. The longest chain counts collectives where
+gradients travel beside the rounds of the bucket before (gloo); on a GPU both share a stream, and
+it is all calls. State: of the rank that has most, of all ranks. What DeepSpeed sends to gather
+weights for computing, and what experts' tokens send, is not the optimizer's and not counted.
+
+**Times are a model's**: latency · messages + bytes / bandwidth, each collective in the order in
+which ds_ext calls it on a GPU, in one line beside backward. Its constants fit gloo on this machine
+as the table says: least times of all-reduces of 1 KiB to 64 MiB, more ranks than cores where there
+are two, and then all of AdaLomo's rounds of a step of llama-70b one after another, which the fit
+has not seen. All else is given and **assumed, not measured**: {links} for each rank; {tokens:,}
+tokens of each rank in a step, {flops:g} flops a second, 6 flops for each token and parameter in
+use. Gathering weights takes no time here and a hop within a node takes as long as one between
+nodes; both make the rounds' share look larger than it would be. "Tree" and "ring" bound what a
+library does: NCCL all-reduces little by trees, and reduce-scatters by rings or, since version
+2.23, by PAT (arXiv 2506.20252), whose latency is logarithmic too. Tables that name no link are of
+{first}.
+
+Rounds **dominate** where they take longer than the gradients' reduction, or more than {share:.0%}
+of the step, hidden behind backward or not. "Not hidden" is what the step would be shorter without
+them.
+
+What the design has against it: a bucket takes the same number of rounds whatever its size, so
+`reduce_bucket_size` divides their number, for memory, and no further than to one bucket for each
+parameter that is larger. Where ranks hold whole rows AdaLomo and Adafactor take one round instead
+of two and CAME two instead of three; ZeRO-3's cut does that up to the numbers of ranks in the
+second table (one parameter with split rows adds a round to its bucket). Rounds never grow in bytes
+with the number of ranks. ZeRO within groups of {group} ranks, with copies of them, would sum
+statistics in these alone; that row is computed by the same model for ring and tree, and is **not
+built**: ds_ext refuses DeepSpeed's hpZ. Renewing GaLore's basis sends the whole gradient in fp32,
+in slices of 2^20 elements, once in `update_proj_gap` (200) steps.
+"""
