@@ -1,9 +1,9 @@
 """Counts what a step sends among any number of ranks: ds_ext's code on tensors without storage.
 
-A model of Hugging Face runs forward and backward on torch's device "meta", through ds_ext's own
-hooks, buckets and layouts, in a group of ranks that has a size and sends nothing (``reduced``);
-then the rules step the runs of every bucket, for ranks of every kind (``Rule``). So sizes and
-numbers of calls are those of the code, and of true shapes.
+A model's gradients come on torch's device "meta", through ds_ext's own hooks, buckets and layouts,
+in a group of ranks that has a size and sends nothing (``reduced``); then the rules step the runs
+of every bucket, for ranks of every kind (``Rule``). So sizes and numbers of calls are those of the
+code, and of true shapes.
 """
 
 import functools
@@ -158,7 +158,8 @@ def reduced(
         # What ranks tell each other of their gradients is asked for on the host: all are good.
         with mock.patch.object(Tensor, "cpu", lambda x: torch.zeros(x.shape, dtype=x.dtype)):
             backward(model)
-            buckets.finish()
+            for _ in range(2):  # when backward has ended, and in step()
+                buckets.finish()
         buckets.remove()
         if calls:
             note(())

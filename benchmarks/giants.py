@@ -1,6 +1,7 @@
 """The models of ``scale``: Hugging Face's own modules in their true shapes, without storage."""
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +94,37 @@ def backward(model: nn.Module) -> None:
     model(input_ids=tokens, labels=tokens, attention_mask=mask).loss.backward()
 
 
+def arrivals(model: nn.Module) -> list[str]:
+    """Names of the parameters in the order in which a backward pass brings their gradients."""
+    found: list[str] = []
+
+    def noting(name: str) -> Callable[[torch.Tensor], None]:
+        def hook(param: torch.Tensor) -> None:
+            param.grad = None
+            found.append(name)
+
+        return hook
+
+    named = model.named_parameters()
+    hooks = [p.register_post_accumulate_grad_hook(noting(name)) for name, p in named]
+    backward(model)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def in_order(order: Sequence[str], model: nn.Module) -> None:
+    """A backward pass, of next to no work, that brings gradients in this order.
+
+    Each parameter is added to what the later ones were added to before it.
+    """
+    params = dict(model.named_parameters())
+    total = torch.zeros((), dtype=params[order[0]].dtype, device="meta")
+    for name in reversed(order):
+        total = total + params[name].sum()
+    total.backward()
+
+
 @dataclass(frozen=True)
 class Counted:
     """A model among some ranks at a bucket size and ZeRO stage: what each kind of step sends."""
@@ -109,9 +141,7 @@ class Counted:
 
     def state(self, kind: str) -> int:
         """Bytes of state of the rank that has most."""
-        model, rules = made(self.name)
-        worlds = MODELS[self.name].worlds(model, self.ranks)
-        return rules[STEPS[kind][0]].state_bytes(worlds, self.ranks)
+        return _state(self.name, self.ranks, STEPS[kind][0])
 
     @property
     def in_flight(self) -> float:
@@ -130,14 +160,20 @@ def made(name: str) -> tuple[nn.Module, dict[str, Rule]]:
 
 
 @functools.cache
+def _order(name: str) -> list[str]:
+    return arrivals(made(name)[0])
+
+
+@functools.cache
 def _buckets(counted: Counted) -> list[Bucket]:
     """The buckets in the order they fill, without rounds; those of each group are its own."""
     model, _ = made(counted.name)
     worlds = MODELS[counted.name].worlds(model, counted.ranks)
+    pass_ = functools.partial(in_order, _order(counted.name))
     found = []
     for world in sorted(set(worlds.values())):
         shared = {name for name, ranks in worlds.items() if ranks == world}
-        found += reduced(model, backward, shared, world, counted.size, counted.stage)
+        found += reduced(model, pass_, shared, world, counted.size, counted.stage)
     return sorted(found, key=lambda bucket: bucket.place)
 
 
@@ -149,3 +185,9 @@ def _steps(counted: Counted, optimizer: str) -> list[list[Bucket]]:
     norm = Bucket(counted.ranks, (), found[-1].place, (), (), (NORM,), ())
     both = zip(*(rule.of(bucket) for bucket in found), strict=True)
     return [[*step, norm] for step in both]
+
+
+@functools.cache
+def _state(name: str, ranks: int, optimizer: str) -> int:
+    model, rules = made(name)
+    return rules[optimizer].state_bytes(MODELS[name].worlds(model, ranks), ranks)

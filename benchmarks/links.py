@@ -81,7 +81,7 @@ def longest(buckets: Sequence["Bucket"]) -> int:
 # The fit.
 
 SIZES = tuple(4**k for k in range(5, 14))  # bytes: 1 KiB to 64 MiB
-FEW, MANY = 7, 40  # times that a size is measured
+FEW, MANY = 5, 40  # times that a size is measured
 
 
 class Sample(NamedTuple):

@@ -10,7 +10,7 @@ from benchmarks.giants import MODELS, STEPS, Counted, made
 from benchmarks.links import Link
 
 SHARE = 0.1  # of a step, from which on its rounds are too much
-LARGER = [2**k for k in range(24, 38, 2)]  # reduce_bucket_size
+LARGER = [2**k for k in range(24, 36, 2)]  # reduce_bucket_size
 GROUP = 64  # ranks of a subgroup
 JUDGED = [name for name in STEPS if name not in ("LOMO", "Adafactor")]  # no rounds; AdaLomo's
 

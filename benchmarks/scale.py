@@ -27,7 +27,7 @@ LINKS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2**k for k in range(6, 13)])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4**k for k in range(3, 7)])
     parser.add_argument("--bucket", type=int, default=BUCKET_SIZE, help="reduce_bucket_size")
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank in a step")
     parser.add_argument("--flops", type=float, default=4e14, help="a second, of a rank")
@@ -61,9 +61,7 @@ def main(args: argparse.Namespace) -> None:
     ends = [c for c in flat if c.ranks in (least, most)]
     largest = [c for c in flat if c.ranks == most]
     tables = {
-        "What a step sends, stage 3": [
-            sends(c, kind) for c in flat if c.ranks in args.ranks[::2] for kind in STEPS
-        ],
+        "What a step sends, stage 3": [sends(c, kind) for c in flat for kind in STEPS],
         "Up to how many ranks each holds whole rows": list(whole_rows(args.models)),
         "Gloo on this machine, and the model": fitted,
         "Times of a step": [
@@ -213,13 +211,13 @@ STYLES = ("-", "--", ":")
 TEXT = """
 What the first rank of each kind sends in a step, counted by running ds_ext's code on tensors
 without storage: Hugging Face's modules in the true shapes of Llama-70B and Mixtral-8x22B (140.6B
-parameters), their forward and backward pass, ds_ext's hooks, buckets and layouts, and the
-optimizers' own rules with their defaults; bf16, `reduce_bucket_size` {bucket:,} elements. A rule
-can tell ranks apart by their run's place within a row, its length, and whether it is the first:
-one of each such kind is stepped, of all ranks, and all must ask for the same sums or the count
-fails. Each expert is a matrix of its own. "EP 8": 8 ranks share out the experts of a layer, so
-that statistics of an expert, and its gradients, are summed over an eighth of the ranks, in buckets
-of their own.
+parameters), the order in which their backward pass brings gradients, ds_ext's hooks, buckets and
+layouts, and the optimizers' own rules with their defaults; bf16, `reduce_bucket_size` {bucket:,}
+elements. A rule can tell ranks apart by their run's place within a row, its length, and whether it
+is the first: one of each such kind is stepped, of all ranks, and all must ask for the same sums or
+the count fails. Each expert is a matrix of its own. "EP 8": 8 ranks share out the experts of a
+layer, so that statistics of an expert, and its gradients, are summed over an eighth of the ranks,
+in buckets of their own.
 
 Sent: bytes of one rank, by a ring or anything else that sends no more (2(d-1)/d of an all-reduce,
 (d-1)/d of a reduce-scatter). Rounds: all-reduces of statistics, and one of the norm that a step
