@@ -98,7 +98,7 @@ def measure(ranks: int, sizes: Sequence[int] = SIZES) -> list[Sample]:
 
 
 def replay(ranks: int, sizes: Sequence[int]) -> float:
-    """The least time of these all-reduces one after another, a step's rounds."""
+    """These all-reduces one after another, a step's rounds: the sum of the least time of each."""
     return _on_ranks(ranks, _all, sizes)[0]
 
 
@@ -122,24 +122,24 @@ def fit(samples: Sequence[Sample]) -> tuple[Link, list[float]]:
 
 
 def _each(sizes: Sequence[int]) -> list[float]:
-    return [_least([n], MANY if n < 2**20 else FEW) for n in sizes]
+    return [_least([n], MANY if n < 2**20 else FEW)[0] for n in sizes]
 
 
 def _all(sizes: Sequence[int]) -> list[float]:
-    return [_least(sizes, FEW)]
+    return [sum(_least(sizes, FEW))]
 
 
-def _least(sizes: Sequence[int], times: int) -> float:
-    """Seconds that all-reduces take, the least, for other processes may share the machine."""
+def _least(sizes: Sequence[int], times: int) -> list[float]:
+    """Seconds of each all-reduce: the least, for other processes may share the machine."""
     tensors = [torch.zeros(n // 4) for n in sizes]
-    taken = []
+    least = [math.inf] * len(sizes)
     for _ in range(times):
         dist.barrier()
-        began = time.perf_counter()
-        for x in tensors:
+        for i, x in enumerate(tensors):
+            began = time.perf_counter()
             dist.all_reduce(x)
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+            least[i] = min(least[i], time.perf_counter() - began)
+    return least
 
 
 def _on_ranks(

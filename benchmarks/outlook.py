@@ -63,11 +63,11 @@ def times(counted: Counted, kind: str, given: Given, takes: links.Takes | None =
 def in_groups(given: Given, ranks: int) -> links.Takes:
     """What calls take where ZeRO cuts among GROUP ranks and ``ranks`` hold copies of that."""
 
-    def takes(call: Call, _: int) -> float:
-        own = given.takes(call, GROUP)
+    def takes(call: Call, among: int) -> float:
+        own = given.takes(call, among)
         if call.kind != REDUCE_SCATTER or ranks <= GROUP:
             return own
-        return own + given.takes(Call("", ALL_REDUCE, call.nbytes // GROUP), ranks // GROUP)
+        return own + given.takes(Call("", ALL_REDUCE, call.nbytes // among), ranks // GROUP)
 
     return takes
 

@@ -200,7 +200,7 @@ def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given)
     right.plot([], [], ":", color="black", label="ring")
     right.axhline(SHARE, color="gray", linewidth=0.8)
     left.set(title="statistics / gradients, bytes sent")
-    right.set(title=f"rounds / step, {models[0]}", ylim=(1e-4, 1))
+    right.set(title=f"rounds / step, {models[0]}", ylim=(1e-3, 1))
     for axes in (left, right):
         axes.set(xscale="log", yscale="log", xlabel="ranks")
     figure.legend(loc="outside lower center", ncols=4)
