@@ -55,9 +55,9 @@ def local_for_global(run: Training) -> dict[str, Any]:
     """The same with the fault that this is about: a rank takes its local rank for its rank."""
     init = layout.Sharded.__init__
 
-    def wrong(self: layout.Sharded, *args: Any) -> None:
-        init(self, *args)
-        self.rank = int(os.environ["LOCAL_RANK"])
+    def wrong(self: layout.Sharded, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        self.place = int(os.environ["LOCAL_RANK"])
 
     with mock.patch.object(layout.Sharded, "__init__", wrong):
         return training.train(run)

@@ -5,7 +5,11 @@ Ranks over gloo, on a pretended device (pretend.py); some on the CPU alone.
 
 import gc
 import math
+import os
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +32,8 @@ CASES: list[Case] = [
     ("lomo", 1, "bf16 master", ("state",)),
 ]
 SAVED = [("came", "bf16 master"), ("galore", "fp32")]
+WEIGHTS, STATES = "weights offloaded to the host", "states offloaded to the host"
+NAMES = {name: made for name, (made, _) in offloading.HYPERS.items()}
 FEW: list[Case] = [
     ("lomo", 3, "bf16", ("param",)),
     ("came", 3, "clipped", ("both",)),
@@ -42,9 +48,8 @@ WORLDS = {  # ranks, cases, what is saved, whether the device is pretended
 CHECKED = [(world, case) for world, (_, cases, *_) in WORLDS.items() for case in cases]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[dict[Any, Any]]]:
-    """What each rank of each world found, made once."""
+def every_world() -> dict[str, list[dict[Any, Any]]]:
+    """What each rank of each world finds."""
     made = {}
     for name, (world, cases, saved, pretended) in WORLDS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -54,10 +59,36 @@ def found() -> dict[str, list[dict[Any, Any]]]:
     return made
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list[dict[Any, Any]]]:
+    """The same, made once, by a process that has not run backward (see forks.py)."""
+    out = tmp_path_factory.mktemp("offload") / "found.pt"
+    code = (
+        "import sys, torch; from tests.test_offload import every_world;"
+        "torch.save(every_world(), sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return torch.load(out, weights_only=False)
+
+
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+def _features(kinds):
+    shown = {"param": [WEIGHTS], "state": [STATES], "both": [WEIGHTS, STATES]}
+    return [f for kind in kinds for f in shown.get(kind, [])]
+
+
+@pytest.mark.supports(_features, stage="stage", optimizer=lambda optimizer: NAMES[optimizer])
 @pytest.mark.parametrize(
     "world, optimizer, stage, how, kinds", [(world, *case) for world, case in CHECKED]
 )
