@@ -1,5 +1,6 @@
 # make demo    fine-tune a real language model (about five minutes on two cores)
 # make test    every test                  make check   lint, format, types, import walls
+# make matrix  the README's support matrix, from the tests that ran
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
 #
 # All of them make .venv first, where it is missing or older than the files that describe it.
@@ -18,7 +19,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test check clean
+.PHONY: demo test check matrix clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -37,6 +38,9 @@ check: .venv/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy ds_ext
 	$(BIN)/python -m pytest -q tests/test_walls.py
+
+matrix: .venv/.test
+	$(BIN)/python -m tests.support README.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -11,7 +11,9 @@ BENCHMARKS = {
     "step": "time of the optimizers' update",
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",
+    "scale": "what 64 to 4,096 simulated ranks send, and how long it would take",
     "train": "tokens per second of a whole step",
+    "offload": "time and memory of offload to the CPU",
 }
 
 
@@ -26,7 +28,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).benchmark
-    if name == "comm":
+    if name in ("comm", "scale"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # counts are those of any device
     # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
     if not torch.cuda.is_available():

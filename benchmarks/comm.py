@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import ds_ext
 from benchmarks import report
+from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, METHODS, REDUCE_SCATTER, Call, sent
 from benchmarks.memory import LLAMAS, Sizes, llama
 from ds_ext.memory import KNOWN
 from ds_ext.memory import llama as llama_shapes
@@ -38,28 +39,6 @@ MODELS: dict[str, Sizes] = {"small": (2048, 256, 688, 4, 4, 4, False), "135M": L
 LR = 5e-4
 ROOF = 0.51  # of upstream's bytes: half, and the statistics
 
-ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
-# The methods of torch's ProcessGroup, under all the names that versions of torch give them.
-METHODS = {
-    "allreduce": ALL_REDUCE,
-    "allreduce_coalesced": ALL_REDUCE,
-    "_reduce_scatter_base": REDUCE_SCATTER,
-    "reduce_scatter": REDUCE_SCATTER,
-    "reduce_scatter_single": REDUCE_SCATTER,
-    "reduce_scatter_single_coalesced": REDUCE_SCATTER,
-    "reduce_scatter_tensor_coalesced": REDUCE_SCATTER,
-    "_allgather_base": ALL_GATHER,
-    "allgather": ALL_GATHER,
-    "allgather_coalesced": ALL_GATHER,
-    "allgather_into_tensor_coalesced": ALL_GATHER,
-    "all_gather_single": ALL_GATHER,
-    "all_gather_single_coalesced": ALL_GATHER,
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "alltoall": "all-to-all",
-    "alltoall_base": "all-to-all",
-    "all_to_all_single": "all-to-all",
-}
 CALLERS = ("ds_ext", "deepspeed", "lomo_optim")
 
 
@@ -68,14 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--length", type=int, default=32, help="tokens of each rank's row")
     parser.add_argument("--bucket", type=int, default=2**20, help="reduce_bucket_size, elements")
-
-
-class Call(NamedTuple):
-    """One collective of one rank."""
-
-    caller: str  # of CALLERS
-    kind: str  # all-reduce, …
-    nbytes: int  # of the whole that is summed or gathered
 
 
 class Step(NamedTuple):
@@ -278,11 +249,6 @@ def _caller() -> str:
 
 
 # What is made of the counts.
-
-
-def sent(kind: str, nbytes: int, ranks: int) -> float:
-    """Bytes that each of ``ranks`` sends for a collective of ``nbytes`` in all, by a ring."""
-    return (2 if kind == ALL_REDUCE else 1) * nbytes * (ranks - 1) / ranks
 
 
 def figures(step: Step, reference: Step, ranks: int) -> dict[str, object]:

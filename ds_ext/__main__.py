@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ds_ext import memory, settings
+from ds_ext import memory, offload, settings
 from ds_ext.memory import Memory, Shapes
 from ds_ext.optimizer import OPTIMIZERS
 
@@ -59,6 +59,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with gradient_accumulation_steps > 1, or gradient_policy sharded: gradients are kept",
     )
+    add("--offload-param", action="store_true", help="offload_param to the CPU; needs --stage 3")
+    add("--offload-optimizer", action="store_true", help="offload_optimizer to the CPU")
     add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to fit into")
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
@@ -121,11 +123,18 @@ def _rows(rule: Any, shapes: Shapes, options: argparse.Namespace) -> dict[str, M
     """Label -> memory: ours, then AdamW at the same ZeRO stages, then Megatron-LM."""
     ranks, dtype, bucket = options.ranks, DTYPES[options.dtype], options.bucket
     stages = [STAGES[options.stage]] if options.stage else list(STAGES.values())
+    if options.offload_optimizer and not options.stage:
+        stages.remove(None)
+    offloads = _offloads(rule, options)
     table = {}
     for stage in stages:
         label = "plain step()" if stage is None else f"ZeRO-{stage}"
         name = f"{type(rule).__name__}, {label}"
-        table[name] = memory.ours(rule, shapes, stage, ranks, dtype, bucket, options.accumulate)
+        if offloads:
+            name += f", {' and '.join(offloads)} offloaded"
+        table[name] = memory.ours(
+            rule, shapes, stage, ranks, dtype, bucket, options.accumulate, offloads
+        )
     for stage in sorted({stage or 0 for stage in stages}):
         adamw = memory.adamw(shapes, stage, ranks, dtype, bucket)
         table[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw
@@ -134,6 +143,17 @@ def _rows(rule: Any, shapes: Shapes, options: argparse.Namespace) -> dict[str, M
         name = f"Megatron-LM, {params}, {grads} gradients"
         table[name] = memory.megatron(shapes, ranks, params, grads)
     return table
+
+
+def _offloads(rule: Any, options: argparse.Namespace) -> list[str]:
+    """What lies on the host; ValueError where DeepSpeed's setting of that name would be refused."""
+    if options.offload_param and options.stage != "3":
+        raise ValueError("--offload-param: only ZeRO-3 has it; add --stage 3.")
+    if options.offload_optimizer and options.stage == "none":
+        raise ValueError("--offload-optimizer: a plain step() has none; choose another --stage.")
+    if options.offload_optimizer and not offload.has_state(rule, DTYPES[options.dtype]):
+        raise ValueError(f"--offload-optimizer: {type(rule).__name__} has next to no state.")
+    return [name for name in ("param", "optimizer") if getattr(options, f"offload_{name}")]
 
 
 def _print_table(table: dict[str, Memory], n: int, unit: str, cards: tuple[float, ...]) -> None:

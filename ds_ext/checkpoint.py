@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import hyper, ops
+from ds_ext import home, hyper, ops
 from ds_ext.folder import VERSION, CheckpointError
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.shard import Shard
@@ -204,7 +204,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
         found = next(pieces.find("state", own.name), None)
         if found is not None:
             parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
-            state = _state(pieces, parts, own)
+            state = _state(pieces, parts, own, param.device, optimizer.home)
             optimizer.state[param] = {**state, "step": found["step"]}
 
 
@@ -223,14 +223,24 @@ def load_weights(
     return missing
 
 
-def _state(pieces: Pieces, parts: Parts, own: Own, *above: str) -> State:
-    """This rank's part of a parameter's state, of what lies under the keys ``above``."""
+def _state(
+    pieces: Pieces,
+    parts: Parts,
+    own: Own,
+    device: torch.device,
+    where: home.Home | None,
+    *above: str,
+) -> State:
+    """This rank's part of a parameter's state, where it lies between steps.
+
+    Of what lies under the keys ``above``.
+    """
     made: State = {}
     for key, part in parts.items():
         if isinstance(part, Part):
             values = pieces.read(part, "state", own.name, *above, key)
             dtype = part.dtype or ops.accumulator(own.run.dtype)
-            made[key] = values.view(part.shape).to(own.run.device, dtype)
+            made[key] = home.place(values.view(part.shape).to(dtype), device, where)
         else:
-            made[key] = _state(pieces, part, own, *above, key)
+            made[key] = _state(pieces, part, own, device, where, *above, key)
     return made

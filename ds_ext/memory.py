@@ -9,14 +9,14 @@ in all), and what the allocator wastes.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_ext import precision, stacks
+from ds_ext import home, precision, stacks
 from ds_ext.shard import Shard
 from ds_ext.state import Parts, zeros
 
@@ -70,22 +70,39 @@ def ours(
     dtype: torch.dtype,
     bucket: int,
     accumulates: bool = False,
+    offloads: Collection[str] = (),
 ) -> Memory:
     """A rule's memory at a ZeRO stage, or with a plain ``step()`` on whole gradients (None).
 
     ``rule`` is one of a ``RuleOptimizer.hypers``, ``bucket`` is reduce_bucket_size;
-    ``accumulates``: this rank's runs of gradients are kept until the step, in fp32.
+    ``accumulates``: this rank's runs of gradients are kept until the step, in fp32. ``offloads``,
+    of "param" (stage 3) and "optimizer": what lies on the host, and on the device only as much of
+    it as a bucket takes.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
     if stage == 3:  # overlap_comm: the bucket before is on its way
         in_flight = min(in_flight + max(bucket, _largest(shapes)), elements(shapes))
+    visiting = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))  # a bucket's share
+    whole = _weights(shapes, stage, ranks)
+    weights = whole
+    if "param" in offloads:
+        runs = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
+        weights = whole - runs + math.ceil(visiting * runs)
+
+    def held(init: Init) -> float:
+        most = _most(init, shapes, cut, dtype)
+        if "optimizer" not in offloads:
+            return most
+        stays = _most(lambda p, *of: _small(init(p, *of)), shapes, cut, dtype)
+        return stays + visiting * (most - stays)
+
     return Memory(
-        weights=_weights(shapes, stage, ranks) * dtype.itemsize,
-        state=_most(lambda p, *of: zeros(_keeps(rule, *of), p), shapes, cut, dtype),
+        weights=weights * dtype.itemsize,
+        state=held(lambda p, *of: zeros(_keeps(rule, *of), p)),
         gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
-        master=_most(lambda p, *_: precision.master(p, rule), shapes, cut, dtype),
+        master=held(lambda p, *_: precision.master(p, rule)),
     )
 
 
@@ -194,6 +211,13 @@ def _most(init: Init, shapes: Shapes, cut: int, dtype: torch.dtype) -> int:
         return total
 
     return max(map(of_rank, range(min(cut, FIRST))))
+
+
+def _small(state: Any) -> Any:
+    """What of a state stays on the device when states are offloaded."""
+    if isinstance(state, Mapping):
+        return {key: _small(x) for key, x in state.items()}
+    return state if state.nbytes < home.SMALL else ()
 
 
 def nbytes(state: Any) -> int:

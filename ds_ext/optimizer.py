@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_ext import hyper, ops, precision, rounds, rules, stacks
+from ds_ext import home, hyper, ops, precision, rounds, rules, stacks
 from ds_ext.meter import Meter
 from ds_ext.shard import Shard
 from ds_ext.state import Parts, State, zeros
@@ -58,6 +58,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.meter: Meter | None = None
         # parameters whose first dimension counts experts, and the number of their first one
         self.stacks: dict[Tensor, int] = {}
+        self.home: home.Home | None = None  # where states lie between steps; None: on the device
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -75,7 +76,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._index()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"meter": self.meter, "stacks": self.stacks}
+        own = {"meter": self.meter, "stacks": self.stacks, "home": self.home}
+        return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -118,37 +120,54 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
-        """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds."""
-        return rounds.run([rule for u in updates for rule in self.rules(u)], all_reduce)
+        """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds.
 
-    def rules(self, u: Update) -> list[rounds.Rule]:
+        Runs and states that lie elsewhere than their gradients visit these for it.
+        """
+        at_home = [(u, self.state[u.param]) for u in updates]
+        visits = [
+            (u._replace(p=home.visit(u.p, u.g.device)), self._visiting(state, u.g.device))
+            for u, state in at_home
+        ]
+        begun = [rule for u, state in visits for rule in self.rules(u, state)]
+        taken = rounds.run(begun, all_reduce)
+        for (u, state), (visitor, stepped) in zip(at_home, visits, strict=True):
+            if visitor.p is not u.p:
+                u.p.copy_(visitor.p, non_blocking=True)
+            if self.home is not None:
+                self.home.take(state, stepped)
+        return taken
+
+    def _visiting(self, state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """A state to be stepped on ``device``."""
+        return state if self.home is None else home.brought(state, device)
+
+    def rules(self, u: Update, state: dict[str, Any] | None = None) -> list[rounds.Rule]:
         """Starts the rules of one parameter: one, or one for each expert of a stack."""
+        state = self.state[u.param] if state is None else state
+        rule, p = self._prepared(u, state)
+        t = state["step"]
         if u.param not in self.stacks:
-            return [self._begin(u)]
-        rule, state, p = self._prepared(u)
-        t, experts = state["step"], state[stacks.EXPERTS].values()
+            return [rule.step(self._watched(p, u, u.p), u.g, state, t, u.shard)]
         begun = []
+        experts = state[stacks.EXPERTS].values()
         for s, (run, shard) in zip(experts, stacks.split(u.shard), strict=True):
             own = self._watched(precision.part(p, run), u, u.p[run])
             begun.append(rule.step(own, stacks.part(u.g, run), s, t, shard))
         return begun
 
-    def _begin(self, u: Update) -> rounds.Rule:
-        rule, state, p = self._prepared(u)
-        return rule.step(self._watched(p, u, u.p), u.g, state, state["step"], u.shard)
+    def _prepared(self, u: Update, state: dict[str, Any]) -> tuple[Any, precision.Weight]:
+        """The rule of a parameter, and what it reads and writes as its weight.
 
-    def _prepared(self, u: Update) -> tuple[Any, State, precision.Weight]:
-        """The rule of a parameter, its state, made if it has none, with this step counted in it,
-        and what the rule reads and writes as its weight.
+        The state is made if there is none, and this step is counted in it.
         """
         rule = self.rule_of(u.param)
-        state = self.state[u.param]
         if not state:
             state.update(zeros(self.keeps(u.param, u.shard, rule), u.p), step=0)
         state["step"] += 1
         before = self.stacks.get(u.param, 0) * math.prod(u.shard.shape[1:])
         number = self.number_of[u.param]
-        return rule, state, precision.weight(u.p, state, rule, number, u.shard, before)
+        return rule, precision.weight(u.p, state, rule, number, u.shard, before)
 
     def _watched(self, p: precision.Weight, u: Update, run: Tensor) -> ops.Writable:
         """The same, measured if a meter is set."""
@@ -169,13 +188,17 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """The weights of a run ``p``, [len(shard)]: in fp32 if there is a master of them."""
-        return precision.values(p, self.state.get(param, {}), shard)
+        masters = {k: v for k, v in self.state.get(param, {}).items() if k == "master"}
+        return precision.values(p, home.brought(masters, p.device), shard)
 
     @torch.no_grad()
     def write_weights(self, param: Tensor, p: Tensor, shard: Shard, values: Tensor) -> None:
         """Makes ``values`` the weights of a run ``p``; of its master too, if it has state."""
         how = self.rule_of(param) if param in self.group_of else precision.Writing("nearest")
-        precision.set_(p, self.state.get(param, {}), how, shard, values)
+        state = self.state.get(param, {})
+        precision.set_(p, state, how, shard, values)
+        if "master" in state:
+            state["master"] = home.place(state["master"], param.device, self.home)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -24,6 +24,7 @@ from ds_ext.layout import (
     size_of,
 )
 from ds_ext.lost import explained
+from ds_ext.order import Order
 
 
 class Partitioned(Sharded):
@@ -67,16 +68,26 @@ class Partitions(Layout):
         group: Group,
         names: Mapping[Tensor, str],
         domain_of: Callable[[Tensor], Replicated],
+        overlap: bool,
     ) -> None:
         self.offload = offload
         super().__init__(group, names, domain_of)
+        # Gloo, which sums on a CPU, ends a process that is sent more than it waits for.
+        ahead = overlap and self.device.type != "cpu"
+        self.order = Order(offload.module, self.names, self.host_group, ahead)
+        self.order.watch_first_pass(offload.get_param_coordinator())
+        self.updated: set[Tensor] = set()  # in this step
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
         leaves = [m for m in module.modules() if z3_leaf_module(m)]
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        """The ranks have gathered the same parameters together: what waits on one does on all."""
+        """The ranks have gathered the same parameters together: what waits on one does on all.
+
+        Where they have not, RuntimeError on all of them.
+        """
+        self.bytes_sent += self.order.check_gradients(waiting, ended)
         return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
     @contextlib.contextmanager
@@ -90,13 +101,24 @@ class Partitions(Layout):
             m.update(count)
         self.offload.release_backward_leftovers()
 
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Nobody else holds the weight, but for what ``end_step`` brings up to date."""
+        self.updated.update(params)
+
     def end_backward(self) -> None:
         # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
         self.offload.release_backward_leftovers()
 
     def end_step(self) -> None:
-        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions."""
+        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions.
+
+        And forgets hpZ's second copies of what was updated: the next forward pass makes new ones.
+        Not before all is partitioned, which would make them of what is still gathered and old.
+        """
         self.offload.partition_all_parameters()
+        for param in self.updated:
+            param.ds_secondary_tensor = None
+        self.updated.clear()
         persistent = self.offload.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
@@ -126,7 +148,7 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
 
     if offload is None:
         return Layout(group, names, domain_of)
-    return Partitions(offload, group, names, domain_of)
+    return Partitions(offload, group, names, domain_of, bool(engine.zero_overlap_comm()))
 
 
 def _copies(kind: type[Replicated], group: Group) -> int:
@@ -174,6 +196,32 @@ def _domains(
     return split, whole
 
 
+def _secondary_group(engine: DeepSpeedEngine) -> Group:
+    """The ranks that hold a second copy of the weights together: ZeRO++ hpZ, usually a host's."""
+    world = dist.get_world_size()
+    size = engine.zero_hpz_partition_size()
+    if size <= 1:
+        return None
+    if dist.get_world_size(engine.seq_data_parallel_group) != world:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size}: DeepSpeed would cut its groups "
+            "without regard to model parallelism: remove one of them."
+        )
+    if world % min(size, world):
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {world} ranks."
+        )
+    if groups._get_zero_param_intra_parallel_group() is None:
+        groups._create_zero_param_parallel_group(size)
+    there = groups._get_zero_param_intra_parallel_group_world_size()
+    if there != min(size, world):
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size}, where another engine of this "
+            f"process has {there}: DeepSpeed takes one for all."
+        )
+    return groups._get_zero_param_intra_parallel_group()
+
+
 def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
     """DeepSpeed's own partitioning, gathering and prefetching of ZeRO-3 parameters."""
     if engine.has_moe_layers:
@@ -190,7 +238,9 @@ def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
         param_persistence_threshold=engine.zero_param_persistence_threshold(),
         model_persistence_threshold=engine.zero_model_persistence_threshold(),
         dp_process_group=engine.seq_data_parallel_group,
+        offload_param_config=engine.zero_offload_param(),
         mpu=engine.mpu,
+        zero_param_parallel_group=_secondary_group(engine),
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )

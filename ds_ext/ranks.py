@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,11 +18,17 @@ from ds_ext.layout import Group
 from ds_ext.lost import explained
 
 T = TypeVar("T")
+MESSAGE = 16  # bytes that each rank sends to compare
+
+
+def several(group: Group = None) -> bool:
+    """Whether there are other ranks than this one."""
+    return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def gathered(value: T, group: Group = None) -> list[T]:
     """The values of all ranks, in their order; without a process group this one's."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not several(group):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     with explained():
@@ -80,6 +87,26 @@ def agree(told: Mapping[str, Any], group: Group = None) -> None:
                     f"the ranks were started with different {name}s: rank 0 and rank {rank} differ "
                     f"in {where}. Start all ranks with the same script, config and model."
                 )
+
+
+def alike(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
+    """Begins to compare numbers by a message of 16 bytes -> what waits, and whether all are alike.
+
+    What is compared is a hash of 62 bits, the same in every process.
+    """
+    if not several(group):
+        return lambda: True
+    digest = hash(numbers) & (2**62 - 1)
+    most = torch.tensor([digest, -digest])
+    with explained():
+        work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait() -> bool:
+        with explained():
+            work.wait()
+        return bool(most[0] == -most[1])
+
+    return wait
 
 
 def _difference(a: Any, b: Any, where: str = "") -> str:

@@ -18,8 +18,9 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
+from torch._dynamo import OptimizedModule
 
-from ds_ext import grouping, ranks, resume, settings
+from ds_ext import grouping, offload, ranks, resume, settings
 from ds_ext.lost import explained
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.parallel import EMBEDDINGS, LINEARS, whole_shape
@@ -41,8 +42,10 @@ def register() -> None:
     # What DeepSpeed asks of its own FusedLamb (a dynamic loss scale) is not asked of ours.
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     _accept_scalars()
+    _accept_objects()
     _save_and_load()
     _end_with_the_others()
+    _keep_backward()
     build, check, wrap, make_scheduler, schedule, take_step = (
         DeepSpeedEngine._configure_basic_optimizer,
         DeepSpeedEngine._do_optimizer_sanity_check,
@@ -141,6 +144,23 @@ def _end_with_the_others() -> None:
         setattr(DeepSpeedEngine, name, explaining(getattr(DeepSpeedEngine, name)))
 
 
+def _keep_backward() -> None:
+    """Lets engine.compile() compile the model, and refuses it the backward pass."""
+    compile_model = DeepSpeedEngine.compile
+
+    @functools.wraps(compile_model)
+    def compile(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(compile_model).bind(self, *args, **kwargs).arguments
+        if isinstance(self.optimizer, ZeroAdapter) and given.get("compiled_autograd_enabled"):
+            raise ValueError(
+                "engine.compile(compiled_autograd_enabled=True) replaces the backward pass, in the "
+                "hooks of which ds_ext steps: leave it out; the forward pass may be compiled."
+            )
+        compile_model(self, *args, **kwargs)
+
+    DeepSpeedEngine.compile = compile
+
+
 # What may differ from rank to rank: it is about what is written and shown.
 _LOCAL = {
     *("tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "dump_state"),
@@ -205,12 +225,20 @@ def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     config = engine._config._param_dict | effective(engine)
     settings.refuse(config)
     settings.gradients(config)
+    firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
+    offload.check(config, map(optimizer.rule_of, firsts), {p.dtype for p in optimizer.group_of})
     if isinstance(engine.module, PipelineModule):
         raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
     if engine.autotp_size() > 1 and engine.sequence_parallel_size > 1:
         raise ValueError(
             "ds_ext cannot honour tensor_parallel.autotp_size together with sequence_parallel_size "
             "yet: remove one of them."
+        )
+    compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
+    if compiled and engine.zero_optimization_stage() == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3 cannot partition what torch.compile has wrapped: give "
+            "deepspeed.initialize the model itself, and call engine.compile() after it."
         )
     if engine.has_moe_layers:
         _refuse_experts(engine)
@@ -258,6 +286,17 @@ def _check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
             'size: call engine.step(lr_kwargs={"metrics": ...}), or step it yourself and keep it '
             "from DeepSpeed. In HF Trainer, choose another lr_scheduler_type."
         )
+
+
+def _accept_objects() -> None:
+    """Lets DeepSpeed offload the state of an optimizer object of ours, and not of its own alone."""
+    force = DeepSpeedEngine.zero_force_ds_cpu_optimizer
+
+    @functools.wraps(force)
+    def zero_force_ds_cpu_optimizer(self: DeepSpeedEngine) -> Any:
+        return not isinstance(self.client_optimizer, RuleOptimizer) and force(self)
+
+    DeepSpeedEngine.zero_force_ds_cpu_optimizer = zero_force_ds_cpu_optimizer
 
 
 def _accept_scalars() -> None:

@@ -177,6 +177,12 @@ def load_checkpoint(
         raise ValueError("load_checkpoint: ds_ext reads weights in pieces; remove custom_load_fn.")
     if tag is None:
         tag = ranks.together(lambda: folder.latest(Path(load_dir)), CheckpointError)
+        seen = ranks.gathered(tag)
+        if other := [rank for rank, found in enumerate(seen) if found != seen[0]]:
+            raise CheckpointError(
+                f"{load_dir}/latest is {seen[0]!r} on rank 0 and {seen[other[0]]!r} on rank "
+                f"{other[0]}: name the full path of a folder on a file system that all ranks share."
+            )
         if tag is None:
             log(f"there is no checkpoint in {load_dir}: nothing is loaded")
             return None, None

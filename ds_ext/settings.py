@@ -28,6 +28,13 @@ def refuse(config: dict[str, Any]) -> None:
         value = _lookup(config, key)
         if value is not None and not honoured(value):
             raise ValueError(f"ds_ext cannot honour {key} = {value!r} yet: {advice}")
+    copies = _lookup(config, "zero_optimization.zero_hpz_partition_size")
+    stage = _lookup(config, "zero_optimization.stage")
+    if isinstance(copies, int) and copies > 1 and stage != 3:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {copies} copies what stage 3 partitions, "
+            f"but zero_optimization.stage is {stage}: remove it."
+        )
 
 
 def _off(value: Any) -> bool:
@@ -36,10 +43,6 @@ def _off(value: Any) -> bool:
 
 def _one(value: Any) -> bool:
     return value == 1
-
-
-def _no_device(value: Any) -> bool:
-    return value in (None, "none")
 
 
 _REMOVE = "remove it."
@@ -53,32 +56,30 @@ _ANY = (
     "remove it, and load what engine.save_checkpoint wrote, or a checkpoint of DeepSpeed's AdamW, "
     "as it is: it loads on any number of ranks and at any ZeRO stage without ds_to_universal."
 )
+_OFFLOAD = (
+    'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
+    "pin_memory."
+)
 _SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
 
 # (key, what is honoured, what to do otherwise)
 _HONOURED = [
+    ("zero_optimization.zenflow", _off, _REMOVE),
+    ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
     ("zero_optimization.reduce_scatter", lambda v: v is True, _REMOVE),
-    ("zero_optimization.offload_param.device", _no_device, _REMOVE),
-    (
-        "zero_optimization.offload_optimizer.device",
-        _no_device,
-        "there is next to no optimizer state to offload; remove it.",
-    ),
-    ("zero_optimization.cpu_offload", _off, _REMOVE),
-    ("zero_optimization.cpu_offload_param", _off, _REMOVE),
-    ("zero_optimization.zero_hpz_partition_size", _one, _REMOVE),
+    ("zero_optimization.cpu_offload", _off, _OFFLOAD),
+    ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
+    ("zero_optimization.cpu_offload_use_pin_memory", lambda v: False, _OFFLOAD),
     ("zero_optimization.zero_quantized_weights", _off, _REMOVE),
     ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
     ("zero_optimization.zero_quantized_gradients", _off, _REMOVE),
-    ("zero_optimization.zenflow", _off, _REMOVE),
-    ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
     ("fp16.fp16_master_weights_and_grads", _off, _MASTER),
     ("bf16.bf16_master_weights_and_grads", _off, _MASTER),
     ("bf16.bf16_optimizer_states", _off, _MASTER),
     ("prescale_gradients", _off, _REMOVE),
     ("gradient_predivide_factor", _one, _REMOVE),
     ("expert_parallel.expert_tensor_parallel_size", _one, _REMOVE),
-    ("compile.deepcompile", _off, _REMOVE),
+    ("compile.deepcompile", _off, "remove it; engine.compile() compiles the model."),
     ("checkpoint.load_universal", _off, _ANY),
     ("checkpoint.use_node_local_storage", _off, _SHARED),
     ("checkpoint.writer", _off, _REMOVE),

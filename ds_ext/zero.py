@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScal
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor, nn
 
-from ds_ext import checkpoint, moe, settings
+from ds_ext import checkpoint, home, moe, settings
 from ds_ext.checkpoint import Own, Pieces
 from ds_ext.folder import CheckpointError
 from ds_ext.gradients import FusedBackward, logger
@@ -32,6 +32,8 @@ class ZeroAdapter(ZeROOptimizer):
         self.module = engine.module
         self.dp_process_group = engine.seq_data_parallel_group
         self.layout = layout_of(engine)
+        zero = engine._config._param_dict.get("zero_optimization", {})
+        optimizer.home = home.Home.of(zero.get("offload_optimizer") or {})
         _share_time_limit(self.layout)
         how = settings.gradients(
             engine._config._param_dict | effective(engine), engine.monitor.enabled
@@ -136,6 +138,7 @@ class ZeroAdapter(ZeROOptimizer):
         self.overflow = result is not None and result.skipped
         if result is None:
             return
+        home.settle(self.layout.device)
         self._global_grad_norm = result.norm
         if self.dynamic_loss_scale:
             self.loss_scaler.update_scale(result.overflow)
@@ -285,7 +288,7 @@ class ZeroAdapter(ZeROOptimizer):
             found = next(pieces.find("accumulated", "gradients", own.name), None)
             if found is not None:
                 values = pieces.read(own.part, "accumulated", "gradients", own.name)
-                kept[param] = (values.to(own.run.device) * factor, found["bad"])
+                kept[param] = (values.to(param.device) * factor, found["bad"])
         self.fused.begin_with(kept)
 
     def publish_all(self) -> None:

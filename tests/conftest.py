@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import support
+
 # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -71,6 +73,10 @@ def world(ranks: int, out: Path) -> str:
     if done.returncode:
         out.unlink(missing_ok=True)
     return done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(support.Collector(config))
 
 
 def pytest_addoption(parser):

@@ -127,6 +127,11 @@ FAULTS = (
 )
 
 
+def stage_of(fault: str) -> int:
+    """The ZeRO stage at which a fault is tried."""
+    return (3, 1, 2)[FAULTS.index(fault) % 3]
+
+
 def suffer(folder: str, fault: str, stage: int) -> dict[str, Any]:
     """A run with a fault, what is on the disk after it, and the same run started again."""
     tag = "last" if fault == "replaced" else None  # the same at each save
@@ -373,8 +378,8 @@ def main() -> None:
     kills = int(sys.argv[3]) if len(sys.argv) > 3 else 3
     results: dict[str, Any] = {}
     jobs: dict[str, Any] = {"whole": lambda f: forks.run(2, train, f, 3, timeout=60)}
-    for i, fault in enumerate(FAULTS):
-        jobs[fault] = lambda f, fault=fault, i=i: suffer(f, fault, (3, 1, 2)[i % 3])
+    for fault in FAULTS:
+        jobs[fault] = lambda f, fault=fault: suffer(f, fault, stage_of(fault))
     jobs |= {
         "damage": lambda f: forks.run(2, damage, f, timeout=60),
         "plain": lambda f: forks.run(2, plain, timeout=60),

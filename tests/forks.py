@@ -19,6 +19,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch._dynamo  # noqa: F401  before the fork, or every rank would do it
 
 import ds_ext  # noqa: F401  imported before the fork
 

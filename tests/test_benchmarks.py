@@ -1,14 +1,21 @@
 """The benchmarks' own arithmetic: timing in turns, tables, watched memory, bytes sent."""
 
 import argparse
+import math
+import os
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import comm, memory, report, step, train
-from tests import authors
+from benchmarks import comm, memory, offload, report, step, train
+from ds_ext import home
+from ds_ext.optimizer import OPTIMIZERS
+from tests import authors, pretend
 
 CPU = torch.device("cpu")
 
@@ -129,7 +136,7 @@ def test_a_benchmark_is_imported_when_it_is_chosen(monkeypatch):
     assert imported == ["benchmarks.train"]
 
 
-@pytest.mark.parametrize("module", [memory, comm, train])
+@pytest.mark.parametrize("module", [memory, comm, train, offload])
 def test_options_have_defaults_of_their_own_choices(module):
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
@@ -511,3 +518,50 @@ def test_goals_name_what_is_measured():
         (f"ds_ext.LOMO, {way}", by) for way in step.WAYS for by in (step.UNIT, step.PLAIN)
     ]
     assert step.goals(False, ["fp32"], ["ds_ext.LOMO"]) == []
+
+
+# Offload.
+
+
+@pytest.mark.parametrize("name", ["adalomo", "came", "adafactor"])
+def test_a_step_in_flight_moves_what_it_says(name, monkeypatch):
+    monkeypatch.setattr(home, "SMALL", 4000)
+    shapes = [(64, 48), (32, 80)]
+    with pretend.device() as device:
+        rows = offload.alone(OPTIMIZERS[name], shapes, torch.bfloat16, pretend.DEVICE, rounds=2)
+        assert device.copied["in"] > 0
+    rows = {row["way"]: row for row in rows}
+    assert {way: row["same bits"] for way, row in rows.items()} == dict.fromkeys(
+        offload.WAYS, "yes"
+    ) | {offload.COPIES: ""}
+    elements = sum(math.prod(shape) for shape in shapes)
+    momentum = 4 * elements if name == "came" else 0
+    statistics = 4 * sum(map(sum, shapes)) * (2 if name == "came" else 1)
+    stays = {way: row["stays on the GPU, MB"] * 1e6 for way, row in rows.items()}
+    assert stays[offload.DEVICE] == pytest.approx(2 * elements + momentum + statistics)
+    assert stays[offload.FLIGHT] == pytest.approx(momentum + statistics)
+    assert stays[offload.BOTH] == pytest.approx(statistics)
+    assert stays[offload.BY_HOST] == stays[offload.COPIES] == 0
+
+
+def _trained(kinds: list[str]) -> list[dict[str, object]]:
+    offload.MODELS["tiny"] = (64, 16, 24, 1, 2, 2, False)
+    jobs = [offload.Job("tiny", "came", kind, "fp32", 8, 2) for kind in kinds]
+    return [job.row(job.measure()) for job in jobs]
+
+
+def test_every_kind_of_offload_can_be_trained_with(tmp_path):
+    code = (
+        "import sys, torch; from tests import forks, test_benchmarks as t;"
+        "(rank,) = forks.run(1, t._trained, list(t.offload.OFFLOADS));"
+        "assert rank.code == 0, rank.output;"
+        "torch.save(rank.result, sys.argv[1])"
+    )
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(tmp_path / "rows.pt")]
+    subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, check=True)
+    rows = torch.load(tmp_path / "rows.pt", weights_only=False)
+    assert [row["offload"] for row in rows] == list(offload.OFFLOADS)
+    assert all(row["s"] > 0 for row in rows)
+    possible = [offload.Job("1B", "adalomo", kind, "bf16", 8, 2) for kind in offload.OFFLOADS]
+    assert [job.is_possible for job in possible] == [True, True, True, False]

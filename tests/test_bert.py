@@ -32,6 +32,7 @@ def errors(tmp_path_factory):
     return torch.load(out)
 
 
+@pytest.mark.supports("nine BERT classes", stage="stage", optimizer="rule")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 @pytest.mark.parametrize("name", CLASSES)

@@ -43,6 +43,39 @@ def plan(capsys, *options):
     return read(capsys.readouterr().out)
 
 
+def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
+    options = ["--model", folder, "--ranks", 3, "--optimizer", "came", "--dtype", "fp32"]
+    ours = ["--stage", 3, "--bucket", 100, "--offload-param", "--offload-optimizer"]
+    _, rows = plan(capsys, *options, *ours)
+    both = memory.ours(
+        OPTIMIZERS["came"].hypers(), SHAPES, 3, 3, torch.float32, 100, False, ("param", "optimizer")
+    )
+    row = rows["CAME, ZeRO-3, param and optimizer offloaded"]
+    assert [row[part] for part in PARTS] == [f"{getattr(both, p) / 2**20:.2f}" for p in PARTS]
+    _, without = plan(capsys, *options, "--stage", 3, "--bucket", 100)
+    assert float(row["total"]) < float(without["CAME, ZeRO-3"]["total"])
+    _, rows = plan(capsys, *options, "--offload-optimizer")
+    assert [name for name in rows if name.startswith("CAME")] == [
+        f"CAME, ZeRO-{stage}, optimizer offloaded" for stage in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--offload-param"], "--stage 3"),
+        (["--offload-param", "--stage", "2"], "--stage 3"),
+        (["--offload-optimizer"], "next to no state"),
+        (["--offload-optimizer", "--optimizer", "lamb", "--stage", "none"], "another --stage"),
+    ],
+)
+def test_offload_that_cannot_be_is_no_plan(options, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", "llama-7b", *options])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_table_is_the_arithmetic(name, folder, capsys):
     options = ["--model", folder, "--ranks", 3, "--optimizer", name.upper(), "--bucket", 100]

@@ -66,7 +66,7 @@ def step(name, dtype, mode, shapes):
     for p, s in zip(params, shards, strict=True):
         run = torch.ones(len(s), dtype=dtype)
         bound = 1.0 if s is shards[-1] else None
-        rules.append(optimizer._begin(Update(p, run, ops.Scaled(run, 0.5, bound), s)))
+        rules.append(optimizer.rules(Update(p, run, ops.Scaled(run, 0.5, bound), s))[0])
     with torch.no_grad():
         rounds.simulate([rules])
 

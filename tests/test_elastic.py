@@ -55,6 +55,7 @@ def wait_for(condition, agents, logs, seconds=240):
     return found
 
 
+@pytest.mark.supports("killed ranks, lost hosts, full disks", stage=3, optimizer="CAME")
 def test_a_run_survives_a_killed_rank_and_a_lost_host(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -10,6 +10,7 @@ import torch
 
 from tests import authors, expert_parallel
 from tests.expert_parallel import RUNS, STEPS, values
+from tests.support import of
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,7 @@ def got(tmp_path_factory):
     return torch.load(out, weights_only=False)
 
 
+@pytest.mark.supports("`deepspeed.moe`, expert parallelism", **of(RUNS))
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_one_process_that_has_all_experts(got, name):
     run, ranks, before = RUNS[name], got[name], values()

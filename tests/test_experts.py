@@ -10,6 +10,7 @@ import torch
 
 from tests import authors, experts
 from tests.experts import RUNS, STEPS
+from tests.support import of
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,11 @@ def got(tmp_path_factory):
     return torch.load(out, weights_only=False)
 
 
+def _feature(name):
+    return "expert parallelism by AutoEP" if RUNS[name].ep else "Hugging Face's mixtures of experts"
+
+
+@pytest.mark.supports(_feature, **of(RUNS))
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_one_process_whose_experts_are_parameters_of_their_own(got, name):
     run, ranks = RUNS[name], got[name]

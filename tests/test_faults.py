@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults import FAULTS, SPOIL, TOTAL, WHEN
+from tests.faults import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
 from tests.resuming import error, same
 
 LOST = "LostRankError: another rank has ended, or did not come within the time limit"
@@ -36,6 +36,9 @@ def faults(tmp_path_factory, request):
     return torch.load(out, weights_only=False)
 
 
+@pytest.mark.supports(
+    "killed ranks, lost hosts, full disks", stage=lambda fault: stage_of(fault), optimizer=KIND
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_after_a_fault_the_newest_complete_checkpoint_is_gone_on_from(faults, fault):
     whole, got = faults["whole"], faults[fault]

@@ -24,6 +24,15 @@ def weights(model):
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+@pytest.mark.supports(
+    lambda checkpointing: {
+        None: "tied, shared, unused weights; 0 to 4 dimensions",
+        "reentrant": "reentrant activation checkpointing",
+        "nonreentrant": "non-reentrant activation checkpointing",
+    }[checkpointing],
+    stage=None,
+    optimizer="name",
+)
 @pytest.mark.parametrize("bucket", [None, 300, 10**6])
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

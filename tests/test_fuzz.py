@@ -106,7 +106,7 @@ class Ranks:
                 updates = [
                     Update(key, own.run, self.cut(g, rank), own.shard) for (key, own), g in bucket
                 ]
-                ranks.append([optimizer._begin(u) for u in updates])
+                ranks.append([optimizer.rules(u)[0] for u in updates])
             rounds.simulate(ranks)
 
     def saved(self):

@@ -11,6 +11,7 @@ FROZEN = [(stage, policy, 0.1) for stage in (0, 1, 3) for policy in ("fused", "s
 FROZEN.append((2, "fused", 0.0))
 
 
+@pytest.mark.supports("layers frozen and unfrozen on the way", stage="stage", optimizer="AdaLomo")
 @pytest.mark.parametrize("stage, policy, max_norm", FROZEN)
 def test_layers_may_be_frozen_unfrozen_and_added_between_steps(run, stage, policy, max_norm):
     world, results = run
@@ -27,6 +28,7 @@ def test_a_parameter_from_outside_the_model_cannot_be_added(run):
     assert "add_param_group" in message and "not part of the model" in message
 
 
+@pytest.mark.supports("metrics and monitors", stage="stage", optimizer="AdaLomo")
 @pytest.mark.parametrize("stage", range(4))
 def test_metrics_tell_what_the_step_did(run, stage):
     world, results = run
@@ -44,6 +46,7 @@ def test_metrics_tell_what_the_step_did(run, stage):
     assert any(told["clipped_fraction"] for told in got["told"])
 
 
+@pytest.mark.supports("metrics and monitors", stage="stage", optimizer="AdaLomo")
 @pytest.mark.parametrize("stage", range(4))
 def test_the_monitors_of_deepspeed_get_the_metrics(run, stage):
     got = run[1][f"metrics {stage}"]
@@ -55,6 +58,7 @@ def test_the_monitors_of_deepspeed_get_the_metrics(run, stage):
         assert [int(samples) for samples, _ in rows] == [4 * world * n for n in (1, 2, 3)]
 
 
+@pytest.mark.supports("bf16 weights", stage="stage", optimizer="LOMO")
 @pytest.mark.parametrize("weight_update", ["stochastic", "nearest", "master"])
 @pytest.mark.parametrize("stage", range(4))
 def test_bf16_weights_have_the_same_bits_on_any_number_of_ranks(run, stage, weight_update):
@@ -64,6 +68,7 @@ def test_bf16_weights_have_the_same_bits_on_any_number_of_ranks(run, stage, weig
         assert p.dtype == torch.bfloat16 and torch.equal(got[n], p), n
 
 
+@pytest.mark.supports("`deepspeed.checkpointing`", stage="stage", optimizer="LOMO")
 @pytest.mark.parametrize("policy, max_norm", [("fused", 0.0), ("sharded", 0.05)])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_activation_checkpointing_of_deepspeed_is_exact(run, stage, policy, max_norm):
@@ -83,6 +88,7 @@ def test_activation_checkpointing_of_deepspeed_cannot_be_measured_and_says_so(ru
     assert all(torch.equal(p, got["before"][n]) for n, p in got["after"].items())
 
 
+@pytest.mark.supports("save and resume, bit for bit", stage=3, optimizer="LAMB")
 @pytest.mark.parametrize("kind", habits.RESUMED)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(run, kind):
     got = run[1][f"resumed {kind}"]

@@ -68,7 +68,7 @@ def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g:
             rounds.simulate(
                 [
                     [
-                        optimizer._begin(Update(p, run, wrap(cut(g, s)), s))
+                        optimizer.rules(Update(p, run, wrap(cut(g, s)), s))[0]
                         for p, run, g, s in zip(params, runs, grads, shards, strict=True)
                     ]
                     for params, optimizer, shards, runs in ranks

@@ -283,7 +283,7 @@ def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks():
             for r, (optimizer, run) in enumerate(zip(ranks, runs, strict=True)):
                 shard = Shard.of_rank(tuple(p.shape), r, world)
                 part = g.flatten()[shard.start : shard.stop]
-                steps.append([optimizer._begin(Update(param, run, part, shard))])
+                steps.append([optimizer.rules(Update(param, run, part, shard))[0]])
             with torch.no_grad():
                 rounds.simulate(steps)
         results.append(torch.cat(runs))

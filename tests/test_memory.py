@@ -102,7 +102,7 @@ def test_simulated_ranks_hold_what_is_planned(name, hypers, model, dtype, ranks)
             Update(p, run.clone(), torch.randn_like(run), shard)
             for p, run, shard in zip(params, runs, shards, strict=True)
         ]
-        begun.append([optimizer._begin(u) for u in updates])
+        begun.append([optimizer.rules(u)[0] for u in updates])
     with torch.no_grad():
         rounds.simulate(begun)
     held_by = [held(t for s in o.state.values() for t in tensors(s)) for o in optimizers]

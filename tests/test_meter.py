@@ -91,7 +91,7 @@ def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
             (gradients,) = table.gradients(1, SHAPES, torch.bfloat16)
             begun.append(
                 [
-                    optimizer._begin(Update(p, cut(p, s), cut(g, s), s))
+                    optimizer.rules(Update(p, cut(p, s), cut(g, s), s))[0]
                     for p, g, s in zip(params, gradients, shards, strict=True)
                 ]
             )

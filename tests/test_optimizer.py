@@ -66,6 +66,7 @@ def test_step_equals_the_authors(name):
     assert relative(params, reference.params, table.weights()) <= 1e-9
 
 
+@pytest.mark.supports("own settings for a parameter group", stage=None, optimizer="name")
 @pytest.mark.parametrize("name", RULES)
 def test_groups_have_their_own_hyper_parameters(name):
     shapes = [(3, 5), (5,), (4, 3, 5)]

@@ -17,6 +17,11 @@ EXACT = 1e-6  # of the update of the whole model
 ALL = [(kind, stage) for kind in KINDS for stage in STAGES]
 
 
+def optimizer(kind: str) -> str:
+    """The optimizer of a kind of run, for the support matrix."""
+    return KINDS[kind][0]
+
+
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory):
     """What each phase's ranks returned."""
@@ -37,6 +42,7 @@ def seen(tmp_path_factory):
     return phases
 
 
+@pytest.mark.supports("save and resume, bit for bit", stage="stage", optimizer=optimizer)
 @pytest.mark.parametrize("kind, stage", ALL)
 def test_gone_on_from_on_the_same_ranks_bit_for_bit(seen, kind, stage):
     for rank in seen["write"]:
@@ -48,6 +54,7 @@ def test_gone_on_from_on_the_same_ranks_bit_for_bit(seen, kind, stage):
             assert got["buffers"][0][0] == 6
 
 
+@pytest.mark.supports("resume on other ranks and another stage", stage="stage", optimizer=optimizer)
 @pytest.mark.parametrize("kind, stage", ALL)
 def test_gone_on_from_on_another_number_of_ranks_and_stage(seen, kind, stage):
     whole = seen["write"][0].result[kind, stage]
@@ -68,6 +75,7 @@ def test_weights_of_16_bits_and_their_masters_bit_for_bit(seen, way):
             assert all(case["residual"] for case in cases.values())
 
 
+@pytest.mark.supports("resume between micro-batches", stage="stage", optimizer="CAME")
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_wait_are_gone_on_from(seen, stage):
     for rank in seen[f"accumulated {stage}"]:
@@ -78,6 +86,11 @@ def test_gradients_that_wait_are_gone_on_from(seen, stage):
     assert whole["micro"] == one["micro"] == 3
 
 
+@pytest.mark.supports(
+    "HF Trainer's resume",
+    stage=lambda name: TRAINERS[name],
+    optimizer=lambda name: name.split()[-1],
+)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_hf_trainer_resumes_unchanged(seen, name):
     for rank in seen["trainer"]:
@@ -90,6 +103,9 @@ def test_hf_trainer_resumes_unchanged(seen, name):
     assert off <= 2 * EXACT
 
 
+@pytest.mark.supports(
+    lambda stage: "`zero_to_fp32.py`" if stage else [], stage="stage", optimizer="CAME"
+)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["fp32", "master"])
 def test_tools_of_deepspeed_read_our_checkpoints(seen, way, stage):

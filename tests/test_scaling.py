@@ -16,6 +16,11 @@ def results_of(run, name):
     return got
 
 
+@pytest.mark.supports(
+    lambda name: f"fp16, {'static' if RUNS[name].static else 'dynamic'} loss scale",
+    stage=lambda name: RUNS[name].stage,
+    optimizer="LOMO",
+)
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_step_that_overflows_is_as_if_it_had_not_been(run, name):
     got, without = results_of(run, name), results_of(run, name.replace("True", "False"))
@@ -58,6 +63,7 @@ def test_a_loss_that_is_not_scaled_is_an_error_before_anything_moves(run):
     assert "engine.backward(loss)" in message and "loss scale (64)" in message
 
 
+@pytest.mark.supports("`torch_autocast`", stage="stage", optimizer="AdaLomo")
 @pytest.mark.parametrize("dtype, error", [("bfloat16", 1e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize("stage", range(4))
 def test_autocast_follows_torch_in_one_process(run, stage, dtype, error):

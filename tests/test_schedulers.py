@@ -137,6 +137,7 @@ DEEPSPEED = {
 }
 
 
+@pytest.mark.supports("schedulers of DeepSpeed", stage="stage", optimizer="LOMO")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", DEEPSPEED)
@@ -160,6 +161,7 @@ TORCH = {
 }
 
 
+@pytest.mark.supports("schedulers of torch", stage=3, optimizer="LOMO")
 @pytest.mark.parametrize("given", ["config", "callable", "object"])
 @pytest.mark.parametrize("kind", TORCH)
 def test_torch_scheduler(kind, given):
@@ -189,6 +191,7 @@ HUGGING_FACE = {
 }
 
 
+@pytest.mark.supports("schedulers of Hugging Face", stage=3, optimizer="LOMO")
 @pytest.mark.parametrize("given", ["callable", "object"])
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_hugging_face_scheduler(name, given):
@@ -254,6 +257,11 @@ BETAS = [("lamb", {}), ("galoreadamw", {"rank": 2})]
 CYCLED = [(rule, hypers, cycle) for rule, hypers in BETAS for cycle in CYCLES]
 
 
+@pytest.mark.supports(
+    lambda cycle: {"torch": "schedulers of torch", "deepspeed": "schedulers of DeepSpeed"}[cycle],
+    stage=3,
+    optimizer="rule",
+)
 @pytest.mark.parametrize(("rule", "hypers", "cycle"), [*CYCLED, ("came", {}, "torch")])
 def test_cycled_betas_are_followed(rule, hypers, cycle):
     expected = reference(CYCLES[cycle], authors_own(rule, **hypers))

@@ -62,7 +62,7 @@ def steps(name, hypers, shards, weights, gradients, cut, dtype=torch.float64):
         with torch.no_grad():
             taken = rounds.simulate(
                 [
-                    [o._begin(Update(p, run, cut(whole.to(dtype), shard), shard))]
+                    [o.rules(Update(p, run, cut(whole.to(dtype), shard), shard))[0]]
                     for p, o, run, shard in zip(params, optimizers, runs, shards, strict=True)
                 ]
             )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_ext import parallel
+from tests.support import of
 from tests.tensor_worker import CASES
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,12 @@ def found(tmp_path_factory):
     return torch.load(out, weights_only=False)
 
 
+def _feature(name):
+    more = name.startswith(("clip", "accumulate", "resume"))
+    return "tensor parallelism" + (": clipping, accumulation, resume" if more else " (AutoTP)")
+
+
+@pytest.mark.supports(_feature, **of(CASES))
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_equal_one_process(found, name):
     result = found[name]

@@ -104,6 +104,11 @@ def of(log, key):
     return [entry[key] for entry in log if key in entry]
 
 
+@pytest.mark.supports(
+    lambda name: "HF Trainer" + (" with LoRA adapters" if JOBS[name].lora else ""),
+    stage=lambda name: JOBS[name].stage,
+    optimizer=lambda name: JOBS[name].config,
+)
 @pytest.mark.parametrize("name", COMPARED)
 def test_trainer_equals_one_process(run, name):
     got, job = result(run, name), JOBS[name]
@@ -180,6 +185,7 @@ def test_a_scheduler_that_deepspeed_would_give_no_metric_is_refused(run):
     assert "choose another lr_scheduler_type" in run[1]["plateau"]["error"]
 
 
+@pytest.mark.supports("accelerate's own loop", stage=3, optimizer=lambda name: LOOPS[name].config)
 @pytest.mark.parametrize("name", LOOPS)
 def test_accelerate_loop_equals_one_process(run, name):
     got, loop = result(run, f"accelerate {name}"), LOOPS[name]
@@ -192,6 +198,7 @@ def test_accelerate_loop_equals_one_process(run, name):
     assert min(norms) > 1.2 * loop.max_norm
 
 
+@pytest.mark.supports("own settings for a parameter group", stage=3, optimizer="name")
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_keep_their_settings_and_schedules(run, name):
     got, model = result(run, f"groups {name}"), build()

@@ -4,11 +4,26 @@ import pytest
 import torch
 
 from tests import authors, routing, training
+from tests.support import of
 from tests.training import RUNS, STEPS
 
 pytestmark = pytest.mark.slow
 
 
+def shown(name: str) -> str | list[str]:
+    """The feature that a run shows; runs of one micro-batch and no clipping show none."""
+    how = RUNS[name]
+    if how.accumulation > 1:
+        return "gradient accumulation" + (" with clipping" if how.max_norm else "")
+    if how.clip_value:
+        return "clipping by value"
+    if how.clip_mode == "previous":
+        return "clipping by the step before"
+    kept = "kept" if how.policy == "sharded" else "not kept"
+    return f"clipping to a norm, gradients {kept}" if how.max_norm else []
+
+
+@pytest.mark.supports(shown, **of(RUNS))
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_one_process_with_the_global_batch(run, name):
     world, results = run
@@ -32,6 +47,7 @@ def test_equals_one_process_with_the_global_batch(run, name):
         assert 0.01 < got["metrics"]["clipped_fraction"] < 1
 
 
+@pytest.mark.supports("parameters that only some ranks use", **of(routing.RUNS))
 @pytest.mark.parametrize("name", routing.RUNS)
 def test_ranks_that_use_different_parameters_neither_hang_nor_drift(run, name):
     world, results = run

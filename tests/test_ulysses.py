@@ -28,6 +28,7 @@ def seen(tmp_path_factory):
     return torch.load(out, weights_only=False)
 
 
+@pytest.mark.supports("sequence parallelism (Ulysses)", stage="stage", optimizer="optimizer")
 @pytest.mark.parametrize("optimizer, stage", CASES)
 def test_divided_sequences_equal_one_process(seen, optimizer, stage):
     ranks, references, _ = seen

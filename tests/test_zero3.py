@@ -11,6 +11,7 @@ import transformers
 
 from tests import models
 from tests.authors import Reference
+from tests.support import of
 from tests.worker import CASES, STEPS
 
 pytestmark = pytest.mark.slow
@@ -20,6 +21,22 @@ ROUNDS = {"lomo": 0, "adalomo": 2, "adafactor": 2, "came": 3, "lamb": 1}
 EXACT = [name for name, case in CASES.items() if case.dtype == "fp32" and "groups" not in name]
 
 
+def shown(name: str) -> list[str]:
+    """The features that a case shows."""
+    case = CASES[name]
+    usual = case.checkpointing is None and not case.zero_init
+    said = {
+        "fp32, each optimizer against its authors' code": usual,
+        "tied, shared, unused weights; 0 to 4 dimensions": usual and case.tensors and case.odd,
+        "models built under `zero.Init`": case.zero_init,
+        "weight decay by the JSON config": not case.client,
+        "reentrant activation checkpointing": case.checkpointing == "reentrant",
+        "non-reentrant activation checkpointing": case.checkpointing == "nonreentrant",
+    }
+    return [feature for feature, holds in said.items() if holds]
+
+
+@pytest.mark.supports(shown, **of(CASES))
 @pytest.mark.parametrize("name", EXACT)
 def test_equals_the_authors(run, name):
     world, results = run
@@ -99,6 +116,7 @@ def test_gradients_are_reduce_scattered_once_and_only_statistics_all_reduced(run
     assert totals.get("all_reduce", 0) <= 2 * statistics
 
 
+@pytest.mark.supports("own settings for a parameter group", stage=3, optimizer="AdaLomo")
 def test_groups_have_their_own_hyper_parameters(run):
     world, results = run
     got = results["adalomo-groups"]
@@ -118,6 +136,7 @@ def test_groups_have_their_own_hyper_parameters(run):
         assert (got["after"][n] - p).norm() <= 2e-5 * (p - b).norm(), n
 
 
+@pytest.mark.supports("bf16 weights", stage="stage", optimizer="AdaLomo")
 @pytest.mark.parametrize("stage", range(4))
 def test_bf16_follows_fp32(run, stage):
     got = run[1][f"adalomo-bf16-stage{stage}"]

@@ -1,0 +1,275 @@
+"""Counts what a step sends among any number of ranks: ds_ext's code on tensors without storage.
+
+A model's gradients come on torch's device "meta", through ds_ext's own hooks, buckets and layouts,
+in a group of ranks that has a size and sends nothing (``reduced``); then the rules step the runs
+of every bucket, for ranks of every kind (``Rule``). So sizes and numbers of calls are those of the
+code, and of true shapes.
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
+from ds_ext.buckets import Buckets, Run
+from ds_ext.grouping import galore_groups
+from ds_ext.layout import Sharded
+from ds_ext.ops import accumulator
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
+from ds_ext.partitions import Partitions
+from ds_ext.shard import Shard
+from ds_ext.state import leaves
+
+Shape = tuple[int, ...]
+NORM = 8  # bytes of the square of the norm, summed once a step
+
+
+class Bucket(NamedTuple):
+    """What every rank of a group sends for one bucket."""
+
+    ranks: int  # of the group
+    params: tuple[str, ...]
+    place: int  # how many gradients of the model there were when it was full
+    agreed: tuple[int, ...]  # bytes of each all-reduce before the gradients: stages 1 and 2
+    gradients: tuple[int, ...]  # bytes of each reduce-scatter: one, if they are of one dtype
+    rounds: tuple[int, ...]  # bytes of each all-reduce of statistics
+    published: tuple[int, ...]  # bytes of each all-gather of new weights: stages 1 and 2
+
+    @property
+    def calls(self) -> list[Call]:
+        """All of these, in order."""
+        kinds = (ALL_REDUCE, REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER)
+        found = zip(kinds, self[3:], strict=True)
+        return [Call("ds_ext", kind, n) for kind, sizes in found for n in sizes]
+
+
+# Gradients: which buckets there are.
+
+
+class Pretended:
+    """Stands for torch.distributed and for a group of ``world`` ranks; notes calls, sends nothing.
+
+    This process is the first rank. The others have the same numbers, where it has numbers.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.calls: list[Call] = []
+        self.group = SimpleNamespace(WORLD=self)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rank(self, group: object) -> int:
+        return 0
+
+    def get_world_size(self, group: object) -> int:
+        return self.world
+
+    def all_reduce(self, x: Tensor, group: object) -> None:
+        self.allreduce_coalesced([x])
+        if not x.is_meta:
+            x.mul_(self.world)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor]) -> "Pretended":
+        return self._note(ALL_REDUCE, tensors)
+
+    def reduce_scatter_tensor_coalesced(
+        self, parts: Sequence[Tensor], wholes: Sequence[Tensor]
+    ) -> "Pretended":
+        return self._note(REDUCE_SCATTER, wholes)
+
+    def allgather_into_tensor_coalesced(
+        self, wholes: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> "Pretended":
+        return self._note(ALL_GATHER, wholes)
+
+    def _note(self, kind: str, wholes: Sequence[Tensor]) -> "Pretended":
+        self.calls.append(Call("ds_ext", kind, sum(x.nbytes for x in wholes)))
+        return self
+
+    def wait(self) -> None:
+        """Of a call, which has ended."""
+
+
+class Stage2(Sharded):
+    """The layout of ZeRO stages 1 and 2 on parameters without storage."""
+
+    def _host_group(self) -> Any:
+        return self.group
+
+
+class Stage3(Stage2):
+    """ZeRO-3's: what its partitions add to it is DeepSpeed's, but for these."""
+
+    agree = Partitions.agree  # type: ignore[assignment]
+    publish = Partitions.publish  # type: ignore[assignment]
+
+
+def reduced(
+    model: nn.Module,
+    backward: Callable[[nn.Module], None],
+    shared: Collection[str],
+    world: int,
+    size: int,
+    stage: int,
+) -> list[Bucket]:
+    """The buckets of one backward pass of a model on "meta", without their rounds.
+
+    ``shared`` are the names of the parameters that these ``world`` ranks share; ``size`` is
+    reduce_bucket_size. Calls after the last bucket are a bucket without parameters.
+    """
+    names = {p: name for name, p in model.named_parameters() if name in shared}
+    found: list[Bucket] = []
+    place = 0
+
+    def arrived(param: Tensor) -> None:
+        nonlocal place
+        place += 1
+        if param not in names:
+            param.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in model.parameters()]
+    pretended = Pretended(world)
+    calls = pretended.calls
+    with mock.patch("ds_ext.layout.dist", pretended):
+        layout = (Stage3 if stage == 3 else Stage2)(None, names)
+
+        def note(params: tuple[str, ...]) -> None:
+            at = [i for i, call in enumerate(calls) if call.kind == REDUCE_SCATTER] or [len(calls)]
+            parts = calls[: at[0]], calls[at[0] : at[-1] + 1], calls[at[-1] + 1 :]
+            before, sent, after = (tuple(call.nbytes for call in part) for part in parts)
+            found.append(Bucket(world, params, place, before, sent, (), after))
+            calls.clear()
+
+        def deliver(runs: dict[Tensor, Run]) -> None:
+            layout.publish(runs)
+            note(tuple(names[p] for p in runs))
+
+        buckets = Buckets(model, layout, size, lambda p: None, names.__contains__, lambda: deliver)
+        # What ranks tell each other of their gradients is asked for on the host: all are good.
+        with mock.patch.object(Tensor, "cpu", lambda x: torch.zeros(x.shape, dtype=x.dtype)):
+            backward(model)
+            for _ in range(2):  # when backward has ended, and in step()
+                buckets.finish()
+        buckets.remove()
+        if calls:
+            note(())
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+# Rounds: what the rules ask to have summed.
+
+
+class Matrix(NamedTuple):
+    """What one rule steps: a parameter, or one expert of a stack of them."""
+
+    shape: Shape
+    stack: Shape  # of the parameter that ZeRO cuts
+    first: int  # element of it that the matrix begins at
+    is_projected: bool  # by GaLore
+
+    def shard(self, rank: int, world: int) -> Shard:
+        """What a rank owns of it."""
+        if self.shape == self.stack:
+            return Shard.of_rank(self.shape, rank, world)
+        whole, n = Shard.of_rank(self.stack, rank, world), math.prod(self.shape)
+        if n % whole.size and whole.size % n:
+            raise ValueError(f"--ranks {world}: a rank would hold parts of two of {self.stack}.")
+        start, stop = (min(max(at - self.first, 0), n) for at in (whole.start, whole.stop))
+        return Shard(self.shape, start, stop, whole.size)
+
+
+def matrices(name: str, shape: Shape, is_projected: bool) -> list[Matrix]:
+    """What is stepped of a parameter: the experts of a stack one by one."""
+    if len(shape) < 3:
+        return [Matrix(shape, shape, 0, is_projected)]
+    n = math.prod(shape[1:])
+    return [Matrix(shape[1:], shape, i * n, is_projected) for i in range(shape[0])]
+
+
+class Rule:
+    """An optimizer with its defaults, and the parameters of a model that it steps."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.optimizer = OPTIMIZERS[name.lower()]
+        params = dict(model.named_parameters())
+        self.dtype = next(iter(params.values())).dtype
+        projected: set[Tensor] = set()
+        self.projects = "rank" in self.optimizer.check({})
+        if self.projects:
+            groups = galore_groups(model, [{"params": list(params.values())}])
+            projected = {p for group in groups if "rank" not in group for p in group["params"]}
+        self.matrices = {
+            key: matrices(key, tuple(p.shape), p in projected) for key, p in params.items()
+        }
+        self.rounds = functools.cache(self._rounds)
+
+    def of(self, bucket: Bucket) -> list[Bucket]:
+        """A bucket with the rounds of the first step, and with those of the second."""
+        stepped = [m for name in bucket.params for m in self.matrices[name]]
+        alone = [self.rounds(matrix, bucket.ranks) for matrix in stepped]
+        # In lock-step: what all ask for in a round travels together.
+        both = [itertools.zip_longest(*(sizes[i] for sizes in alone), fillvalue=0) for i in (0, 1)]
+        return [bucket._replace(rounds=tuple(map(sum, sizes))) for sizes in both]
+
+    def _rounds(self, matrix: Matrix, world: int) -> list[tuple[int, ...]]:
+        """Bytes of each round of two steps of a matrix: the same on all ranks, or AssertionError.
+
+        A rank of each kind is stepped: a run's place in its row, its length, and whether it is
+        the first are what rules can tell ranks apart by.
+        """
+        kinds: dict[tuple[int, bool, int], Shard] = {}
+        for shard in (matrix.shard(rank, world) for rank in range(world)):
+            place = shard.start % shard.cols if shard.is_matrix else 0
+            kinds.setdefault((len(shard), shard.start == 0, place), shard)
+        found = {tuple(self._steps(matrix, shard)) for shard in kinds.values()}
+        assert len(found) == 1, f"ranks differ in the sums that they add to: {found}"
+        return list(*found)
+
+    def _steps(self, matrix: Matrix, shard: Shard) -> list[tuple[int, ...]]:
+        lengths = (0, len(shard), len(shard))
+        param, p, g = (torch.empty(n, dtype=self.dtype, device="meta") for n in lengths)
+        optimizer = self._optimizer(param, matrix)
+        found = []
+        for _ in range(2):
+            sizes: list[int] = []
+            optimizer.update(
+                [Update(param, p, g, shard)], lambda x, sizes=sizes: sizes.append(x.nbytes)
+            )
+            found.append(tuple(sizes))
+        return found
+
+    def _optimizer(self, param: Tensor, matrix: Matrix) -> RuleOptimizer:
+        plain = {"rank": None} if self.projects and not matrix.is_projected else {}
+        # How weights are rounded says nothing of what is sent, and reads values.
+        return self.optimizer([{"params": [param], **plain}], weight_update="nearest")
+
+    def state_bytes(self, worlds: dict[str, int], ranks: int) -> int:
+        """Bytes of state of the rank of ``ranks`` that has most; ``worlds`` share a parameter."""
+        total = [0] * ranks
+        counts = Counter((m, worlds[name]) for name, ms in self.matrices.items() for m in ms)
+        for (matrix, world), count in counts.items():
+            param = torch.empty(0)
+            rule = self._optimizer(param, matrix).rule_of(param)
+            size = accumulator(self.dtype).itemsize
+            of = [
+                sum(
+                    math.prod(part.shape) * (part.dtype.itemsize if part.dtype else size)
+                    for _, part in leaves(rule.keeps(matrix.shard(rank, world)))
+                )
+                for rank in range(world)
+            ]
+            for rank in range(ranks):
+                total[rank] += count * of[rank * world // ranks]
+        return max(total)

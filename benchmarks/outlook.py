@@ -1,0 +1,155 @@
+"""How long counted steps would take on given machines, and when their rounds dominate them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from benchmarks import links
+from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER, Call
+from benchmarks.giants import MODELS, STEPS, Counted, made
+from benchmarks.links import Link
+
+SHARE = 0.1  # of a step, from which on its rounds are too much
+LARGER = [2**k for k in range(24, 36, 2)]  # reduce_bucket_size
+GROUP = 64  # ranks of a subgroup
+JUDGED = [name for name in STEPS if name not in ("LOMO", "Adafactor")]  # no rounds; AdaLomo's
+
+
+class Given(NamedTuple):
+    """What is known of the machines."""
+
+    link: Link
+    algorithm: str
+    tokens: int
+    flops: float
+
+    def takes(self, call: Call, ranks: int) -> float:
+        return links.seconds(call, ranks, self.link, self.algorithm)
+
+
+class Times(NamedTuple):
+    """Seconds of a step."""
+
+    gradients: float
+    rounds: float
+    step: float
+    rest: float  # the step if rounds took no time
+
+    @property
+    def dominated(self) -> bool:
+        return self.rounds > self.gradients or self.rounds > SHARE * self.step
+
+
+def times(counted: Counted, kind: str, given: Given, takes: links.Takes | None = None) -> Times:
+    """A step's times; ``takes`` says what a call takes where ``given`` alone does not."""
+    takes = takes or given.takes
+    step = counted.step(kind)
+    work = MODELS[counted.name].work(made(counted.name)[0])
+    second = 2 * given.tokens / given.flops  # of a forward pass; backward takes two
+    done, ready = 0.0, []
+    for bucket in step:
+        done += sum(work[name] for name in bucket.params)
+        ready.append(second * (sum(work.values()) + 2 * done))
+    bare = [bucket._replace(rounds=()) for bucket in step]
+    each = [links.parts(bucket, takes) for bucket in step]
+    return Times(
+        sum(gradients for gradients, _ in each),
+        sum(rounds for _, rounds in each),
+        links.chain(step, takes, ready, beside=False),
+        links.chain(bare, takes, ready, beside=False),
+    )
+
+
+def in_groups(given: Given, ranks: int) -> links.Takes:
+    """What calls take where ZeRO cuts among GROUP ranks and ``ranks`` hold copies of that."""
+
+    def takes(call: Call, among: int) -> float:
+        own = given.takes(call, among)
+        if call.kind != REDUCE_SCATTER or ranks <= GROUP:
+            return own
+        return own + given.takes(Call("", ALL_REDUCE, call.nbytes // among), ranks // GROUP)
+
+    return takes
+
+
+def timed(counted: Counted, kind: str, given: Given) -> dict[str, object]:
+    """A row of a step's times."""
+    found = times(counted, kind, given)
+    return {
+        "model": counted.name,
+        "ranks": counted.ranks,
+        "algorithm": given.algorithm,
+        "optimizer": kind,
+        "gradients, s": found.gradients,
+        "rounds, s": found.rounds,
+        "step, s": found.step,
+        "rounds / gradients": found.rounds / found.gradients,
+        "rounds / step": f"{found.rounds / found.step:.2%}",
+        "not hidden / step": f"{1 - found.rest / found.step:.2%}",
+        "dominate": "yes" if found.dominated else "no",
+    }
+
+
+def dominating(
+    counted: Sequence[Counted], given: Mapping[str, Given]
+) -> Iterator[dict[str, object]]:
+    """Rows of the least ranks on which rounds dominate a model's steps, by what is given."""
+    counted = sorted(counted, key=lambda c: c.ranks)
+    for kind in JUDGED:
+        row: dict[str, object] = {"model": counted[0].name, "optimizer": kind}
+        for name, how in given.items():
+            all_times = [(c.ranks, times(c, kind, how)) for c in counted]
+            first = next((f"{ranks:,}" for ranks, found in all_times if found.dominated), None)
+            ranks, last = all_times[-1]
+            row[name] = first or f"> {ranks:,} ({last.rounds / last.step:.2%} there)"
+        yield row
+
+
+def by_bucket(counted: Counted, tree: Given, ring: Given) -> Iterator[dict[str, object]]:
+    """Rows of AdaLomo's rounds by the size of buckets, and in subgroups."""
+    kind = "AdaLomo"
+    for size in [size for size in LARGER if size >= counted.size]:
+        larger = replace(counted, size=size)
+        yield _row(larger, f"{size:,}", {g: times(larger, kind, g) for g in (tree, ring)})
+    if counted.ranks > GROUP:
+        group = replace(counted, ranks=GROUP)
+        found = {g: times(group, kind, g, in_groups(g, counted.ranks)) for g in (tree, ring)}
+        yield _row(group, f"{counted.size:,}, in groups of {GROUP}", found)
+
+
+def _row(counted: Counted, label: str, found: Mapping[Given, Times]) -> dict[str, object]:
+    step = counted.step("AdaLomo")
+    row: dict[str, object] = {
+        "model": counted.name,
+        "reduce_bucket_size": label,
+        "buckets": sum(len(bucket.gradients) for bucket in step),
+        "rounds": sum(len(bucket.rounds) for bucket in step),
+        "gradients in flight, GB": counted.in_flight / 1e9,
+    }
+    for given, t in found.items():
+        row[f"rounds, s, {given.algorithm}"] = t.rounds
+        row[f"rounds / step, {given.algorithm}"] = f"{t.rounds / t.step:.2%}"
+    return row
+
+
+def enough(counted: Counted, kind: str, given: Given) -> dict[str, object]:
+    """A row of the least bucket with which rounds do not dominate a step."""
+    row: dict[str, object] = {
+        "model": counted.name,
+        "optimizer": kind,
+        "algorithm": given.algorithm,
+    }
+    for size in [size for size in LARGER if size >= counted.size]:
+        larger = replace(counted, size=size)
+        found = times(larger, kind, given)
+        if not found.dominated:
+            return row | {
+                "reduce_bucket_size": size,
+                "gradients in flight, GB": larger.in_flight / 1e9,
+                "rounds / step": f"{found.rounds / found.step:.2%}",
+            }
+    return row | {
+        "reduce_bucket_size": "none",
+        "gradients in flight, GB": None,
+        "rounds / step": f"{found.rounds / found.step:.2%}",
+    }

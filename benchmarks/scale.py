@@ -1,0 +1,255 @@
+"""What a step sends among 64 to 4,096 ranks, on true shapes, and how long it would take.
+
+Counted by running ds_ext's code on tensors without storage (counting.py); times are a model's
+(links.py), whose links, tokens and flops are given, not measured, but for gloo's on this machine.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from benchmarks import links, outlook, report
+from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call, sent
+from benchmarks.giants import MODELS, STEPS, Counted, made
+from benchmarks.links import RING, TREE, Link
+from benchmarks.outlook import GROUP, JUDGED, SHARE, Given
+from ds_ext.settings import BUCKET_SIZE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LINKS = {
+    "400 Gb/s InfiniBand": Link(5e-6, 50e9),
+    "100 Gb/s Ethernet": Link(25e-6, 12.5e9),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4**k for k in range(3, 7)])
+    parser.add_argument("--bucket", type=int, default=BUCKET_SIZE, help="reduce_bucket_size")
+    parser.add_argument("--tokens", type=int, default=4096, help="of each rank in a step")
+    parser.add_argument("--flops", type=float, default=4e14, help="a second, of a rank")
+    parser.add_argument("--latency", type=float, help="seconds of a message of a further link")
+    parser.add_argument("--bandwidth", type=float, help="bytes a second of a rank on it")
+    parser.add_argument("--fit", nargs="+", type=int, default=[2, 3, 4], help="real ranks")
+
+
+# Tables.
+
+
+def main(args: argparse.Namespace) -> None:
+    """Fits the model to gloo, counts all steps, and writes the tables and the picture."""
+    if (args.latency is None) != (args.bandwidth is None):
+        raise SystemExit("--latency and --bandwidth: give both, or neither.")
+    chosen = dict(LINKS)
+    if args.latency is not None:
+        chosen = {"given": Link(args.latency, args.bandwidth), **chosen}
+    given = {
+        f"{name}, {algorithm}": Given(link, algorithm, args.tokens, args.flops)
+        for name, link in chosen.items()
+        for algorithm in links.ALGORITHMS
+    }
+    tree, ring, *_ = given.values()
+    fitted = fits(args.fit, args.bucket)
+    least, most = min(args.ranks), max(args.ranks)
+    counted = {
+        name: [Counted(name, ranks, args.bucket) for ranks in args.ranks] for name in args.models
+    }
+    flat = [c for of_model in counted.values() for c in of_model]
+    ends = [c for c in flat if c.ranks in (least, most)]
+    largest = [c for c in flat if c.ranks == most]
+    tables = {
+        "What a step sends, stage 3": [sends(c, kind) for c in flat for kind in STEPS],
+        "Up to how many ranks each holds whole rows": list(whole_rows(args.models)),
+        "Gloo on this machine, and the model": fitted,
+        "Times of a step": [
+            outlook.timed(c, kind, how) for c in ends for how in (tree, ring) for kind in JUDGED
+        ],
+        "From how many ranks on rounds dominate": [
+            row for of_model in counted.values() for row in outlook.dominating(of_model, given)
+        ],
+        f"AdaLomo on {most:,} ranks, by reduce_bucket_size": [
+            row for c in largest for row in outlook.by_bucket(c, tree, ring)
+        ],
+        f"The least reduce_bucket_size with which rounds do not dominate on {most:,} ranks": [
+            outlook.enough(c, kind, how) for c in largest for kind in JUDGED for how in (tree, ring)
+        ],
+        "AdaLomo at stages 1 and 2": [
+            sends(Counted(name, ranks, args.bucket, stage=2), "AdaLomo")
+            for name in args.models
+            for ranks in sorted({least, most})
+        ],
+    }
+    text = TEXT.format(
+        bucket=args.bucket,
+        tokens=args.tokens,
+        flops=args.flops,
+        share=SHARE,
+        group=GROUP,
+        links="; ".join(
+            f"{name}: {link.latency * 1e6:g} µs, {link.bandwidth / 1e9:g} GB/s"
+            for name, link in chosen.items()
+        ),
+        first=next(iter(chosen)),
+    )
+    title = "A step among many ranks"
+    report.write("scale", title, text, tables, lambda figure: draw(figure, flat, tree, ring))
+
+
+def sends(counted: Counted, kind: str) -> dict[str, object]:
+    """A row of what each rank sends in a step."""
+    step = counted.step(kind)
+    vectors = {n for n, p in made(counted.name)[0].named_parameters() if p.ndim < 2}
+    calls = [(call, bucket.ranks) for bucket in step for call in bucket.calls]
+    total = Counter[str]()
+    for call, ranks in calls:
+        total[call.kind] += sent(call.kind, call.nbytes, ranks)  # type: ignore[assignment]
+    hops = {
+        a: sum(links.messages(call.kind, ranks, a) for call, ranks in calls)
+        for a in links.ALGORITHMS
+    }
+    row = {
+        "model": counted.name,
+        "ranks": counted.ranks,
+        "optimizer": kind,
+        "buckets": sum(len(bucket.gradients) for bucket in step),
+        "of vectors alone": sum(all(n in vectors for n in b.params) for b in step if b.params),
+        "rounds": sum(len(bucket.rounds) for bucket in step),
+        "calls": len(calls),
+        "longest chain": links.longest(step),
+        "messages, tree": hops[TREE],
+        "messages, ring": hops[RING],
+        "gradients, MB sent": total[REDUCE_SCATTER] / 1e6,
+        "statistics, MB sent": total[ALL_REDUCE] / 1e6,
+        "statistics / gradients": f"{total[ALL_REDUCE] / total[REDUCE_SCATTER]:.3%}",
+    }
+    if counted.stage != 3:
+        row["weights, MB sent"] = total[ALL_GATHER] / 1e6
+    return row | {"state, MB": counted.state(kind) / 1e6}
+
+
+def whole_rows(models: Iterable[str]) -> Iterator[dict[str, object]]:
+    """Rows of the most ranks, a power of two, of which each holds whole rows of a matrix."""
+    for name in models:
+        model, rules = made(name)
+        stacks = {n: ms[0] for n, ms in rules["lomo"].matrices.items() if len(ms[0].shape) > 1}
+        for matrix, count in Counter(stacks.values()).items():
+            over = next(
+                2**20 // world
+                for n, world in MODELS[name].worlds(model, 2**20).items()
+                if stacks.get(n) == matrix
+            )
+            holding = [2**k for k in range(21) if matrix.shard(0, 2**k).holds_rows]
+            yield {
+                "model": name,
+                "parameter": " × ".join(map(str, matrix.stack)),
+                "of these": count,
+                "whole rows up to ranks": max(holding) * over,
+            }
+
+
+def fits(worlds: Sequence[int], bucket: int) -> list[dict[str, object]]:
+    """Rows of gloo's constants among so many real ranks, and of how well they predict."""
+    rows: list[dict[str, object]] = []
+    for ranks in worlds:
+        samples = links.measure(ranks)
+        link, errors = links.fit(samples)
+        step = Counted("llama-70b", ranks, bucket).step("AdaLomo")
+        sizes = [n for b in step for n in b.rounds]
+        predicted = sum(links.seconds(Call("", ALL_REDUCE, n), ranks, link, RING) for n in sizes)
+        took = links.replay(ranks, sizes)
+        rows.append(
+            {
+                "ranks": ranks,
+                "latency, µs": link.latency * 1e6,
+                "bandwidth, GB/s": link.bandwidth / 1e9,
+                "off by, median": f"{sorted(map(abs, errors))[len(errors) // 2]:.0%}",
+                "off by, most": f"{max(map(abs, errors)):.0%}",
+                "llama-70b's rounds with AdaLomo, predicted, ms": predicted * 1e3,
+                "measured, ms": took * 1e3,
+                "predicted / measured": predicted / took,
+            }
+        )
+    return rows
+
+
+def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given) -> None:
+    """Statistics by gradients, and rounds by the step, over ranks."""
+    left, right = figure.subplots(1, 2)
+    models = list(dict.fromkeys(c.name for c in counted))
+    for kind, color in zip(JUDGED, COLORS, strict=True):
+        for model, style in zip(models, STYLES, strict=False):
+            own = [c for c in counted if c.name == model]
+            ranks = [c.ranks for c in own]
+            rows = [sends(c, kind) for c in own]
+            shares = [
+                row["statistics, MB sent"] / row["gradients, MB sent"]  # type: ignore[operator]
+                for row in rows
+            ]
+            left.plot(ranks, shares, style, color=color)
+        own = [c for c in counted if c.name == models[0]]
+        for given, style in ((tree, "-"), (ring, ":")):
+            found = [outlook.times(c, kind, given) for c in own]
+            right.plot(ranks, [t.rounds / t.step for t in found], style, color=color)
+        left.plot([], [], color=color, label=kind)
+    for model, style in zip(models, STYLES, strict=False):
+        left.plot([], [], style, color="black", label=model)
+    right.plot([], [], "-", color="black", label="tree")
+    right.plot([], [], ":", color="black", label="ring")
+    right.axhline(SHARE, color="gray", linewidth=0.8)
+    left.set(title="statistics / gradients, bytes sent")
+    right.set(title=f"rounds / step, {models[0]}", ylim=(1e-3, 1))
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlabel="ranks")
+    figure.legend(loc="outside lower center", ncols=4)
+
+
+COLORS = ("tab:blue", "tab:green", "tab:gray", "tab:orange", "tab:red")
+STYLES = ("-", "--", ":")
+TEXT = """
+What the first rank of each kind sends in a step, counted by running ds_ext's code on tensors
+without storage: Hugging Face's modules in the true shapes of Llama-70B and Mixtral-8x22B (140.6B
+parameters), the order in which their backward pass brings gradients, ds_ext's hooks, buckets and
+layouts, and the optimizers' own rules with their defaults; bf16, `reduce_bucket_size` {bucket:,}
+elements. A rule can tell ranks apart by their run's place within a row, its length, and whether it
+is the first: one of each such kind is stepped, of all ranks, and all must ask for the same sums or
+the count fails. Each expert is a matrix of its own. "EP 8": 8 ranks share out the experts of a
+layer, so that statistics of an expert, and its gradients, are summed over an eighth of the ranks,
+in buckets of their own.
+
+Sent: bytes of one rank, by a ring or anything else that sends no more (2(d-1)/d of an all-reduce,
+(d-1)/d of a reduce-scatter). Rounds: all-reduces of statistics, and one of the norm that a step
+tells. Messages: those of all calls that have to follow one another, d-1 or log2 d for a
+reduce-scatter and twice that for an all-reduce. The longest chain counts collectives where
+gradients travel beside the rounds of the bucket before (gloo); on a GPU both share a stream, and
+it is all calls. State: of the rank that has most, of all ranks. What DeepSpeed sends to gather
+weights for computing, and what experts' tokens send, is not the optimizer's and not counted.
+
+**Times are a model's**: latency · messages + bytes / bandwidth, each collective in the order in
+which ds_ext calls it on a GPU, in one line beside backward. Its constants fit gloo on this machine
+as the table says: least times of all-reduces of 1 KiB to 64 MiB, more ranks than cores where there
+are two, and then all of AdaLomo's rounds of a step of llama-70b one after another, which the fit
+has not seen. All else is given and **assumed, not measured**: {links} for each rank; {tokens:,}
+tokens of each rank in a step, {flops:g} flops a second, 6 flops for each token and parameter in
+use. Gathering weights takes no time here and a hop within a node takes as long as one between
+nodes; both make the rounds' share look larger than it would be. "Tree" and "ring" bound what a
+library does: NCCL all-reduces little by trees, and reduce-scatters by rings or, since version
+2.23, by PAT (arXiv 2506.20252), whose latency is logarithmic too. Tables that name no link are of
+{first}.
+
+Rounds **dominate** where they take longer than the gradients' reduction, or more than {share:.0%}
+of the step, hidden behind backward or not. "Not hidden" is what the step would be shorter without
+them.
+
+What the design has against it: a bucket takes the same number of rounds whatever its size, so
+`reduce_bucket_size` divides their number, for memory, and no further than to one bucket for each
+parameter that is larger. Where ranks hold whole rows AdaLomo and Adafactor take one round instead
+of two and CAME two instead of three; ZeRO-3's cut does that up to the numbers of ranks in the
+second table (one parameter with split rows adds a round to its bucket). Rounds never grow in bytes
+with the number of ranks. ZeRO within groups of {group} ranks, with copies of them, would sum
+statistics in these alone; that row is computed by the same model for ring and tree, and is **not
+built**: ds_ext refuses DeepSpeed's hpZ. Renewing GaLore's basis sends the whole gradient in fp32,
+in slices of 2^20 elements, once in `update_proj_gap` (200) steps.
+"""

@@ -1,0 +1,262 @@
+"""The support matrix of the README: feature × stage × optimizer, from the tests that ran.
+
+A test says what it shows:
+
+    @pytest.mark.supports("clipping", stage="stage", optimizer="rule")    # parameters of the test
+    @pytest.mark.supports("clipping", stage=[None, 3], optimizer="CAME")  # values; None: no engine
+    @pytest.mark.supports("clipping", **of(RUNS))  # RUNS[name] has .stage and .rule
+    @pytest.mark.supports(lambda name: ..., stage=lambda name: ..., optimizer="CAME")
+    @pytest.mark.supports("MiCS", refused="zero_optimization.mics_shard_size")
+
+A function is called with the test's parameters that it names, and gives one value or a list (an
+empty one: nothing is shown). Features are those of ``FEATURES``, where a new one takes its place.
+What ran is in build/support.json. ``python -m tests.support README.md`` makes tests/support.json
+and the README's table of it; at the end of a full run both are compared with what it showed.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FEATURES = (
+    "fp32, each optimizer against its authors' code",
+    "nine BERT classes",
+    "tied, shared, unused weights; 0 to 4 dimensions",
+    "models built under `zero.Init`",
+    "own settings for a parameter group",
+    "weight decay by the JSON config",
+    "reentrant activation checkpointing",
+    "non-reentrant activation checkpointing",
+    "`deepspeed.checkpointing`",
+    "`torch.compile`",
+    "clipping to a norm, gradients not kept",
+    "clipping to a norm, gradients kept",
+    "clipping by the step before",
+    "clipping by value",
+    "gradient accumulation",
+    "gradient accumulation with clipping",
+    "bf16 weights",
+    "fp16, static loss scale",
+    "fp16, dynamic loss scale",
+    "`torch_autocast`",
+    "parameters that only some ranks use",
+    "layers frozen and unfrozen on the way",
+    "metrics and monitors",
+    "schedulers of DeepSpeed",
+    "schedulers of torch",
+    "schedulers of Hugging Face",
+    "HF Trainer",
+    "HF Trainer with LoRA adapters",
+    "accelerate's own loop",
+    "save and resume, bit for bit",
+    "resume on other ranks and another stage",
+    "resume between micro-batches",
+    "HF Trainer's resume",
+    "`zero_to_fp32.py`",
+    "killed ranks, lost hosts, full disks",
+    "several hosts",
+    "tensor parallelism (AutoTP)",
+    "tensor parallelism: clipping, accumulation, resume",
+    "sequence parallelism (Ulysses)",
+    "Hugging Face's mixtures of experts",
+    "`deepspeed.moe`, expert parallelism",
+    "expert parallelism by AutoEP",
+    "weights offloaded to the host",
+    "states offloaded to the host",
+    "ZeRO++ hpZ",
+    "ZeRO++ quantized weights",
+    "ZeRO++ quantized gradients",
+    "MiCS",
+    "DeepCompile",
+    "ZenFlow",
+    "SuperOffload",
+    "pipeline parallelism",
+)
+OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW")
+STAGES = {None: "plain", 0: "0", 1: "1", 2: "2", 3: "3"}
+REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer
+BEGIN, END = "<!-- support matrix: made by `make matrix` -->", "<!-- end of support matrix -->"
+
+Cell = tuple[str, str, str]  # feature, stage, optimizer
+
+
+def of(table: Mapping[str, Any]) -> dict[str, Callable[[str], Any]]:
+    """Stage and optimizer of a test whose parameter ``name`` is a key of ``table``."""
+    return {"stage": lambda name: table[name].stage, "optimizer": lambda name: table[name].rule}
+
+
+def cells(args: tuple[Any, ...], told: Mapping[str, Any], params: Mapping[str, Any]) -> list[Cell]:
+    """What a mark with these arguments says of a test with these parameters."""
+    told = dict(zip(("feature",), args, strict=False)) | told
+    features = _values(told["feature"], params)
+    if unknown := [f for f in features if f not in FEATURES]:
+        raise ValueError(f"supports: {unknown[0]!r} is not one of FEATURES of tests/support.py")
+    if REFUSED in told:
+        return [(f, REFUSED, told[REFUSED]) for f in features]
+    stages = [STAGES[s] for s in _values(told["stage"], params)]
+    full = {name.lower(): name for name in OPTIMIZERS}
+    names = [full[o.lower()] for o in _values(told["optimizer"], params)]
+    return [(f, s, o) for f in features for s in stages for o in names]
+
+
+def _values(given: Any, params: Mapping[str, Any]) -> list[Any]:
+    if callable(given):
+        given = given(**{name: params[name] for name in inspect.signature(given).parameters})
+    elif isinstance(given, str) and given in params:
+        given = params[given]
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+
+
+class Collector:
+    """The plugin: notes how each marked test ended, in all of xdist's processes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.ended: dict[str, dict[str, Any]] = {}  # by test: its outcome and its cells
+        self.said: list[str] = []
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        try:
+            shown = [
+                c for m in item.iter_markers("supports") for c in cells(m.args, m.kwargs, params)
+            ]
+        except (KeyError, ValueError) as error:
+            raise pytest.UsageError(f"{item.nodeid}: supports: {error!r}") from error
+        if shown:  # these travel with the report
+            item.user_properties.append(("supports", [list(cell) for cell in shown]))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        shown = dict(report.user_properties).get("supports")
+        if shown is None or hasattr(self.config, "workerinput"):
+            return
+        before = self.ended.get(report.nodeid, {}).get("outcome")
+        if report.when == "call" or report.outcome != "passed":
+            outcome = "failed" if before == "failed" else report.outcome
+            self.ended[report.nodeid] = {"outcome": outcome, "cells": shown}
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if hasattr(self.config, "workerinput") or not self.ended:
+            return
+        full = self._is_full(exitstatus)
+        path, root = self.config.rootpath / "build" / "support.json", self.config.rootpath
+        ran = json.loads(path.read_text()) if path.exists() and not full else {"tests": {}}
+        ran = {"full": full, "tests": ran["tests"] | self.ended}
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(ran))
+        claims = root / "tests" / "support.json"
+        if full and claims.exists():
+            self.said, wrong = compare(json.loads(claims.read_text()), summary(ran))
+            if wrong:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.said:
+            terminalreporter.section("support matrix")
+            for line in self.said:
+                terminalreporter.line(line)
+
+    def _is_full(self, exitstatus: int) -> bool:
+        """Whether every test was run, or a part that somebody chose."""
+        option, here = self.config.option, self.config.invocation_params.dir
+        names = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
+        if any(getattr(option, name, None) for name in (*names, "collectonly")):
+            return False
+        everything = {(here / arg).resolve() for arg in self.config.args}
+        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        return ended and everything == {self.config.rootpath / "tests"}
+
+
+def summary(ran: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tests that ran show: how each cell fared, and in which files a feature is tested."""
+    fared: dict[str, dict[str, dict[str, str]]] = {f: {} for f in FEATURES}
+    files: dict[str, set[str]] = {f: set() for f in FEATURES}
+    for test, ended in ran["tests"].items():
+        for feature, stage, optimizer in ended["cells"]:
+            row = fared.setdefault(feature, {}).setdefault(stage, {})
+            row[optimizer] = max(row.get(optimizer, ""), ended["outcome"], key=_WEIGHT.index)
+            files.setdefault(feature, set()).add(test.split("::")[0])
+    return {
+        "full": ran["full"],
+        "cells": {f: _sorted(stages) for f, stages in fared.items() if stages},
+        "files": {f: sorted(names) for f, names in files.items() if names},
+    }
+
+
+_WEIGHT = ("", "skipped", "passed", "failed")  # one failure outweighs all that passed
+
+
+def _sorted(stages: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    return {s: dict(sorted(stages[s].items())) for s in sorted(stages)}
+
+
+def compare(claimed: Mapping[str, Any], shown: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """What the README claims and a full run did not show, in words; whether that is a fault."""
+    said, wrong = [], False
+    for feature, stages in claimed["cells"].items():
+        for stage, row in stages.items():
+            now = shown["cells"].get(feature, {}).get(stage, {})
+            for optimizer in (o for o, fared in row.items() if fared == "passed"):
+                outcome = now.get(optimizer, "not tested")
+                if outcome != "passed":
+                    wrong |= outcome != "skipped"
+                    at = optimizer if stage == REFUSED else f"stage {stage}, {optimizer}"
+                    said.append(f"README.md claims {feature}, {at}: {outcome} in this run")
+    if wrong:
+        said.append("make matrix writes into README.md what this run showed.")
+    return said, wrong
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The table, in Markdown."""
+    heads = list(STAGES.values())
+    when = found["date"] + ("" if found["full"] else ", not all in one run")
+    lines = [
+        f"Made by `make matrix` from the tests that ran ({when}). ✓: every optimizer, "
+        "else the ones named; a blank has not been tested; ✗ failed.",
+        "",
+        "| | without DeepSpeed | ZeRO 0 | 1 | 2 | 3 | shown by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    refused = []
+    for feature, stages in sorted(found["cells"].items(), key=lambda f: FEATURES.index(f[0])):
+        if settings := [s for s, fared in stages.get(REFUSED, {}).items() if fared == "passed"]:
+            refused.append(f"{feature} ({', '.join(f'`{s}`' for s in settings)})")
+        if stages.keys() != {REFUSED}:
+            row = [_cell(stages.get(stage, {})) for stage in heads]
+            links = [f"[{Path(f).stem[5:]}]({f})" for f in found["files"][feature]]
+            lines.append(f"| {feature} | {' | '.join(row)} | {', '.join(links)} |")
+    if refused:
+        lines += ["", f"Refused, in one sentence that names the setting: {'; '.join(refused)}."]
+    return "\n".join(lines)
+
+
+def _cell(row: Mapping[str, str]) -> str:
+    passed = [o for o in OPTIMIZERS if row.get(o) == "passed"]
+    failed = [f"✗ {o}" for o in OPTIMIZERS if row.get(o) == "failed"]
+    return "✓" if len(passed) == len(OPTIMIZERS) else ", ".join([*passed, *failed])
+
+
+def replace(text: str, table: str) -> str:
+    """``text`` with the table between its two marks."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    readme = Path(sys.argv[1])
+    root = readme.resolve().parent
+    found = summary(json.loads((root / "build" / "support.json").read_text()))
+    found = {"date": date.today().isoformat()} | found
+    (root / "tests" / "support.json").write_text(json.dumps(found, indent=1) + "\n")
+    readme.write_text(replace(readme.read_text(), render(found)))
+
+
+if __name__ == "__main__":
+    main()
