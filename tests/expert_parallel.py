@@ -249,6 +249,24 @@ def refusals() -> list[str]:
     return told
 
 
+def not_finite(stage: int) -> dict[str, Any]:
+    """A step in which one expert, the second of rank 1, has a gradient that is not finite."""
+    engine = start(Run("adalomo", stage, 2, 2), stage, 2)
+    own = named(engine.module)
+    before = {n: p.detach().clone() for n, p in own.items()}
+    if dist.get_rank() == 1:
+        own["layers.0.experts.3.0.weight"].register_hook(lambda g: g / 0)
+    engine.backward(loss_of(engine, 0, dist.get_rank()))
+    engine.step()
+    same = {n for n, p in own.items() if p.requires_grad and torch.equal(p, before[n])}
+    skipped = engine.optimizer.metrics()["skipped_parameters"]
+    return {
+        "same": same,
+        "skipped": skipped,
+        "finite": all(p.isfinite().all() for p in own.values()),
+    }
+
+
 def main() -> None:
     chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
     results = {}
@@ -257,6 +275,8 @@ def main() -> None:
         if runs:
             results |= every(world, runs)
     results["refusals"] = [end.result for end in forks.run(2, refusals)]
+    for stage in (0, 2):
+        results[f"not finite {stage}"] = [end.result for end in forks.run(2, not_finite, stage)]
     torch.save(results, sys.argv[1])
 
 

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def got(tmp_path_factory):
-    if ready := os.environ.get("DS_EXT_READY"):
-        return torch.load(ready, weights_only=False)
     out = tmp_path_factory.mktemp("experts") / "results.pt"
     done = subprocess.run(
         [sys.executable, "-m", "tests.expert_parallel", str(out)],
@@ -62,3 +60,11 @@ def test_what_is_not_supported_is_refused_on_every_rank(got):
     for stage3, fused in got["refusals"]:
         assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
         assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_expert_whose_gradient_is_not_finite_is_skipped_on_all_ranks(got, stage):
+    """And so is the expert that another rank has in its place."""
+    for rank, ended in enumerate(got[f"not finite {stage}"]):
+        assert ended["same"] == {f"layers.0.experts.{2 * rank + 1}.0.weight"}
+        assert ended["skipped"] == 1 and ended["finite"]
