@@ -4,11 +4,13 @@ stage, against the same training by the authors' optimizers in one process with 
 Usage: torchrun --nproc_per_node 4 -m tests.tensor_worker OUT.pt [REGEX of cases]
 """
 
+import json
 import re
 import sys
 import tempfile
 import traceback
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,7 @@ from tests.authors import ordinary
 from tests.leave import leave
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+ROOT = Path(__file__).parent.parent
 VOCAB, STEPS = 37, 8
 HYPERS: dict[str, dict[str, Any]] = {
     "lomo": {"lr": 0.05},
@@ -80,6 +83,9 @@ FUSED = {
 CASES |= {f"fused-{s}": Case("fused", "came", s, FUSED, steps=6) for s in range(4)}
 CASES |= {f"tied-{s}": Case("tied", "adalomo", s, steps=6) for s in range(4)}
 CASES |= {f"llama-lomo-{stage}": Case("llama", "lomo", stage) for stage in (0, 3)}
+SHIPPED = json.loads((ROOT / "configs" / "adalomo_zero1_tp2.json").read_text())
+SHIPPED = {key: SHIPPED[key] for key in ("tensor_parallel", "zero_optimization")}
+CASES["shipped-config"] = Case("llama", "adalomo", 1, SHIPPED)
 CLIP = {"gradient_clipping": 0.1}
 CASES |= {f"clip-{s}": Case("bert", "adalomo", s, CLIP, steps=6) for s in range(4)}
 CASES |= {f"accumulate-{s}": Case("llama", "came", s, CLIP, steps=6, gas=2) for s in (0, 2, 3)}
