@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
 from ds_ext.buckets import Buckets, Run
 from ds_ext.grouping import galore_groups
-from ds_ext.layout import Sharded
+from ds_ext.layout import Agreement, Layout, Sharded
 from ds_ext.ops import accumulator
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
-from ds_ext.partitions import Partitions
+from ds_ext.partitions import Partitioned
 from ds_ext.shard import Shard
 from ds_ext.state import leaves
 
@@ -100,18 +100,36 @@ class Pretended:
         """Of a call, which has ended."""
 
 
-class Stage2(Sharded):
+class Stage2(Layout):
     """The layout of ZeRO stages 1 and 2 on parameters without storage."""
+
+    kind = Sharded
+
+    def __init__(self, group: Any, names: Mapping[Tensor, str]) -> None:
+        domain = self.kind(group)
+        super().__init__(group, names, lambda param: domain)
 
     def _host_group(self) -> Any:
         return self.group
 
 
-class Stage3(Stage2):
-    """ZeRO-3's: what its partitions add to it is DeepSpeed's, but for these."""
+class Unpublished(Sharded):
+    """Runs of which nobody else holds a copy."""
 
-    agree = Partitions.agree  # type: ignore[assignment]
-    publish = Partitions.publish  # type: ignore[assignment]
+    publish = Partitioned.publish
+
+
+class Stage3(Stage2):
+    """ZeRO-3's: what its partitions add to it is DeepSpeed's, but for these.
+
+    What ranks compare (ds_ext/order.py), 16 bytes a bucket from host to host, is not counted: a
+    GPU waits for it once a step.
+    """
+
+    kind = Unpublished
+
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
+        return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
 
 def reduced(
@@ -141,7 +159,7 @@ def reduced(
     pretended = Pretended(world)
     calls = pretended.calls
     with mock.patch("ds_ext.layout.dist", pretended):
-        layout = (Stage3 if stage == 3 else Stage2)(None, names)
+        layout = (Stage3 if stage == 3 else Stage2)(pretended, names)
 
         def note(params: tuple[str, ...]) -> None:
             at = [i for i, call in enumerate(calls) if call.kind == REDUCE_SCATTER] or [len(calls)]

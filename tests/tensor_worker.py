@@ -35,7 +35,7 @@ from tests.leave import leave
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 ROOT = Path(__file__).parent.parent
-VOCAB, STEPS = 37, 8
+VOCAB, STEPS = 37, 4
 HYPERS: dict[str, dict[str, Any]] = {
     "lomo": {"lr": 0.05},
     "adalomo": {"lr": 5e-3},
@@ -64,7 +64,9 @@ class Case:
 
 
 CASES = {
-    f"{model}-{rule}-{stage}": Case(model, rule, stage, steps=20 if rule == "adalomo" else STEPS)
+    f"{model}-{rule}-{stage}": Case(
+        model, rule, stage, steps=20 if rule == "adalomo" and stage in (1, 3) else STEPS
+    )
     for model in ("llama", "bert")
     for rule in RULES
     for stage in range(4)
