@@ -250,6 +250,8 @@ of two and CAME two instead of three; ZeRO-3's cut does that up to the numbers o
 second table (one parameter with split rows adds a round to its bucket). Rounds never grow in bytes
 with the number of ranks. ZeRO within groups of {group} ranks, with copies of them, would sum
 statistics in these alone; that row is computed by the same model for ring and tree, and is **not
-built**: ds_ext refuses DeepSpeed's hpZ. Renewing GaLore's basis sends the whole gradient in fp32,
+built**: DeepSpeed's hpZ, which ds_ext supports, copies weights within a host and cuts states and
+gradients among all ranks. What ranks compare at stage 3, 16 bytes a bucket from host to host, is
+not counted. Renewing GaLore's basis sends the whole gradient in fp32,
 in slices of 2^20 elements, once in `update_proj_gap` (200) steps.
 """
