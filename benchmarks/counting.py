@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
 from ds_ext.buckets import Buckets, Run
+from ds_ext.domains import Sharded
 from ds_ext.grouping import galore_groups
-from ds_ext.layout import Agreement, Layout, Sharded
+from ds_ext.layout import Agreement, Layout
 from ds_ext.ops import accumulator
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
 from ds_ext.partitions import Partitioned
@@ -158,7 +159,7 @@ def reduced(
     hooks = [p.register_post_accumulate_grad_hook(arrived) for p in model.parameters()]
     pretended = Pretended(world)
     calls = pretended.calls
-    with mock.patch("ds_ext.layout.dist", pretended):
+    with mock.patch("ds_ext.layout.dist", pretended), mock.patch("ds_ext.domains.dist", pretended):
         layout = (Stage3 if stage == 3 else Stage2)(pretended, names)
 
         def note(params: tuple[str, ...]) -> None:

@@ -3,8 +3,9 @@
 from torch import nn
 
 from ds_ext import ranks, settings
+from ds_ext.domains import Group, Replicated, everyone
 from ds_ext.gradients import FusedBackward
-from ds_ext.layout import Group, Layout, Replicated, everyone
+from ds_ext.layout import Layout
 from ds_ext.optimizer import RuleOptimizer
 
 

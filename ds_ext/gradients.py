@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ds_ext import launches, meter, ops, settings
 from ds_ext.buckets import Buckets, Deliver, Run, apart
-from ds_ext.layout import Layout, Replicated
+from ds_ext.domains import Replicated
+from ds_ext.layout import Layout
 from ds_ext.optimizer import RuleOptimizer, Update
 
 logger = logging.getLogger("ds_ext")

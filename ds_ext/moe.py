@@ -17,7 +17,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ds_ext.layout import Group
+from ds_ext.domains import Group
 
 
 def is_expert(param: Tensor) -> bool:

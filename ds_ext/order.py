@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_ext import ranks
-from ds_ext.layout import Group
+from ds_ext.domains import Group
 
 
 class Order:

@@ -16,7 +16,7 @@ from deepspeed.module_inject.layers import (
 )
 from torch import Tensor, nn
 
-from ds_ext.layout import Held
+from ds_ext.domains import Held
 from ds_ext.shard import Box, Split
 
 # What is a linear layer, and what an embedding, with tensor parallelism or without.

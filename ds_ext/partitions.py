@@ -12,17 +12,8 @@ from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 
 from ds_ext import moe, parallel
-from ds_ext.layout import (
-    Agreement,
-    Group,
-    Held,
-    Layout,
-    Replicated,
-    Sharded,
-    by_dtype,
-    everyone,
-    size_of,
-)
+from ds_ext.domains import Group, Held, Replicated, Sharded, by_dtype, everyone, size_of
+from ds_ext.layout import Agreement, Layout
 from ds_ext.lost import explained
 from ds_ext.order import Order
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ds_ext.domains import Group
 from ds_ext.folder import CheckpointError
-from ds_ext.layout import Group
 from ds_ext.lost import explained
 
 T = TypeVar("T")

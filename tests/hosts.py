@@ -17,7 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ds_ext import buckets, layout
+from ds_ext import buckets, domains
 from tests import models, training
 from tests.leave import leave
 from tests.training import Training
@@ -53,13 +53,13 @@ def everyones(mine: Any) -> list[Any]:
 
 def local_for_global(run: Training) -> dict[str, Any]:
     """The same with the fault that this is about: a rank takes its local rank for its rank."""
-    init = layout.Sharded.__init__
+    init = domains.Sharded.__init__
 
-    def wrong(self: layout.Sharded, *args: Any, **more: Any) -> None:
+    def wrong(self: domains.Sharded, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
         self.place = int(os.environ["LOCAL_RANK"])
 
-    with mock.patch.object(layout.Sharded, "__init__", wrong):
+    with mock.patch.object(domains.Sharded, "__init__", wrong):
         return training.train(run)
 
 

@@ -18,8 +18,9 @@ from torch import nn
 
 from ds_ext import memory, precision, rounds, scratch, settings
 from ds_ext.buckets import Buckets
+from ds_ext.domains import Sharded
 from ds_ext.gradients import FusedBackward
-from ds_ext.layout import Agreement, Layout, Sharded
+from ds_ext.layout import Agreement, Layout
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.shard import Shard
 from tests import models

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ext
-from ds_ext import buckets, layout
+from ds_ext import buckets, domains
 from ds_ext.optimizer import OPTIMIZERS
 from tests import habits, models, routing, scaling, training
 from tests.leave import leave
@@ -224,8 +224,8 @@ class Watch:
 
         with (
             spy(dist, "all_reduce", "all_reduce"),
-            spy(layout.Replicated, "_begin", "all_reduce"),
-            spy(layout.Sharded, "_begin", "reduce_scatter"),
+            spy(domains.Replicated, "_begin", "all_reduce"),
+            spy(domains.Sharded, "_begin", "reduce_scatter"),
             spy(buckets.Buckets, "_send", "bucket"),
         ):
             yield
