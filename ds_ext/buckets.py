@@ -139,7 +139,7 @@ class Buckets:
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
         # Autograd may hand out a view of a gradient that other nodes still wait to read.
-        is_shared = self.layout.of[param].world > 1 and _storage_users(grad) > _SOLE_USER
+        is_shared = self.layout.of[param].is_summed and _storage_users(grad) > _SOLE_USER
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:

@@ -71,6 +71,11 @@ class Replicated:
         self.copies = copies
         self.bytes_sent = 0  # handed to collectives by this rank, on the optimizer's behalf
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether other ranks add to gradients."""
+        return max(self.world, self.losses) > 1
+
     def shape(self, param: Tensor) -> tuple[int, ...]:
         """The shape of what this rank holds of a parameter."""
         return tuple(param.shape)

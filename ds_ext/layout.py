@@ -64,7 +64,7 @@ class Layout:
     @property
     def is_shared(self) -> bool:
         """Whether other ranks add to a gradient."""
-        return any(domain.world > 1 for domain in self.domains)
+        return any(domain.is_summed for domain in self.domains)
 
     def name(self, param: Tensor) -> str:
         return self.names.get(param, "a parameter outside the model")
@@ -124,16 +124,17 @@ class Layout:
         """
         runs: dict[Tensor, Tensor] = {}
         waits = []
+        is_one = len(self.domains) == 1 and not self.domains[0].held
         for domain, params in self.by_domain(flats):
             sent = [flats[p] for p in params]
-            if len(self.domains) == 1:
+            if is_one:
                 sent.append(votes.repeat(domain.parts))
             reduced, wait = domain.reduce(sent)
-            if len(self.domains) == 1:
+            if is_one:
                 votes = reduced.pop()
             runs |= zip(params, reduced, strict=True)
             waits.append(wait)
-        if len(self.domains) > 1:
+        if not is_one:
             self.bytes_sent += votes.nbytes
             with explained():
                 waits.append(dist.all_reduce(votes, group=everyone(), async_op=True).wait)

@@ -1,6 +1,7 @@
 """DeepSpeed's AutoTP on four real ranks, two by two, against one process with whole matrices."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,15 @@ pytestmark = pytest.mark.slow
 EXACT = 1e-5  # of the update of the whole model
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    out = tmp_path_factory.mktemp("tensor") / "found.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+ALONE = "(llama-came|accumulate|clip)-"
+
+
+def run(ranks: int, chosen: str, out: Path):
+    """The results of the worker's cases on real ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc_per_node={ranks}", "-m", "tests.tensor_worker", str(out)]
     done = subprocess.run(
-        [*torchrun, "-m", "tests.tensor_worker", str(out)],
+        [*command, chosen],
         cwd=Path(__file__).parent.parent,
         env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -30,6 +34,16 @@ def found(tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return torch.load(out, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run(4, "", tmp_path_factory.mktemp("tensor") / "found.pt")
+
+
+@pytest.fixture(scope="module")
+def found_alone(tmp_path_factory):
+    return run(2, ALONE, tmp_path_factory.mktemp("tensor") / "alone.pt")
 
 
 def _feature(name):
@@ -45,6 +59,14 @@ def test_four_ranks_equal_one_process(found, name):
     assert result["alike"]  # replicated parameters on all ranks, the others on their twins
     if not CASES[name].dropout:
         assert result["error"] <= EXACT, result
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if re.match(ALONE, name)])
+def test_two_ranks_without_data_parallelism_equal_one_process(found_alone, name):
+    result = found_alone[name]
+    assert isinstance(result, dict), result
+    assert result["alike"]
+    assert result["error"] <= EXACT, result
 
 
 def test_the_cases_divide_unevenly_and_in_every_way(found):
