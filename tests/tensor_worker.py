@@ -149,18 +149,20 @@ def loss_of(model, kind: str, step: int, rank: int) -> torch.Tensor:
     return (model(input_ids=tokens).logits - target).square().mean()
 
 
-def reference(case: Case) -> tuple[dict, dict]:
-    """Weights before and after, in one process with all data: the same at every stage."""
+def reference(case: Case) -> tuple[dict, dict, float]:
+    """Weights before and after, and the last norm of the gradients, in one process with all data:
+    the same at every stage.
+    """
     key = repr(replace(case, stage=0, saved=False))
     if key not in known:
         known[key] = whole(case)
     return known[key]
 
 
-known: dict[str, tuple[dict, dict]] = {}
+known: dict[str, tuple[dict, dict, float]] = {}
 
 
-def whole(case: Case) -> tuple[dict, dict]:
+def whole(case: Case) -> tuple[dict, dict, float]:
     model = make(case.model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     params = [p for p in model.parameters()]
@@ -173,10 +175,11 @@ def whole(case: Case) -> tuple[dict, dict]:
             for r in range(dist.get_world_size() // 2)
         ]
         (sum(passes) / len(passes)).backward()
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in params]))
         if clip := case.more.get("gradient_clipping"):
             torch.nn.utils.clip_grad_norm_(params, clip)
         optimizer.step()
-    return before, {n: p.detach() for n, p in model.named_parameters()}
+    return before, {n: p.detach() for n, p in model.named_parameters()}, norm
 
 
 def start(case: Case):
@@ -250,7 +253,7 @@ def error(case: Case) -> dict[str, Any]:
     engine.destroy()
     result = {"alike": alike, "norm": norm, "held": held}
     if not case.dropout and dist.get_rank() == 0:
-        before, expected = reference(case)
+        before, expected, result["expected norm"] = reference(case)
         counted = [n for n in before if not n.endswith("attention.self.key.bias")]
         difference = [(after[n] - expected[n]).flatten() for n in counted]
         update = [(expected[n] - before[n]).flatten() for n in counted]

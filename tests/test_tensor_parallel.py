@@ -59,6 +59,7 @@ def test_four_ranks_equal_one_process(found, name):
     assert result["alike"]  # replicated parameters on all ranks, the others on their twins
     if not CASES[name].dropout:
         assert result["error"] <= EXACT, result
+        assert result["norm"] == pytest.approx(result["expected norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if re.match(ALONE, name)])
@@ -67,6 +68,7 @@ def test_two_ranks_without_data_parallelism_equal_one_process(found_alone, name)
     assert isinstance(result, dict), result
     assert result["alike"]
     assert result["error"] <= EXACT, result
+    assert result["norm"] == pytest.approx(result["expected norm"], rel=1e-5)
 
 
 def test_the_cases_divide_unevenly_and_in_every_way(found):
