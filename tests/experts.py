@@ -257,16 +257,8 @@ def main() -> None:
     for world in (2, 4):
         runs = {n: r for n, r in RUNS.items() if r.world == world and chosen.search(n)}
         if runs:
-            results |= every(world, runs)
+            results |= forks.every(world, runs, train)
     torch.save(results, sys.argv[1])
-
-
-def every(world: int, runs: dict[str, Run]) -> dict[str, Any]:
-    """What each rank returned, by run."""
-    ended = forks.run(world, lambda: {n: train(r) for n, r in runs.items()})
-    for rank, end in enumerate(ended):
-        assert end.code == 0, f"rank {rank}: {end.output[-3000:]}"
-    return {n: [end.result[n] for end in ended] for n in runs}
 
 
 if __name__ == "__main__":

@@ -53,6 +53,14 @@ def run(
         ]
 
 
+def every(world: int, runs: dict[str, Any], job: Callable[[Any], Any]) -> dict[str, list[Any]]:
+    """What ``job`` returned for each of ``runs``, by run and rank; all must end well."""
+    ended = run(world, lambda: {name: job(each) for name, each in runs.items()})
+    for rank, end in enumerate(ended):
+        assert end.code == 0, f"rank {rank}: {end.output[-3000:]}"
+    return {name: [end.result[name] for end in ended] for name in runs}
+
+
 def start(
     world: int, job: Callable[..., Any], args: tuple[Any, ...], folder: Path, timeout: float
 ) -> list[int]:

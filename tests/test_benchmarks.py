@@ -2,11 +2,7 @@
 
 import argparse
 import math
-import os
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from benchmarks import __main__ as command
 from benchmarks import comm, memory, offload, report, step, train
 from ds_ext import home
 from ds_ext.optimizer import OPTIMIZERS
-from tests import authors, pretend
+from tests import apart, authors, pretend
 
 CPU = torch.device("cpu")
 
@@ -557,9 +553,7 @@ def test_every_kind_of_offload_can_be_trained_with(tmp_path):
         "assert rank.code == 0, rank.output;"
         "torch.save(rank.result, sys.argv[1])"
     )
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(tmp_path / "rows.pt")]
-    subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, check=True)
+    apart.python("-c", code, str(tmp_path / "rows.pt"))
     rows = torch.load(tmp_path / "rows.pt", weights_only=False)
     assert [row["offload"] for row in rows] == list(offload.OFFLOADS)
     assert all(row["s"] > 0 for row in rows)

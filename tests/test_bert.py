@@ -1,14 +1,12 @@
 """The nine BERT classes × stages 0–3 × all optimizers, on two ranks, against one process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ds_ext.optimizer import OPTIMIZERS
+from tests import apart
 from tests.bert_worker import CLASSES, STAGES
 
 pytestmark = pytest.mark.slow
@@ -18,17 +16,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
     out = tmp_path_factory.mktemp("bert") / "errors.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.bert_worker", str(out)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python(*apart.ranks(2), "-m", "tests.bert_worker", str(out), timeout=900)
     return torch.load(out)
 
 

@@ -1,24 +1,20 @@
 """Every kernel that the optimizers ask for compiles for an H200, wherever the tests run."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from ds_ext import launches, ops, rounds
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.shard import Shard
+from tests import needs
 from tests.test_kernels import SETTINGS
 
-pytestmark = pytest.mark.skipif(
-    launches.kernels is None or importlib.util.find_spec("triton.backends.nvidia") is None,
-    reason="Triton, or its compiler for NVIDIA, is not installed",
-)
+pytestmark = needs.nvidia
 MODES = {
     torch.float32: ("nearest",),
     torch.bfloat16: ("stochastic", "nearest", "master"),

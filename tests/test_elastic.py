@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import elastic
+from tests import apart, elastic
 from tests.resuming import error
 
 pytestmark = pytest.mark.slow
@@ -99,10 +99,7 @@ def reference(folder: Path):
         "torch.save(forks.run(2, test_elastic.whole_run)[0].result, sys.argv[1])"
     )
     out = folder / "whole.pt"
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", code, str(out)], cwd=ROOT, env=environment, check=True, timeout=300
-    )
+    apart.python("-c", code, str(out), timeout=300)
     return torch.load(out)
 
 

@@ -1,14 +1,9 @@
 """Hugging Face's mixtures of experts on 2 and 4 ranks against one process, experts apart there."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests import authors, experts
+from tests import apart, authors, experts
 from tests.experts import RUNS, STEPS
 from tests.support import of
 
@@ -18,15 +13,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="session")
 def got(tmp_path_factory):
     out = tmp_path_factory.mktemp("experts") / "results.pt"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.experts", str(out)],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python("-m", "tests.experts", str(out), timeout=600)
     return torch.load(out, weights_only=False)
 
 

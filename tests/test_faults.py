@@ -3,15 +3,12 @@
 Real processes; ``--kills 100`` makes the soak as long as that.
 """
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import apart
 from tests.faults import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
 from tests.resuming import error, same
 
@@ -24,15 +21,7 @@ AFTER = {"latest": WHEN + 1, "disk full": TOTAL, "no folder": TOTAL}
 def faults(tmp_path_factory, request):
     out = tmp_path_factory.mktemp("faults") / "results.pt"
     kills = str(request.config.getoption("kills"))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults", str(out), "", kills],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600 + 10 * int(kills),
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python("-m", "tests.faults", str(out), "", kills, timeout=600 + 10 * int(kills))
     return torch.load(out, weights_only=False)
 
 

@@ -10,9 +10,9 @@ from ds_ext import launches, ops, precision, rounds
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.precision import Writing
 from ds_ext.shard import Shard
-from tests import table
+from tests import needs, table
 
-pytestmark = pytest.mark.skipif(launches.kernels is None, reason="Triton is not installed")
+pytestmark = needs.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = ((), (5,), (300,), (1, 7), (7, 1), (40, 150), (3, 33, 20), (70, 17))
 SETTINGS = {

@@ -6,8 +6,6 @@ Run as a script under torchrun it is one rank that measures real engines of Deep
 import gc
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ from ds_ext.gradients import FusedBackward
 from ds_ext.layout import Agreement, Layout
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.shard import Shard
-from tests import models
+from tests import apart, models
 from tests.leave import leave
 
 ROOT = Path(__file__).parent.parent
@@ -299,11 +297,7 @@ SIZES = [(256, 256), *[(512, 256), (256, 512)] * 4, (256, 256)]
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("memory") / "bytes.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc_per_node={RANKS}", "-m", "tests.test_memory", str(out)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python(*apart.ranks(RANKS), "-m", "tests.test_memory", str(out))
     return json.loads(out.read_text())
 
 

@@ -5,11 +5,7 @@ Ranks over gloo, on a pretended device (pretend.py); some on the CPU alone.
 
 import gc
 import math
-import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,7 @@ import torch
 
 from ds_ext import home, memory, offload
 from ds_ext.optimizer import OPTIMIZERS
-from tests import forks, offloading, pretend
+from tests import apart, forks, offloading, pretend
 from tests.offloading import Case
 
 HOST, DEVICE = str(pretend.HOST), str(pretend.DEVICE)
@@ -67,15 +63,7 @@ def found(tmp_path_factory) -> dict[str, list[dict[Any, Any]]]:
         "import sys, torch; from tests.test_offload import every_world;"
         "torch.save(every_world(), sys.argv[1])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(out)],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python("-c", code, str(out), timeout=600)
     return torch.load(out, weights_only=False)
 
 

@@ -1,15 +1,10 @@
 """Buckets come in the same order on every rank; ranks that differ are told so and do not hang."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 
-from tests import ordering
+from tests import apart, ordering
 from tests.ordering import CASES, FROM, STEPS, TIMEOUT, WAITING
 
 EXACT = [case for case in CASES if case[1] != 3 or not case[0]]
@@ -19,15 +14,7 @@ TOLD = [case for case in CASES if case not in EXACT and case != WAITING]
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory):
     out = tmp_path_factory.mktemp("ordering") / "results.pt"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ordering", str(out)],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python("-m", "tests.ordering", str(out), timeout=300)
     return torch.load(out, weights_only=False)
 
 

@@ -1,15 +1,10 @@
 """What DeepSpeed offers beside ZeRO: each is exact, or refused on every rank in one sentence."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 
-from tests import authors, training, unusual
+from tests import apart, authors, training, unusual
 from tests.unusual import COMPILED
 
 HPZ = {"hpz adalomo": (4, "adalomo"), "hpz came": (2, "came")}  # ranks, rule
@@ -18,15 +13,7 @@ HPZ = {"hpz adalomo": (4, "adalomo"), "hpz came": (2, "came")}  # ranks, rule
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory):
     out = tmp_path_factory.mktemp("unusual") / "results.pt"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unusual", str(out)],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python("-m", "tests.unusual", str(out), timeout=600)
     found = torch.load(out, weights_only=False)
     for name, ranks in found.items():
         for rank, ended in enumerate(ranks):

@@ -3,14 +3,10 @@
 Real ranks, forked by resuming.py; what they saw is compared here.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests import apart
 from tests.resuming import BITS, KINDS, STAGES, TRAINERS, error, same
 
 EXACT = 1e-6  # of the update of the whole model
@@ -26,15 +22,7 @@ def optimizer(kind: str) -> str:
 def seen(tmp_path_factory):
     """What each phase's ranks returned."""
     out = tmp_path_factory.mktemp("resuming") / "results.pt"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.resuming", str(out)],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python("-m", "tests.resuming", str(out), timeout=900)
     phases = torch.load(out, weights_only=False)
     for name, ranks in phases.items():
         for rank, ended in enumerate(ranks):

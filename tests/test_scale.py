@@ -5,11 +5,7 @@ collective that real ranks were seen to call.
 """
 
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +21,7 @@ from ds_ext import lowrank, memory, ranks, rounds
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.shard import Shard
 from ds_ext.state import zeros
+from tests import apart
 
 SMALL = (256, 48, 132, 2, 4, 2, False)
 STACK = (4, 6, 8)  # of experts; a rank of 2 or 4 holds whole ones, one of 8 or 16 a part of one
@@ -213,15 +210,7 @@ def called(tmp_path_factory):
     out = tmp_path_factory.mktemp("scale") / "calls.pt"
     code = "import sys, torch; from tests import test_scale as t; "
     code += "torch.save(t.real_calls(), sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(out)],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert out.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python("-c", code, str(out), timeout=300)
     return torch.load(out, weights_only=False)
 
 

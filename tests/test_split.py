@@ -12,7 +12,7 @@ import torch
 from ds_ext import launches, precision, rounds
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.shard import Box, Shard, Split
-from tests import table
+from tests import needs, table
 
 SHAPE = (12, 20)
 DIVIDED = {
@@ -190,7 +190,7 @@ def test_noise_differs_from_box_to_box():
     assert not torch.equal(*written)
 
 
-@pytest.mark.skipif(launches.kernels is None, reason="Triton is not installed")
+@needs.triton
 @pytest.mark.parametrize("how", ["rows-uneven", "cols-uneven", "qkv"])
 @pytest.mark.parametrize("name", ["adalomo", "came"])
 def test_kernels_of_a_box(name, how, monkeypatch):

@@ -19,7 +19,7 @@ from ds_ext import checkpoint, grouping, launches, memory, rounds, stacks
 from ds_ext.checkpoint import Own, Pieces
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.shard import Shard
-from tests import table
+from tests import needs, table
 from tests.reference import Authors
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
@@ -209,7 +209,7 @@ def test_experts_that_other_ranks_do_not_have_keep_their_noise():
     assert list(state["experts"]) == ["2", "3"]
 
 
-@pytest.mark.skipif(launches.kernels is None, reason="Triton is not installed")
+@needs.triton
 @pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])
 def test_kernels_step_experts_as_the_ops_do(name, monkeypatch):
     shapes = ((3, 6, 9),)

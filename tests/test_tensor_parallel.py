@@ -1,15 +1,13 @@
 """DeepSpeed's AutoTP on four real ranks, two by two, against one process with whole matrices."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ds_ext import parallel
+from tests import apart
 from tests.support import of
 from tests.tensor_worker import CASES
 
@@ -22,17 +20,7 @@ ALONE = "(llama-came|accumulate|clip)-"
 
 def run(ranks: int, chosen: str, out: Path):
     """The results of the worker's cases on real ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc_per_node={ranks}", "-m", "tests.tensor_worker", str(out)]
-    done = subprocess.run(
-        [*command, chosen],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python(*apart.ranks(ranks), "-m", "tests.tensor_worker", str(out), chosen)
     return torch.load(out, weights_only=False)
 
 

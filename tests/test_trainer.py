@@ -4,9 +4,6 @@ authors' optimizers; LoRA adapters; accelerate's own loop, and one of parameter 
 import functools
 import itertools
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests import authors, own_loops, trainer_jobs
+from tests import apart, authors, own_loops, trainer_jobs
 from tests.own_loops import GROUPED, LOOPS
 from tests.trainer_jobs import BATCH, JOBS, STEPS
 
@@ -32,18 +29,8 @@ def run(tmp_path_factory):
     """(folder with the saved models, results of trainer_worker.py by job, its log)."""
     folder = tmp_path_factory.mktemp("trainer")
     trainer_jobs.model().save_pretrained(folder / "model")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.trainer_worker", str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder, torch.load(folder / "results.pt", weights_only=False), done.stderr
+    said = apart.python(*apart.ranks(2), "-m", "tests.trainer_worker", str(folder))
+    return folder, torch.load(folder / "results.pt", weights_only=False), said
 
 
 def result(run, name):

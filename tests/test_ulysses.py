@@ -1,13 +1,9 @@
 """Ulysses sequence parallelism with ZeRO on four real ranks, against one process."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests import apart
 from tests.ulysses import CASES
 
 pytestmark = pytest.mark.slow
@@ -16,15 +12,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     out = tmp_path_factory.mktemp("ulysses") / "found.pt"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ulysses", str(out)],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart.python("-m", "tests.ulysses", str(out), timeout=600)
     return torch.load(out, weights_only=False)
 
 
