@@ -169,13 +169,11 @@ class Sharded(Replicated):
         if self.world == 1:
             return
         wholes = {param: self._whole(param) for param in params}
-        for alike in by_dtype(wholes.values()):
-            parts = list(map(self._part, alike))
-            self.bytes_sent += sum(part.nbytes for part in parts)
-            with explained():
-                self.group.allgather_into_tensor_coalesced(  # type: ignore[union-attr]
-                    alike, parts
-                ).wait()
+        sent = list(map(as_bytes, wholes.values()))
+        parts = list(map(self._part, sent))
+        self.bytes_sent += sum(part.nbytes for part in parts)
+        with explained():
+            self.group.allgather_into_tensor_coalesced(sent, parts).wait()  # type: ignore[union-attr]
         for param, whole in wholes.items():
             flat = param.data.view(-1)
             if len(whole) > len(flat):
@@ -190,6 +188,11 @@ class Sharded(Replicated):
         run = self.run(param)
         self._part(whole)[: len(run)].copy_(run)
         return whole
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, [bytes] uint8: what any backend moves, of any dtype."""
+    return x.view(-1).view(torch.uint8)
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext.domains import Group, Replicated, everyone, size_of
+from ds_ext.domains import Group, Replicated, as_bytes, everyone, size_of
 from ds_ext.lost import explained
 from ds_ext.shard import Shard
 
@@ -88,7 +88,7 @@ class Layout:
         if self.group is not None and self.world > 1:
             source = dist.get_global_rank(self.group, 0)
             for value in (*module.parameters(), *module.buffers()):
-                dist.broadcast(value.detach(), source, group=self.group)
+                dist.broadcast(as_bytes(value.detach()), source, group=self.group)
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
         """Modules whose parameters arrive together, used or not: ZeRO-3's leaf modules."""

@@ -99,7 +99,7 @@ def save_checkpoint(
     adapter.check_complete()
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
-    path = Path(save_dir, str(tag or f"global_step{engine.global_steps}"))
+    path = Path(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
     ranks.agree({"checkpoint path": str(path)})
     aside = folder.incomplete(path)
 

@@ -1,0 +1,83 @@
+"""Jobs of real ranks about what is held, sent and saved: dtypes, tags, DeepSpeed's safe_get_*."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_ext
+
+# What gloo and NCCL know no numbers of, but models hold: quantized and complex values.
+ODD = {
+    "int16": torch.int16,
+    "uint16": torch.uint16,
+    "float8": torch.float8_e4m3fn,
+    "complex": torch.complex64,
+    "bool": torch.bool,
+}
+
+
+def odd_values(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """[3, 5] values of a dtype, from random bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.rand(3, 5, generator=generator) > 0.5
+    if dtype.is_complex:
+        return torch.randn(3, 5, dtype=dtype, generator=generator)
+    return torch.randint(0, 99, (3, 5), generator=generator).to(dtype)
+
+
+class Quantized(nn.Module):
+    """A trained layer beside frozen weights and buffers of many dtypes."""
+
+    def __init__(self, seed: int, frozen: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(6, 7)
+        for i, (name, dtype) in enumerate(ODD.items()):
+            self.register_buffer(f"buffer_{name}", odd_values(dtype, seed + i))
+            if frozen:
+                values = odd_values(dtype, seed + 50 + i)
+                self.register_parameter(f"frozen_{name}", nn.Parameter(values, requires_grad=False))
+        self.register_buffer("count", torch.tensor(seed, dtype=torch.int16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All values of a model, gathered."""
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {n: v.detach().clone() for n, v in model.state_dict().items()}
+
+
+def bits(values: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    flat = {n: v.contiguous().view(-1).view(torch.uint8) for n, v in values.items()}
+    return {n: bytes(v.tolist()) for n, v in flat.items()}
+
+
+def plain_dtypes() -> dict[str, bytes]:
+    """What a rank holds after ``fuse_into_backward`` of a model that differs between ranks."""
+    model = Quantized(seed=dist.get_rank() * 7)
+    ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.layer.parameters(), lr=0.1))
+    return bits(held(model))
+
+
+def engine_of(stage: int, model: nn.Module, **more: Any) -> deepspeed.DeepSpeedEngine:
+    optimizer = ds_ext.CAME([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+    } | more
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def loaded_dtypes(stage: int, folder: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Saves a model of odd dtypes and loads it into another -> what both hold."""
+    first = engine_of(stage, Quantized(seed=1))
+    first.save_checkpoint(folder, tag=0)
+    second = engine_of(stage, Quantized(seed=2))
+    second.load_checkpoint(folder, tag=0)
+    return bits(held(first.module)), bits(held(second.module))
