@@ -13,19 +13,24 @@ from torch import Tensor, nn
 
 
 class Uses:
-    """Counts how often the forward passes since the last backward called a parameter's module."""
+    """Counts how often modules were called for the backward pass to come.
+
+    A call without gradients counts if it is made by one with gradients, which is how a
+    checkpointed segment runs; generation between steps is not.
+    """
 
     def __init__(self, module: nn.Module, together: Mapping[nn.Module, list[Tensor]]) -> None:
         self.count: Counter[Tensor] = Counter()
         self.in_segment: set[Tensor] = set()  # used in a segment that is run again in backward
-        self.training = False  # whether the model was last called with gradients
-        self.hooks = [module.register_forward_pre_hook(self._begin)]
+        self.calls: list[bool] = []  # in progress, outermost first: made with gradients?
         self.together = {p for params in together.values() for p in params}
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         for owner in module.modules():
             own = [p for p in owner.parameters(recurse=False) if p not in self.together]
-            params = together.get(owner, own)
-            if params:
-                self.hooks.append(owner.register_forward_pre_hook(self._counter(params)))
+            if next(owner.parameters(), None) is not None:
+                enter = self._enter(together.get(owner, own))
+                self.hooks.append(owner.register_forward_pre_hook(enter))
+                self.hooks.append(owner.register_forward_hook(self._leave, always_call=True))
 
     def in_parts(self, param: Tensor) -> bool:
         """Whether the gradient of ``param`` may come in more than one part."""
@@ -34,22 +39,24 @@ class Uses:
     def clear(self) -> None:
         self.count.clear()
         self.in_segment.clear()
+        self.calls.clear()
 
-    def _begin(self, *_: object) -> None:
-        if not _in_backward():
-            self.training = torch.is_grad_enabled()
-
-    def _counter(self, params: list[Tensor]) -> Callable[..., None]:
+    def _enter(self, params: list[Tensor]) -> Callable[..., None]:
         def hook(*_: object) -> None:
             if _in_backward():  # a repetition
                 return
-            if torch.is_grad_enabled():
+            grads = torch.is_grad_enabled()
+            if grads or any(self.calls):
                 self.count.update(params)
-            elif self.training:
-                self.count.update(params)
+            if not grads and any(self.calls):
                 self.in_segment.update(params)
+            self.calls.append(grads)
 
         return hook
+
+    def _leave(self, *_: object) -> None:
+        if self.calls and not _in_backward():
+            self.calls.pop()
 
 
 def _in_backward() -> bool:

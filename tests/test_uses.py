@@ -1,0 +1,90 @@
+"""Uses of a module that count for the backward pass to come, and those that do not."""
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from tests import models
+
+
+class WithValueHead(nn.Module):
+    """A language model and a value head, as for reinforcement learning."""
+
+    def __init__(self, checkpointing: str | None) -> None:
+        super().__init__()
+        self.inner = models.make(checkpointing)
+        self.value = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens) * self.value
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor) -> None:
+        for _ in range(3):
+            self.inner(tokens)
+
+
+def make(checkpointing: str | None, fuse: bool = True):
+    model = WithValueHead(checkpointing)
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=1e-3)
+    return model, optimizer, ds_ext.fuse_into_backward(model, optimizer) if fuse else None
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
+def test_generating_by_a_part_of_the_model_between_steps_does_not_count(checkpointing):
+    (model, optimizer, fused), (plain, ordinary, _) = (
+        make(checkpointing),
+        make(checkpointing, fuse=False),
+    )
+    in_parts = {"inner.shared.weight", "inner.shared.bias"} if checkpointing == "reentrant" else {""}
+    names = {p: n for n, p in model.named_parameters()}
+    for step in range(3):
+        tokens = models.batch(step, 1)[0]
+        before = state(model)
+        model.generate(tokens)
+        loss = model(tokens)
+        model.generate(tokens)  # to look at it before backward
+        assert {names[p] for p in names if fused.buckets.uses.in_parts(p)} <= in_parts
+        loss.backward()
+        moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        assert {"inner.embed.weight", "inner.up.weight", "inner.norm.bias", "value"} <= moved
+        optimizer.step()
+        ordinary.zero_grad()
+        plain(tokens).backward()
+        ordinary.step()
+    expected = state(plain)
+    assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "nonreentrant"])
+def test_segments_count_where_a_part_of_the_model_is_called_by_itself(checkpointing):
+    (model, optimizer, fused), (plain, ordinary, _) = (
+        make(checkpointing),
+        make(checkpointing, fuse=False),
+    )
+    for step in range(3):
+        tokens = models.batch(step, 1)[0]
+        loss = model.inner(tokens)
+        shared = model.inner.shared.weight
+        assert fused.buckets.uses.in_parts(shared) == (checkpointing == "reentrant")
+        loss.backward()
+        optimizer.step()
+        ordinary.zero_grad()
+        plain.inner(tokens).backward()
+        ordinary.step()
+    expected = state(plain)
+    assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
+
+
+def test_a_forward_that_raised_leaves_no_call_behind():
+    model, _, fused = make("reentrant")
+    with pytest.raises(IndexError):
+        model(torch.full((1, models.LENGTH), models.VOCAB))
+    model.generate(models.batch(0, 1)[0])
+    assert not fused.buckets.uses.calls
+    assert not fused.buckets.uses.in_parts(model.inner.shared.weight)
