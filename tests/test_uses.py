@@ -37,11 +37,11 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
 def test_generating_by_a_part_of_the_model_between_steps_does_not_count(checkpointing):
-    (model, optimizer, fused), (plain, ordinary, _) = (
-        make(checkpointing),
-        make(checkpointing, fuse=False),
+    model, optimizer, fused = make(checkpointing)
+    plain, ordinary, _ = make(checkpointing, fuse=False)
+    in_parts = (
+        {"inner.shared.weight", "inner.shared.bias"} if checkpointing == "reentrant" else {""}
     )
-    in_parts = {"inner.shared.weight", "inner.shared.bias"} if checkpointing == "reentrant" else {""}
     names = {p: n for n, p in model.named_parameters()}
     for step in range(3):
         tokens = models.batch(step, 1)[0]
@@ -63,10 +63,8 @@ def test_generating_by_a_part_of_the_model_between_steps_does_not_count(checkpoi
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "nonreentrant"])
 def test_segments_count_where_a_part_of_the_model_is_called_by_itself(checkpointing):
-    (model, optimizer, fused), (plain, ordinary, _) = (
-        make(checkpointing),
-        make(checkpointing, fuse=False),
-    )
+    model, optimizer, fused = make(checkpointing)
+    plain, ordinary, _ = make(checkpointing, fuse=False)
     for step in range(3):
         tokens = models.batch(step, 1)[0]
         loss = model.inner(tokens)
