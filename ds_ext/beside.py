@@ -43,7 +43,7 @@ def to_host(x: Tensor) -> Callable[[], Tensor]:
     """Starts to bring ``x`` to the host -> what waits for that alone, and gives it."""
     if x.device.type != "cuda":
         return lambda: x.cpu()
-    held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    held = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     held.copy_(x, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

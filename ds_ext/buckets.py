@@ -254,8 +254,10 @@ class Buckets:
             squares = [*sums]
         else:
             good = torch.stack([self._stays_finite(p, flat) for p, flat in flats.items()])
-        present = torch.tensor(has).to(good.device, non_blocking=True)
-        votes = torch.where(good, 1.0, _BAD).to(next(iter(flats.values())).dtype)
+        present = torch.tensor(has, dtype=torch.bool, device="cpu")
+        present = present.to(good.device, non_blocking=True)
+        votes = torch.full(good.shape, _BAD, dtype=torch.float32, device=good.device)
+        votes = votes.masked_fill_(good, 1).to(next(iter(flats.values())).dtype)
         return squares, torch.where(present, votes, 0)
 
     def _zeros(self, param: Tensor) -> Tensor:
@@ -286,5 +288,5 @@ def _storage_users(x: Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
-_SOLE_USER = _storage_users(torch.empty(1))
+_SOLE_USER = _storage_users(torch.empty(1, dtype=torch.uint8, device="cpu"))
 _BAD = 2.0**20  # beyond any number of ranks

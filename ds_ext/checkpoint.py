@@ -119,7 +119,7 @@ class Pieces:
 
     def read(self, part: Part, *keys: str) -> Tensor:
         """The elements of a part, flat, on the CPU."""
-        values, at = torch.empty(0), part.start
+        values, at = torch.empty(0, dtype=torch.float32, device="cpu"), part.start
         for found in self._pieces(keys):
             first = found["start"]
             stop = min(part.stop, first + found["values"].shape.numel())

@@ -167,7 +167,7 @@ class FusedBackward:
         for param, (values, bad) in kept.items():
             size = self.buckets.size_of[param] // self.layout.of[param].parts
             g = nn.functional.pad(values, (0, size - len(values)))
-            self.tally.kept[param] = Run(g, torch.tensor(bad))
+            self.tally.kept[param] = Run(g, torch.tensor(bad, dtype=torch.bool, device="cpu"))
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""

@@ -186,10 +186,15 @@ def _alone(shard: Shard) -> tuple[Shard, slice, slice]:
     return Shard((shard.rows, shard.cols), 0, 0, 1), slice(None), slice(None)
 
 
+def _new(*shape: int, device: torch.device) -> Tensor:
+    """Memory for what kernels write, which is all fp32."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
 def _zeros(shard: Shard, device: torch.device, *sizes: int) -> list[Tensor]:
     """Zeros [mats, n] for each of ``sizes``, of one tensor: a launch for all."""
-    parts = torch.zeros(shard.mats * sum(sizes), device=device).split(
-        [shard.mats * n for n in sizes]
+    parts = (
+        _new(shard.mats * sum(sizes), device=device).zero_().split([shard.mats * n for n in sizes])
     )
     return [x.view(shard.mats, n) for x, n in zip(parts, sizes, strict=True)]
 
@@ -198,10 +203,10 @@ def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
     sources = [s for x in runs if (s := source_of(x)) is not None]
     if not _takes(like, shard) or len(sources) < len(runs):
         return NotImplemented
-    totals = list(torch.zeros(len(runs), device=like.device).unbind())
+    totals = list(_new(len(runs), device=like.device).zero_().unbind())
     for source, total in zip(sources, totals, strict=True):
         made = _pass("squares", source, shard)
-        part = torch.empty(made.programs, device=like.device)
+        part = _new(made.programs, device=like.device)
         _ask(replace(made, tensors={**made.tensors, "part": part}), [_fold(part, 1, total)])
     return totals
 
@@ -218,8 +223,8 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
         by_row, by_col = row[:, rows], col[:, cols]
         mats, across = _mats(own), -(-own.cols // kernels.TC)
         height = at["down"] * kernels.TR
-        tall = torch.empty(across, mats, height, device=like.device)
-        wide = torch.empty(mats, at["down"], own.cols, device=like.device)
+        tall = _new(across, mats, height, device=like.device)
+        wide = _new(mats, at["down"], own.cols, device=like.device)
         folds = []
         for i in range(mats):
             out = by_row[at["mat0"] + i, at["row0"] : at["row0"] + height]
@@ -242,7 +247,7 @@ def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like
     if made.programs:
         at, (own, rows, _) = made.geometry, _alone(shard)
         mats = _mats(own)
-        plain, divided = torch.empty(2, mats, at["down"], shard.cols, device=like.device)
+        plain, divided = _new(2, mats, at["down"], shard.cols, device=like.device)
         tensors = {"out": row[:, rows], "before": before[:, rows], "part": plain, "part2": divided}
         folds = []
         for i in range(mats):
@@ -409,12 +414,16 @@ def _run(requests: Sequence[Request]) -> None:
     held = torch.empty(base + len(floats) // 2 + 1, dtype=torch.int64, device=device)
     here = held.data_ptr() + 8 * base
     lines = [[x if x >= 0 else here + 4 * (-1 - x) for x in line.values()] for line in table]
-    tail = torch.tensor(floats + [0.0] * (2 - len(floats) % 2), dtype=torch.float32)
-    host = torch.cat([torch.tensor(lines, dtype=torch.int64).view(-1), tail.view(torch.int64)])
+    tail = _on_host(floats + [0.0] * (2 - len(floats) % 2), torch.float32)
+    host = torch.cat([_on_host(lines, torch.int64).view(-1), tail.view(torch.int64)])
     held.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
 
     named, warps = constants(requests)
     getattr(kernels, requests[0].kernel)[(first,)](held, len(requests), **named, num_warps=warps)
+
+
+def _on_host(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:

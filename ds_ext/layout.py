@@ -105,7 +105,7 @@ class Layout:
             return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
         params = list(self.names)
         own = [[p in waiting, waiting.get(p, False)] for p in params]
-        counts = torch.tensor([*own, [ended, False]], dtype=torch.int32)
+        counts = torch.tensor([*own, [ended, False]], dtype=torch.int32, device="cpu")
         self.bytes_sent += counts.nbytes
         with explained():
             dist.all_reduce(counts, group=self.host_group)

@@ -150,7 +150,7 @@ def _leading(gram: Tensor, rank: int, divided: bool) -> Tensor:
     values, vectors = torch.linalg.eigh(gram)  # ascending
     values, vectors = values[-rank:].flip(0), vectors[:, -rank:].flip(1)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    vectors = vectors * torch.where(largest < 0, -1.0, 1.0)
+    vectors = vectors.where(largest >= 0, -vectors)
     if not divided:
         return vectors
     sigma = values.clamp(min=0).sqrt()

@@ -68,5 +68,5 @@ def _is_on(key: str, section: Mapping[str, Any] | None, name: str) -> bool:
 def has_state(rule: Any, dtype: torch.dtype) -> bool:
     """Whether a rule, or the writing of weights, keeps more of a matrix than statistics of it."""
     parts = leaves(rule.keeps(Shard.whole((512, 512))))
-    masters = precision.master(torch.empty(0, dtype=dtype), rule)
+    masters = precision.master(torch.empty(0, dtype=dtype, device="cpu"), rule)
     return bool(masters) or any(not part.is_shared for _, part in parts)

@@ -164,7 +164,7 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
     if "master" not in s:
         return p
     held = _with_master(p, s)
-    new = torch.empty(len(p), dtype=torch.float32)
+    new = torch.empty(len(p), dtype=torch.float32, device="cpu")
     for b in scratch.blocks(shard):
         new[b.run].view(b.shape).copy_(held.block(b))
     return new
@@ -257,7 +257,7 @@ def place(key: int, chunk: int) -> int:
 @functools.cache
 def _noise(device: torch.device) -> Tensor:
     """A permutation of the numbers below 2**16, twice, so that it can be read on past its end."""
-    h = torch.arange(CHUNK, dtype=torch.int64)
+    h = torch.arange(CHUNK, dtype=torch.int64, device="cpu")
     for shift, factor in ((7, 0x2993), (5, 0xE877), (9, 0x0235)):
         h.bitwise_xor_(h >> shift).mul_(factor).remainder_(CHUNK)
     h.bitwise_xor_(h >> 10)

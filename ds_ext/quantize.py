@@ -104,4 +104,5 @@ class Quantized:
 @functools.cache
 def _book(signed: bool, device: torch.device) -> Tensor:
     """The values of the codes: bitsandbytes' dynamic map, as its Adam8bit takes it."""
-    return functional().create_dynamic_map(signed=signed).to(device)
+    with torch.device("cpu"):  # it is made where the user's tensors are, by default
+        return functional().create_dynamic_map(signed=signed).to(device)

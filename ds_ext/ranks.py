@@ -97,7 +97,7 @@ def alike(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
     if not several(group):
         return lambda: True
     digest = hash(numbers) & (2**62 - 1)
-    most = torch.tensor([digest, -digest])
+    most = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
     with explained():
         work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group, async_op=True)
 

@@ -1,0 +1,113 @@
+"""torch's default dtype and device are the user's: no step depends on them, no memory is made by
+them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext import launches, precision, quantize, scratch
+from ds_ext.optimizer import OPTIMIZERS
+from tests import needs, table
+from tests.test_kernels import SETTINGS
+
+SHAPES = ((), (300,), (40, 150), (3, 7, 20))
+GALORE = {"lr": 0.02, "rank": 3, "update_proj_gap": 2}
+CASES = {name: (name, SETTINGS[name]) for name in OPTIMIZERS} | {
+    "projected": ("galoreadamw", GALORE),
+    "8 bits": ("galoreadamw", GALORE | {"nbits": 8, "min_8bit_size": 16}),
+}
+MAKERS = {
+    *("tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "logspace", "eye"),
+    *("rand", "randn", "randint", "randperm", "as_tensor", "scalar_tensor", "empty_strided"),
+}
+
+
+@pytest.fixture
+def defaults():
+    """Sets a default dtype, and a device on which nothing can be computed."""
+    for cached in (precision._noise, quantize._book):
+        cached.cache_clear()
+    scratch.clear()
+
+    def turn(on):
+        torch.set_default_dtype(torch.bfloat16 if on else torch.float32)
+        torch.set_default_device("meta" if on else None)
+
+    yield turn
+    turn(False)
+    for cached in (precision._noise, quantize._book):
+        cached.cache_clear()
+    scratch.clear()
+
+
+@pytest.mark.parametrize("path", ["ops", pytest.param("kernels", marks=needs.triton)])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype, mode", [(torch.float32, "nearest"), (torch.bfloat16, "master")])
+def test_steps_have_the_same_bits(case, dtype, mode, path, defaults, monkeypatch):
+    monkeypatch.setattr(launches, "DEVICES", {"cpu"} if path == "kernels" else set())
+    if "8 bits" in case:
+        pytest.importorskip("bitsandbytes")
+    name, hypers = CASES[case]
+
+    def trained(on):
+        params = [nn.Parameter(p) for p in table.weights(SHAPES, dtype)]
+        gradients = table.gradients(2, SHAPES, dtype)
+        optimizer = OPTIMIZERS[name](params, **hypers, weight_update=mode)
+        defaults(on)
+        for grads in gradients:
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+            optimizer.step()
+        defaults(False)
+        return [p.detach() for p in params]
+
+    changed, expected = trained(True), trained(False)
+    assert all(a.equal(b) for a, b in zip(changed, expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_a_step_inside_backward_has_the_same_bits(policy, defaults):
+    def trained(on):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+        x = torch.randn(4, 7)
+        optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.02)
+        defaults(on)
+        fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
+        for _ in range(2):
+            model(x).square().sum().backward()
+            optimizer.step()
+        fused.remove()
+        defaults(False)
+        return [p.detach() for p in model.parameters()]
+
+    changed, expected = trained(True), trained(False)
+    assert all(a.equal(b) for a, b in zip(changed, expected, strict=True))
+
+
+def calls() -> Iterator[tuple[Path, ast.Call]]:
+    """Calls of the package to functions of ``torch``."""
+    for path in sorted(Path(ds_ext.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if is_call and ast.unparse(node.func.value) == "torch":
+                yield path, node
+
+
+def test_nothing_is_allocated_without_a_dtype_and_a_device():
+    found = []
+    for path, call in calls():
+        given = {keyword.arg for keyword in call.keywords}  # None for a mapping
+        if call.func.attr in MAKERS and None not in given and not {"dtype", "device"} <= given:
+            found.append(f"{path.name}:{call.lineno}: {ast.unparse(call)}")
+        # of two numbers it makes a tensor of the default dtype
+        if call.func.attr == "where" and all(
+            isinstance(x, ast.Constant) or ast.unparse(x).isupper() for x in call.args[1:]
+        ):
+            found.append(f"{path.name}:{call.lineno}: {ast.unparse(call)}")
+    assert not found, "\n".join(found)
