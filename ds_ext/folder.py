@@ -2,24 +2,22 @@
 
 FOLDER/latest                       the tag of the newest one
 FOLDER/TAG/ds_ext.json              sizes and checksums of all its files
-FOLDER/.incomplete-TAG/             one that is being written, or was left when that failed
-FOLDER/.replaced-TAG/               the one before, for as long as the new one takes its place
 """
 
 import json
 import os
 import re
-import shutil
 import zlib
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-MANIFEST = "ds_ext.json"
+from ds_ext import swap
+from ds_ext.swap import MANIFEST, incomplete
+
+__all__ = ["MANIFEST", "incomplete"]
+
 VERSION = 4  # of the format: manifest and contents
-
-
-_REPLACED = ".replaced-"
 
 
 class CheckpointError(RuntimeError):
@@ -34,13 +32,27 @@ class Checkpoint(NamedTuple):
     steps: int
 
 
-def incomplete(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
-    return path.with_name(f".incomplete-{path.name}")
+def path_of(folder: str | Path, tag: object) -> Path:
+    """Where the checkpoint ``tag`` belongs: a text or a number, with ``/`` for folders in it.
+
+    Raises ValueError for one that is not a path inside ``folder``, or not a checkpoint's own.
+    """
+    parts = PurePosixPath(str(tag)).parts
+    hidden = any(part == ".." or part.startswith((".incomplete-", ".replaced-")) for part in parts)
+    if not parts or hidden or parts[0] == "/" or parts in (("latest",), ("zero_to_fp32.py",)):
+        raise ValueError(
+            f"tag={tag!r}: give the name of a folder inside {folder}, such as 'step100' or "
+            "'run/step100', or leave it out."
+        )
+    return Path(folder, *parts)
 
 
-def _replaced(path: Path) -> Path:
-    return path.with_name(_REPLACED + path.name)
+def prepare(path: Path) -> None:
+    """Makes the folder ``incomplete(path)``. Raises CheckpointError if a file is in the way."""
+    try:
+        swap.prepare(path)
+    except FileExistsError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def describe(path: Path) -> dict[str, int]:
@@ -59,7 +71,7 @@ def commit(path: Path, manifest: dict[str, Any], is_latest: bool) -> None:
 
     A process killed in here leaves the old checkpoint or the new one, complete.
     """
-    written, before = incomplete(path), _replaced(path)
+    written = incomplete(path)
     for name, file in manifest["files"].items():
         if not (written / name).is_file() or (written / name).stat().st_size != file["bytes"]:
             raise CheckpointError(
@@ -68,15 +80,10 @@ def commit(path: Path, manifest: dict[str, Any], is_latest: bool) -> None:
             )
     said = manifest | {"crc32": _checksum(manifest)}
     _write(written / MANIFEST, json.dumps(said, indent=1))
-    if path.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        path.rename(before)
-    written.rename(path)
-    _sync(path.parent)
+    swap.take_place(path)
     if is_latest:
         folder = path.parents[len(Path(manifest["tag"]).parts) - 1]
         _write(folder / "latest", manifest["tag"])
-    shutil.rmtree(before, ignore_errors=True)
 
 
 def _write(path: Path, text: str) -> None:
@@ -87,15 +94,7 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    swap.sync(path.parent)
 
 
 def latest(folder: Path) -> str | None:
@@ -111,11 +110,9 @@ def latest(folder: Path) -> str | None:
 
 def find(folder: Path, tag: str) -> Path:
     """The folder of a checkpoint. Raises CheckpointError if there is none under this tag."""
-    path = folder / tag
-    if not path.is_dir() and (_replaced(path) / MANIFEST).is_file():
-        return _replaced(path)  # killed while the new one took its place
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint {path}. {_others(folder, path)}")
+    path = swap.find(folder, tag)
+    if path is None:
+        raise CheckpointError(f"there is no checkpoint {folder / tag}. {_others(folder, Path())}")
     return path
 
 
@@ -207,20 +204,12 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
 def _complete(folder: Path) -> list[Checkpoint]:
     """Checkpoints whose files are all there, newest first."""
     found = []
-    for file in _manifests(folder):
-        path = file.parent
+    for tag, path in swap.checkpoints(folder):
         try:
             said = _manifest(path)
             files = said["files"].items()
             if all((path / name).stat().st_size == file["bytes"] for name, file in files):
-                tag = path.name.removeprefix(_REPLACED)
                 found.append(Checkpoint(str(folder), tag, said["global_steps"]))
         except (CheckpointError, OSError):
             continue
     return sorted(found, key=lambda c: (-c.steps, c.tag))
-
-
-def _manifests(folder: Path) -> Iterator[Path]:
-    for file in folder.glob(f"*/{MANIFEST}"):
-        if not file.parent.name.startswith(".incomplete-"):
-            yield file

@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from ds_ext import checkpoint, folder, grouping, ranks
+from ds_ext import checkpoint, folder, grouping, ranks, swap
 from ds_ext.checkpoint import Pieces, Saved
 from ds_ext.folder import CheckpointError
 from ds_ext.zero import ZeroAdapter, log
@@ -99,15 +99,13 @@ def save_checkpoint(
     adapter.check_complete()
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
-    path = Path(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    path = folder.path_of(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
     ranks.agree({"checkpoint path": str(path)})
     aside = folder.incomplete(path)
 
     def prepare() -> None:
         if engine.global_rank == 0:
-            for left in aside.parent.glob(folder.incomplete(Path("*")).name):
-                shutil.rmtree(left, ignore_errors=True)
-            aside.mkdir(parents=True)
+            folder.prepare(path)
 
     def written() -> dict[str, dict[str, int]]:
         if writer.error is not None:
@@ -133,7 +131,8 @@ def save_checkpoint(
     ranks.together(prepare, CheckpointError)
     try:
         with _Writer(engine) as writer:
-            name = str(aside.relative_to(save_dir))
+            inside = aside.is_relative_to(save_dir)  # or beside what a link names
+            name = str(aside.relative_to(save_dir) if inside else aside)
             original(
                 engine, save_dir, name, dict(client_state or {}), False, exclude_frozen_parameters
             )
@@ -141,7 +140,7 @@ def save_checkpoint(
         ranks.together(commit, CheckpointError)
     except CheckpointError as error:
         if engine.global_rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            swap.discard(path)
         raise CheckpointError(
             f"checkpoint {path} could not be saved, the ones before it are as they were: {error}"
         ) from error
@@ -186,6 +185,7 @@ def load_checkpoint(
         if tag is None:
             log(f"there is no checkpoint in {load_dir}: nothing is loaded")
             return None, None
+    folder.path_of(load_dir, tag)  # raises for what is no tag
     path = ranks.together(lambda: folder.find(Path(load_dir), str(tag)), CheckpointError)
     load = _Load(engine, path, load_module_strict)
     ours = ranks.together(load.verify, CheckpointError)

@@ -21,7 +21,8 @@ STANDS_ON = {
     "order": ["ranks"],
     "fuse": ["gradients", "ranks"],
     "ranks": ["domains", "folder"],
-    "folder": [],
+    "folder": ["swap"],
+    "swap": [],
     "grouping": ["stacks"],
     "checkpoint": ["optimizer", "folder"],
     "gradients": ["optimizer", "buckets", "settings"],
@@ -63,7 +64,7 @@ ONLY = {
     "came_pytorch": set(),
     "galore_torch": set(),
 }
-WITHOUT_TORCH = {"shard", "hyper", "folder"}
+WITHOUT_TORCH = {"shard", "hyper", "folder", "swap"}
 
 
 def below(part: str) -> set[str]:
