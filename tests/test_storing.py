@@ -1,0 +1,26 @@
+"""Weights and buffers of unusual dtypes, and saving over other files, on two ranks."""
+
+import pytest
+
+from tests import storing_jobs as jobs
+from tests import worlds
+
+pytestmark = pytest.mark.slow
+
+
+def test_parameters_and_buffers_of_any_dtype_are_sent_without_an_engine():
+    first, second = worlds.run(2, jobs.plain_dtypes)
+    assert first == second == jobs.bits(jobs.Quantized(seed=0).state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_frozen_weights_of_any_dtype_are_loaded(tmp_path, stage):
+    for saved, loaded in worlds.run(2, jobs.loaded_dtypes, stage, str(tmp_path)):
+        assert saved == loaded
+    assert (tmp_path / "latest").read_text() == "0"  # the tag that was given
+
+
+def test_other_files_and_links_stay_where_an_engine_saves(tmp_path):
+    found = worlds.run(2, jobs.over_others, str(tmp_path))[0]
+    assert found.count("tokenizer.json") == 1 and found.count("ds_ext.json") == 2
+    assert not [name for name in found if name.startswith(".") or name.endswith("~")]
