@@ -35,7 +35,7 @@ class Results(dict):
         self.world = world
 
     def __missing__(self, name: str) -> None:
-        from tests.worker import ON_THREE
+        from tests.distributed.worker import ON_THREE
 
         if self.world < 3 or ON_THREE.search(name):
             raise KeyError(name)
@@ -61,7 +61,7 @@ def run(request, tmp_path_factory):
 def world(ranks: int, out: Path) -> str:
     """Runs all cases on real ranks, into ``out`` if they end well -> the end of what they wrote."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc_per_node={ranks}", "-m", "tests.worker", str(out)]
+    command = [*torchrun, f"--nproc_per_node={ranks}", "-m", "tests.distributed.worker", str(out)]
     done = subprocess.run(
         command,
         cwd=Path(__file__).parent.parent,

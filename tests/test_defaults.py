@@ -12,8 +12,8 @@ from torch import nn
 import ds_ext
 from ds_ext import launches, precision, quantize, scratch
 from ds_ext.optimizer import OPTIMIZERS
-from tests import needs, table
-from tests.test_kernels import SETTINGS
+from tests.common import needs, table
+from tests.unit.test_kernels import SETTINGS
 
 SHAPES = ((), (300,), (40, 150), (3, 7, 20))
 GALORE = {"lr": 0.02, "rank": 3, "update_proj_gap": 2}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from tests import models
+from tests.common import models
 
 
 class WithValueHead(nn.Module):

@@ -1,0 +1,116 @@
+"""The authors' optimizers in one process with the whole model: what every run is compared with."""
+
+from unittest import mock
+
+import came_pytorch
+import galore_torch
+import lomo_optim
+import torch
+import transformers
+
+from tests.common import models
+from tests.distributed.worker import Case
+
+
+class Reference:
+    """One process with the whole model: steps on the mean loss over all ranks' batches."""
+
+    def __init__(self, case: Case, decays: dict[str, float]) -> None:
+        self.model = models.make(None, case.tensors)
+        self.norms: list[float] = []
+        self.backward = self._fused if case.rule == "lomo" else self._plain
+        named = dict(self.model.named_parameters())
+        groups = [
+            {"params": [p for n, p in named.items() if decays[n] == decay], "weight_decay": decay}
+            for decay in sorted(set(decays.values()))
+        ]
+        hypers = {k: v for k, v in case.hypers.items() if k != "weight_decay"}
+        if case.rule == "lomo" and len(groups) > 1:
+            self.optimizer = ordinary("lomo", groups, hypers)
+            self.backward = self._plain
+        elif case.rule == "lomo":
+            decay = groups[0]["weight_decay"]
+            self.optimizer = lomo_optim.Lomo(self.model, weight_decay=decay, **hypers)
+        elif case.rule == "adalomo" and not case.tensors:
+            decay = groups[0]["weight_decay"]
+            with mock.patch.object(torch.Tensor, "cuda", lambda self: self):
+                self.optimizer = lomo_optim.AdaLomo(
+                    self.model, loss_scale=None, weight_decay=decay, **hypers
+                )
+            self.backward = self._fused
+        else:  # AdaLomo is Adafactor with a given lr; its authors' code takes matrices only
+            self.optimizer = ordinary(case.rule, groups, hypers)
+        self.lr = hypers["lr"]
+
+    def step(self, tokens: torch.Tensor, step: int) -> None:
+        self.backward(sum(self.model(t, step=step) for t in tokens) / len(tokens))
+
+    def _plain(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        self.optimizer.step()
+
+    def _fused(self, loss: torch.Tensor) -> None:
+        self.optimizer.fused_backward(loss, self.lr)
+
+
+def ordinary(rule, groups, hypers):
+    """An optimizer that steps by ``.grad``, from the authors' packages where they have one."""
+    if rule == "adalomo" or rule == "adafactor":
+        return transformers.Adafactor(groups, **(hypers | {"relative_step": False}))
+    made = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME}
+    return galore(groups, hypers) if rule == "galoreadamw" else made[rule](groups, **hypers)
+
+
+class SGD(torch.optim.Optimizer):
+    """LOMO's formula with decay by group, which its authors' code does not have."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * p.grad)
+
+
+class LAMB(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 1904.00962, in fp64."""
+
+    def __init__(self, groups, lr, betas=(0.9, 0.999)):
+        super().__init__(groups, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, group["lr"], group["weight_decay"], *group["betas"])
+
+    def _step(self, p, lr, decay, beta1, beta2):
+        s, g, w = self.state[p], p.grad.double(), p.double()
+        s["t"] = s.get("t", 0) + 1
+        s["m"] = beta1 * s.get("m", 0) + (1 - beta1) * g
+        s["v"] = beta2 * s.get("v", 0) + (1 - beta2) * g**2
+        m, v = s["m"] / (1 - beta1 ** s["t"]), s["v"] / (1 - beta2 ** s["t"])
+        u = m / (v.sqrt() + 1e-6) + decay * w
+        ratio = w.norm() / u.norm() if w.norm() > 0 and u.norm() > 0 else 1.0
+        p.copy_(w - lr * ratio * u)
+
+
+def galore(groups, hypers):
+    """galore_torch's optimizer, low-rank for the matrices and plain AdamW for the rest."""
+    keys = {"rank": hypers["rank"], "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+    split = []
+    for group in groups:
+        matrices = [p for p in group["params"] if p.ndim == 2]
+        others = [p for p in group["params"] if p.ndim != 2]
+        split.append({**group, "params": matrices, **keys})
+        split.append({**group, "params": others})
+    return galore_torch.GaLoreAdamW([g for g in split if g["params"]], lr=hypers["lr"])

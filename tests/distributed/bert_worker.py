@@ -1,0 +1,136 @@
+"""One rank of the nine BERT classes under every stage with every optimizer, each against the same
+training in one process; rank 0 saves the errors.
+
+Usage: torchrun --nproc_per_node N -m tests.distributed.bert_worker OUT.pt
+"""
+
+import sys
+import traceback
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import BertConfig
+
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common.leave import leave
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+CLASSES = (
+    "BertModel",
+    "BertForPreTraining",
+    "BertLMHeadModel",
+    "BertForMaskedLM",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertForNextSentencePrediction",
+    "BertForMultipleChoice",
+    "BertForQuestionAnswering",
+)
+STAGES = range(4)
+STEPS = 3
+HYPERS: dict[str, dict[str, Any]] = {
+    "adafactor": {"lr": 1e-2, "relative_step": False},
+    "galoreadamw": {"rank": 4, "update_proj_gap": 2, "nbits": 32},
+}
+
+
+def make(name: str) -> torch.nn.Module:
+    """A small BERT: its vocabulary divides by nothing, its decoder is tied to its embedding."""
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=67,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=26,
+        max_position_embeddings=9,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        is_decoder=name == "BertLMHeadModel",
+    )
+    return getattr(transformers, name)(config)
+
+
+def loss_of(model, name: str, step: int, rank: int) -> torch.Tensor:
+    """A loss with full-rank gradients, of this rank's own tokens."""
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    shape = (2, 3, 7) if name == "BertForMultipleChoice" else (2, 7)
+    tokens = torch.randint(0, 67, shape, generator=generator)
+    outputs = model(input_ids=tokens, use_cache=False).to_tuple()
+    targets = [torch.randn(o.shape, generator=generator) for o in outputs]
+    return sum((o - t).square().mean() for o, t in zip(outputs, targets, strict=True))
+
+
+def optimizer_of(rule: str, model: torch.nn.Module):
+    return OPTIMIZERS[rule](model.parameters(), **HYPERS.get(rule, {"lr": 1e-3}))
+
+
+def reference(name: str, rule: str, world: int) -> tuple[dict, dict]:
+    """Weights before and after, in one process with all ranks' data."""
+    model = make(name)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = optimizer_of(rule, model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(loss_of(model, name, step, rank) for rank in range(world)) / world).backward()
+        optimizer.step()
+    return before, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def sharded(name: str, rule: str, stage: int) -> dict[str, torch.Tensor]:
+    """Weights after the same training on these ranks."""
+    model = make(name)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 700,
+            "stage3_param_persistence_threshold": 20,
+        },
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer_of(rule, model), config=config
+    )
+    for step in range(STEPS):
+        engine.backward(loss_of(engine, name, step, dist.get_rank()))
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine.destroy()
+    return after
+
+
+def error(name: str, rule: str, stage: int, known: tuple[dict, dict]) -> float:
+    """‖difference‖ / ‖update‖ over the model, without the key biases, whose gradient is 0: what
+    they move by is rounding."""
+    before, expected = known
+    after = sharded(name, rule, stage)
+    counted = [n for n in before if not n.endswith("attention.self.key.bias")]
+    difference = torch.cat([(after[n] - expected[n]).flatten() for n in counted]).norm()
+    update = torch.cat([(expected[n] - before[n]).flatten() for n in counted]).norm()
+    return float(difference / update)
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    torch.set_num_threads(1)
+    errors: dict[tuple[str, str, int], Any] = {}
+    for name in CLASSES:
+        for rule in OPTIMIZERS:
+            known = reference(name, rule, dist.get_world_size())
+            for stage in STAGES:
+                try:
+                    errors[name, rule, stage] = error(name, rule, stage, known)
+                except Exception:
+                    errors[name, rule, stage] = traceback.format_exc()
+    if dist.get_rank() == 0:
+        torch.save(errors, sys.argv[1])
+    leave()
+
+
+if __name__ == "__main__":
+    main()

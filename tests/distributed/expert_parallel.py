@@ -1,0 +1,284 @@
+"""Runs of deepspeed.moe's layers on real ranks, some of whose experts get no token.
+
+Usage: python -m tests.distributed.expert_parallel OUT.pt [REGEX of runs]
+"""
+
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
+from torch import nn
+
+import ds_ext
+from ds_ext.optimizer import OPTIMIZERS
+from tests.distributed import forks
+from tests.distributed.training import HYPERS
+
+STEPS = 6
+WIDTH, INNER, EXPERTS, LAYERS = 8, 7, 4, 2
+
+
+@dataclass(frozen=True)
+class Run:
+    rule: str
+    stage: int
+    world: int
+    size: int  # ranks that the experts are spread over
+    max_norm: float = 0.0
+    policy: str = "fused"
+    json: bool = False
+    then: tuple[int, int] | None = None  # stage and size that a checkpoint is gone on from with
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        return HYPERS[self.rule] | {"weight_decay": 0.1}
+
+
+def _runs() -> dict[str, Run]:
+    made = {}
+    for stage, world, size in (
+        *((0, 2, 2), (0, 4, 1), (0, 4, 2), (1, 2, 1), (1, 4, 2)),
+        *((2, 2, 2), (2, 4, 1), (2, 4, 2)),
+    ):
+        made[f"came-stage{stage}-ranks{world}-ep{size}"] = Run("came", stage, world, size)
+    for rule in ("lomo", "adalomo", "adafactor", "lamb", "galoreadamw"):
+        made[f"{rule}-ranks2-ep2"] = Run(rule, 1, 2, 2)
+    made["adalomo-ranks4-ep4"] = Run("adalomo", 2, 4, 4)
+    made["clip-stage0"] = Run("adalomo", 0, 4, 2, max_norm=0.05)
+    made["clip-sharded-stage2"] = Run("came", 2, 2, 2, 0.05, "sharded")
+    made["json"] = Run("adalomo", 1, 2, 2, json=True)
+    made["resumed"] = Run("came", 1, 2, 2, then=(1, 2))
+    made["resumed-ep4"] = Run("came", 2, 4, 2, then=(0, 4))
+    made["resumed-ep1"] = Run("lamb", 0, 4, 4, then=(1, 1))
+    return made
+
+
+RUNS = _runs()
+
+
+def expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH))
+
+
+def values() -> dict[str, torch.Tensor]:
+    """All weights, by the names of ``Whole``."""
+    torch.manual_seed(5)
+    made = {n: torch.randn_like(p) * 0.4 for n, p in Whole().named_parameters()}
+    for layer in range(LAYERS):
+        gate = made[f"layers.{layer}.gate"]
+        gate[3] = gate[2] - 0.05  # is seldom the first
+    return made
+
+
+class Mixture(nn.Module):
+    """All experts in one process: y = Σ p(e) · expert_e(x) over the k first of p = softmax(G·x).
+
+    With k = 2 the probabilities of the two are divided by their sum.
+    """
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+        self.gate = nn.Parameter(torch.empty(EXPERTS, WIDTH))
+        self.experts = nn.ModuleList(expert() for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p, chosen = (x @ self.gate.T).softmax(-1).topk(self.k)
+        if self.k > 1:
+            p = p / p.sum(-1, keepdim=True)
+        every = torch.stack([e(x) for e in self.experts], -2)  # [..., experts, width]
+        picked = every.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, x.shape[-1]))
+        return (picked * p.unsqueeze(-1)).sum(-2)
+
+
+class Spread(nn.Module):
+    """The same by deepspeed.moe."""
+
+    def __init__(self, k: int, size: int) -> None:
+        super().__init__()
+        how = {"drop_tokens": False, "use_rts": False, "min_capacity": 0}
+        self.moe = MoE(WIDTH, expert(), EXPERTS, size, k, top2_2nd_expert_sampling=False, **how)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(x)[0]
+
+
+class Whole(nn.Module):
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, WIDTH)
+        self.layers = nn.ModuleList(
+            Mixture(1 + i) if size is None else Spread(1 + i, size) for i in range(LAYERS)
+        )
+        self.down = nn.Linear(WIDTH, 3)
+        # Of two probabilities divided by their sum, the gradient of other experts' rows is 0 but
+        # for rounding, and statistics would make updates of that.
+        [*self.layers[1].parameters()][0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        for layer in self.layers:
+            h = h + layer(h)
+        return (self.down(h) - x[:, :3]).square().mean()
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A rank's parameters by the names that they have in one process."""
+    found = {}
+    for name, p in model.named_parameters():
+        name = name.replace("moe.deepspeed_moe.gate.wg.weight", "gate")
+        if match := re.match(r"(.*)moe.deepspeed_moe.experts.deepspeed_experts.(\d+)(.*)", name):
+            first, own, rest = match.groups()
+            count = EXPERTS // dist.get_world_size(groups._get_expert_parallel_group(p.group_name))
+            number = count * groups._get_expert_parallel_rank(p.group_name) + int(own)
+            name = f"{first}experts.{number}{rest}"
+        found[name] = p
+    return found
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Of few tokens; in some steps they are nearly the same."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(3, 5, generator=generator)
+    if step % 3 == 2:
+        x = 0.1 * x + torch.arange(5)
+    return model(x if step else torch.randn(400, 5, generator=generator))
+
+
+def start(run: Run, stage: int, size: int):
+    model = Whole(size)
+    if f"ep_size_{size}" not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(size)  # which tell what experts these are
+    with torch.no_grad():
+        for name, p in named(model).items():
+            p.copy_(values()[name])
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": run.max_norm,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
+        "ds_ext": {"gradient_policy": run.policy},
+    }
+    if run.json:
+        made["optimizer"] = {"type": run.rule, "params": run.hypers}
+        return deepspeed.initialize(model=model, config=made)[0]
+    optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Runs on this rank -> its weights, how often they were stepped, and norms."""
+    engine = start(run, run.stage, run.size)
+    norms = []
+    for step in range(STEPS):
+        if run.then and step == STEPS // 2:
+            engine = moved(engine, run)
+        engine.backward(loss_of(engine, step, dist.get_rank()))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    state = engine.optimizer.optimizer.state
+    own = named(engine.module)
+    return {
+        "after": {n: p.detach().clone() for n, p in own.items()},
+        "steps": {n: state[p]["step"] for n, p in own.items() if p.requires_grad},
+        "norms": norms,
+        "metrics": engine.optimizer.metrics(),
+    }
+
+
+def moved(engine, run: Run):
+    """What goes on from a checkpoint of ``engine``, its experts spread in another way."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    engine.save_checkpoint(folder[0])
+    stage, size = run.then
+    other = start(run, stage, size)
+    with torch.no_grad():
+        for p in other.module.parameters():
+            p.zero_()
+    other.load_checkpoint(folder[0])
+    return other
+
+
+def reference(run: Run, optimizer_of) -> tuple[nn.Module, list[float], torch.Tensor]:
+    """One process with all experts and the global batch -> the model, norms, idle experts."""
+    model = Whole()
+    model.load_state_dict(values())
+    spared = {p for p in model.parameters() if run.json and p.ndim < 2}
+    split = [
+        {"params": [p for p in model.parameters() if p not in spared], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0},
+    ]
+    hypers = {k: v for k, v in run.hypers.items() if k != "weight_decay"}
+    optimizer = optimizer_of(run.rule, [g for g in split if g["params"]], hypers)
+    norms, idle = [], []
+    for step in range(STEPS):
+        model.zero_grad()
+        seen = []
+        for rank in range(run.world):
+            (loss_of(model, step, rank) / run.world).backward()
+            sums = [e[0].weight.grad.abs().sum() for layer in model.layers for e in layer.experts]
+            seen.append(torch.stack(sums))
+        grown = torch.stack([seen[0], *(b - a for a, b in zip(seen, seen[1:], strict=False))])
+        idle.append(grown == 0)
+        params = [p for p in model.parameters() if p.requires_grad]
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in params])))
+        if run.max_norm:
+            torch.nn.utils.clip_grad_norm_(params, run.max_norm)
+        optimizer.step()
+    return model, norms, torch.stack(idle)
+
+
+def refusals() -> list[str]:
+    """The errors of what is not supported."""
+    told = []
+    for attempt in (
+        lambda: start(Run("lomo", 3, 2, 2), 3, 2),
+        lambda: ds_ext.fuse_into_backward(m := Whole(2), ds_ext.LOMO(m.parameters())),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def not_finite(stage: int) -> dict[str, Any]:
+    """A step in which one expert, the second of rank 1, has a gradient that is not finite."""
+    engine = start(Run("adalomo", stage, 2, 2), stage, 2)
+    own = named(engine.module)
+    before = {n: p.detach().clone() for n, p in own.items()}
+    if dist.get_rank() == 1:
+        own["layers.0.experts.3.0.weight"].register_hook(lambda g: g / 0)
+    engine.backward(loss_of(engine, 0, dist.get_rank()))
+    engine.step()
+    same = {n for n, p in own.items() if p.requires_grad and torch.equal(p, before[n])}
+    skipped = engine.optimizer.metrics()["skipped_parameters"]
+    return {
+        "same": same,
+        "skipped": skipped,
+        "finite": all(p.isfinite().all() for p in own.values()),
+    }
+
+
+def main() -> None:
+    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
+    results = {}
+    for world in (2, 4):
+        runs = {n: r for n, r in RUNS.items() if r.world == world and chosen.search(n)}
+        if runs:
+            results |= forks.every(world, runs, train)
+    results["refusals"] = [end.result for end in forks.run(2, refusals)]
+    for stage in (0, 2):
+        results[f"not finite {stage}"] = [end.result for end in forks.run(2, not_finite, stage)]
+    torch.save(results, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

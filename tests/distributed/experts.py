@@ -1,0 +1,265 @@
+"""Runs of Hugging Face's mixtures of experts on real ranks, whose routing leaves experts idle.
+
+Usage: python -m tests.distributed.experts OUT.pt [REGEX of runs]
+"""
+
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+import ds_ext
+from ds_ext import moe, stacks
+from ds_ext.optimizer import OPTIMIZERS
+from tests.distributed import forks
+from tests.distributed.training import HYPERS, whole
+
+# What records the router's logits: DeepSpeed 0.19.8 stumbles over it with transformers 5.23.
+AutoEP._retarget_transformers_output_recorders = lambda *_: None
+
+STEPS = 6
+VOCAB = 31
+ALIKE = 20  # tokens from here on go to the experts 2 and 3, all that a rank may have
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.15,
+}
+KINDS = {
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig,
+        {"intermediate_size": 10, "num_local_experts": 4},
+    ),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, {"intermediate_size": 10, "num_local_experts": 4}),
+    "qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"moe_intermediate_size": 10, "num_experts": 4}),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    kind: str
+    rule: str
+    stage: int | None  # None: fuse_into_backward, no engine
+    world: int = 2
+    max_norm: float = 0.0
+    policy: str = "fused"
+    leaves: bool = False  # named here, beside those that DeepSpeed knows
+    ep: int = 0  # ranks that AutoEP spreads the experts over; 0: no AutoEP
+    # a checkpoint, and the rest of the steps by another engine, at this stage and ``ep``
+    then: tuple[int, int] | None = None
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        made = HYPERS[self.rule] | {"weight_decay": 0.1}
+        is_small = self.rule in ("adafactor", "galoreadamw")  # an update, beside its rounding
+        return made | ({"lr": 0.04} if is_small else {})
+
+
+def _runs() -> dict[str, Run]:
+    made = {}
+    for rule in HYPERS:
+        made[f"mixtral-{rule}-stage3"] = Run("mixtral", rule, 3, leaves=rule == "lomo")
+    for stage in (None, 0, 1, 2):
+        name = "plain" if stage is None else f"stage{stage}"
+        made[f"mixtral-came-{name}"] = Run("mixtral", "came", stage)
+    made["mixtral-clip-stage1"] = Run("mixtral", "adalomo", 1, max_norm=0.5)
+    made["qwen3-stage3"] = Run("qwen3", "adalomo", 3)
+    made["gpt-oss-stage3"] = Run("gpt-oss", "adafactor", 3)
+    made["mixtral-clip-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded")
+    made["mixtral-resumed"] = Run("mixtral", "came", 3, then=(1, 0))
+    for stage, world, ep in ((3, 2, 2), (0, 2, 2), (1, 4, 2), (3, 4, 1), (3, 4, 2)):
+        made[f"autoep-stage{stage}-ranks{world}-ep{ep}"] = Run(
+            "mixtral", "came", stage, world, ep=ep
+        )
+    for rule in ("lomo", "adalomo", "lamb"):
+        made[f"autoep-{rule}"] = Run("mixtral", rule, 3, ep=2, max_norm=0.5 * (rule == "lomo"))
+    made["autoep-qwen3"] = Run("qwen3", "adalomo", 2, ep=2)
+    made["autoep-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded", ep=2)
+    made["autoep-resumed"] = Run("mixtral", "came", 3, ep=2, then=(1, 1))
+    made["mixtral-ranks4"] = Run("mixtral", "adalomo", 3, 4)
+    made["qwen3-ranks4"] = Run("qwen3", "lamb", 2, 4)
+    return made
+
+
+RUNS = _runs()
+
+
+def make(kind: str) -> nn.Module:
+    model_type, config_type, sizes = KINDS[kind]
+    torch.manual_seed(7)
+    config = config_type(**SIZES, **sizes)
+    config._experts_implementation = "eager"
+    model = model_type(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.normal_(0, 0.1)
+            if name.endswith("embed_tokens.weight"):
+                p[ALIKE:, 0] += 0.6
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                p[:, 0] = torch.tensor([-0.6, -0.6, 0.6, 0.6])
+    return model.train()
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Of few tokens, so that experts are idle; of many in the first step, so that none is."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shape = (1, 4) if step else (8, 6)
+    tokens = torch.randint(ALIKE if step % 3 == 2 else 0, VOCAB, shape, generator=generator)
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def start(run: Run, model: nn.Module, stage: int | None, ep: int):
+    optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
+    if stage is None:
+        return ds_ext.fuse_into_backward(model, optimizer, bucket_size=700)
+    if run.leaves:
+        set_z3_leaf_modules(model, [MixtralSparseMoeBlock])
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": run.max_norm,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 700,
+            "stage3_param_persistence_threshold": 30,
+        },
+        "ds_ext": {"gradient_policy": run.policy},
+    }
+    if ep:
+        made["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": ep,
+            "use_grouped_mm": False,
+            "load_balance_coeff": None,
+        }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Runs on this rank -> initial and final weights, and what was stepped."""
+    model = make(run.kind)
+    engine = start(run, model, run.stage, run.ep)
+    before = whole(model)
+    for step in range(STEPS):
+        if run.then and step == STEPS // 2:
+            engine = moved(engine, run)
+            model = engine.module
+        if run.stage is None:
+            engine.backward(loss_of(model, step, dist.get_rank()))
+            engine.optimizer.step()
+        else:
+            engine.backward(loss_of(engine, step, dist.get_rank()))
+            engine.step()
+    optimizer = engine.optimizer if run.stage is None else engine.optimizer.optimizer
+    return {
+        "before": by_matrix(model, before),
+        "after": by_matrix(model, whole(model)),
+        "kept": {len(optimizer.state[p].get(stacks.EXPERTS, ())) for p in stacks.find(model)},
+        "norm": (engine if run.stage is None else engine.optimizer.fused).norm,
+    }
+
+
+def by_matrix(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights under Hugging Face's names, stacked experts apart and numbered over all ranks."""
+    stacked = {n: p for n, p in model.named_parameters() if p in stacks.find(model)}
+    found = {}
+    for name, w in weights.items():
+        if name in stacked:
+            place = moe.place(stacked[name])
+            found |= {f"{name}.{e}": own for e, own in enumerate(w, place[0] if place else 0)}
+        else:
+            found[name.replace("router.gate", "gate")] = w
+    return found
+
+
+def apart(name: str, stack: torch.Tensor, ep: int) -> dict[str, torch.Tensor]:
+    """The matrices of a stack of Hugging Face's; AutoEP keeps the halves of a fused one apart."""
+    if not ep:
+        return {f"{name}.{e}": w for e, w in enumerate(stack)}
+    if "down_proj" in name:
+        return apart(name.replace("down_proj", "w2"), stack, 0)
+    gate, up = stack.chunk(2, 1)
+    w1, w3 = (name.replace("gate_up_proj", w) for w in ("w1", "w3"))
+    return apart(w1, gate, 0) | apart(w3, up, 0)
+
+
+def moved(engine, run: Run):
+    """What goes on from a checkpoint of ``engine``."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    engine.save_checkpoint(folder[0])
+    other = start(run, make(run.kind), *run.then)
+    other.load_checkpoint(folder[0])
+    return other
+
+
+def reference(
+    run: Run, optimizer_of
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float], torch.Tensor]:
+    """One process with the global batch, each expert a parameter of its own -> weights before and
+    after, norms, and which experts were idle on each rank: [steps, ranks, stacks, experts].
+
+    In fp64 for GaLore, whose authors' SVD would be less exact than what is compared with it, and
+    for LAMB, which makes as much of small gradients as of large ones.
+    """
+    model = make(run.kind)
+    model = model.double() if run.rule in ("galoreadamw", "lamb") else model
+    stacked = {n: p for n, p in model.named_parameters() if p in stacks.find(model)}
+    named = {n: p for n, p in model.named_parameters() if n not in stacked}
+    for n, p in stacked.items():  # in the same memory
+        named |= {k: nn.Parameter(w) for k, w in apart(n, p.data, run.ep).items()}
+    before = {n: p.detach().clone() for n, p in named.items()}
+    hypers = {k: v for k, v in run.hypers.items() if k != "weight_decay"}
+    params = list(named.values())
+    optimizer = optimizer_of(run.rule, [{"params": params, "weight_decay": 0.1}], hypers)
+    norms, idle = [], []
+    for step in range(STEPS):
+        model.zero_grad()
+        seen = []
+        for rank in range(run.world):
+            (loss_of(model, step, rank) / run.world).backward()
+            grads = [p.grad for p in stacked.values() if p.dim() > 2]
+            seen.append(torch.stack([g.abs().flatten(1).sum(1) for g in grads]))
+        grown = torch.stack([seen[0], *(b - a for a, b in zip(seen, seen[1:], strict=False))])
+        idle.append(grown == 0)
+        for n, p in stacked.items():
+            for k, g in apart(n, p.grad, run.ep).items():
+                named[k].grad = g.contiguous()
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in params])))
+        if run.max_norm:
+            torch.nn.utils.clip_grad_norm_(params, run.max_norm)
+        optimizer.step()
+    after = {n: p.detach() for n, p in named.items()}
+    return before, after, norms, torch.stack(idle)
+
+
+def main() -> None:
+    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
+    results = {}
+    for world in (2, 4):
+        runs = {n: r for n, r in RUNS.items() if r.world == world and chosen.search(n)}
+        if runs:
+            results |= forks.every(world, runs, train)
+    torch.save(results, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Jobs of test_offload.py: runs with and without offload, on a pretended device or the CPU."""
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch._dynamo  # before the ranks are forked, each of which would import it
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ext import home, precision, quantize, scratch
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import pretend
+
+STEPS = 3
+SLACK = 64  # bytes of scalars: a loss, a norm
+HYPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lomo": ("lomo", {"lr": 0.1}),
+    "adalomo": ("adalomo", {"lr": 0.05}),
+    "adafactor": ("adafactor", {"lr": 0.05, "relative_step": False}),
+    "adafactor beta1": ("adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9}),
+    "came": ("came", {"lr": 2e-3}),
+    "lamb": ("lamb", {"lr": 0.05}),
+    "galore": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
+    "galore right": ("galoreadamw", {"lr": 0.05, "rank": 3, "proj_type": "right"}),
+    "galore 8-bit": ("galoreadamw", {"lr": 0.05, "rank": 3, "nbits": 8, "min_8bit_size": 100}),
+}
+
+
+class Tower(nn.Module):
+    """Linear layers, a norm and a scale of their own; the biases stay gathered under ZeRO-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 41)
+        self.second = nn.Linear(41, 41)
+        self.frozen = nn.Linear(41, 41).requires_grad_(False)
+        self.norm = nn.LayerNorm(41)
+        self.last = nn.Linear(41, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        h = self.norm(self.second(h)) + self.frozen(h)
+        return self.last(h).float().square().mean()
+
+
+def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, Any]):
+    """An engine; ``more`` is merged into the config, but for the optimizer's ``hypers``."""
+    name, hypers = HYPERS[optimizer]
+    more = dict(more)
+    hypers = hypers | more.pop("hypers", {})
+    zero_init = more.pop("zero_init", False)
+    is_json = more.pop("is_json", False)
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 45,
+        "stage3_prefetch_bucket_size": 1000,
+        "reduce_bucket_size": 1800,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": zero | offload,
+        "gradient_clipping": 0.0,
+        **more,
+    }
+    torch.manual_seed(5)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
+        model = Tower()
+    if is_json:
+        config["optimizer"] = {"type": name, "params": hypers}
+        return deepspeed.initialize(model=model, config=config)[0]
+    made = OPTIMIZERS[name](model.parameters(), **hypers)
+    return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
+
+
+def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> list[float]:
+    dtype = next(engine.module.parameters()).dtype
+    norms = []
+    for step in numbers:
+        for part in range(engine.gradient_accumulation_steps()):
+            seed = 100 * step + 10 * part + dist.get_rank()
+            x = torch.randn(3, 12, generator=torch.Generator().manual_seed(seed))
+            engine.backward(engine(x.to(engine.device).to(dtype)))
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+def whole(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    params = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
+        return {n: p.detach().cpu().clone() for n, p in engine.module.named_parameters()}
+
+
+Case = tuple[str, int, str, tuple[str, ...]]  # optimizer, stage, how, kinds of offload
+PARAM = {"offload_param": {"device": "cpu"}}
+STATE = {"offload_optimizer": {"device": "cpu"}}
+BOTH = PARAM | STATE
+KINDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "param": PARAM,
+    "param, not pinned": {"offload_param": {"device": "cpu", "pin_memory": False}},
+    "state": STATE,
+    "both": BOTH,
+}
+BF16 = {"bf16": {"enabled": True}}
+CLIPPED = {"gradient_clipping": 0.5}
+HOW: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "bf16 master": BF16 | {"hypers": {"weight_update": "master"}},
+    "fp16 master": {
+        "fp16": {"enabled": True, "loss_scale": 8},
+        "hypers": {"weight_update": "master"},
+    },
+    "clipped": BF16 | CLIPPED,
+    "accumulated": BF16 | CLIPPED | {"gradient_accumulation_steps": 2},
+    "zero init": BF16 | {"zero_init": True, "is_json": True, "ds_ext": {"measure_updates": True}},
+}
+
+
+@contextlib.contextmanager
+def place(pretended: bool) -> Iterator[pretend.Memory | None]:
+    """Where all runs of a process are; however small a state is, it is offloaded."""
+    gc.freeze()  # what was imported is not looked through again
+    device = pretend.device() if pretended else contextlib.nullcontext()
+    with mock.patch.object(home, "SMALL", 0), device as memory:
+        if memory is not None:  # constants that the first run would make
+            precision._noise(pretend.DEVICE)
+            for signed in (True, False):
+                quantize._book(signed, pretend.DEVICE)
+        yield memory
+
+
+def trained(
+    optimizer: str, stage: int, offload: dict[str, Any], how: str, memory: pretend.Memory | None
+) -> dict[str, Any]:
+    """The weights after some steps; where they lay, and bytes that were on the device."""
+    scratch.clear()
+    if memory is not None:
+        memory.begin()
+    engine = start(optimizer, stage, offload, HOW[how])
+    if memory is not None:
+        pinned, memory.copied = memory.accelerator.pinned, {"in": 0, "out": 0}
+    norms = steps(engine, range(STEPS))
+    found = {"norms": norms, "where": where(engine)}
+    if memory is not None:
+        found |= {"copied": dict(memory.copied), "pinned": pinned, **on_host(engine)}
+        peak = memory.peak - scratch.nbytes()
+        scratch.clear()
+        gc.collect()
+        kept = kept_on_device(engine)
+        found |= {"kept": kept, "alive": settled(memory, kept), "peak": peak}
+    found["weights"] = whole(engine)
+    engine.destroy()
+    return found
+
+
+def settled(memory: pretend.Memory, expected: int) -> int:
+    """Bytes on the device, soon: gloo's threads let go of what they have sent a little later."""
+    until = time.monotonic() + 5
+    while memory.alive() > expected + SLACK and time.monotonic() < until:
+        time.sleep(0.01)
+    return memory.alive()
+
+
+def tensors(state: dict[str, Any]) -> Iterator[Tensor]:
+    for x in state.values():
+        if isinstance(x, dict):
+            yield from tensors(x)
+        elif isinstance(x, Tensor):
+            yield x
+
+
+def where(engine: deepspeed.DeepSpeedEngine) -> dict[str, set[str]]:
+    """The devices on which runs and states lie."""
+    adapter = engine.optimizer
+    held = [x for state in adapter.state.values() for x in tensors(state)]
+    runs = [adapter.layout.run(p) for p in engine.module.parameters()]
+    return {"runs": {str(x.device) for x in runs}, "states": {str(x.device) for x in held}}
+
+
+def kept_on_device(engine: deepspeed.DeepSpeedEngine) -> int:
+    """Bytes of the weights and states that ought to be alive on the device between steps."""
+    adapter, params = engine.optimizer, list(engine.module.parameters())
+    runs = [getattr(p, "ds_tensor", p.data) for p in params]
+    gathered = [p.data for p in params if getattr(p, "ds_persist", False)]
+    held = [x for state in adapter.state.values() for x in tensors(state)]
+    return sum(x.nbytes for x in (*runs, *gathered, *held) if x.device == pretend.DEVICE)
+
+
+def on_host(engine: deepspeed.DeepSpeedEngine) -> dict[str, int]:
+    """Bytes that lie on the host: of runs, of those that are stepped, of states."""
+    adapter = engine.optimizer
+    runs = {p: adapter.layout.run(p) for p in engine.module.parameters()}
+    runs = {p: run for p, run in runs.items() if run.device == pretend.HOST}
+    held = [x for state in adapter.state.values() for x in tensors(state)]
+    return {
+        "partitions": sum(p.ds_tensor.nbytes for p in runs),
+        "stepped": sum(run.nbytes for p, run in runs.items() if p.requires_grad),
+        "states": sum(x.nbytes for x in held if x.device == pretend.HOST),
+    }
+
+
+def compared(case: Case, memory: pretend.Memory | None) -> dict[str, dict[str, Any]]:
+    """A case's run without offload, and with each kind of it."""
+    optimizer, stage, how, kinds = case
+    return {k: trained(optimizer, stage, KINDS[k], how, memory) for k in ("none", *kinds)}
+
+
+def resumed(optimizer: str, how: str, folder: str) -> dict[str, Any]:
+    """Weights of a run without a break, and of runs saved and gone on from with other offload."""
+    found = {}
+    for kind, before, after in (("to", {}, BOTH), ("from", BOTH, {}), ("param", PARAM, PARAM)):
+        first = start(optimizer, 3, before, HOW[how])
+        steps(first, range(1))
+        first.save_checkpoint(folder, tag=kind)
+        if kind == "to":
+            steps(first, range(1, STEPS))
+            found["none"] = whole(first)
+        second = start(optimizer, 3, after, HOW[how])
+        second.load_checkpoint(folder, tag=kind)
+        found[f"where {kind}"] = where(second)
+        steps(second, range(1, STEPS))
+        found[kind] = whole(second)
+        for engine in (first, second):
+            engine.destroy()
+    return found
+
+
+def midway(folder: str) -> dict[str, Any]:
+    """The same of a run saved between the micro-batches of a step."""
+    found = {}
+    for kind, offload in (("none", {}), ("both", BOTH)):
+        engine = start("came", 3, offload, HOW["accumulated"])
+        x = torch.randn(3, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
+        x = x.to(engine.device).bfloat16()
+        engine.backward(engine(x))
+        engine.step()
+        engine.save_checkpoint(folder, tag=kind)
+        engine.load_checkpoint(folder, tag="none")
+        engine.backward(engine(x))
+        engine.step()
+        found[kind] = whole(engine)
+        engine.destroy()
+    return found
+
+
+def refused() -> str:
+    """The error of an optimizer that has no state to offload."""
+    try:
+        start("adalomo", 3, BOTH, {})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def together(
+    cases: list[Case], folder: str, saved: list[tuple[str, str]], pretended: bool
+) -> dict[Any, Any]:
+    """All jobs of one world -> the results of cases; of runs saved, by (optimizer, how)."""
+    with place(pretended) as memory:
+        if not pretended:
+            return {case[:3]: compared(case, memory) for case in cases} | {"refused": refused()}
+        found: dict[Any, Any] = {case[:3]: compared(case, memory) for case in cases}
+        for kind in saved:
+            found[kind] = resumed(*kind, f"{folder}/{kind}")
+        if saved:
+            found["midway"] = midway(f"{folder}/midway")
+    return found

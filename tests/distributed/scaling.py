@@ -1,0 +1,161 @@
+"""fp16 with a loss scale, and torch autocast: runs of worker.py."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+import ds_ext
+from tests.distributed.training import whole
+
+STEPS = 8
+PLANTED = (2, 5)  # steps with an overflow on the last rank
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """fp16 training; ``planted``: batches that overflow, else those steps are left out."""
+
+    stage: int
+    policy: str = "fused"
+    max_norm: float = 0.0
+    static: float = 0.0  # 0: dynamic
+    planted: bool = True
+    how: str = "engine"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 16)
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        return (self.down(h).float().square().mean()) * factor
+
+
+def _runs() -> dict[str, Scaled]:
+    made = {}
+    ways = [(stage, policy, 0.1) for stage in (0, 2, 3) for policy in ("fused", "sharded")]
+    # Without clipping, fused skips what overflows: here that is every parameter.
+    for stage, policy, norm in [*ways, (1, "sharded", 0.0), (2, "fused", 0.0)]:
+        for static, planted in itertools.product((0.0, 64.0), (True, False)):
+            name = f"stage{stage}-{policy}-{norm}-{static or 'dynamic'}-{planted}"
+            made[name] = Scaled(stage, policy, norm, static, planted)
+    made["scale"] = Scaled(3, "fused", 0.1, 64.0, how="scale")
+
+    return made
+
+
+RUNS = _runs()
+
+
+def start(run: Scaled, model: nn.Module):
+    fp16 = {"enabled": True, "loss_scale": run.static, "initial_scale_power": 8, "hysteresis": 1}
+    made = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": run.max_norm,
+        "fp16": fp16 | {"loss_scale_window": 2, "min_loss_scale": 1},
+        "zero_optimization": {"stage": run.stage, "stage3_param_persistence_threshold": 0},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.1}},
+        "ds_ext": {"gradient_policy": run.policy},
+    }
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1, weight_update="master")
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+
+
+def train(run: Scaled) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(2)
+    model = Net()
+    engine = start(run, model)
+    scales, skipped, rates = [], [], []
+    for step in range(STEPS):
+        if step in PLANTED and not run.planted:
+            continue
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(4, 6, generator=generator).half()
+        factor = 1e8 if step in PLANTED and rank == world - 1 else 1.0
+        loss = engine(x, factor)
+        scales.append(engine.optimizer.loss_scale)
+        if run.how == "scale":
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        skipped.append(engine.skipped_steps)
+        rates.append(engine.get_lr()[0])
+    return {
+        "after": {n: p.float() for n, p in whole(model).items()},
+        "scales": scales,
+        "skipped": skipped,
+        "rates": rates,
+        "norm": engine.get_global_grad_norm(),
+        "parameters": engine.optimizer.fused.skipped,
+        "steps": {engine.param_names[p]: s["step"] for p, s in engine.optimizer.state.items()},
+    }
+
+
+def unscaled() -> str:
+    """The error of loss.backward() where the loss has to be scaled, and whether weights moved."""
+    torch.manual_seed(2)
+    model = Net()
+    engine = start(Scaled(2, static=64.0), model)
+    before = whole(model)
+    message = ""
+    try:
+        engine(torch.randn(4, 6).half()).backward()
+    except RuntimeError as error:
+        message = str(error)
+    same = all(torch.equal(p, before[n]) for n, p in whole(model).items())
+    return message if same else "weights moved"
+
+
+def autocast(stage: int, dtype: str) -> dict[str, Any]:
+    """fp32 weights under torch autocast as DeepSpeed configures it."""
+    rank = dist.get_rank()
+    torch.manual_seed(2)
+    model = Net()
+    made = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "torch_autocast": {"enabled": True, "dtype": dtype},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.01)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    before = whole(model)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        engine.backward(engine(torch.randn(4, 6, generator=generator)))
+        engine.step()
+    dtypes = {str(p.dtype) for p in whole(model).values()}
+    comm = {engine.optimizer._comm_dtype(p) for p in engine.module.parameters()}
+    found = {"before": before, "after": whole(model), "dtypes": dtypes, "comm": comm}
+    return found | {"scale": engine.optimizer.loss_scale}
+
+
+def autocast_reference(world: int, dtype: torch.dtype, optimizer_of) -> nn.Module:
+    torch.manual_seed(2)
+    model = Net()
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+    optimizer = optimizer_of("adalomo", groups, {"lr": 0.01})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in range(world):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            with torch.autocast("cpu", dtype):
+                total = total + model(torch.randn(4, 6, generator=generator))
+        (total / world).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return model

@@ -1,0 +1,287 @@
+"""One of four ranks, two of tensor parallelism by two of data parallelism, or of two of the former
+alone: Llama and BERT at every stage, against the same training by the authors' optimizers in one
+process with whole matrices.
+
+Usage: torchrun --nproc_per_node 4 -m tests.distributed.tensor_worker OUT.pt [REGEX of cases]
+"""
+
+import json
+import re
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.affine import ParamAffineMap
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.utils import groups
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import ds_ext  # noqa: F401
+from tests.common.authors import ordinary
+from tests.common.leave import leave
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+ROOT = Path(__file__).parents[2]
+VOCAB, STEPS = 37, 4
+HYPERS: dict[str, dict[str, Any]] = {
+    "lomo": {"lr": 0.05},
+    "adalomo": {"lr": 5e-3},
+    "adafactor": {"lr": 5e-3},
+    "came": {"lr": 5e-4},
+    "lamb": {"lr": 5e-3},
+    "galoreadamw": {"lr": 5e-3, "rank": 4},
+}
+OURS: dict[str, dict[str, Any]] = {
+    "adafactor": {"relative_step": False},
+    "galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": ["."]},
+}
+RULES = ("adalomo", "adafactor", "came", "lamb", "galoreadamw")
+
+
+@dataclass
+class Case:
+    model: str
+    rule: str
+    stage: int
+    more: dict[str, Any] = field(default_factory=dict)  # settings of the engine
+    dropout: float = 0.0
+    steps: int = STEPS
+    saved: bool = False  # and loaded half-way, by another engine
+    gas: int = 1
+
+
+CASES = {
+    f"{model}-{rule}-{stage}": Case(
+        model, rule, stage, steps=20 if rule == "adalomo" and stage in (1, 3) else STEPS
+    )
+    for model in ("llama", "bert")
+    for rule in RULES
+    for stage in range(4)
+}
+LAYERS = [
+    {"patterns": [r"qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
+    {"patterns": [r"gate_up\.weight$"], "partition_type": "column", "shape": [2, -1]},
+    {"patterns": [r"(out|down)\.weight$"], "partition_type": "row"},
+]
+FUSED = {
+    "tensor_parallel": {
+        "autotp_size": 2,
+        "partition_config": {"use_default_specs": False, "layer_specs": LAYERS},
+    }
+}
+CASES |= {f"fused-{s}": Case("fused", "came", s, FUSED, steps=6) for s in range(4)}
+CASES |= {f"tied-{s}": Case("tied", "adalomo", s, steps=6) for s in range(4)}
+CASES |= {f"llama-lomo-{stage}": Case("llama", "lomo", stage) for stage in (0, 3)}
+SHIPPED = json.loads((ROOT / "configs" / "adalomo_zero1_tp2.json").read_text())
+SHIPPED = {key: SHIPPED[key] for key in ("tensor_parallel", "zero_optimization")}
+CASES["shipped-config"] = Case("llama", "adalomo", 1, SHIPPED)
+CLIP = {"gradient_clipping": 0.1}
+CASES |= {f"clip-{s}": Case("bert", "adalomo", s, CLIP, steps=6) for s in range(4)}
+CASES |= {f"accumulate-{s}": Case("llama", "came", s, CLIP, steps=6, gas=2) for s in (0, 2, 3)}
+CASES |= {f"resume-{s}": Case("llama", "came", s, steps=6, saved=True) for s in range(4)}
+CASES |= {f"dropout-{s}": Case("bert", "came", s, dropout=0.3, steps=4) for s in range(4)}
+
+
+class Fused(nn.Module):
+    """A block whose queries, keys and values are one matrix, and whose gates and inputs are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 24)
+        self.qkv = nn.Linear(24, 3 * 24, bias=False)
+        self.out = nn.Linear(24, 24)
+        self.gate_up = nn.Linear(24, 2 * 40)
+        self.down = nn.Linear(40, 24)
+        self.head = nn.Linear(24, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        h = self.embed(input_ids)
+        # whatever a rank holds of each of the three
+        q, k, v = (x.unflatten(-1, (-1, 4)).transpose(1, 2) for x in self.qkv(h).chunk(3, -1))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = h + self.out(seen.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(h).chunk(2, -1)
+        h = h + self.down(F.silu(gate) * up)
+        return SimpleNamespace(logits=self.head(h))
+
+
+def make(kind: str, dropout: float = 0.0) -> torch.nn.Module:
+    """A small model that two ranks divide unevenly: it has three key-value heads, 37 tokens."""
+    torch.manual_seed(5)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1}
+    if kind == "bert":
+        config = BertConfig(
+            **sizes,
+            intermediate_size=42,
+            num_attention_heads=3,
+            max_position_embeddings=16,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+        return BertForMaskedLM(config)
+    heads = {"intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3}
+    if kind == "fused":
+        return Fused()
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=kind == "tied"))
+
+
+def loss_of(model, kind: str, step: int, rank: int) -> torch.Tensor:
+    """A loss with gradients of full rank, of the tokens of one rank of data parallelism."""
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    tokens = torch.randint(0, VOCAB, (4, 9), generator=generator)
+    target = torch.randn(4, 9, VOCAB, generator=generator)
+    if kind == "tied":  # its logits are divided too
+        return model(input_ids=tokens, labels=tokens).loss
+    return (model(input_ids=tokens).logits - target).square().mean()
+
+
+def reference(case: Case) -> tuple[dict, dict, float]:
+    """Weights before and after, and the last norm of the gradients, in one process with all data:
+    the same at every stage.
+    """
+    key = repr(replace(case, stage=0, saved=False))
+    if key not in known:
+        known[key] = whole(case)
+    return known[key]
+
+
+known: dict[str, tuple[dict, dict, float]] = {}
+
+
+def whole(case: Case) -> tuple[dict, dict, float]:
+    model = make(case.model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    params = [p for p in model.parameters()]
+    optimizer = ordinary(case.rule, [{"params": params, "weight_decay": 0.0}], HYPERS[case.rule])
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        passes = [
+            loss_of(model, case.model, step * case.gas + i, r)
+            for i in range(case.gas)
+            for r in range(dist.get_world_size() // 2)
+        ]
+        (sum(passes) / len(passes)).backward()
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in params]))
+        if clip := case.more.get("gradient_clipping"):
+            torch.nn.utils.clip_grad_norm_(params, clip)
+        optimizer.step()
+    return before, {n: p.detach() for n, p in model.named_parameters()}, norm
+
+
+def start(case: Case):
+    params = HYPERS[case.rule] | OURS.get(case.rule, {}) | {"weight_decay": 0.0}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": case.gas,
+        "gradient_clipping": 0,
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {
+            "stage": case.stage,
+            "reduce_bucket_size": 3000,
+            "stage3_param_persistence_threshold": 20,
+        },
+        "optimizer": {"type": case.rule, "params": params},
+    }
+    model = make(case.model, case.dropout)
+    engine, *_ = deepspeed.initialize(model=model, config=config | case.more)
+    return engine
+
+
+def train(engine, case: Case, steps) -> None:
+    rank = dist.get_rank() // 2
+    torch.manual_seed(dist.get_rank())  # dropout differs on all ranks
+    for step in steps:
+        for i in range(case.gas):
+            engine.backward(loss_of(engine, case.model, step * case.gas + i, rank))
+            engine.step()
+
+
+def weights(engine) -> tuple[dict, bool]:
+    """Whole weights, put together by DeepSpeed's maps; and whether all ranks have the same."""
+    model = engine.module
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        own = {n: p.detach().clone() for n, p in model.named_parameters()}
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, own)
+    found, alike = {}, True
+    for name, param in model.named_parameters():
+        meta = getattr(param, DS_AUTOTP_UC_META, None)
+        meta = meta["conversion"] if meta else {"replicated": True}
+        a, b, *twins = (rank[name] for rank in held)
+        alike &= all(torch.equal(x, (a, b)[i % 2]) for i, x in enumerate(twins))
+        if meta["replicated"]:
+            alike &= torch.equal(a, b)
+            found[name] = a
+        else:
+            found[name] = ParamAffineMap.from_dict(meta["affine_map"]).rebuild({0: a, 1: b})
+    return found, alike
+
+
+def error(case: Case) -> dict[str, Any]:
+    """‖difference‖ / ‖update‖ over the model, without the key biases, whose gradient is 0."""
+    engine = start(case)
+    half = case.steps // 2
+    train(engine, case, range(half))
+    if case.saved:
+        with tempfile.TemporaryDirectory() as own:
+            folder = [own]
+            dist.broadcast_object_list(folder)
+            engine.save_checkpoint(folder[0])
+            engine.destroy()
+            engine = start(case)
+            engine.load_checkpoint(folder[0])
+            dist.barrier()
+    train(engine, case, range(half, case.steps))
+    layout = engine.optimizer.layout
+    held = {layout.names[p]: h.split.boxes for d in layout.domains for p, h in d.held.items()}
+    after, alike = weights(engine)
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    result = {"alike": alike, "norm": norm, "held": held}
+    if not case.dropout and dist.get_rank() == 0:
+        before, expected, result["expected norm"] = reference(case)
+        counted = [n for n in before if not n.endswith("attention.self.key.bias")]
+        difference = [(after[n] - expected[n]).flatten() for n in counted]
+        update = [(expected[n] - before[n]).flatten() for n in counted]
+        result["error"] = float(torch.cat(difference).norm() / torch.cat(update).norm())
+        result["worst"] = max(
+            (float(d.norm() / u.norm()), n)
+            for d, u, n in zip(difference, update, counted, strict=True)
+        )
+    return result
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.set_num_threads(1)
+    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
+    found: dict[str, Any] = {"held": (boxes := {})}
+    for name, case in CASES.items():
+        if chosen.search(name):
+            try:
+                found[name] = error(case)
+                boxes |= found[name].pop("held")
+            except Exception:
+                found[name] = traceback.format_exc()
+    assert groups.get_tensor_model_parallel_world_size() == 2
+    if dist.get_rank() == 0:
+        torch.save(found, sys.argv[1])
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""deepspeed.moe's layers on 2 and 4 ranks against one process that has all experts."""
+
+import pytest
+import torch
+
+from tests.common import apart, authors
+from tests.distributed import expert_parallel
+from tests.distributed.expert_parallel import RUNS, STEPS, values
+from tests.support import of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def got(tmp_path_factory):
+    out = tmp_path_factory.mktemp("experts") / "results.pt"
+    apart.python("-m", "tests.distributed.expert_parallel", str(out), timeout=600)
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.supports("`deepspeed.moe`, expert parallelism", **of(RUNS))
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_one_process_that_has_all_experts(got, name):
+    run, ranks, before = RUNS[name], got[name], values()
+    model, norms, idle = expert_parallel.reference(run, authors.ordinary)
+    after = {n: p.detach() for n, p in model.named_parameters()}
+    held = set()
+    for rank in ranks:
+        held |= rank["after"].keys()
+        for n, p in rank["after"].items():
+            error, update = (p - after[n]).norm(), (after[n] - before[n]).norm()
+            assert error <= max(1e-5 * update, STEPS * 2**-24 * after[n].norm()), n
+        assert set(rank["steps"].values()) == {STEPS}
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        if run.max_norm:
+            assert max(norms) > run.max_norm
+    assert held == after.keys()
+    for n in held:  # the same bits wherever it is
+        every = [rank["after"][n] for rank in ranks if n in rank["after"]]
+        size = run.then[1] if run.then else run.size
+        assert len(every) == (run.world // size if "experts" in n else run.world)
+        assert all(torch.equal(p, every[0]) for p in every)
+    some = idle.any(1) & ~idle.all(1)
+    assert some.any() and idle.all(1).any() and not idle[0].all(0).any()
+
+
+def test_what_is_not_supported_is_refused_on_every_rank(got):
+    for stage3, fused in got["refusals"]:
+        assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
+        assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_expert_whose_gradient_is_not_finite_is_skipped_on_all_ranks(got, stage):
+    """And so is the expert that another rank has in its place."""
+    for rank, ended in enumerate(got[f"not finite {stage}"]):
+        assert ended["same"] == {f"layers.0.experts.{2 * rank + 1}.0.weight"}
+        assert ended["skipped"] == 1 and ended["finite"]

@@ -1,0 +1,52 @@
+"""Hugging Face's mixtures of experts on 2 and 4 ranks against one process, experts apart there."""
+
+import pytest
+import torch
+
+from tests.common import apart, authors
+from tests.distributed import experts
+from tests.distributed.experts import RUNS, STEPS
+from tests.support import of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def got(tmp_path_factory):
+    out = tmp_path_factory.mktemp("experts") / "results.pt"
+    apart.python("-m", "tests.distributed.experts", str(out), timeout=600)
+    return torch.load(out, weights_only=False)
+
+
+def _feature(name):
+    return "expert parallelism by AutoEP" if RUNS[name].ep else "Hugging Face's mixtures of experts"
+
+
+@pytest.mark.supports(_feature, **of(RUNS))
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_one_process_whose_experts_are_parameters_of_their_own(got, name):
+    run, ranks = RUNS[name], got[name]
+    before, after, norms, idle = experts.reference(run, authors.ordinary)
+    held = set()
+    for rank in ranks:
+        held |= rank["after"].keys()
+        square, square_error = 0.0, 0.0
+        for n, p in rank["after"].items():
+            error, update = (p - after[n]).norm(), (after[n] - before[n]).norm()
+            # A basis of GaLore's is as exact as the gap between singular values allows.
+            close = 3e-5 if run.rule == "galoreadamw" else 1e-5
+            assert error <= max(close * update, STEPS * 2**-24 * after[n].norm()), n
+            square, square_error = square + update**2, square_error + error**2
+        assert square_error**0.5 <= 1e-5 * square**0.5
+        assert rank["norm"] == pytest.approx(norms[-1], rel=1e-5)
+        assert rank["kept"] == {4 // max(1, run.then[1] if run.then else run.ep)}
+    assert held == after.keys()
+    for n in held:  # the same bits wherever it is
+        every = [rank["after"][n] for rank in ranks if n in rank["after"]]
+        assert all(torch.equal(p, every[0]) for p in every)
+    assert not run.max_norm or max(norms) > run.max_norm
+    # The routing is what it is for: experts that are idle on one rank, and on all.
+    some = idle.any(1) & ~idle.all(1)
+    assert some.any() and idle.all(1).any() and not idle[0].all(0).any()
+    if run.ep == 2 and run.rule == "came":  # on all experts that one rank has
+        assert idle.all(1).unflatten(-1, (2, 2)).all(-1).any()

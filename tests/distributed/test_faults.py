@@ -1,0 +1,159 @@
+"""Ranks that are killed, late, out of disk or different, and files that are damaged: faults.py.
+
+Real processes; ``--kills 100`` makes the soak as long as that.
+"""
+
+import re
+
+import pytest
+import torch
+
+from tests.common import apart
+from tests.distributed.faults import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
+from tests.distributed.resuming import error, same
+
+LOST = "LostRankError: another rank has ended, or did not come within the time limit"
+# What the newest complete checkpoint is after a fault in the step after WHEN, and how ranks end.
+AFTER = {"latest": WHEN + 1, "disk full": TOTAL, "no folder": TOTAL}
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory, request):
+    out = tmp_path_factory.mktemp("faults") / "results.pt"
+    kills = str(request.config.getoption("kills"))
+    apart.python(
+        "-m", "tests.distributed.faults", str(out), "", kills, timeout=600 + 10 * int(kills)
+    )
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.supports(
+    "killed ranks, lost hosts, full disks", stage=lambda fault: stage_of(fault), optimizer=KIND
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_after_a_fault_the_newest_complete_checkpoint_is_gone_on_from(faults, fault):
+    whole, got = faults["whole"], faults[fault]
+    assert [e.code for e in whole] == [0, 0]
+    assert got["found"].steps == AFTER.get(fault, WHEN)
+    first = WHEN if fault == "latest" else got["found"].steps  # "latest" names the one before
+    for rank, again in enumerate(got["again"]):
+        assert again.code == 0, again.output[-2000:]
+        assert again.result["first"] == first
+        assert same(again.result["weights"], whole[rank].result["weights"])
+    assert not [name for name in got["left"] if name.startswith(".")]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_other_ranks_end_with_a_clear_error_in_time(faults, fault):
+    failed = faults[fault]["failed"]
+    if fault in ("disk full", "no folder"):  # training goes on
+        for rank in failed:
+            assert rank.code == 0, rank.output[-2000:]
+            told = rank.result["told"]
+            assert [bool(text) for text in told] == [step == WHEN for step in range(TOTAL)]
+            assert re.search(r"global_step4 could not be saved.*rank 1: .*MiB are free", told[WHEN])
+        return
+    victim, other = (0, 1) if fault in ("replaced", "latest") else (1, 0)
+    assert LOST in failed[other].output and failed[other].code == 1
+    assert failed[other].seconds < 30
+    assert failed[victim].code == (1 if fault in ("forward", "late") else -9)
+    if fault == "forward":
+        assert "this rank's forward fails" in failed[victim].output
+
+
+def test_a_lost_rank_is_told_without_an_engine_too(faults):
+    other, victim = faults["plain"]
+    assert (other.code, victim.code) == (1, -9)
+    assert LOST in other.output and other.seconds < 30
+
+
+FILES = [
+    "ds_ext.json",
+    *(
+        f"zero_pp_rank_{r}_mp_rank_00_{kind}_states.pt"
+        for r in (0, 1)
+        for kind in ("model", "optim")
+    ),
+]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("way", SPOIL)
+def test_a_damaged_file_is_named_and_nothing_is_loaded(faults, way, file):
+    first, second = (rank.result[f"{way} {file}"] for rank in faults["damage"])
+    told, unchanged, seconds = first
+    assert told == second[0] and unchanged and second[1] and seconds < 10
+    what = {"truncated": "is damaged", "flipped": "is damaged", "missing": "is missing"}[way]
+    assert re.search(rf"bad.*{re.escape(file)} {what}", told), told
+    if file != "ds_ext.json" or way != "missing":
+        assert re.search("Nothing was loaded. Complete checkpoints in .*: good, older", told)
+
+
+OTHERS = {
+    "other format": "has format 99 of ds_ext's checkpoints, this ds_ext reads format 4",
+    "no such tag": r"there is no checkpoint .*neither\. .*: bad, good, older",
+    "empty latest": r"latest is empty\. .*: bad, good, older",
+    "other optimizer": "good: this checkpoint is of CAME, the optimizer is LAMB",
+    "other model": "this checkpoint is of CAME, the optimizer is GaLoreAdamW",
+    "other shape": r"of another model: up.weight has the shape \(13, 12\) in it and \(12, 13\)",
+    "other groups": "other parameter groups than the optimizer: group 0 differs in col",
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_checkpoint_of_something_else_is_refused(faults, case):
+    for rank in faults["damage"]:
+        told, unchanged, _ = rank.result[case]
+        assert re.search(OTHERS[case], told), told
+        assert unchanged
+
+
+def test_the_undamaged_checkpoint_still_loads(faults):
+    assert [rank.result["good"] for rank in faults["damage"]] == [True, True]
+
+
+DIFFERENT = {
+    "config": "different configs: .* gradient_clipping: None and 0.5",
+    "json": "different configs: .* optimizer.params.lr: 0.001 and 0.002",
+    "optimizer": "different optimizers: .* 'CAME' and 'LAMB'",
+    "adam": "different optimizers: .* 'CAME' and 'AdamW'",
+    "group": r"different parameter groups: .* \[0\].lr: 0.2 and 0.1",
+    "order": "different parameters: .* 'a.weight' and 'b.weight'",
+    "shape": "different parameters: .* 5 and 6",
+    "more": "different parameters: .* their number: 1 and 2",
+    "fused": r"different parameter groups: .* \[0\].lr: 0.2 and 0.1",
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ_are_told_so_at_once(faults, case):
+    for rank in faults["differ"]:
+        told, seconds = rank.result[case]
+        assert re.search(f"the ranks were started with {DIFFERENT[case]}", told), told
+        assert seconds < 10
+
+
+def test_a_thousand_steps_take_no_memory(faults):
+    for rank in faults["endure"]:
+        assert rank.code == 0, rank.output[-2000:]
+        seen = rank.result["seen"]
+        assert len(seen) == 10
+        assert len({(tensors, elements) for tensors, elements, _ in seen[1:]}) == 1
+        resident = [kilobytes for *_, kilobytes in seen]
+        assert resident[-1] - resident[1] < 2048
+
+
+@pytest.mark.soak
+def test_kills_at_random_moments_lose_nothing_that_was_saved(faults, request):
+    got = faults["soak"]
+    assert len(got["reached"]) == request.config.getoption("kills")
+    assert not got["lost"] and got["reached"] == sorted(got["reached"])
+    for world, codes, outputs in got["moments"]:
+        assert codes.count(-9) == 1 and len(codes) == world
+        for code, output in zip(codes, outputs, strict=True):
+            assert code == -9 or (code == 1 and re.search(LOST, output)), output
+    final = got["final"]
+    assert final.code == 0, final.output[-2000:]
+    run = final.result
+    assert run["steps"] == got["reached"][-1] > 0
+    assert error(run["found"], run["exact"], run["before"]) < 1e-5

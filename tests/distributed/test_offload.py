@@ -1,0 +1,296 @@
+"""Offload: the same weights as without, bit for bit; no operation mixes host and device; memory.
+
+Ranks over gloo, on a pretended device (pretend.py); some on the CPU alone.
+"""
+
+import gc
+import math
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ext import home, memory, offload
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import apart, pretend
+from tests.distributed import forks, offloading
+from tests.distributed.offloading import Case
+
+HOST, DEVICE = str(pretend.HOST), str(pretend.DEVICE)
+WITH_STATE = ("adafactor beta1", "lamb", "galore", "galore right", "galore 8-bit")
+CASES: list[Case] = [
+    ("came", 3, "bf16", ("param", "state", "both")),
+    *(("came", 3, how, ("both",)) for how in offloading.HOW if how not in ("fp32", "bf16")),
+    ("lomo", 3, "bf16", ("param", "param, not pinned")),
+    *((name, 3, "bf16", ("param",)) for name in ("adalomo", "adafactor")),
+    *((name, 3, "bf16", ("both",)) for name in WITH_STATE),
+    *(("came", stage, "bf16", ("state",)) for stage in (0, 1, 2)),
+    ("lomo", 1, "bf16 master", ("state",)),
+]
+SAVED = [("came", "bf16 master"), ("galore", "fp32")]
+WEIGHTS, STATES = "weights offloaded to the host", "states offloaded to the host"
+NAMES = {name: made for name, (made, _) in offloading.HYPERS.items()}
+FEW: list[Case] = [
+    ("lomo", 3, "bf16", ("param",)),
+    ("came", 3, "clipped", ("both",)),
+    ("galore", 3, "fp32", ("both",)),
+]
+WORLDS = {  # ranks, cases, what is saved, whether the device is pretended
+    "2": (2, CASES, SAVED, True),
+    "1": (1, FEW, [], True),
+    "3": (3, FEW, [], True),
+    "cpu": (2, FEW, [], False),
+}
+CHECKED = [(world, case) for world, (_, cases, *_) in WORLDS.items() for case in cases]
+
+
+def every_world() -> dict[str, list[dict[Any, Any]]]:
+    """What each rank of each world finds."""
+    made = {}
+    for name, (world, cases, saved, pretended) in WORLDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            ended = forks.run(world, offloading.together, cases, folder, saved, pretended)
+        assert all(rank.code == 0 for rank in ended), "\n".join(rank.output for rank in ended)
+        made[name] = [rank.result for rank in ended]
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list[dict[Any, Any]]]:
+    """The same, made once, by a process that has not run backward (see forks.py)."""
+    out = tmp_path_factory.mktemp("offload") / "found.pt"
+    code = (
+        "import sys, torch; from tests.distributed.test_offload import every_world;"
+        "torch.save(every_world(), sys.argv[1])"
+    )
+    apart.python("-c", code, str(out), timeout=600)
+    return torch.load(out, weights_only=False)
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _features(kinds):
+    shown = {"param": [WEIGHTS], "state": [STATES], "both": [WEIGHTS, STATES]}
+    return [f for kind in kinds for f in shown.get(kind, [])]
+
+
+@pytest.mark.supports(_features, stage="stage", optimizer=lambda optimizer: NAMES[optimizer])
+@pytest.mark.parametrize(
+    "world, optimizer, stage, how, kinds", [(world, *case) for world, case in CHECKED]
+)
+def test_offload_changes_no_bit(found, world, optimizer, stage, how, kinds):
+    for rank in found[world]:
+        runs = rank[optimizer, stage, how]
+        for kind in kinds:
+            assert same_bits(runs["none"]["weights"], runs[kind]["weights"]), kind
+            assert runs["none"]["norms"] == runs[kind]["norms"]
+
+
+@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
+def test_what_is_offloaded_lies_on_the_host_and_the_rest_on_the_device(
+    found, optimizer, stage, how, kinds
+):
+    for rank in found["2"]:
+        runs = rank[optimizer, stage, how]
+        for kind in ("none", *kinds):
+            where = runs[kind]["where"]
+            weights_leave, states_leave = kind[:5] in ("param", "both"), kind in ("state", "both")
+            assert where["runs"] == {HOST if weights_leave else DEVICE}
+            assert where["states"] <= {HOST if states_leave else DEVICE}
+            assert where["states"] or optimizer == "lomo"
+
+
+@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
+def test_memory_of_the_device(found, optimizer, stage, how, kinds):
+    """What is alive between steps is what is kept there, and what travels comes a bucket a time."""
+    for rank in found["2"]:
+        runs = rank[optimizer, stage, how]
+        for kind in kinds:
+            ours, without = runs[kind], runs["none"]
+            freed = without["kept"] - ours["kept"]
+            assert freed > 0
+            for run in (ours, without):
+                assert 0 <= run["alive"] - run["kept"] <= offloading.SLACK
+
+
+@pytest.mark.parametrize("optimizer, stage, how, kinds", FEW)
+def test_the_most_that_is_on_the_device_is_less(found, optimizer, stage, how, kinds):
+    """On one rank, where no thread of gloo's holds on to what it sent."""
+    runs = found["1"][0][optimizer, stage, how]
+    assert runs[kinds[0]]["peak"] < runs["none"]["peak"]
+
+
+@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
+def test_bytes_that_travel(found, optimizer, stage, how, kinds):
+    """Out: what was stepped, once a step. In: that as well, but for a state's first step."""
+    for rank in found["2"]:
+        runs = rank[optimizer, stage, how]
+        for kind in kinds:
+            ours, without = runs[kind], runs["none"]["copied"]
+            more = {way: ours["copied"][way] - without[way] for way in ("in", "out")}
+            assert more["out"] == offloading.STEPS * (ours["stepped"] + ours["states"]) > 0
+            stepped = offloading.STEPS * ours["stepped"] + (offloading.STEPS - 1) * ours["states"]
+            gathered = more["in"] - stepped  # by DeepSpeed
+            assert gathered > 0 if ours["stepped"] else gathered == 0
+
+
+@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
+def test_weights_are_pinned_unless_they_are_not_to_be(found, optimizer, stage, how, kinds):
+    for rank in found["2"]:
+        for kind, run in rank[optimizer, stage, how].items():
+            assert run["pinned"] == (0 if "not" in kind else run["partitions"])
+
+
+def test_states_are_pinned_unless_they_are_not_to_be(monkeypatch):
+    section = {"device": "cpu"}
+    assert home.Home.of(section) == home.Home(pins=False)  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert home.Home.of(section) == home.Home(pins=True)
+    assert home.Home.of(section | {"pin_memory": False}) == home.Home(pins=False)
+    assert home.Home.of({"device": "none"}) is home.Home.of({}) is None
+    empty, asked = torch.empty, []
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, pin_memory, **k: asked.append(pin_memory) or empty(*a, **k)
+    )
+    x = torch.randn(home.SMALL)
+    for pins in (True, False):
+        assert torch.equal(home.Home(pins).keep(x), x)
+    assert asked == [True, False]
+
+
+def test_a_small_state_stays_on_the_device():
+    with pretend.device():
+        for size, where in ((home.SMALL // 4 - 1, DEVICE), (home.SMALL // 4, HOST)):
+            x = torch.zeros(size, device=pretend.DEVICE)
+            state = {"inner": {"x": x}, "master": x}
+            home.Home(pins=False).take(state, {"inner": {"x": x + 1}, "step": 3})
+            assert state.keys() == {"inner", "step"}
+            assert state["inner"]["x"].sum() == size
+            assert str(home.place(x, pretend.DEVICE, home.Home(False)).device) == where
+            held = home.Home(False).keep(x)
+            assert str(held.device) == where
+            assert home.Home(False).keep(x + 1, held) is held or where == DEVICE
+            assert home.Home(False).keep(held, held) is held
+
+
+def test_a_pretended_device_keeps_to_itself():
+    with pretend.device() as device:
+        there = torch.ones(3, device=pretend.DEVICE)
+        here = torch.ones(3)
+        for op in (torch.add, torch.dot, torch.Tensor.add_, lambda *xs: torch.cat(xs)):
+            for pair in ((here, there), (there, here)):
+                with pytest.raises(pretend.Mixed):
+                    op(*pair)
+        assert (str((there + 1).device), str(here.device)) == (DEVICE, HOST)
+        assert str((there.cpu() + here).device) == HOST
+        assert str((there + here.to(there)).device) == DEVICE
+        alive = device.alive()
+        del there
+        del pair
+        gc.collect()
+        assert alive - device.alive() == 12
+
+
+def test_the_planner_counts_what_stays(found, monkeypatch):
+    """Beside the share of a bucket, the largest parameter here, of what is offloaded."""
+    monkeypatch.setattr(memory, "PERSIST", 45)
+    shapes = {n: tuple(p.shape) for n, p in offloading.Tower().named_parameters()}
+    rule = OPTIMIZERS["came"].hypers()
+    plain, one, both = (
+        memory.ours(rule, shapes, 3, 2, torch.bfloat16, 1, offloads=offloads)
+        for offloads in ((), ("param",), ("param", "optimizer"))
+    )
+    runs = 2 * sum(-(-math.prod(shape) // 2) for shape in shapes.values())
+    share = 41 * 41 / memory.elements(shapes)
+    measured = max(rank["came", 3, "bf16"]["both"]["kept"] for rank in found["2"])
+    assert one.weights == both.weights == pytest.approx(measured + share * runs, abs=2)
+    assert plain.weights == measured + runs
+    assert (one.state, one.gradients) == (plain.state, plain.gradients)
+    assert both.state == plain.state  # all of it is small
+    monkeypatch.setattr(home, "SMALL", 200)
+    rows_and_columns = {"first": (41, 12), "last": (7, 41), "square": (41, 41)}
+    held = memory.ours(rule, rows_and_columns, 3, 2, torch.bfloat16, 1, offloads=("optimizer",))
+    whole = memory.ours(rule, rows_and_columns, 3, 2, torch.bfloat16, 1)
+    share = 41 * 41 / memory.elements(rows_and_columns)
+    assert held.weights == whole.weights
+    small = 4 * 2 * (41 + 12 + 7 + 41 + 41 + 41)  # 164 bytes at most
+    assert held.state == pytest.approx(small + share * (whole.state - small))
+
+
+def test_an_optimizer_without_state_is_refused_on_every_rank(found):
+    for rank in found["cpu"]:
+        assert "offload_optimizer.device" in rank["refused"] and "AdaLomo" in rank["refused"]
+
+
+def config(name: str, stage: int = 3, **section: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, name: {"device": "cpu", **section}}}
+
+
+REFUSED = [
+    (config("offload_param", device="nvme", nvme_path="/x"), ["offload_param.device", '"cpu"']),
+    (config("offload_optimizer", device="nvme"), ["offload_optimizer.device", "NVMe"]),
+    (config("offload_param", stage=2), ["offload_param.device", "stage is 2", "set it to 3"]),
+    (config("offload_param", max_in_cpu=10), ["offload_param.max_in_cpu = 10", "remove it"]),
+    (config("offload_param", buffer_count=5), ["offload_param.buffer_count"]),
+    (config("offload_optimizer", ratio=0.5), ["offload_optimizer.ratio = 0.5"]),
+    (config("offload_optimizer", pipeline_read=True), ["offload_optimizer.pipeline_read"]),
+    (config("offload_optimizer", super_offload=True), ["offload_optimizer.super_offload"]),
+    (config("offload_optimizer", buffer_count=4), ["offload_optimizer.buffer_count"]),
+]
+
+
+@pytest.mark.parametrize("given, words", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(given, words):
+    with pytest.raises(ValueError) as caught:
+        offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+GRANTED = [
+    config("offload_param", pin_memory=False),
+    config("offload_optimizer", stage=0, pin_memory=True),
+    config("offload_optimizer", ratio=1.0, pipeline_read=False, super_offload=False),
+    config("offload_param", stage=1, device="none", buffer_count=5),
+    {"zero_optimization": {"offload_param": None}},
+    {},
+]
+
+
+@pytest.mark.parametrize("given", GRANTED)
+def test_what_can_be_done_passes(given):
+    offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_states_are_offloaded_where_there_are_any(optimizer):
+    given = config("offload_optimizer")
+    hypers = OPTIMIZERS[optimizer].hypers
+    has_state = optimizer in ("came", "lamb", "galoreadamw")
+    if has_state:
+        offload.check(given, [hypers()], [torch.float32])
+    else:
+        with pytest.raises(ValueError, match=r"offload_optimizer.* next to nothing to offload"):
+            offload.check(given, [hypers()], [torch.bfloat16])
+    master = hypers(weight_update="master")
+    assert offload.has_state(master, torch.bfloat16)
+    assert offload.has_state(master, torch.float32) == has_state
+    if optimizer == "adafactor":
+        assert offload.has_state(hypers(beta1=0.9), torch.float32)
+
+
+@pytest.mark.parametrize("optimizer, how", SAVED)
+@pytest.mark.parametrize("way", ["to", "from", "param"])
+def test_runs_are_gone_on_from_with_and_without_offload(found, optimizer, how, way):
+    for rank in found["2"]:
+        runs = rank[optimizer, how]
+        assert same_bits(runs["none"], runs[way])
+        places = {"to": (HOST, HOST), "from": (DEVICE, DEVICE), "param": (HOST, DEVICE)}[way]
+        assert runs[f"where {way}"] == {"runs": {places[0]}, "states": {places[1]}}
+
+
+def test_a_run_saved_between_micro_batches_is_gone_on_from(found):
+    for rank in found["2"]:
+        assert same_bits(rank["midway"]["none"], rank["midway"]["both"])

@@ -1,0 +1,70 @@
+"""Buckets come in the same order on every rank; ranks that differ are told so and do not hang."""
+
+import pytest
+import torch
+import transformers
+
+from tests.common import apart
+from tests.distributed import ordering
+from tests.distributed.ordering import CASES, FROM, STEPS, TIMEOUT, WAITING
+
+EXACT = [case for case in CASES if case[1] != 3 or not case[0]]
+TOLD = [case for case in CASES if case not in EXACT and case != WAITING]
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ordering") / "results.pt"
+    apart.python("-m", "tests.distributed.ordering", str(out), timeout=300)
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.supports(
+    lambda case: "parameters that only some ranks use" if case[0] else [],
+    stage=lambda case: case[1],
+    optimizer="AdaLomo",
+)
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_any_order_is_exact_below_stage_3_and_one_order_at_it(seen, case):
+    model, before = ordering.make(), ordering.make()
+    optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(ordering.loss_of(model, step, rank, case[0]) for rank in (0, 1)) / 2).backward()
+        optimizer.step()
+    for rank in seen[case]:
+        assert rank.code == 0, rank.output[-2000:]
+        assert rank.result["error"] == ""
+        old = dict(before.named_parameters())
+        for n, p in model.named_parameters():
+            error = (rank.result["after"][n] - p).norm()
+            assert error <= max(1e-5 * (p - old[n]).norm(), STEPS * 2**-24 * p.norm()), n
+
+
+NEXT = {
+    ("swapped", 0): "the forward pass of a on rank 0, and the forward pass of b on rank 1",
+    ("less", 0): "the forward pass of up on rank 0, and the backward pass of the model on rank 1",
+    ("either", FROM): "the gradient of b.weight on rank 0, and the gradient of a.weight on rank 1",
+    ("less", FROM): "a full bucket on rank 0, and the gradient of b.weight on rank 1",
+    (
+        "frozen",
+        FROM,
+    ): "the gradient of down.weight on rank 0, and the gradient of up.weight on rank 1",
+}
+
+
+@pytest.mark.parametrize("case", TOLD, ids=str)
+def test_ranks_that_differ_at_stage_3_are_all_told_so_at_once(seen, case):
+    way, _, since = case
+    for rank in seen[case]:
+        assert rank.code == 0, rank.output[-2000:]
+        got = rank.result
+        assert f"next is {NEXT[way, since]}" in got["error"], got["error"]
+        assert "zero_optimization.stage 3" in got["error"]
+        assert got["step"] == since and got["seconds"] < 10
+
+
+def test_ranks_that_wait_for_other_weights_end_at_the_time_limit(seen):
+    for rank in seen[WAITING]:
+        assert rank.result["error"].startswith("LostRankError"), rank.result["error"]
+        assert rank.result["step"] == FROM and rank.result["seconds"] < TIMEOUT + 10

@@ -1,0 +1,105 @@
+"""What DeepSpeed offers beside ZeRO: each is exact, or refused on every rank in one sentence."""
+
+import pytest
+import torch
+import transformers
+
+from tests.common import apart, authors
+from tests.distributed import training, unusual
+from tests.distributed.unusual import COMPILED
+
+HPZ = {"hpz adalomo": (4, "adalomo"), "hpz came": (2, "came")}  # ranks, rule
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory):
+    out = tmp_path_factory.mktemp("unusual") / "results.pt"
+    apart.python("-m", "tests.distributed.unusual", str(out), timeout=600)
+    found = torch.load(out, weights_only=False)
+    for name, ranks in found.items():
+        for rank, ended in enumerate(ranks):
+            assert ended.code == 0, f"{name}, rank {rank}: {ended.output[-3000:]}"
+    return {name: [ended.result for ended in ranks] for name, ranks in found.items()}
+
+
+def error(after, model, before) -> float:
+    """‖difference‖ / ‖update‖ of the whole model."""
+    named = dict(model.named_parameters())
+    update = sum((p - before[n]).double().square().sum() for n, p in named.items())
+    off = sum((p - after[n]).double().square().sum() for n, p in named.items())
+    return float((off / update).sqrt())
+
+
+@pytest.mark.supports("ZeRO++ hpZ", stage=3, optimizer=lambda name: HPZ[name][1])
+@pytest.mark.parametrize("name", HPZ)
+def test_second_copies_of_the_weights_never_go_stale(seen, name):
+    world, rule = HPZ[name]
+    reference = training.Reference(training.Training(rule, 3), authors.ordinary)
+    for step in range(training.STEPS):
+        reference.step(step, world)
+    for rank in seen[name]:
+        assert error(rank["after"], reference.model, rank["before"]) <= 1e-5
+        for held, parts, left, frozen in rank["copies"]:
+            assert held > 10 and parts == {world // 2}  # made in forward, of these runs each
+            assert frozen and not left  # kept of what is not trained, forgotten of what was
+
+
+@pytest.mark.supports("`torch.compile`", stage=lambda case: case[0], optimizer="AdaLomo")
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_a_compiled_model_is_trained_exactly(seen, case):
+    model, max_norm = unusual.net(), case[3]
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
+    for step in range(unusual.STEPS):
+        optimizer.zero_grad()
+        (sum(model(unusual.data(step, rank)) for rank in (0, 1)) / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        assert norm > 1.5 * max_norm  # or it would show nothing
+        optimizer.step()
+    for rank in seen["compiled"]:
+        got = rank[COMPILED.index(case)]
+        assert got["graphs"] > 0
+        assert error(got["after"], model, before) <= 1e-5
+
+
+ZERO = "zero_optimization."
+# What is asked for, by its name in the support matrix if it has one: setting, and what to do.
+TOLD = {
+    "quantized weights": (ZERO + "zero_quantized_weights", "True", "remove it"),
+    "quantized frozen weights": (ZERO + "zero_quantized_nontrainable_weights", "remove it"),
+    "quantized gradients": (ZERO + "zero_quantized_gradients", "True", "remove it"),
+    "mics": (ZERO + "mics_shard_size", "has been removed"),  # by DeepSpeed itself
+    "zenflow": (ZERO + "zenflow", "remove it"),
+    "superoffload": (ZERO + "offload_optimizer.super_offload", "True", "remove it"),
+    "deepcompile": ("compile.deepcompile", "True", "engine.compile()"),
+    "hpz below stage 3": (ZERO + "zero_hpz_partition_size", "2", "remove it"),
+    "hpz that does not divide": (ZERO + "zero_hpz_partition_size", "2", "the 3 ranks"),
+    "pipeline": ("PipelineModule", "pass a plain nn.Module"),
+    "compiled model": (ZERO + "stage = 3", "call engine.compile() after it"),
+    "compiled backward": ("compiled_autograd_enabled", "leave it out"),
+}
+FEATURES = {
+    "quantized weights": "ZeRO++ quantized weights",
+    "quantized gradients": "ZeRO++ quantized gradients",
+    "mics": "MiCS",
+    "zenflow": "ZenFlow",
+    "superoffload": "SuperOffload",
+    "deepcompile": "DeepCompile",
+    "pipeline": "pipeline parallelism",
+}
+
+
+def test_each_refusal_has_its_words():
+    assert TOLD.keys() == unusual.REFUSED.keys()
+
+
+def refused(name: str) -> list[pytest.MarkDecorator]:
+    shown = FEATURES.get(name)
+    return [pytest.mark.supports(shown, refused=TOLD[name][0])] if shown else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=refused(n)) for n in TOLD])
+def test_what_is_not_supported_is_refused_on_every_rank(seen, name):
+    for rank in seen["refused"]:
+        assert all(part in rank[name] for part in TOLD[name]), rank[name]
+        assert rank[name].count(". ") <= 1  # one sentence

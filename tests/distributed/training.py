@@ -1,0 +1,246 @@
+"""What a training script sets beside the optimizer: runs of worker.py, and their reference.
+
+Clipping, accumulation and gradient policy, by stage, with dropout on.
+"""
+
+import contextlib
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_ext
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import models
+
+STEPS = 8
+BUCKET = 500
+HYPERS = {
+    "lomo": {"lr": 0.3},
+    "adalomo": {"lr": 0.01},
+    "adafactor": {"lr": 0.01, "relative_step": False, "beta1": 0.9},
+    "came": {"lr": 1e-3},
+    "lamb": {"lr": 1e-2},
+    "galoreadamw": {"lr": 1e-2, "rank": 3},
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run: ``how`` names the way that backward is called and accumulation is told."""
+
+    rule: str = "lomo"
+    stage: int | None = 3  # None: fuse_into_backward, no engine
+    policy: str | None = None
+    max_norm: float = 0.0
+    clip_value: float = 0.0
+    clip_mode: str = "exact"
+    accumulation: int = 1
+    checkpointing: str | None = None
+    how: str = "engine"
+    extra: dict[str, Any] = field(default_factory=dict)  # further parts of the config
+
+    @property
+    def section(self) -> dict[str, Any]:
+        made = {"clip_value": self.clip_value, "clip_mode": self.clip_mode}
+        return made | ({"gradient_policy": self.policy} if self.policy else {})
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        return HYPERS[self.rule] | {"weight_decay": 0.1}
+
+
+def _runs() -> dict[str, Training]:
+    made = {}
+    for stage, policy in itertools.product((None, 0, 1, 2, 3), ("fused", "sharded")):
+        at = f"stage{stage}" if stage is not None else "plain"
+        for ckpt in ("none", "reentrant", "nonreentrant") if stage in (0, 2, 3) else ("none",):
+            checkpointing = None if ckpt == "none" else ckpt
+            made[f"clip-{at}-{policy}-{ckpt}"] = Training(
+                stage=stage, policy=policy, max_norm=0.5, checkpointing=checkpointing
+            )
+    for stage, policy in itertools.product((0, 3), ("fused", "sharded")):
+        made[f"value-stage{stage}-{policy}"] = Training(stage=stage, policy=policy, clip_value=0.02)
+    for stage, n, norm in itertools.product((0, 2, 3), (1, 2, 3), (0.0, 0.4)):
+        name = f"accumulation{n}-stage{stage}" + ("-clip" if norm else "")
+        made[name] = Training("came", stage, "sharded", norm, accumulation=n)
+    for stage in (None, 1):
+        name = "plain" if stage is None else f"stage{stage}"
+        made[f"accumulation2-{name}-clip"] = Training("came", stage, "sharded", 0.4, accumulation=2)
+    for stage in (None, 0, 3):
+        name = "plain" if stage is None else f"stage{stage}"
+        made[f"previous-{name}"] = Training(stage=stage, max_norm=0.5, clip_mode="previous")
+    for rule in HYPERS:
+        made[f"{rule}-clip"] = Training(rule, 3, "fused", 0.3)
+    made["scale"] = Training(max_norm=0.5, how="scale")
+    made["tensor backward"] = Training(max_norm=0.5, how="tensor", policy="sharded")
+    made["tensor backward of many"] = Training("came", accumulation=3, how="tensor")
+    for stage in (1, 3):
+        made[f"boundary-{stage}"] = Training(
+            "came", stage, None, 0.4, accumulation=2, how="boundary"
+        )
+        made[f"unmanaged-{stage}"] = Training(
+            "came", stage, None, 0.4, accumulation=2, how="unmanaged",
+            extra={"managed_gradient_accumulation": False},
+        )  # fmt: skip
+    for stage in (0, 1):
+        made[f"no_sync-{stage}"] = Training("came", stage, None, 0.4, accumulation=2, how="no_sync")
+    return made
+
+
+RUNS = _runs()
+
+
+def config(run: Training) -> dict[str, Any]:
+    told = run.how in ("engine", "tensor", "scale")
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": run.accumulation if told else 1,
+        "gradient_clipping": run.max_norm,
+        "zero_optimization": {
+            "stage": run.stage,
+            "reduce_bucket_size": BUCKET,
+            "stage3_param_persistence_threshold": 30,
+        },
+        "ds_ext": run.section,
+        **run.extra,
+    }
+
+
+def loss_of(model, run: Training, step: int, part: int, rank: int, world: int) -> torch.Tensor:
+    """The loss of one micro-batch of a rank; random numbers are its own."""
+    torch.manual_seed(1000 * step + 10 * part + rank)
+    return model(models.batch(10 * step + part, world)[rank], step=step)
+
+
+class Plain:
+    """fuse_into_backward under the names of an engine."""
+
+    def __init__(self, model: torch.nn.Module, optimizer, run: Training) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.accumulation = run.accumulation
+        self.fused = ds_ext.fuse_into_backward(
+            model,
+            optimizer,
+            bucket_size=BUCKET,
+            max_grad_norm=run.max_norm,
+            clip_value=run.clip_value,
+            clip_mode=run.clip_mode,
+            gradient_policy=run.policy or "fused",
+        )
+        self.backwards = 0
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.fused.backward(loss / self.accumulation)
+        self.backwards += 1
+
+    def step(self) -> None:
+        if self.backwards % self.accumulation == 0:
+            self.optimizer.step()
+
+    def get_global_grad_norm(self) -> float:
+        return self.fused.norm
+
+    def destroy(self) -> None:
+        self.fused.remove()
+
+
+def start(run: Training, model: torch.nn.Module):
+    optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
+    if run.stage is None:
+        return Plain(model, optimizer, run)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config(run))[0]
+
+
+def backward(engine, run: Training, loss: torch.Tensor, part: int) -> None:
+    """One micro-batch's backward pass and what follows it, as ``run.how`` says."""
+    last = part == run.accumulation - 1
+    if run.how in ("engine", "tensor", "scale"):
+        if run.how == "engine":
+            engine.backward(loss)
+        else:
+            (engine.scale(loss) if run.how == "scale" else loss).backward()
+        engine.step()
+        return
+    loss = loss / run.accumulation
+    with engine.no_sync() if run.how == "no_sync" and not last else contextlib.nullcontext():
+        if run.how == "boundary":  # as accelerate does
+            engine.set_gradient_accumulation_boundary(last)
+        engine.backward(loss, scale_wrt_gas=False)
+    if last:
+        engine.step()
+
+
+def train(run: Training) -> dict[str, Any]:
+    """Runs on this rank -> initial and final weights, norms, and the metrics of the last step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = models.make(run.checkpointing, dropout=0.3)
+    engine = start(run, model)
+    before = whole(model)
+    norms = []
+    for step in range(STEPS):
+        for part in range(run.accumulation):
+            backward(engine, run, loss_of(engine, run, step, part, rank, world), part)
+        norms.append(engine.get_global_grad_norm())
+        assert all(p.grad is None for p in model.parameters())
+    after = whole(model)
+    fused = engine.fused if run.stage is None else engine.optimizer.fused
+    result = {"before": before, "after": after, "norms": norms, "metrics": fused.metrics}
+    engine.destroy()
+    return result
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights by name, whatever the stage."""
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+class Reference:
+    """One process with the whole model and the global batch, and torch's clipping."""
+
+    def __init__(self, run: Training, optimizer_of) -> None:
+        self.run = run
+        self.model = models.make(dropout=0.3)
+        hypers = dict(run.hypers)
+        groups = [
+            {"params": list(self.model.parameters()), "weight_decay": hypers.pop("weight_decay")}
+        ]
+        self.optimizer = optimizer_of(run.rule, groups, hypers)
+        self.norms: list[float] = []
+
+    def step(self, step: int, world: int) -> None:
+        named = [p for p in self.model.parameters() if p.requires_grad]
+        for p in named:
+            p.grad = None
+        parts = world * self.run.accumulation
+        for rank in range(world):
+            for part in range(self.run.accumulation):
+                loss = loss_of(self.model, self.run, step, part, rank, world)
+                # not loss.backward(): it may let gradients share memory, and add to them twice
+                found = torch.autograd.grad(loss / parts, named, allow_unused=True)
+                for p, g in zip(named, found, strict=True):
+                    if g is not None:
+                        p.grad = g.clone() if p.grad is None else p.grad + g
+        self.clip()
+        self.optimizer.step()
+
+    def clip(self) -> None:
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        if self.run.clip_mode == "previous" and self.norms:
+            known = torch.tensor(self.norms[-1])
+        else:
+            known = norm
+        if self.run.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(params, self.run.max_norm, known)
+        if self.run.clip_value:
+            torch.nn.utils.clip_grad_value_(params, self.run.clip_value)
+        self.norms.append(float(norm))

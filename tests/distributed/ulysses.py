@@ -1,0 +1,135 @@
+"""Four forked ranks, sequences divided over two of them by DeepSpeed's Ulysses, two such pairs.
+
+Usage: python -m tests.distributed.ulysses OUT.pt
+"""
+
+import sys
+import traceback
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequences
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups
+from torch import nn
+from torch.nn import functional as F
+
+from tests.common.authors import ordinary
+from tests.distributed import forks
+
+VOCAB, WIDTH, HEADS, LENGTH, STEPS = 29, 24, 4, 10, 6
+CLIP = 0.05
+HYPERS: dict[str, dict[str, Any]] = {"adalomo": {"lr": 5e-3}, "came": {"lr": 5e-4}}
+CASES = [(rule, stage) for rule in HYPERS for stage in (1, 2, 3)]
+
+
+class Attention(nn.Module):
+    """Causal attention, [length, batch, heads, size] each -> the same."""
+
+    def forward(self, q, k, v, *_):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+
+
+class Block(nn.Module):
+    """One layer, whose attention sees the whole sequence, and all else what this rank has."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 50)
+        self.down = nn.Linear(50, VOCAB)
+        self.attend = Attention() if group is None else DistributedAttention(Attention(), group)
+
+    def forward(self, tokens):  # [length, batch]
+        h = self.embed(tokens)
+        q, k, v = (x.unflatten(-1, (HEADS, -1)).contiguous() for x in self.qkv(h).chunk(3, -1))
+        h = h + self.out(self.attend(q, k, v, 1).flatten(2))
+        return self.down(torch.tanh(self.up(h)))
+
+
+def make(group: Any = None) -> Block:
+    torch.manual_seed(11)
+    return Block(group)
+
+
+def loss_of(model, step: int, pair: int, part: slice) -> torch.Tensor:
+    """What the tokens ``part`` of a pair's sequences add to their mean loss."""
+    generator = torch.Generator().manual_seed(31 * step + pair)
+    tokens = torch.randint(0, VOCAB, (LENGTH, 3), generator=generator)
+    target = torch.randn(LENGTH, 3, VOCAB, generator=generator)
+    return (model(tokens[part]) - target[part]).square().sum() / target.numel()
+
+
+def whole(rule: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights before and after in one process that has whole sequences."""
+    model = make()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    params = list(model.parameters())
+    optimizer = ordinary(rule, [{"params": params, "weight_decay": 0.0}], HYPERS[rule])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(loss_of(model, step, pair, slice(None)) for pair in range(2)) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(params, CLIP)
+        optimizer.step()
+    return {"before": before, "after": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def train(rule: str, stage: int) -> dict[str, torch.Tensor]:
+    """Weights after the same training on these ranks."""
+    params = HYPERS[rule] | {"weight_decay": 0.0}
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500},
+        "optimizer": {"type": rule, "params": params},
+    }
+    if sequences._SEQUENCE_PARALLEL_GROUP is None:
+        sequences.initialize_sequence_parallel(2)
+    group = sequences.get_sequence_parallel_group()
+    engine, *_ = deepspeed.initialize(model=make(group), config=config, mpu=sequences)
+    pair, place = divmod(dist.get_rank(), 2)
+    half = slice(place * LENGTH // 2, (place + 1) * LENGTH // 2)
+    for step in range(STEPS):
+        engine.backward(loss_of(engine, step, pair, half))
+        engine.step()
+    assert groups._get_sequence_parallel_world_size() == 2
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        after = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return after
+
+
+def all_cases() -> dict[tuple[str, int], Any]:
+    found: dict[tuple[str, int], Any] = {}
+    for case in CASES:
+        try:
+            found[case] = train(*case)
+        except Exception:
+            found[case] = traceback.format_exc()
+    return found
+
+
+def by_config() -> str:
+    """What is said where DeepSpeed is told of it by the config alone."""
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "data_parallel_size": 1,
+        "sequence_parallel_size": 2,
+        "optimizer": {"type": "AdaLomo"},
+    }
+    try:
+        deepspeed.initialize(model=make(), config=config)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+if __name__ == "__main__":
+    ended = forks.run(4, all_cases)
+    references = {rule: whole(rule) for rule in HYPERS}
+    torch.save((ended, references, forks.run(2, by_config)), sys.argv[1])

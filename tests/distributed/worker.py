@@ -1,0 +1,548 @@
+"""One rank of a real run: all cases of ``CASES`` in one process group, results saved by rank 0.
+
+Usage: torchrun --nproc_per_node N tests/worker.py OUT.pt [REGEX of cases]
+"""
+
+import contextlib
+import functools
+import itertools
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import ds_ext
+from ds_ext import buckets, domains
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import models
+from tests.common.leave import leave
+from tests.distributed import habits, routing, scaling, training
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+STEPS = 20
+
+
+@dataclass
+class Case:
+    """One training run under ZeRO-3, compared by the test with a reference in one process."""
+
+    rule: str
+    hypers: dict[str, Any]
+    stage: int | None = 3  # None: fuse_into_backward, no engine
+    checkpointing: str | None = None
+    zero_init: bool = False
+    tensors: bool = True
+    odd: bool = True  # AdaLomo's authors count all steps, not those of the parameter
+    client: bool = True  # an optimizer object, all parameters in one group; else the JSON config
+    bucket: int = 500
+    persist: int = 30
+    plain_backward: bool = False
+    dtype: str = "fp32"
+
+    def step(self, step: int) -> int:
+        return step if self.odd else 0
+
+    def is_used(self, name: str) -> bool:
+        unused = ("frozen", "unused") if self.odd else ("frozen", "unused", "odd")
+        return not name.startswith(unused)
+
+
+HYPERS = {
+    "lomo": {"lr": 0.05},
+    "adalomo": {"lr": 0.01},
+    "adafactor": {"lr": 0.01, "relative_step": False, "beta1": 0.9},
+    "came": {"lr": 1e-3},
+}
+CASES: dict[str, Case] = {}
+# What differs between rules is shown by simulation (test_rules.py, test_lamb.py, test_galore.py);
+# the others of a rule's cases, on how gradients arrive, are run for the first four.
+OTHERS = {"lamb": {"lr": 1e-2}, "galoreadamw": {"lr": 1e-2, "rank": 3, "nbits": 32}}
+for _rule, _hypers in OTHERS.items():
+    if _rule in OPTIMIZERS:
+        for _stage in (None, 0, 1, 2, 3):
+            CASES[f"{_rule}-{'plain' if _stage is None else f'stage{_stage}'}"] = Case(
+                _rule, _hypers | {"weight_decay": 0.1}, stage=_stage, plain_backward=_stage is None
+            )
+for _rule, _hypers in HYPERS.items():
+    _decay = _hypers | {"weight_decay": 0.1}
+    CASES[f"{_rule}"] = Case(_rule, _hypers)
+    CASES[f"{_rule}-authors"] = Case(_rule, _hypers, tensors=False, odd=False, persist=0)
+    CASES[f"{_rule}-decay-authors"] = Case(
+        _rule, _decay, tensors=False, odd=False, plain_backward=True
+    )
+    CASES[f"{_rule}-decay-json"] = Case(_rule, _decay, client=False, bucket=10**6)
+    CASES[f"{_rule}-reentrant"] = Case(
+        _rule, _decay, checkpointing="reentrant", plain_backward=True
+    )
+    CASES[f"{_rule}-nonreentrant"] = Case(_rule, _decay, checkpointing="nonreentrant", bucket=1)
+    CASES[f"{_rule}-zero-init"] = Case(_rule, _decay, zero_init=True, bucket=1)
+    CASES[f"{_rule}-zero-init-reentrant"] = Case(
+        _rule, _hypers, checkpointing="reentrant", zero_init=True, bucket=1
+    )
+    CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None, plain_backward=True)
+    CASES[f"{_rule}-plain-reentrant"] = Case(
+        _rule, _decay, stage=None, checkpointing="reentrant", bucket=1, plain_backward=True
+    )
+    for _stage in (0, 1, 2):
+        CASES[f"{_rule}-stage{_stage}"] = Case(_rule, _decay, stage=_stage, client=_stage != 1)
+        CASES[f"{_rule}-stage{_stage}-reentrant"] = Case(
+            _rule,
+            _decay,
+            stage=_stage,
+            checkpointing="reentrant",
+            bucket=1,
+            plain_backward=True,
+        )
+for _stage in range(4):
+    CASES[f"adalomo-bf16-stage{_stage}"] = Case(
+        "adalomo", HYPERS["adalomo"], stage=_stage, dtype="bf16", tensors=False, odd=False
+    )
+CASES["adalomo-groups"] = Case("adalomo", HYPERS["adalomo"])
+
+
+def config(case: Case) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": {
+            "stage": case.stage,
+            "reduce_bucket_size": case.bucket,
+            "stage3_param_persistence_threshold": case.persist,
+        },
+    }
+    if case.dtype == "bf16":
+        made["bf16"] = {"enabled": True}
+    if not case.client:
+        made["optimizer"] = {"type": case.rule.upper(), "params": case.hypers}
+    return made
+
+
+def build(case: Case) -> models.Zoo:
+    """The case's model with the seed's weights, whichever way it is built."""
+    weights = models.make(case.checkpointing, case.tensors)
+    if not case.zero_init:
+        return weights
+    with deepspeed.zero.Init(config_dict_or_path=config(case)):
+        model = models.Zoo(case.checkpointing, case.tensors)
+    for p, w in zip(model.parameters(), weights.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+            p.copy_(w)
+    return model
+
+
+def groups(case: Case, name: str, model: models.Zoo) -> list[dict[str, Any]]:
+    """One group of all parameters, or for the case of several groups three that differ."""
+    params = list(model.parameters())
+    if not name.endswith("-groups"):
+        return [{"params": params}]
+    return [
+        {"params": params[0::3], "lr": 0.02},
+        {"params": params[1::3], "weight_decay": 0.2},
+        {"params": params[2::3], "clip_threshold": 0.5, "lr": 0.005},
+    ]
+
+
+def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights by name, whatever the stage."""
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def identical(tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = torch.cat([t.flatten().view(torch.uint8) for t in tensors.values()])
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return torch.equal(low, high)
+
+
+class Watch:
+    """Measures what the gradient path holds and sends while it runs."""
+
+    def __init__(self) -> None:
+        self.alive = 0  # most gradient elements alive at once, copies counted
+        self.sent: list[tuple[str, int]] = []
+        self.refs: list[tuple[StorageWeakRef, int]] = []
+
+    def hook(self):
+        """A hook that counts around FusedBackward's."""
+        original = buckets.Buckets._take
+
+        def _take(fused: buckets.Buckets, param: torch.Tensor) -> None:
+            self.refs.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.numel()))
+            self._count(fused)
+            original(fused, param)
+            self._count(fused)
+
+        return mock.patch.object(buckets.Buckets, "_take", _take)
+
+    def _count(self, fused: buckets.Buckets) -> None:
+        for _ in range(20):
+            if self._held(fused) <= self.alive:
+                return
+            time.sleep(0.002)  # gloo's threads let go of what they have sent a little later
+        self.alive = max(self.alive, self._held(fused))
+
+    def _held(self, fused: buckets.Buckets) -> int:
+        """Elements of gradients, and of copies of them that wait."""
+        self.refs = [(ref, n) for ref, n in self.refs if not ref.expired()]
+        known = {ref.cdata for ref, _ in self.refs}
+        waiting = [f for f in fused.waiting.values() if f is not None]
+        flats = {StorageWeakRef(f.untyped_storage()).cdata: f for f in waiting}
+        copies = sum(f.numel() for cdata, f in flats.items() if cdata not in known)
+        return sum(n for _, n in self.refs) + copies
+
+    @contextlib.contextmanager
+    def collectives(self):
+        """Notes each call that sums: (what it is, elements). "bucket" is how gradients leave."""
+
+        def spy(owner, method, name):
+            original = getattr(owner, method)
+
+            def call(*args, **kwargs):
+                x = args[-1]
+                if isinstance(x, (list, tuple)):
+                    self.sent.append((name, sum(t.numel() for t in x)))
+                elif isinstance(x, dict):
+                    self.sent.append((name, len(x)))
+                    known = {ref.cdata for ref, _ in self.refs}
+                    own = [g for g in x.values() if g is not None]
+                    flats = [(StorageWeakRef(g.untyped_storage()), g.numel()) for g in own]
+                    self.refs += [(ref, n) for ref, n in flats if ref.cdata not in known]
+                elif x.is_floating_point():  # not the ranks' agreement on a bucket
+                    self.sent.append((name, x.numel()))
+                return original(*args, **kwargs)
+
+            return mock.patch.object(owner, method, call)
+
+        with (
+            spy(dist, "all_reduce", "all_reduce"),
+            spy(domains.Replicated, "_begin", "all_reduce"),
+            spy(domains.Sharded, "_begin", "reduce_scatter"),
+            spy(buckets.Buckets, "_send", "bucket"),
+        ):
+            yield
+
+
+class Plain:
+    """What a script without DeepSpeed does, under the names of an engine."""
+
+    def __init__(self, model: torch.nn.Module, optimizer, bucket: int) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        if dist.get_rank():
+            torch.nn.init.zeros_(model.row)  # to be mended by rank 0's
+        self.fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=bucket)
+        self.param_names = {p: n for n, p in model.named_parameters()}
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def get_global_grad_norm(self) -> float:
+        return self.fused.norm
+
+    def destroy(self) -> None:
+        self.fused.remove()
+
+
+def train(name: str, case: Case) -> dict[str, Any]:
+    """Runs a case -> initial and final weights, norms, and what was watched."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = build(case)
+    optimizer = None
+    if case.client:
+        optimizer = OPTIMIZERS[case.rule](groups(case, name, model), **case.hypers)
+    watch = Watch()
+    with watch.hook():
+        if case.stage is None:
+            engine = Plain(model, optimizer, case.bucket)
+        else:
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
+    before = gathered(model)
+    norms, kept, sent = [], 0, []
+    for step in range(STEPS):
+        watch.sent = []
+        with watch.collectives():
+            loss = engine(models.batch(step, world)[rank], step=case.step(step))
+            if case.plain_backward:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            kept += sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+            if case.stage is None:
+                engine.step()  # the last bucket waits for it
+            sent = list(watch.sent)
+            if case.stage is not None:
+                engine.step()
+            if step == 3:
+                engine.step()  # accelerate may call it again
+        norms.append(engine.get_global_grad_norm())
+    after = gathered(model)
+    result = {
+        "before": before,
+        "after": after,
+        "identical": identical(after),
+        "norms": norms,
+        "kept": kept,
+        "alive": watch.alive,
+        "sent": sent,
+        "steps": {
+            engine.param_names[p]: state["step"] for p, state in engine.optimizer.state.items()
+        },
+        "decays": {
+            engine.param_names[p]: group["weight_decay"]
+            for group in engine.optimizer.param_groups
+            for p in group["params"]
+        },
+    }
+    engine.destroy()
+    return result
+
+
+def attempt(configs: dict[str, Any]) -> str:
+    """The message of the error that a config causes at ``initialize``, or ""."""
+    try:
+        deepspeed.initialize(model=models.make(), config=configs)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> dict[str, list[str]]:
+    """Bad configs -> the error of each rank."""
+    base = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+    def adalomo(**params):
+        return base | {"optimizer": {"type": "AdaLomo", "params": params}}
+
+    good = adalomo(lr=1e-3)
+    cases = {
+        "unknown": adalomo(weight_decy=0.1),
+        "type": adalomo(lr="fast"),
+        "negative": adalomo(lr=-1.0),
+        "pair": base | {"optimizer": {"type": "CAME", "params": {"betas": [0.9, 0.999]}}},
+        "clipping": good | {"gradient_clipping": -1.0},
+        "accumulation": good
+        | {"gradient_accumulation_steps": 2, "ds_ext": {"gradient_policy": "fused"}},
+        "derived accumulation": good
+        | {
+            "train_batch_size": 6 * dist.get_world_size(),
+            "ds_ext": {"gradient_policy": "fused"},
+        },
+        "section": good | {"ds_ext": {"clip_mod": "exact"}},
+        "scheduler": base
+        | {
+            "optimizer": {"type": "Adafactor", "params": {}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        },
+    }
+    found = {}
+    for name, made in cases.items():
+        messages = [""] * dist.get_world_size()
+        dist.all_gather_object(messages, attempt(made))
+        found[name] = messages
+    return found
+
+
+def second_backward() -> str:
+    """The error of a second backward before engine.step()."""
+    case = CASES["adalomo"]
+    model = build(case)
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
+    engine.backward(engine(models.batch(0, 1)[0]))
+    try:
+        engine.backward(engine(models.batch(1, 1)[0]))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class Pieces(torch.nn.Module):
+    """Three weights; the gradient of ``bad`` is NaN in one element on the last rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad = torch.nn.Linear(5, 3, bias=False)
+        self.other = torch.nn.Linear(5, 3, bias=False)
+        self.twice = torch.nn.Linear(5, 5, bias=False)
+
+    def forward(self, x, poison):
+        h = self.twice(torch.tanh(self.twice(x)))
+        bad = self.bad(h.detach())
+        if poison:
+            mask = torch.zeros_like(bad)
+            mask[0, 1] = torch.nan
+            bad = bad * (1 + mask)
+        return self.other(h).square().sum() + bad.sum()
+
+
+def not_finite() -> dict[str, Any]:
+    """A NaN in one rank's gradient of one parameter."""
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    made = config(CASES["adalomo"])
+    model = Pieces()
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made)
+    before = gathered(model)
+    engine.backward(engine(torch.randn(4, 5), poison=rank == world - 1))
+    engine.step()
+    after = gathered(model)
+    skipped = [0] * world
+    dist.all_gather_object(skipped, engine.optimizer.fused.skipped)
+    steps = {engine.param_names[p]: s["step"] for p, s in optimizer.state.items()}
+    return {
+        "skipped": skipped,
+        "changed": {n.split(".")[0] for n in after if not torch.equal(after[n], before[n])},
+        "finite": all(t.isfinite().all() for t in after.values()),
+        "state": {n: steps.get(f"{n}.weight", 0) for n in ("bad", "other", "twice")},
+    }
+
+
+def outside() -> dict[str, Any]:
+    """An optimizer over a part of the trainable parameters."""
+    model = torch.nn.Linear(6, 5)
+    optimizer = ds_ext.AdaLomo([model.weight])
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config(CASES["adalomo"])
+    )
+    before = gathered(model)
+    engine.backward(engine(torch.randn(2, 6)).square().sum())
+    kept = sum(p.grad is not None for p in model.parameters())
+    engine.step()
+    after = gathered(model)
+    changed = {n for n in after if not torch.equal(after[n], before[n])}
+    return {"kept": kept, "changed": changed}
+
+
+def galore_json() -> dict[str, Any]:
+    """The ranks that ``target_modules`` of a JSON config gives to parameters, and a wrong one."""
+    params = {"rank": 3, "target_modules": ["up", r"down\.w"], "weight_decay": 0.1}
+    base = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    good = base | {"optimizer": {"type": "GaLoreAdamW", "params": params}}
+    model = models.make()
+    engine, *_ = deepspeed.initialize(model=model, config=good)
+    ranks = {
+        engine.param_names[p]: g["rank"] for g in engine.optimizer.param_groups for p in g["params"]
+    }
+    bad = {"type": "GaLoreAdamW", "params": {"target_modules": ["upp"]}}
+    return {"ranks": ranks, "message": attempt(base | {"optimizer": bad})}
+
+
+def resume(folder: str) -> dict[str, Any]:
+    """Six steps without a break, and three, a checkpoint, a new engine and three more."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case = CASES["came"]
+
+    def start():
+        model = build(case)
+        optimizer = ds_ext.CAME(model.parameters(), lr=1e-3)
+        made = config(case) | {"scheduler": {"type": "WarmupLR", "params": SCHEDULE}}
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+
+    def steps(engine, numbers):
+        for step in numbers:
+            engine.backward(engine(models.batch(step, world)[rank], step=step))
+            engine.step()
+
+    whole, first, second = start(), start(), start()
+    steps(whole, range(6))
+    steps(first, range(3))
+    first.save_checkpoint(folder, tag="three")
+    steps(first, range(3, 4))
+    second.load_checkpoint(folder, tag="three")
+    lr = second.get_lr()
+    steps(second, range(3, 6))
+    a, b = gathered(whole.module), gathered(second.module)
+    engine = deepspeed.initialize(model=build(case), optimizer=None, config=config(case) | OTHER)[0]
+    try:
+        engine.load_checkpoint(folder, tag="three")
+        message = ""
+    except ds_ext.CheckpointError as error:
+        message = str(error)
+    return {"equal": all(torch.equal(a[n], b[n]) for n in a), "lr": lr, "message": message}
+
+
+# Three ranks on two cores are slow: what is run there is one case of each kind, and what awkward
+# cuts may break. (Numbers of ranks up to 1,024 are simulated in test_rules.py.)
+ON_THREE = re.compile(
+    r"^(lomo|adalomo|adafactor|came)(-stage1|-reentrant|-plain)?$|^(lamb|galoreadamw)-stage[13]$"
+    r"|^adalomo-(groups|bf16-stage3|authors)$|^bits|^checkpointed|^frozen [03]"
+    r"|^training (clip-stage[03]-(fused|sharded)-(none|reentrant)|accumulation2-stage[23]-clip)"
+    r"|^metrics [13]|^stranger|^training (value|previous|unmanaged|no_sync|galore)|^autocast 3"
+    r"|^fp16 (unscaled|.*-64)|^routing .*-(60|reentrant|clip)$"
+    r"|^(refusals|second|not finite|outside|galore json|resume)"
+)
+POLICIES = ("fused", "sharded")
+SCHEDULE = {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}
+OTHER = {"optimizer": {"type": "LOMO", "params": {}}}
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    jobs = {n: functools.partial(train, n, case) for n, case in CASES.items()}
+    jobs |= {
+        f"training {n}": functools.partial(training.train, r) for n, r in training.RUNS.items()
+    }
+    jobs |= {f"routing {n}": functools.partial(routing.train, r) for n, r in routing.RUNS.items()}
+    jobs |= {f"fp16 {n}": functools.partial(scaling.train, r) for n, r in scaling.RUNS.items()}
+    jobs |= {
+        "fp16 unscaled": scaling.unscaled,
+        "refusals": refusals,
+        "second backward": second_backward,
+        "not finite": not_finite,
+        "outside": outside,
+        "galore json": galore_json,
+        "resume": lambda: resume(sys.argv[1] + ".checkpoint"),
+    }
+    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
+    jobs["stranger"] = habits.stranger
+    for stage, policy, norm in [*itertools.product((0, 1, 3), POLICIES, [0.1]), (2, "fused", 0.0)]:
+        jobs[f"frozen {stage} {policy} {norm}"] = functools.partial(
+            habits.frozen, stage, policy, norm
+        )
+    for stage, policy, norm in itertools.product((1, 3), POLICIES, (0.0, 0.05)):
+        jobs[f"checkpointed {stage} {policy} {norm}"] = functools.partial(
+            habits.checkpointed, stage, policy, norm
+        )
+    for stage in range(4):
+        folder = sys.argv[1] + ".csv"
+        jobs[f"metrics {stage}"] = functools.partial(habits.metrics, stage, folder)
+        for way in ("stochastic", "nearest", "master"):
+            jobs[f"bits {stage} {way}"] = functools.partial(habits.bits, stage, way)
+    for kind in habits.RESUMED:
+        jobs[f"resumed {kind}"] = functools.partial(
+            habits.resumed, kind, f"{sys.argv[1]}.{kind}".replace(" ", "-")
+        )
+    for stage in range(4):  # last: DeepSpeed never forgets that it was on
+        for dtype in ("bfloat16", "float16"):
+            jobs[f"autocast {stage} {dtype}"] = functools.partial(scaling.autocast, stage, dtype)
+    for name, job in jobs.items():
+        if not chosen.search(name) or (dist.get_world_size() > 2 and not ON_THREE.search(name)):
+            continue
+        try:
+            results[name] = job()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+            print(name, results[name]["error"], flush=True)
+    if dist.get_rank() == 0:
+        torch.save(results, sys.argv[1])
+    leave()
+
+
+if __name__ == "__main__":
+    main()

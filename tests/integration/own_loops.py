@@ -1,0 +1,171 @@
+"""Training loops of one's own on real ranks, and the same in one process: accelerate's loop, and
+an engine's with an optimizer object of several parameter groups."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
+from torch.optim.lr_scheduler import LambdaLR
+
+from ds_ext.optimizer import OPTIMIZERS
+from tests.integration.trainer_jobs import data
+
+EPOCHS = 4
+ROWS = 12  # of an epoch: three batches a rank, so that of two at a time one is left over
+WARMUP = {"total_num_steps": 20, "warmup_num_steps": 3}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of accelerate."""
+
+    config: str
+    lr: float
+    max_norm: float = 0.0
+    accumulation: int = 1
+
+
+LOOPS = {
+    "adalomo": Loop("adalomo", 1e-2),
+    "lomo-clip": Loop("lomo", 0.1, max_norm=0.2),
+    "came-accumulation": Loop("came", 1e-3, accumulation=2),
+    "lomo-both": Loop("lomo", 0.1, max_norm=0.2, accumulation=2),
+}
+GROUPED = {
+    "lamb": {"betas": [(0.8, 0.99), (0.95, 0.9), (0.9, 0.999)], "lr": (1e-2, 3e-3, 1e-2)},
+    "came": {
+        "betas": [(0.8, 0.99, 0.999), (0.95, 0.9, 0.99), (0.9, 0.999, 0.9999)],
+        "lr": (1e-3, 3e-4, 1e-3),
+    },
+}
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights by name, whatever the stage."""
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def accelerated(loop: Loop, config: dict[str, Any], load) -> dict[str, Any]:
+    """This rank's part of accelerate's loop with optimizer and scheduler from the config."""
+    params = WARMUP | {"warmup_max_lr": "auto"}
+    made = config | {
+        "bf16": {"enabled": False},
+        "gradient_clipping": loop.max_norm,
+        "gradient_accumulation_steps": loop.accumulation,
+        "scheduler": {"type": "WarmupDecayLR", "params": params},
+    }
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    PartialState(cpu=True)  # without a GPU accelerate finds other ranks only if told
+    plugin = DeepSpeedPlugin(hf_ds_config=made)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=loop.accumulation, deepspeed_plugin=plugin
+    )
+    model = load()
+    optimizer = DummyOptim(model.parameters(), lr=loop.lr, weight_decay=0.0)
+    scheduler = DummyScheduler(optimizer)
+    loader = torch.utils.data.DataLoader(data()[:ROWS], batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    norms, rates = [], []
+    for _ in range(EPOCHS):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), loop.max_norm))
+                    rates.append(model.get_lr()[0])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return {"after": whole(model.module), "norms": norms, "rates": rates}
+
+
+def micro_batches() -> Iterator[list[dict[str, torch.Tensor]]]:
+    """What the ranks see at once, 2 rows each -> the batch of each rank."""
+    rows = data()[:ROWS]
+    for first in range(0, ROWS, 4):
+        yield [
+            {key: torch.stack([row[key] for row in part]) for key in part[0]}
+            for part in (rows[first : first + 2], rows[first + 2 : first + 4])
+        ]
+
+
+def accelerated_reference(loop: Loop, model, optimizer) -> tuple[list[float], list[float]]:
+    """accelerate's loop in one process -> (norms, learning rates after each step)."""
+    scheduler = WarmupDecayLR(optimizer, warmup_max_lr=loop.lr, **WARMUP)
+    norms, rates = [], []
+    for _ in range(EPOCHS):
+        for number, parts in enumerate(micro_batches(), 1):
+            loss = sum(model(**part).loss for part in parts) / len(parts)
+            (loss / loop.accumulation).backward()
+            if number % loop.accumulation and 4 * number < ROWS:
+                continue
+            limit = loop.max_norm or torch.inf
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+    return norms, rates
+
+
+def groups(model: torch.nn.Module, name: str) -> list[dict[str, Any]]:
+    """Attention, MLP and the rest, each with settings of its own."""
+    parts: list[list[torch.Tensor]] = [[], [], []]
+    for n, p in model.named_parameters():
+        parts["attn" not in n and 1 + ("mlp" not in n)].append(p)
+    betas, rates = GROUPED[name]["betas"], GROUPED[name]["lr"]
+    return [
+        {"params": part, "lr": lr, "betas": b, "weight_decay": decay}
+        for part, lr, b, decay in zip(parts, rates, betas, (0.3, 0.0, 0.05), strict=True)
+    ]
+
+
+def lambdas(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """One schedule for each group: falling, rising, and up and down."""
+    return LambdaLR(optimizer, [lambda t: 0.8**t, lambda t: 0.1 * t, lambda t: 1 + t % 2])
+
+
+def grouped(name: str, config: dict[str, Any], load) -> dict[str, Any]:
+    """This rank's part of an engine's loop with an optimizer object."""
+    model = load()
+    optimizer = OPTIMIZERS[name](groups(model, name))
+    made = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": config["zero_optimization"],
+    }
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=lambdas(optimizer), config=made
+    )[0]
+    rates = []
+    for _ in range(EPOCHS):
+        for parts in micro_batches():
+            engine.backward(engine(**parts[dist.get_rank()]).loss)
+            engine.step()
+            rates.append(engine.get_lr())
+    after = whole(model)
+    engine.destroy()
+    return {"after": after, "rates": rates}
+
+
+def grouped_reference(model, optimizer) -> list[list[float]]:
+    """The same loop in one process -> learning rates after each step."""
+    scheduler = lambdas(optimizer)
+    rates = []
+    for _ in range(EPOCHS):
+        for parts in micro_batches():
+            optimizer.zero_grad()
+            (sum(model(**part).loss for part in parts) / len(parts)).backward()
+            optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr())
+    return rates

@@ -1,0 +1,250 @@
+"""``python -m ds_ext plan``: the table read back, what is refused, and the picture."""
+
+import builtins
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from ds_ext import memory
+from ds_ext.__main__ import main
+from ds_ext.optimizer import OPTIMIZERS
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"vocab_size": 3001, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPES = memory.llama(3001, 64, 96, 2, 4, 2, False)
+PARTS = ["weights", "state", "gradients", "master", "total"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    transformers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def read(text):
+    """The heading of a printed table, and its rows: label -> {column: cell}."""
+    heading, _, columns, *rest = text.splitlines()
+    names = [name.strip() for name in columns.split("  ") if name.strip()]
+    rows = {}
+    for line in rest[: rest.index("")]:
+        label, *cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        rows[label] = dict(zip(names, cells, strict=True))
+    return heading, rows
+
+
+def plan(capsys, *options):
+    assert main(["plan", *map(str, options)]) == 0
+    return read(capsys.readouterr().out)
+
+
+def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
+    options = ["--model", folder, "--ranks", 3, "--optimizer", "came", "--dtype", "fp32"]
+    ours = ["--stage", 3, "--bucket", 100, "--offload-param", "--offload-optimizer"]
+    _, rows = plan(capsys, *options, *ours)
+    both = memory.ours(
+        OPTIMIZERS["came"].hypers(), SHAPES, 3, 3, torch.float32, 100, False, ("param", "optimizer")
+    )
+    row = rows["CAME, ZeRO-3, param and optimizer offloaded"]
+    assert [row[part] for part in PARTS] == [f"{getattr(both, p) / 2**20:.2f}" for p in PARTS]
+    _, without = plan(capsys, *options, "--stage", 3, "--bucket", 100)
+    assert float(row["total"]) < float(without["CAME, ZeRO-3"]["total"])
+    _, rows = plan(capsys, *options, "--offload-optimizer")
+    assert [name for name in rows if name.startswith("CAME")] == [
+        f"CAME, ZeRO-{stage}, optimizer offloaded" for stage in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--offload-param"], "--stage 3"),
+        (["--offload-param", "--stage", "2"], "--stage 3"),
+        (["--offload-optimizer"], "next to no state"),
+        (["--offload-optimizer", "--optimizer", "lamb", "--stage", "none"], "another --stage"),
+    ],
+)
+def test_offload_that_cannot_be_is_no_plan(options, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", "llama-7b", *options])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_table_is_the_arithmetic(name, folder, capsys):
+    options = ["--model", folder, "--ranks", 3, "--optimizer", name.upper(), "--bucket", 100]
+    heading, rows = plan(capsys, *options, "--dtype", "fp32")
+    n = memory.elements(SHAPES)
+    assert f"{n:,} parameters in fp32 on 3 data-parallel ranks; MiB per rank" in heading
+    kind, rule = OPTIMIZERS[name].__name__, OPTIMIZERS[name].hypers()
+    expected = {f"{kind}, plain step()": memory.ours(rule, SHAPES, None, 3, torch.float32, 100)}
+    for stage in range(4):
+        ours = memory.ours(rule, SHAPES, stage, 3, torch.float32, 100)
+        expected[f"{kind}, ZeRO-{stage}"] = ours
+        adamw = memory.adamw(SHAPES, stage, 3, torch.float32, 100)
+        expected[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw
+    megatron = memory.megatron(SHAPES, 3, "fp32", "fp32")
+    expected["Megatron-LM, fp32, fp32 gradients"] = megatron
+    assert rows.keys() == expected.keys()
+    for label, row in rows.items():
+        for part in PARTS:
+            size = getattr(expected[label], part) / 2**20
+            assert float(row[part]) == pytest.approx(size, abs=0.0051), (label, part)
+        per_param = expected[label].total / n
+        assert float(row["bytes/param"]) == pytest.approx(per_param, abs=0.0051)
+
+
+def test_one_stage_and_the_cards_that_it_fits(capsys):
+    options = ["--model", "LLaMA-7B", "--ranks", 8, "--stage", 2, "--memory", "12,24.5,80"]
+    heading, rows = plan(capsys, *options)
+    assert "6,738,415,616 parameters in bf16" in heading and "GiB" in heading
+    fits = {
+        label: [row[f"in {card} GiB"] for card in ("12", "24.5", "80")]
+        for label, row in rows.items()
+    }
+    assert fits == {
+        "AdaLomo, ZeRO-2": ["no", "fits", "fits"],
+        "AdamW, DeepSpeed ZeRO-2": ["no", "no", "fits"],
+        "Megatron-LM, bf16, fp32 gradients": ["no", "no", "fits"],
+        "Megatron-LM, fp16, fp16 gradients": ["no", "no", "fits"],
+    }
+    assert rows["AdaLomo, ZeRO-2"]["weights"] == "12.55"  # 2 · 6.738e9 / 2^30
+
+
+def test_hyper_parameters_count(folder, capsys):
+    options = ["--model", folder / "config.json", "--optimizer", "adafactor", "--stage", "none"]
+    plain = plan(capsys, *options)[1]["Adafactor, plain step()"]
+    assert "AdamW, DeepSpeed ZeRO-0" in plan(capsys, *options)[1]
+    momentum = plan(capsys, *options, "--params", '{"beta1": 0.9}')[1]["Adafactor, plain step()"]
+    assert float(momentum["bytes/param"]) - float(plain["bytes/param"]) == pytest.approx(
+        4, abs=0.02
+    )
+
+
+def test_a_master_counts(capsys):
+    options = ["--model", "llama-7b", "--stage", "3", "--ranks", 8]
+    params = ["--params", '{"weight_update": "master", "seed": 7}']
+    row = plan(capsys, *options, *params)[1]["AdaLomo, ZeRO-3"]
+    assert row["master"] == "1.57"  # 2 · 6.738e9 / 8 / 2^30
+    assert plan(capsys, *options)[1]["AdaLomo, ZeRO-3"]["master"] == "0.00"
+
+
+def test_gradients_that_are_kept_count(capsys):
+    options = ["--model", "llama-7b", "--stage", "3", "--ranks", 8]
+    used, kept = (plan(capsys, *options, *more)[1] for more in ([], ["--accumulate"]))
+    more = float(kept["AdaLomo, ZeRO-3"]["gradients"]) - float(used["AdaLomo, ZeRO-3"]["gradients"])
+    assert more == pytest.approx(4 * 6.738e9 / 8 / 2**30, abs=0.011)
+
+
+def test_other_models_than_language_models(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = transformers.ViTConfig(**sizes, num_attention_heads=4)
+    config.save_pretrained(tmp_path)
+    count = sum(p.numel() for p in transformers.ViTModel(config).parameters())
+    assert f": {count:,} parameters" in plan(capsys, "--model", tmp_path)[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shapes_of_known_models_are_those_of_transformers(tied):
+    config = transformers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert memory.llama(3001, 64, 96, 2, 4, 2, tied) == expected
+
+
+REFUSED = [
+    (["--model", "lama-7b"], "--model lama-7b: no such folder or file"),
+    (["--model", "."], "--model .: no configuration of transformers"),
+    ([], "--model"),
+    (["--optimizer", "adalom"], '--optimizer adalom: unknown. Did you mean "adalomo"?'),
+    (["--stage", "4"], "--stage: invalid choice: '4'"),
+    (["--ranks", "0"], "--ranks: '0' is not a whole number > 0"),
+    (["--ranks", "two"], "--ranks: 'two' is not a whole number > 0"),
+    (["--bucket", "-1"], "--bucket: "),
+    (["--dtype", "fp16"], "--dtype: invalid choice: 'fp16'"),
+    (["--memory", "24,x"], "--memory: '24,x' is not a list of GiB such as 24,48,80"),
+    (["--memory", "nan"], "--memory: 'nan' is not a list"),
+    (["--params", "{"], "--params {: "),
+    (["--params", "[1]"], "--params [1]: not an object"),
+    (["--params", '{"lrr": 1}'], 'Did you mean "lr"?'),
+    (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: "),
+    (["--plot", "x.unknown"], "--plot x.unknown: "),
+]
+
+
+@pytest.mark.parametrize("options, message", REFUSED)
+def test_what_cannot_be_is_refused_by_name(options, message, capsys):
+    given = options if "--model" in options or not options else ["--model", "llama-7b", *options]
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *given])
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert message in printed.err and "Traceback" not in printed.err
+    assert printed.out == ""  # no table before the error
+
+
+@pytest.mark.parametrize(
+    "package, extra, options",
+    [("transformers", "hf", ["--model", "."]), ("matplotlib", "plot", ["--plot", "x.png"])],
+)
+def test_a_missing_extra_is_named(package, extra, options, capsys, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--model", "llama-7b", *options])
+    assert end.value.code == 2
+    assert f"needs {package} (pip install ds-ext[{extra}])" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert plan(capsys, "--model", "llama-7b")[1]  # and is not needed for this
+
+
+def test_the_picture_has_a_bar_for_every_part(tmp_path, capsys, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = {}
+    barh = Axes.barh
+
+    def recorded(self, labels, widths, **kwargs):
+        drawn[kwargs["label"]] = (list(kwargs["left"]), list(widths))
+        return barh(self, labels, widths, **kwargs)
+
+    monkeypatch.setattr(Axes, "barh", recorded)
+    picture = tmp_path / "plan.png"
+    _, rows = plan(capsys, "--model", "llama-7b", "--ranks", 8, "--plot", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    ends = [0.0] * len(rows)
+    for part in PARTS[:-1]:
+        left, widths = drawn[part]
+        assert left == pytest.approx(ends)  # stacked
+        assert widths == pytest.approx([float(row[part]) for row in rows.values()], abs=0.0051)
+        ends = [a + b for a, b in zip(left, widths, strict=True)]
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "ds_ext", *arguments]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_as_a_command():
+    done = run()
+    assert done.returncode == 0 and "plan" in done.stdout and done.stdout.startswith("usage:")
+    done = run("plan", "--model", "smollm2-135m", "--ranks", "2", "--optimizer", "came")
+    heading, rows = read(done.stdout)  # nothing else is on stdout
+    assert heading.startswith("smollm2-135m: 134,515,008 parameters")
+    assert "CAME, ZeRO-3" in rows
+    assert run("plan", "--model", "nothing").returncode == 2

@@ -1,0 +1,84 @@
+"""Every kernel that the optimizers ask for compiles for an H200, wherever the tests run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from ds_ext import launches, ops, rounds
+from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.shard import Shard
+from tests.common import needs
+from tests.unit.test_kernels import SETTINGS
+
+pytestmark = needs.nvidia
+MODES = {
+    torch.float32: ("nearest",),
+    torch.bfloat16: ("stochastic", "nearest", "master"),
+    torch.float16: ("stochastic", "nearest", "master"),
+}
+ALIGNED, ODD = ((4, 64), (64,)), ((4, 5), (5,))
+
+
+def asked_for(monkeypatch) -> list:
+    """What the optimizers ask for -> [[kernel, warps, constants], ...].
+
+    Of all, which would take minutes, as many as show each kernel with each value of a constant,
+    with each form of what is aligned or not, and with each way to keep each weight.
+    """
+    found, seen = [], set()
+
+    def note(requests):
+        if requests:
+            constants, warps = launches.constants(requests)
+            plain = {k: getattr(v, "value", getattr(v, "name", v)) for k, v in constants.items()}
+            kernel = requests[0].kernel
+            pairs = [(name, name) for name in plain] + [("FORM", "ALIGNED"), ("WD", "KEPT")]
+            shown = {(kernel, a, plain.get(a), plain.get(b)) for a, b in pairs}
+            if not shown <= seen:
+                seen.update(shown)
+                found.append([kernel, warps, plain])
+
+    monkeypatch.setattr(launches, "_run", note)
+    monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+    for name in OPTIMIZERS:
+        for dtype, modes in MODES.items():
+            for mode in modes:
+                for shapes in (ALIGNED, ODD):
+                    step(name, dtype, mode, shapes)
+    return found
+
+
+def step(name, dtype, mode, shapes):
+    """One step, whose kernels do nothing; ranks hold parts of rows of the last matrix."""
+    params = [torch.nn.Parameter(torch.ones(s, dtype=dtype)) for s in (*shapes, shapes[0])]
+    optimizer = OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode)
+    shards = [Shard.whole(tuple(p.shape)) for p in params]
+    shards[-1] = Shard(tuple(params[-1].shape), 0, params[-1].numel() // 8 * 4, 16)
+    rules = []
+    for p, s in zip(params, shards, strict=True):
+        run = torch.ones(len(s), dtype=dtype)
+        bound = 1.0 if s is shards[-1] else None
+        rules.append(optimizer.rules(Update(p, run, ops.Scaled(run, 0.5, bound), s))[0])
+    with torch.no_grad():
+        rounds.simulate([rules])
+
+
+def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
+    asked = asked_for(monkeypatch)
+    assert {kernel for kernel, _, _ in asked} == {
+        *("squares", "statistics", "weighed", "advance", "apply", "fold", "factors")
+    }
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.compile_kernels"],
+        cwd=Path(__file__).parents[2],
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]

@@ -1,0 +1,165 @@
+"""The README's support matrix: what tests say of themselves, how it is gathered and held to."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import support
+from tests.support import BEGIN, END, cells
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_readme_has_the_table_of_the_tests_that_ran():
+    readme = (ROOT / "README.md").read_text()
+    found = json.loads((ROOT / "tests" / "support.json").read_text())
+    assert readme == support.replace(readme, support.render(found))
+
+
+SAID = [
+    ((["MiCS"],), {"stage": [None, 3], "optimizer": "came"}, ["plain CAME", "3 CAME"]),
+    (("MiCS",), {"stage": "stage", "optimizer": "rule"}, ["2 LAMB"]),
+    (("MiCS",), {"stage": lambda stage: stage - 1, "optimizer": ["LOMO"]}, ["1 LOMO"]),
+    ((lambda stage: [],), {"stage": 1, "optimizer": "CAME"}, []),
+    (("MiCS",), {"refused": "zero_optimization.x"}, ["refused zero_optimization.x"]),
+]
+
+
+@pytest.mark.parametrize("args, told, expected", SAID)
+def test_a_mark_takes_values_from_the_parameters(args, told, expected):
+    found = cells(args, told, {"stage": 2, "rule": "lamb"})
+    assert found == [("MiCS", *cell.split(" ")) for cell in expected]
+
+
+ILL = [
+    (("MICS",), {"stage": 1, "optimizer": "CAME"}),
+    (("MiCS",), {"stage": 4, "optimizer": "CAME"}),
+    (("MiCS",), {"stage": 1, "optimizer": "Adam"}),
+    (("MiCS",), {"stage": 1}),
+]
+
+
+@pytest.mark.parametrize("args, told", ILL)
+def test_a_mark_that_means_nothing_is_an_error(args, told):
+    with pytest.raises((KeyError, ValueError)):
+        cells(args, told, {})
+
+
+SUITE = """
+import pytest
+
+@pytest.mark.supports("MiCS", stage="stage", optimizer="CAME")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one(stage):
+    assert stage != 1
+    if stage == 2:
+        pytest.skip("on purpose, to see how it is reported")
+
+@pytest.mark.supports("MiCS", stage=3, optimizer="CAME")
+@pytest.mark.parametrize("n", range(4))
+def test_other(n):
+    pass
+
+@pytest.fixture
+def broken():
+    raise OSError
+
+@pytest.mark.supports("MiCS", stage=None, optimizer="LAMB")
+def test_never_run(broken):
+    pass
+
+@pytest.mark.supports("ZenFlow", refused="zero_optimization.zenflow")
+def test_refusal():
+    pass
+"""
+CONFTEST = """
+from tests import support
+
+def pytest_configure(config):
+    config.pluginmanager.register(support.Collector(config))
+"""
+PROJECT = '[tool.pytest.ini_options]\nmarkers = ["supports"]\ntestpaths = ["tests"]\n'
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A repository of four tests whose README claims things, and a full run of it by xdist."""
+    root = tmp_path_factory.mktemp("project")
+    (root / "tests").mkdir()
+    (root / "tests" / "test_it.py").write_text(SUITE)
+    (root / "tests" / "conftest.py").write_text(CONFTEST)
+    (root / "pyproject.toml").write_text(PROJECT)
+    claimed = {s: {"CAME": "passed"} for s in ("0", "1", "2", "3", "plain")}
+    found = {"date": "then", "full": True, "cells": {"MiCS": claimed}, "files": {}}
+    (root / "tests" / "support.json").write_text(json.dumps(found))
+    (root / "README.md").write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    return root, pytest_in(root, "-n2"), ran(root)
+
+
+def pytest_in(root, *args):
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *args, "-p", "no:cacheprovider"],
+        cwd=root,
+        env={k: v for k, v in os.environ.items() if "PYTEST" not in k} | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def ran(root):
+    return json.loads((root / "build" / "support.json").read_text())
+
+
+def test_outcomes_are_gathered_from_all_processes(project):
+    _, done, found = project
+    assert found["full"], done.stdout + done.stderr
+    got = support.summary(found)
+    assert got["cells"]["MiCS"] == {
+        "0": {"CAME": "passed"},
+        "1": {"CAME": "failed"},
+        "2": {"CAME": "skipped"},
+        "3": {"CAME": "passed"},
+        "plain": {"LAMB": "failed"},
+    }
+    assert got["cells"]["ZenFlow"] == {"refused": {"zero_optimization.zenflow": "passed"}}
+    assert got["files"]["MiCS"] == ["tests/test_it.py"]
+
+
+def test_a_full_run_tells_what_the_readme_claims_and_it_did_not_show(project):
+    _, done, _ = project
+    told = [line for line in done.stdout.splitlines() if line.startswith("README.md claims")]
+    assert told == [
+        "README.md claims MiCS, stage 1, CAME: failed in this run",
+        "README.md claims MiCS, stage 2, CAME: skipped in this run",
+        "README.md claims MiCS, stage plain, CAME: not tested in this run",
+    ]
+
+
+def test_a_claim_without_its_test_fails_a_full_run_and_no_part_of_one(project):
+    root, *_ = project
+    passing = ["--deselect", "tests/test_it.py::test_one[1]", "--deselect"]
+    part = pytest_in(root, *passing, "tests/test_it.py::test_never_run")
+    assert part.returncode == 0 and "README.md claims" not in part.stdout, part.stdout
+    assert not ran(root)["full"] and len(ran(root)["tests"]) == 10  # added to what was there
+    (root / "tests" / "test_it.py").write_text(
+        SUITE.replace("assert stage != 1", "pass").replace("raise OSError", "pass")
+    )
+    whole = pytest_in(root)
+    assert whole.returncode == 1 and " failed" not in whole.stdout, whole.stdout
+    assert "README.md claims MiCS, stage plain, CAME: not tested in this run" in whole.stdout
+
+
+def test_the_table_is_written_between_its_marks(project):
+    root, *_ = project
+    command = [sys.executable, "-m", "tests.support", str(root / "README.md")]
+    for _ in range(2):  # again: the same
+        subprocess.run(command, cwd=ROOT, check=True)
+        text = (root / "README.md").read_text()
+        assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
+    assert "| MiCS | LAMB | CAME | CAME |  | CAME | [it](tests/test_it.py) |" in text
+    assert "that names the setting: ZenFlow (`zero_optimization.zenflow`)." in text

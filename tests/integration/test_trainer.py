@@ -1,0 +1,196 @@
+"""HF Trainer on two ranks with the shipped configs, against HF Trainer in one process with the
+authors' optimizers; LoRA adapters; accelerate's own loop, and one of parameter groups."""
+
+import functools
+import itertools
+import math
+import tempfile
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.common import apart, authors
+from tests.integration import own_loops, trainer_jobs
+from tests.integration.own_loops import GROUPED, LOOPS
+from tests.integration.trainer_jobs import BATCH, JOBS, STEPS
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+LORA = [name for name, job in JOBS.items() if job.lora]
+OTHER = [name for name, job in JOBS.items() if job.refused or job.half or job.changes]
+COMPARED = [name for name in JOBS if name not in OTHER]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder with the saved models, results of trainer_worker.py by job, its log)."""
+    folder = tmp_path_factory.mktemp("trainer")
+    trainer_jobs.model().save_pretrained(folder / "model")
+    said = apart.python(*apart.ranks(2), "-m", "tests.integration.trainer_worker", str(folder))
+    return folder, torch.load(folder / "results.pt", weights_only=False), said
+
+
+def result(run, name):
+    got = run[1][name]
+    assert "error" not in got, got["error"]
+    return got
+
+
+def build(lora=False):
+    model = trainer_jobs.model()
+    return trainer_jobs.adapted(model) if lora else model
+
+
+def weights(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def split(model, decay):
+    """Groups with and without weight decay of what is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay}
+    others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    return [group for group in (decayed, others) if group["params"]]
+
+
+@functools.cache  # runs that differ in accumulation, checkpointing or stage have the same reference
+def reference(config, max_norm, lora):
+    """The same training by HF Trainer in one process, of whole batches -> (weights, log)."""
+    job = trainer_jobs.Job(config, {"max_grad_norm": max_norm})
+    model = build(lora)
+    groups = split(model, job.all_arguments["weight_decay"])
+    optimizer = authors.ordinary(config, groups, {"lr": job.all_arguments["learning_rate"]})
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_jobs.Sequential(
+            model=model,
+            args=transformers.TrainingArguments(
+                output_dir=folder, per_device_train_batch_size=BATCH, **job.all_arguments
+            ),
+            train_dataset=trainer_jobs.data(),
+            optimizers=(optimizer, None),
+        )
+        trainer.train()
+    return weights(model), trainer.state.log_history
+
+
+def compare(got, expected, before, steps):
+    """Compares errors with updates, weight by weight and in all; a frozen weight has none."""
+    assert got.keys() == expected.keys()
+    updates = torch.stack([(p - before[n]).norm() for n, p in expected.items()])
+    errors = torch.stack([(got[n] - p).norm() for n, p in expected.items()])
+    resolution = steps * 2**-24 * torch.stack([p.norm() for p in expected.values()])
+    allowed = torch.maximum(2e-5 * updates, resolution).where(updates > 0, 0)
+    assert not [n for n, bad in zip(expected, errors > allowed, strict=True) if bad]
+    assert errors.norm() <= 1e-5 * updates.norm()
+
+
+def of(log, key):
+    return [entry[key] for entry in log if key in entry]
+
+
+@pytest.mark.supports(
+    lambda name: "HF Trainer" + (" with LoRA adapters" if JOBS[name].lora else ""),
+    stage=lambda name: JOBS[name].stage,
+    optimizer=lambda name: JOBS[name].config,
+)
+@pytest.mark.parametrize("name", COMPARED)
+def test_trainer_equals_one_process(run, name):
+    got, job = result(run, name), JOBS[name]
+    after, log = reference(job.config, job.max_norm, job.lora)
+    compare(got["after"], after, weights(build(job.lora)), STEPS)
+    assert got["kept"] == 0
+    assert got["policy"] == ("fused" if job.accumulation == 1 else "sharded")
+    assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=1e-3)
+    assert len(of(log, "grad_norm")) == STEPS
+    assert of(got["log"], "grad_norm") == pytest.approx(of(log, "grad_norm"), rel=1e-4)
+    if job.max_norm:
+        assert min(of(log, "grad_norm")) > 1.05 * job.max_norm  # or it would show nothing
+    # under DeepSpeed the Trainer logs the rate of the step to come
+    rates = of(got["log"], "learning_rate")
+    assert rates[:-1] == pytest.approx(of(log, "learning_rate")[1:])
+
+
+@pytest.mark.parametrize("name", [name for name in COMPARED if not JOBS[name].lora])
+def test_the_saved_model_is_the_trained_one(run, name):
+    saved = load_file(run[0] / name / "model.safetensors")
+    after = result(run, name)["after"]
+    assert saved.keys() == after.keys()
+    assert all(torch.equal(saved[n], after[n]) for n in saved)
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_lora_changes_the_adapters_alone_and_they_load(run, name):
+    got, before = result(run, name), weights(build(lora=True))
+    changed = {n for n in before if not torch.equal(got["after"][n], before[n])}
+    assert changed == {n for n in before if "lora_" in n}
+    assert got["state"] == len(changed)
+    loaded = peft.PeftModel.from_pretrained(trainer_jobs.model(), run[0] / name)
+    assert all(torch.equal(p, got["after"][n]) for n, p in loaded.named_parameters())
+
+
+def test_fp16_equals_one_process_but_for_its_rounding(run):
+    got, job = result(run, "lomo-fp16"), JOBS["lomo-fp16"]
+    after, log = reference(job.config, job.max_norm, job.lora)
+    before = weights(build())
+    errors = [got["after"][n].float() - p for n, p in after.items()]
+    updates = [p - before[n] for n, p in after.items()]
+    norm = torch.nn.utils.get_total_norm
+    assert norm(errors) <= 0.1 * norm(updates)
+    assert got["skipped"] == 0 and got["scale"] == 2**8
+    assert of(got["log"], "grad_norm") == pytest.approx(of(log, "grad_norm"), rel=1e-2)
+    assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=2e-3)
+
+
+def test_fp16_overflow_skips_steps_and_the_schedule_waits(run):
+    got, expected = result(run, "lomo-fp16-overflow"), result(run, "lomo-fp16")
+    skipped = got["skipped"]
+    assert 0 < skipped < STEPS and got["scale"] == 2 ** (19 - skipped)
+    rates, all_rates = (of(r["log"], "learning_rate") for r in (got, expected))
+    advanced = [new for old, new in itertools.pairwise([0.0, *rates]) if new != old]
+    assert advanced == all_rates[: STEPS - skipped]
+    assert all(p.isfinite().all() for p in got["after"].values())
+    assert not math.isfinite(of(got["log"], "grad_norm")[0])
+    assert math.isfinite(of(got["log"], "grad_norm")[-1])
+
+
+def test_norms_are_not_decayed_and_the_log_says_so(run):
+    for name, decay in result(run, "adalomo")["decays"].items():
+        assert decay == (0.0 if "norm" in name else 0.1), name
+    assert "model.layers.*.self_attn.q_proj.weight (2)" in run[2]
+    assert "no weight decay on: model.layers.*.input_layernorm.weight (2)" in run[2]
+
+
+def test_a_scheduler_of_the_config_is_followed(run):
+    rates = of(result(run, "scheduler")["log"], "learning_rate")
+    assert max(rates) == pytest.approx(1e-2) and rates[-1] < 3e-3 and rates[0] < 1e-2
+
+
+def test_a_scheduler_that_deepspeed_would_give_no_metric_is_refused(run):
+    assert "choose another lr_scheduler_type" in run[1]["plateau"]["error"]
+
+
+@pytest.mark.supports("accelerate's own loop", stage=3, optimizer=lambda name: LOOPS[name].config)
+@pytest.mark.parametrize("name", LOOPS)
+def test_accelerate_loop_equals_one_process(run, name):
+    got, loop = result(run, f"accelerate {name}"), LOOPS[name]
+    model = build()
+    optimizer = authors.ordinary(loop.config, split(model, 0.0), {"lr": loop.lr})
+    norms, rates = own_loops.accelerated_reference(loop, model, optimizer)
+    compare(got["after"], weights(model), weights(build()), len(norms))
+    assert got["norms"] == pytest.approx(norms, rel=1e-4)
+    assert got["rates"] == pytest.approx(rates)
+    assert min(norms) > 1.2 * loop.max_norm
+
+
+@pytest.mark.supports("own settings for a parameter group", stage=3, optimizer="name")
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_keep_their_settings_and_schedules(run, name):
+    got, model = result(run, f"groups {name}"), build()
+    optimizer = authors.ordinary(name, own_loops.groups(model, name), {"lr": 1.0})
+    rates = own_loops.grouped_reference(model, optimizer)
+    compare(got["after"], weights(model), weights(build()), len(rates))
+    assert got["rates"] == rates

@@ -1,0 +1,370 @@
+"""``fuse_into_backward`` in one process: the same bits as an ordinary step, and what it refuses."""
+
+import copy
+import logging
+import traceback
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ds_ext
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import models
+
+HYPERS = {"adafactor": {"lr": 0.01, "relative_step": False}, "galoreadamw": {"rank": 4}}
+
+
+def optimizer_of(name, model):
+    return OPTIMIZERS[name](model.parameters(), **HYPERS.get(name, {"lr": 1e-3}))
+
+
+def weights(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.supports(
+    lambda checkpointing: {
+        None: "tied, shared, unused weights; 0 to 4 dimensions",
+        "reentrant": "reentrant activation checkpointing",
+        "nonreentrant": "non-reentrant activation checkpointing",
+    }[checkpointing],
+    stage=None,
+    optimizer="name",
+)
+@pytest.mark.parametrize("bucket", [None, 300, 10**6])
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_weights_have_the_bits_of_an_ordinary_step(name, checkpointing, bucket):
+    plain, model = models.make(checkpointing), models.make(checkpointing)
+    ordinary, optimizer = optimizer_of(name, plain), optimizer_of(name, model)
+    fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=bucket)
+    for step in range(4):
+        tokens = models.batch(step, 1)[0]
+        ordinary.zero_grad()
+        plain(tokens, step=step).backward()
+        grads = [p.grad for p in plain.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        ordinary.step()
+        model(tokens, step=step).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        assert fused.norm == pytest.approx(float(norm), rel=1e-5)
+    expected = weights(plain)
+    assert all(torch.equal(p, expected[n]) for n, p in weights(model).items())
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
+def test_backward_alone_steps_all_but_weights_whose_gradient_comes_in_parts(checkpointing):
+    model = models.make(checkpointing)
+    optimizer = optimizer_of("lomo", model)
+    ds_ext.fuse_into_backward(model, optimizer)
+    before = weights(model)
+    model(models.batch(0, 1)[0]).backward()
+    moved = {n for n, p in weights(model).items() if not torch.equal(p, before[n])}
+    still = {"shared.weight", "shared.bias"} if checkpointing == "reentrant" else set()
+    still |= {n for n in before if n.startswith(("frozen", "unused", "odd"))}
+    assert moved == set(before) - still
+    optimizer.step()
+    assert not torch.equal(model.shared.weight, before["shared.weight"])
+
+
+def test_removing_gives_back_an_ordinary_optimizer():
+    model = models.make()
+    optimizer = optimizer_of("lomo", model)
+    ds_ext.fuse_into_backward(model, optimizer).remove()
+    before = weights(model)
+    model(models.batch(0, 1)[0]).backward()
+    assert model.up.weight.grad is not None
+    assert torch.equal(model.up.weight, before["up.weight"])
+
+
+def test_a_scheduler_is_followed():
+    model, plain = models.make(), models.make()
+    optimizers = [optimizer_of("lomo", m) for m in (model, plain)]
+    ds_ext.fuse_into_backward(model, optimizers[0])
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    for step in range(3):
+        for m, o, s in zip((model, plain), optimizers, schedulers, strict=True):
+            o.zero_grad()
+            m(models.batch(step, 1)[0]).backward()
+            o.step()
+            s.step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    assert optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 / 8)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e19])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_gradient_makes_a_weight_or_a_state_that_is_not_finite(name, value, caplog):
+    model = torch.nn.Linear(64, 64, bias=False)
+    other = torch.nn.Linear(64, 3)
+    both = torch.nn.Sequential(model, other)
+    optimizer = optimizer_of(name, both)
+    fused = ds_ext.fuse_into_backward(both, optimizer)
+    scale = torch.ones(64, 64)
+    scale[3, 5] = value
+    logging.getLogger("ds_ext").propagate = True
+    before = weights(both)
+    (both(torch.randn(5, 64)).square().sum() + (model.weight * scale).sum()).backward()
+    optimizer.step()
+    after = weights(both)
+    assert torch.equal(after["0.weight"], before["0.weight"]) and fused.skipped == 1
+    assert not optimizer.state[model.weight]
+    assert not torch.equal(after["1.weight"], before["1.weight"])
+    assert all(p.isfinite().all() for p in after.values())
+    assert "0.weight" in caplog.text
+    logging.getLogger("ds_ext").propagate = False
+
+
+def test_a_second_backward_before_step_is_refused():
+    model = models.make()
+    ds_ext.fuse_into_backward(model, optimizer_of("adalomo", model))
+    model(models.batch(0, 1)[0]).backward()
+    with pytest.raises(RuntimeError, match="second gradient.*before"):
+        model(models.batch(1, 1)[0]).backward()
+
+
+def test_generation_between_steps_does_not_count_as_use():
+    model, quiet = models.make(), models.make()
+    for m in (model, quiet):
+        optimizer = optimizer_of("adalomo", m)
+        fused = ds_ext.fuse_into_backward(m, optimizer)
+        if m is model:
+            with torch.no_grad():
+                for _ in range(3):
+                    m(models.batch(5, 1)[0])
+        loss = m(models.batch(0, 1)[0])
+        assert {p.shape for p in fused.buckets.uses.count if fused.buckets.uses.count[p] > 1} == {
+            m.shared.weight.shape,
+            m.shared.bias.shape,
+        }
+        loss.backward()
+        optimizer.step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), quiet.parameters(), strict=True)
+    )
+
+
+def test_a_model_can_be_copied_before_it_is_fused():
+    model = models.make()
+    twin = copy.deepcopy(model)
+    ds_ext.fuse_into_backward(model, optimizer_of("lomo", model))
+    twin(models.batch(0, 1)[0]).backward()
+    assert twin.up.weight.grad is not None
+
+
+class NoisyBackward(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by random numbers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.rand_like(g)
+
+
+def noisy(model, tokens):
+    h = NoisyBackward.apply(torch.tanh(model.up(model.embed(tokens))))
+    return model.down(F.dropout(h, 0.3)).square().mean()
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_both_backward_passes_see_the_same_random_numbers(policy):
+    plain, model = models.make(), models.make()
+    ordinary, optimizer = optimizer_of("lomo", plain), optimizer_of("lomo", model)
+    fused = ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=1e-3, gradient_policy=policy)
+    for step in range(3):
+        tokens = models.batch(step, 1)[0]
+        torch.manual_seed(step)
+        ordinary.zero_grad()
+        noisy(plain, tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        ordinary.step()
+        after = torch.rand(1)
+        torch.manual_seed(step)
+        fused.backward(noisy(model, tokens))
+        optimizer.step()
+        assert torch.equal(torch.rand(1), after)  # and the script's numbers are not disturbed
+        assert fused.norm == pytest.approx(float(norm), rel=1e-5) and fused.norm > 1e-3
+    start = weights(models.make())
+    expected = weights(plain)
+    for n, p in weights(model).items():
+        assert (p - expected[n]).norm() <= 1e-5 * (expected[n] - start[n]).norm() + 1e-9, n
+
+
+def clipped(model, optimizer, **how):
+    return ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=0.1, **how)
+
+
+def test_backward_that_was_not_measured_is_an_error_before_anything_moves():
+    model = models.make()
+    fused = clipped(model, optimizer_of("lomo", model))
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"engine\.backward\(loss\).*sharded"):
+        model(models.batch(0, 1)[0]).backward()
+    assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+    assert fused.norm is None
+
+
+def test_measuring_alone_changes_nothing_and_keeps_no_gradient():
+    model = models.make()
+    optimizer = optimizer_of("came", model)
+    fused = clipped(model, optimizer)
+    before = weights(model)
+    fused.rehearse(model(models.batch(0, 1)[0]))
+    assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+    assert not optimizer.state and not fused.tally.kept
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_second_backward_before_step_is_refused_where_it_was_clipped_by_the_first():
+    model = models.make()
+    fused = clipped(model, optimizer_of("lomo", model))
+    fused.backward(model(models.batch(0, 1)[0]))
+    with pytest.raises(RuntimeError, match="second gradient"):
+        fused.backward(model(models.batch(1, 1)[0]))
+
+
+@pytest.mark.parametrize("how", [{"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_measured_or_kept_is_skipped_whole(name, how, caplog):
+    model, twin = models.make(), models.make()
+    optimizer, other = optimizer_of(name, model), optimizer_of(name, twin)
+    fused = ds_ext.fuse_into_backward(model, optimizer, **how)
+    without = ds_ext.fuse_into_backward(twin, other, **how)
+    logging.getLogger("ds_ext").propagate = True
+    for step in range(4):
+        loss = model(models.batch(step, 1)[0], step=step)
+        if step == 2:  # one element of one gradient is not finite
+            before = weights(model)
+            mask = torch.zeros_like(model.up.weight)
+            mask[0, 0] = torch.inf
+            fused.backward(loss + (model.up.weight * mask).sum())
+            optimizer.step()
+            assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+            continue
+        fused.backward(loss)
+        without.backward(twin(models.batch(step, 1)[0], step=step))
+        optimizer.step()
+        other.step()
+    logging.getLogger("ds_ext").propagate = False
+    expected = weights(twin)
+    assert all(torch.equal(p, expected[n]) for n, p in weights(model).items())
+    assert fused.skipped_steps == 1 and fused.metrics["skipped_parameters"] == 0
+    assert "up.weight" in caplog.text and "the step is skipped" in caplog.text
+
+
+def test_the_norm_of_the_step_before_is_never_one_that_is_not_finite():
+    model = models.make()
+    optimizer = optimizer_of("lomo", model)
+    fused = clipped(model, optimizer, clip_mode="previous")
+    fused.backward(model(models.batch(0, 1)[0]))
+    optimizer.step()
+    known = fused.norm
+    model(models.batch(1, 1)[0]).mul(torch.inf).backward()  # needs no measuring any more
+    optimizer.step()
+    assert fused.metrics["skipped_parameters"] > 0 and fused.previous_norm == known
+    fused.backward(model(models.batch(2, 1)[0]))
+    optimizer.step()
+    assert fused.metrics["clip_coefficient"] == pytest.approx(0.1 / known, rel=1e-4)
+
+
+def test_kept_gradients_are_in_fp32_and_gone_after_the_step_and_the_log_tells_their_cost(caplog):
+    logging.getLogger("ds_ext").propagate = True
+    caplog.set_level(logging.INFO)
+    model = models.make()
+    optimizer = optimizer_of("adalomo", model)
+    fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded")
+    for part in range(2):
+        model(models.batch(part, 1)[0]).backward()
+    kept = fused.tally.kept
+    used = [p for n, p in model.named_parameters() if not n.startswith(("frozen", "unused", "odd"))]
+    assert set(kept) == set(used) and all(run.g.dtype == torch.float32 for run in kept.values())
+    assert sum(run.g.numel() for run in kept.values()) == sum(p.numel() for p in used)
+    optimizer.step()
+    logging.getLogger("ds_ext").propagate = False
+    assert not fused.tally.kept and fused.kept_bytes() >= 4 * sum(p.numel() for p in used)
+    assert "gradients are kept until the step" in caplog.text
+
+
+def test_an_optimizer_over_parameters_outside_the_model_is_refused():
+    model, other = models.make(), torch.nn.Linear(2, 2)
+    optimizer = OPTIMIZERS["lomo"]([*model.parameters(), *other.parameters()])
+    with pytest.raises(ValueError, match="2 of the optimizer's parameters are not in the model"):
+        ds_ext.fuse_into_backward(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"gradient_policy": "keep"}, {"clip_mode": "last"}, {"max_grad_norm": 1.0, "clip_value": 1.0}],
+)
+def test_contradictions_are_refused(how):
+    model = models.make()
+    with pytest.raises(ValueError):
+        ds_ext.fuse_into_backward(model, optimizer_of("lomo", model), **how)
+
+
+def test_measured_rms_is_told():
+    model = models.make()
+    optimizer = optimizer_of("lomo", model)
+    fused = ds_ext.fuse_into_backward(model, optimizer, measure_updates=True)
+    before = weights(model)
+    model(models.batch(0, 1)[0]).backward()
+    optimizer.step()
+    moved = {n: p - before[n] for n, p in weights(model).items() if not torch.equal(p, before[n])}
+    expected = torch.cat([x.flatten() for x in moved.values()]).square().mean().sqrt()
+    assert fused.metrics["update_rms/0"] == pytest.approx(float(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
+def test_backward_passes_add_up_though_autograd_lets_gradients_share_memory(checkpointing):
+    plain, model = models.make(), models.make(checkpointing)
+    ordinary, optimizer = optimizer_of("lomo", plain), optimizer_of("lomo", model)
+    ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded")
+    for step in range(3):
+        ordinary.zero_grad()
+        sum(plain(models.batch(10 * step + part, 1)[0], step=step) for part in range(3)).backward()
+        ordinary.step()
+        for part in range(3):
+            model(models.batch(10 * step + part, 1)[0], step=step).backward()
+        optimizer.step()
+    start, expected = weights(models.make()), weights(plain)
+    for n, p in weights(model).items():
+        assert (p - expected[n]).norm() <= 1e-4 * (expected[n] - start[n]).norm(), n
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_hook_reads_a_number_of_the_device(name):
+    """``.item()`` and what else makes the host wait. Whether gradients are finite is one flag of a
+    bucket, brought to the host on its way (beside.py)."""
+
+    class Reads(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.places = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                self.places.append("".join(traceback.format_stack(limit=8)))
+            return func(*args, **(kwargs or {}))
+
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 4))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with Reads() as reads:
+            model(torch.randn(3, 6)).square().sum().backward()
+        assert not reads.places, reads.places[0]
+        optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    with Reads() as reads:
+        float(fused.buckets.size)
+        torch.ones(()).item()
+    assert reads.places

@@ -1,0 +1,311 @@
+"""Kernels are their ops: on a GPU where there is one, else in Triton's interpreter on the CPU."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from ds_ext import launches, ops, precision, rounds
+from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.precision import Writing
+from ds_ext.shard import Shard
+from tests.common import needs, table
+
+pytestmark = needs.triton
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = ((), (5,), (300,), (1, 7), (7, 1), (40, 150), (3, 33, 20), (70, 17))
+SETTINGS = {
+    "lomo": {"lr": 0.5, "weight_decay": 0.1},
+    "adalomo": {"lr": 0.02, "weight_decay": 0.1},
+    "adafactor": {"lr": 0.02, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1},
+    "came": {"lr": 2e-3, "weight_decay": 0.1},
+    "lamb": {"lr": 0.02, "weight_decay": 0.1},
+    "galoreadamw": {"lr": 0.02, "rank": None, "weight_decay": 0.1},
+}
+CLOSE = 1e-5  # of the norm of the update
+STEPS = 2
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Turns the kernels on and off on this machine's device."""
+
+    def turn(on):
+        monkeypatch.setattr(launches, "DEVICES", {DEVICE.type} if on else set())
+
+    turn(True)
+    return turn
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels launched, a list of names."""
+    names = []
+    original = launches._run
+
+    def run(requests):
+        names.extend({r.kernel for r in requests})
+        original(requests)
+
+    monkeypatch.setattr(launches, "_run", run)
+    return names
+
+
+def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g: g):
+    """Weights after STEPS steps of ``world`` simulated ranks -> whole, in fp32 if there is more."""
+    weights = [p.to(DEVICE, dtype) for p in table.weights(shapes)]
+    ranks = []
+    for rank in range(world):
+        params = [torch.nn.Parameter(p.clone()) for p in weights]
+        optimizer = OPTIMIZERS[name](params, **(hypers or SETTINGS[name]), weight_update=mode)
+        shards = [Shard.of_rank(tuple(p.shape), rank, world) for p in params]
+        runs = [cut(p, s) for p, s in zip(params, shards, strict=True)]
+        ranks.append((params, optimizer, shards, runs))
+    for grads in table.gradients(STEPS, shapes):
+        grads = [g.to(DEVICE, dtype) for g in grads]
+        with torch.no_grad():
+            rounds.simulate(
+                [
+                    [
+                        optimizer.rules(Update(p, run, wrap(cut(g, s)), s))[0]
+                        for p, run, g, s in zip(params, runs, grads, shards, strict=True)
+                    ]
+                    for params, optimizer, shards, runs in ranks
+                ]
+            )
+    held = [
+        [optimizer.weights(*of) for of in zip(params, runs, shards, strict=True)]
+        for params, optimizer, shards, runs in ranks
+    ]
+    return [torch.cat(runs).cpu() for runs in zip(*held, strict=True)], [w.cpu() for w in weights]
+
+
+def cut(x, shard):
+    return x.detach().reshape(-1)[shard.start : shard.stop].clone()
+
+
+def worst(found, expected, before):
+    """The largest error of a parameter, relative to its update."""
+    return max(
+        float((a.double() - b.double()).norm() / (b.double() - w.double().view(-1)).norm())
+        for a, b, w in zip(found, expected, before, strict=True)
+    )
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_that_of_the_ops(name, world, kernels, launched):
+    found, before = trained(name, torch.float32, "nearest", world)
+    assert "apply" in launched
+    launched.clear()
+    kernels(False)
+    expected, _ = trained(name, torch.float32, "nearest", world)
+    assert not launched
+    assert worst(found, expected, before) <= CLOSE
+
+
+@pytest.mark.parametrize("name", ["adalomo", "adafactor", "came", "lamb"])
+def test_without_decay_and_with_gradients_averaged_and_bounded(name, kernels):
+    hypers = {k: v for k, v in SETTINGS[name].items() if k not in ("weight_decay", "beta1")}
+
+    def wrap(g):
+        return ops.Scaled(g, torch.tensor(0.5, device=DEVICE), 1.5)
+
+    found, before = trained(name, torch.float32, "nearest", 2, hypers, wrap=wrap)
+    kernels(False)
+    expected, _ = trained(name, torch.float32, "nearest", 2, hypers, wrap=wrap)
+    assert worst(found, expected, before) <= CLOSE
+    plain, _ = trained(name, torch.float32, "nearest", 2, hypers)
+    assert worst(found, plain, before) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["stochastic", "nearest", "master"])
+@pytest.mark.parametrize("name", ["lomo", "adalomo"])
+def test_16_bits(name, mode, dtype, kernels):
+    found, before = trained(name, dtype, mode, 2)
+    kernels(False)
+    expected, _ = trained(name, dtype, mode, 2)
+    if mode == "master":
+        assert worst(found, expected, before) <= CLOSE
+        return
+    # What lies next to the border of two numbers may go to either.
+    apart = [a != b for a, b in zip(found, expected, strict=True)]
+    assert sum(int(x.sum()) for x in apart) <= sum(map(len, apart)) / 200
+    assert any(not torch.equal(a, w.view(-1)) for a, w in zip(found, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, kernels):
+    generator = torch.Generator().manual_seed(0)
+    most = torch.finfo(dtype).max
+    odd = torch.tensor([math.inf, -math.inf, math.nan, most, -most, 0.0, -0.0, 1e-7, 3e-8])
+    new = torch.cat([torch.randn(70_000, generator=generator), odd]).to(DEVICE)
+    shard = Shard((2 * len(new),), 5, 5 + len(new), len(new))
+    for step in (1, 2):
+        run = torch.zeros(len(new), dtype=dtype, device=DEVICE)
+        w = precision.weight(run, {"step": step}, Writing("stochastic"), 3, shard)
+        ops.apply_(w, -new, 1, 0, shard)
+        expected = precision.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
+        assert torch.equal(run.nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert not torch.equal(run, new.to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (5, 700)])
+def test_statistics_of_a_run(shape, kernels, launched):
+    (whole,) = table.gradients(1, [shape])[0]
+    for start, stop in ((0, whole.numel()), (17, 1500), (1320, 2640), (7, 8), (9, 9)):
+        shard = Shard(shape, start, stop, 1)
+        x = cut(whole, shard).to(DEVICE, torch.float32)
+        exact = torch.zeros(whole.numel(), dtype=torch.float64)
+        exact[start:stop] = x.cpu().double().square()
+        exact = exact.view(shard.mats, shard.rows, shard.cols)
+        row, col = ops.matrix_square_sums(x, shard, x)
+        (total,) = ops.square_sums((x,), shard, x)
+        for found, expected in ((row, exact.sum(-1)), (col, exact.sum(-2)), (total, exact.sum())):
+            assert (found.cpu() - expected).norm() <= 1e-6 * expected.norm()
+    assert set(launched) == {"statistics", "squares", "fold"}
+
+
+@pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (50, 700), (42, 1040)])
+def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
+    (whole,) = table.gradients(1, [shape])[0]
+    rows, cols = math.prod(shape[:-1]), shape[-1]
+    before = torch.rand(shape[:-1], dtype=torch.float64).view(-1, shape[-2]) + 0.5
+    for first, last in ((0, rows), (1, rows - 2), (35, 36), (40, 40)):
+        shard = Shard(shape, first * cols, last * cols, cols)
+        x = cut(whole, shard).to(DEVICE, torch.float32)
+        args = before.to(DEVICE, torch.float32), 0.01, shard, x
+        found = ops.weighed_square_sums(x, *args)
+        exact = torch.zeros(rows, cols, dtype=torch.float64)
+        exact[first:last] = x.cpu().double().square().view(-1, cols)
+        exact = exact.view(shard.mats, shard.rows, shard.cols)
+        row = exact.sum(-1)
+        divided = exact / (before + 0.01 * row).unsqueeze(-1)
+        for a, b in zip(found, (row, exact.sum(-2), divided.sum(-2)), strict=True):
+            assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
+    assert set(launched) == {"weighed", "fold"}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [(3, 33, 40), (2, 5000, 7), (5, 4100)])
+def test_factors(shape, beta, kernels, launched):
+    shard = Shard.whole(shape)
+    sizes = (shard.rows, shard.cols, shard.rows, shard.cols, shard.cols)
+    given = [torch.rand(shard.mats, n, dtype=torch.float64) + 0.1 for n in sizes]
+    for n, clip in ((2, math.inf), (3, math.inf), (3, 1e-3)):
+        found = [x.to(DEVICE, torch.float32) for x in given]
+        expected = [x.clone() for x in given]
+        for x in (found, expected):
+            x += ops.factors_(*x[:2], tuple(x[2 : 2 + n]), 1e-3, beta, clip, shard)
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == b.shape
+            assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
+    assert launched == ["factors"] * 3
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
+    shapes = [(30, 20), (12, 9), (7,), (4, 3, 5), (1,), (9, 9), (40,)]
+    params = [p.to(DEVICE, torch.float32).requires_grad_() for p in table.weights(shapes)]
+    optimizer = OPTIMIZERS[name](params, **SETTINGS[name])
+    counts = []
+
+    def reduce(total):
+        counts.append(len(launched))
+
+    for grads in table.gradients(2, shapes):
+        launched.clear()
+        counts.clear()
+        updates = []
+        for p, g in zip(params, grads, strict=True):
+            s = Shard.of_rank(tuple(p.shape), 0, world)
+            updates.append(Update(p, cut(p, s), cut(g.to(DEVICE, torch.float32), s), s))
+        optimizer.update(updates, reduce)
+        counts.append(len(launched))
+        taken = [b - a for a, b in zip([0, *counts], counts, strict=False)]
+        assert max(taken) <= 5, (taken, launched)
+        assert 0 < sum(taken) < len(shapes) * 2
+
+
+def test_alone_and_together_give_the_same_bits(kernels):
+    (a, b), (g, h) = table.weights([(40, 30), (17, 9)]), table.gradients(1, [(40, 30), (17, 9)])[0]
+
+    def stepped(*pairs):
+        params = [p.to(DEVICE, torch.float32).requires_grad_() for p, _ in pairs]
+        optimizer = OPTIMIZERS["adalomo"](params)
+        updates = [
+            Update(
+                p, p.detach().view(-1), g.to(DEVICE, torch.float32).view(-1), Shard.whole(p.shape)
+            )
+            for p, (_, g) in zip(params, pairs, strict=True)
+        ]
+        optimizer.update(updates, lambda total: None)
+        return [p.detach() for p in params]
+
+    both = stepped((a, g), (b, h))
+    assert all(map(torch.equal, both, [*stepped((a, g)), *stepped((b, h))]))
+
+
+@pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])
+def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
+    shapes = ((64, 128), (48,), (3, 16, 32), (40, 150), (5,))
+    aligned = []
+    original = launches.constants
+
+    def noted(requests):
+        named, warps = original(requests)
+        aligned.append((requests[0].kernel, named.get("ALIGNED")))
+        return named, warps
+
+    monkeypatch.setattr(launches, "constants", noted)
+    found, before = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
+    assert {("apply", True), ("apply", False)} <= set(aligned)
+    monkeypatch.setattr(launches.Request, "is_aligned", False)
+    aligned.clear()
+    plain, _ = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
+    assert not any(is_aligned for _, is_aligned in aligned)
+    if DEVICE.type == "cpu":  # elsewhere sums within a tile are in an order of their own
+        assert all(map(torch.equal, found, plain))
+    assert worst(found, plain, before) <= CLOSE
+    kernels(False)
+    expected, _ = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
+    assert worst(found, expected, before) <= CLOSE
+
+
+def test_rows_wider_than_a_tile_are_left_to_the_op(kernels, launched):
+    x = torch.ones(2, launches.kernels.WIDEST + 1, device=DEVICE)
+    shard = Shard.whole(tuple(x.shape))
+    ops.weighed_square_sums(x.view(-1), torch.ones(1, 2, device=DEVICE), 1.0, shard, x)
+    assert not launched
+
+
+def test_fp64_and_what_no_kernel_reads_are_left_to_the_ops(kernels, launched):
+    trained("adalomo", torch.float64, "nearest", 2)
+    assert not launched
+    params = [torch.nn.Parameter(torch.ones(30, 20, device=DEVICE))]
+    params[0].grad = torch.randn(30, 20, device=DEVICE)
+    galore = OPTIMIZERS["galoreadamw"](params, rank=3)
+    galore.step()
+    assert "statistics" not in launched
+
+
+def test_an_error_leaves_nothing_waiting(kernels, launched):
+    x = torch.ones(6, device=DEVICE)
+    with pytest.raises(KeyError), launches.together():
+        ops.square_sum(x, Shard.whole((6,)), x)
+        raise KeyError
+    assert not launched
+    assert ops.square_sum(x, Shard.whole((6,)), x) == 6
+    assert launched == ["squares", "fold"]
+
+
+def test_reading_what_waits_launches_it(kernels):
+    v, x = torch.zeros(6, device=DEVICE), torch.ones(6, device=DEVICE)
+    shard = Shard.whole((6,))
+    with launches.together():
+        ops.lerp_(v, x, 0.5, shard)
+        assert ops.count_beyond(v, 0.4, shard, v) == 6  # has no kernel
+    assert copy.copy(v).sum() == 3

@@ -1,0 +1,293 @@
+"""LAMB on simulated ranks is the paper's algorithm on whole parameters, to 1e-9 in fp64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ds_ext
+from ds_ext import rounds, rules, scratch
+from ds_ext.optimizer import Update
+from ds_ext.shard import Shard
+from ds_ext.state import zeros
+from tests.common import table
+from tests.common.table import MANY, SHAPES, WORLDS
+
+STEPS = 20
+EXACT = 1e-9
+BROKEN = 1e-4  # what an error must reach to count as seen
+
+
+class Ranks:
+    """A bucket of parameters cut over ``world`` ranks, all simulated in this process.
+
+    The cut is computed here, independently of Shard, and every rank holds its own memory.
+    """
+
+    def __init__(self, rule, params, world, shift=0):
+        self.rule, self.world, self.t = rule, world, 0
+        self.shapes = [tuple(p.shape) for p in params]
+        self.runs = self.cut(params)
+        self.shards = [[shifted(s, r, world, shift) for s in self.shapes] for r in range(world)]
+        self.states = [
+            [zeros(rule.keeps(shard), p) for p, shard in zip(*rank, strict=True)]
+            for rank in zip(self.runs, self.shards, strict=True)
+        ]
+
+    def cut(self, tensors):
+        """Each rank's runs of ``tensors``."""
+        sizes = [-(-t.numel() // self.world) for t in tensors]
+        return [
+            [t.flatten()[r * n : (r + 1) * n].clone() for t, n in zip(tensors, sizes, strict=True)]
+            for r in range(self.world)
+        ]
+
+    def step(self, grads, simulate=rounds.simulate):
+        """Steps the bucket -> reductions taken."""
+        self.t += 1
+        ranks = zip(self.runs, self.cut(grads), self.states, self.shards, strict=True)
+        steps = [
+            [self.rule.step(p, g, s, self.t, shard) for p, g, s, shard in zip(*rank, strict=True)]
+            for rank in ranks
+        ]
+        return simulate(steps)
+
+    @property
+    def params(self):
+        """The whole parameters."""
+        return [
+            torch.cat(runs).view(shape)
+            for runs, shape in zip(zip(*self.runs, strict=True), self.shapes, strict=True)
+        ]
+
+
+def shifted(shape, rank, world, shift):
+    """A rank's run; rank 0 is told a place that is wrong by ``shift``."""
+    shard = Shard.of_rank(shape, rank, world)
+    shift = shift if rank == 0 and shard.stop < shard.numel else 0
+    return Shard(shape, shard.start + shift, shard.stop + shift, shard.size)
+
+
+def dropping(number):
+    """rounds.simulate in which round ``number`` gives each rank its own part back."""
+
+    def simulate(ranks):
+        merged = [rounds.merged_rounds(rounds.lockstep(rules)) for rules in ranks]
+        for k in itertools.count():
+            flats = [next(m, None) for m in merged]
+            if flats[0] is None:
+                assert all(f is None for f in flats)
+                return k
+            if k != number:
+                total = sum(flats)
+                for flat in flats:
+                    flat.copy_(total)
+
+    return simulate
+
+
+def errors(got, expected, before):
+    """The error of each parameter relative to its total update."""
+    return [
+        float((a.double() - b.double()).norm() / (b.double() - c.double()).norm())
+        for a, b, c in zip(got, expected, before, strict=True)
+    ]
+
+
+def paper(
+    p, grads, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, correct=True, phi=None
+):
+    """Algorithm 2 of arXiv 1904.00962 -> the parameter after the gradients ``grads``."""
+    m = v = torch.zeros_like(p)
+    for t, g in enumerate(grads, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        m_hat = m / (1 - betas[0] ** t) if correct else m
+        v_hat = v / (1 - betas[1] ** t) if correct else v
+        u = m_hat / (v_hat.sqrt() + eps) + weight_decay * p
+        ratio = 1.0
+        if p.norm() > 0 and u.norm() > 0:
+            ratio = float(p.norm() / u.norm())
+            if phi is not None:
+                ratio = min(max(ratio, phi[0]), phi[1])
+        p = p - lr * ratio * u
+    return p
+
+
+# Hyper-parameters of the rule, and the same for the paper's algorithm.
+SETTINGS = {
+    "defaults": ({}, {}),
+    "decay": ({"lr": 0.02, "weight_decay": 0.3},) * 2,
+    "betas-eps": ({"betas": (0.8, 0.95), "eps": 0.3},) * 2,
+    "uncorrected": ({"bias_correction": False}, {"correct": False}),
+    "clamped": ({"min_coeff": 0.5, "max_coeff": 1.5}, {"phi": (0.5, 1.5)}),
+    "capped": ({"max_coeff": 1.0}, {"phi": (0, 1.0)}),
+}
+
+
+def expected(setting, before, steps):
+    return [
+        paper(p, grads, **SETTINGS[setting][1])
+        for p, grads in zip(before, zip(*steps, strict=True), strict=True)
+    ]
+
+
+def worst_error(setting, world, shapes=SHAPES, steps=STEPS, shift=0, simulate=rounds.simulate):
+    before, grads = table.weights(shapes), table.gradients(steps, shapes)
+    ranks = Ranks(rules.LAMB(**SETTINGS[setting][0]), before, world, shift)
+    for g in grads:
+        assert ranks.step(g, simulate) == 1
+    return max(errors(ranks.params, expected(setting, before, grads), before))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_sharded_equals_the_paper(setting, world):
+    assert worst_error(setting, world) <= EXACT
+
+
+def test_more_ranks_than_elements():
+    assert worst_error("decay", MANY, ((5,), (1, 7), (64, 33))) <= EXACT
+
+
+def test_the_settings_matter():
+    before, grads = table.weights(), table.gradients(STEPS)
+    results = [expected(setting, before, grads) for setting in SETTINGS]
+    for a, b in itertools.combinations(results, 2):
+        assert max(errors(a, b, before)) > BROKEN
+
+
+@pytest.mark.parametrize("world", [2, 7])
+def test_a_missing_reduction_is_seen(world):
+    assert worst_error("decay", world, simulate=dropping(None)) <= EXACT
+    assert worst_error("decay", world, simulate=dropping(0)) > BROKEN
+
+
+# The norms and the elements' own updates do not depend on where a run lies, so a shard in the
+# wrong place changes nothing; gradients in the wrong place do.
+def test_gradients_shifted_by_one_are_seen(monkeypatch):
+    original = Ranks.cut
+
+    def cut(self, tensors):
+        if self.t:
+            tensors = [t.flatten().roll(1).view(t.shape) for t in tensors]
+        return original(self, tensors)
+
+    assert worst_error("decay", 3, shift=1) <= EXACT
+    monkeypatch.setattr(Ranks, "cut", cut)
+    assert worst_error("decay", 3) > BROKEN
+
+
+def test_fp32_equals_the_paper():
+    before, grads = table.weights(dtype=torch.float32), table.gradients(STEPS, dtype=torch.float32)
+    ranks = Ranks(rules.LAMB(lr=0.1, weight_decay=0.1), before, 3)
+    for g in grads:
+        ranks.step(g)
+    exact = [
+        paper(p.double(), [g.double() for g in gs], lr=0.1, weight_decay=0.1)
+        for p, gs in zip(before, zip(*grads, strict=True), strict=True)
+    ]
+    assert max(errors(ranks.params, exact, before)) <= 1e-5
+
+
+@pytest.mark.parametrize("p", [0.0, 2.0])
+@pytest.mark.parametrize("g", [0.0, 3.0])
+def test_the_ratio_is_one_where_a_norm_is_zero(p, g):
+    optimizer = ds_ext.LAMB([torch.full((4,), p, requires_grad=True)], lr=0.1, eps=1e-12)
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.full((4,), g)
+    optimizer.step()
+    ratio = p or 1.0  # u is 1 in every element, or 0
+    assert torch.allclose(param.detach(), torch.full((4,), p - 0.1 * ratio * bool(g)))
+
+
+def test_sums_of_squares_do_not_overflow_in_half_precision():
+    # 40 * 300**2 is far above 65504, and the norm of the update too.
+    p = torch.full((40,), 300.0, dtype=torch.float16)
+    assert p.square().sum().isinf()
+    ranks = Ranks(rules.LAMB(lr=0.25), [p], 3)
+    ranks.step([torch.linspace(1, 60000, 40).half()])
+    assert torch.equal(ranks.params[0], torch.full_like(p, 225.0))
+    assert all(s["v"].dtype == torch.float32 for (s,) in ranks.states)
+
+
+@pytest.mark.parametrize("elements", [2**22])
+def test_no_temporary_of_the_size_of_the_run(elements, monkeypatch):
+    class Made(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            given = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+            result = func(*args, **(kwargs or {}))
+            for t in tensors(result):
+                if t.untyped_storage().data_ptr() not in given:
+                    self.largest = max(self.largest, t.untyped_storage().nbytes() // t.itemsize)
+            return result
+
+    def tensors(x):
+        return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
+
+    p = torch.ones(elements // 2**10, 2**10, requires_grad=True)
+    p.grad = torch.ones_like(p)
+    optimizer = ds_ext.LAMB([p])
+    optimizer.step()
+    monkeypatch.setattr(scratch, "_kinds", scratch._Kinds())
+    with Made() as made:
+        optimizer.step()
+    assert made.largest == 2**19 < elements
+
+
+def test_ill_clamps_are_refused():
+    with pytest.raises(ValueError, match=r"min_coeff=2.0 is larger than max_coeff=1.0"):
+        ds_ext.LAMB([torch.zeros(2)], min_coeff=2.0, max_coeff=1.0)
+    with pytest.raises(ValueError, match=r"optimizer.params.max_coeff is 0; allowed: a number > 0"):
+        ds_ext.LAMB([torch.zeros(2)], max_coeff=0)
+
+
+def test_state_saved_and_loaded_goes_on_bit_for_bit():
+    before, grads = table.weights(dtype=torch.float32), table.gradients(6, dtype=torch.float32)
+
+    def after(steps, saved=None, params=before):
+        params = [p.clone().requires_grad_() for p in params]
+        optimizer = ds_ext.LAMB(params, lr=0.05, weight_decay=0.1)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for gs in steps:
+            for p, g in zip(params, gs, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+        return [p.detach() for p in params], optimizer.state_dict()
+
+    whole, _ = after(grads)
+    half, saved = after(grads[:3])
+    resumed, _ = after(grads[3:], saved, half)
+    restarted, _ = after(grads[3:], None, half)
+    assert all(map(torch.equal, whole, resumed))
+    assert sum(map(torch.equal, whole, restarted)) <= 3  # one element: only its sign counts
+
+
+def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks():
+    p = table.weights([(13, 29)])[0].bfloat16()
+    grads = [gs[0].bfloat16() for gs in table.gradients(5, [(13, 29)])]
+    results = []
+    for world in (1, 4):
+        cut = -(-p.numel() // world)
+        param = torch.zeros(1)
+        ranks = [ds_ext.LAMB([param], lr=0.01) for _ in range(world)]
+        runs = [p.flatten()[r * cut : (r + 1) * cut].clone() for r in range(world)]
+        for g in grads:
+            steps = []
+            for r, (optimizer, run) in enumerate(zip(ranks, runs, strict=True)):
+                shard = Shard.of_rank(tuple(p.shape), r, world)
+                part = g.flatten()[shard.start : shard.stop]
+                steps.append([optimizer.rules(Update(param, run, part, shard))[0]])
+            with torch.no_grad():
+                rounds.simulate(steps)
+        results.append(torch.cat(runs))
+    assert math.isfinite(float(results[0].float().sum()))
+    # The order of the norms' sums may turn a rounding here and there.
+    assert (results[0] != results[1]).float().mean() < 0.01
+    assert not torch.equal(results[0], p.flatten())

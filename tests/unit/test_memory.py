@@ -1,0 +1,400 @@
+"""The planner's arithmetic against the tensors that are really alive, and known closed forms.
+
+Run as a script under torchrun it is one rank that measures real engines of DeepSpeed.
+"""
+
+import gc
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ext import memory, precision, rounds, scratch, settings
+from ds_ext.buckets import Buckets
+from ds_ext.domains import Sharded
+from ds_ext.gradients import FusedBackward
+from ds_ext.layout import Agreement, Layout
+from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.shard import Shard
+from tests.common import apart, models
+from tests.common.leave import leave
+
+ROOT = Path(__file__).parents[2]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SETTINGS = [(name, {}) for name in OPTIMIZERS]
+SETTINGS += [("adafactor", {"beta1": 0.9}), ("galoreadamw", {"rank": 16, "nbits": 8})]
+SETTINGS += [(name, {"weight_update": "master"}) for name in ("lomo", "adalomo", "came")]
+BUCKET = 5000
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=301, **sizes, **heads))
+
+
+MODELS = {"llama": llama, "zoo": lambda: models.make().requires_grad_(True)}
+
+
+def shapes_of(model):
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def tensors(value):
+    """All tensors in a state."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value
+    return [x for v in inner for x in tensors(v)] if isinstance(value, dict | list | tuple) else []
+
+
+def held(values):
+    """Bytes of the memory that tensors lie in, each storage once."""
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in values)}
+    return sum(storages.values())
+
+
+def close(planned, measured):
+    return abs(planned - measured) <= 0.02 * measured
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name, hypers", SETTINGS)
+def test_a_plain_step_holds_what_is_planned(name, hypers, model, dtype):
+    module = MODELS[model]().to(DTYPES[dtype])
+    params = list(module.parameters())
+    optimizer = OPTIMIZERS[name](params, **hypers)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    rule = optimizer.hypers(**hypers)
+    planned = memory.ours(rule, shapes_of(module), None, 1, DTYPES[dtype], BUCKET)
+    assert planned.weights == held(params)
+    assert planned.gradients == held(p.grad for p in params)
+    states = optimizer.state.values()
+    assert planned.master == held(s["master"] for s in states if "master" in s)
+    state = held(t for s in states for t in tensors(s))
+    assert close(planned.state + planned.master, state), (planned, state)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name, hypers", SETTINGS)
+def test_simulated_ranks_hold_what_is_planned(name, hypers, model, dtype, ranks):
+    module = MODELS[model]().to(DTYPES[dtype])
+    params = list(module.parameters())
+    optimizers = [OPTIMIZERS[name](params, **hypers) for _ in range(ranks)]
+    begun = []
+    for rank, optimizer in enumerate(optimizers):
+        shards = [Shard.of_rank(tuple(p.shape), rank, ranks) for p in params]
+        runs = [p.detach().view(-1)[s.start : s.stop] for p, s in zip(params, shards, strict=True)]
+        updates = [
+            Update(p, run.clone(), torch.randn_like(run), shard)
+            for p, run, shard in zip(params, runs, shards, strict=True)
+        ]
+        begun.append([optimizer.rules(u)[0] for u in updates])
+    with torch.no_grad():
+        rounds.simulate(begun)
+    held_by = [held(t for s in o.state.values() for t in tensors(s)) for o in optimizers]
+    rule = optimizers[0].hypers(**hypers)
+    for stage in (1, 2, 3):
+        planned = memory.ours(rule, shapes_of(module), stage, ranks, DTYPES[dtype], BUCKET)
+        kept = planned.state + planned.master
+        assert close(kept, max(held_by)), (kept, held_by)
+
+
+class Ranks(Sharded):
+    """The domain of one of ``ranks`` simulated ranks that nobody talks to."""
+
+    def __init__(self, ranks):
+        super().__init__(None)
+        self.parts = self.world = ranks
+
+    def reduce(self, flats):
+        return [flat.view(self.world, -1)[self.place] for flat in flats], lambda: None
+
+    def all_reduce(self, sums):
+        pass
+
+    def publish(self, params):
+        pass
+
+
+class Alone(Layout):
+    """The layout of such a rank."""
+
+    def agree(self, waiting, ended):
+        return Agreement(list(waiting), set(), ended)
+
+
+def simulated(module, ranks):
+    domain = Ranks(ranks)
+    return Alone(None, {p: name for name, p in module.named_parameters()}, lambda p: domain)
+
+
+def gradients_alive(module, ranks, bucket, monkeypatch):
+    """The most bytes of gradients alive at once in a backward pass."""
+    most = 0
+    own = Buckets._own
+
+    def measured(self, param, grad):
+        nonlocal most
+        mine = own(self, param, grad)
+        waiting = [flat for flat in self.waiting.values() if flat is not None]
+        most = max(most, held([*waiting, grad, mine]))
+        return mine
+
+    monkeypatch.setattr(Buckets, "_own", measured)
+    optimizer = OPTIMIZERS["lomo"](module.parameters())
+    fused = FusedBackward(module, optimizer, simulated(module, ranks), settings.Gradients(bucket))
+    tokens = torch.randint(0, 301, (1, 4))
+    module(tokens, labels=tokens).loss.backward()
+    fused.finish()
+    fused.end_step()
+    return most
+
+
+# Whether a gradient is copied depends on others that read it, unless it has to be padded (5 ranks);
+# and whether the bucket is full when the largest arrives, on the order.
+@pytest.mark.parametrize(
+    "ranks, bucket, slack",
+    [(1, 1, 1.01), (5, 1, 1.01), (1, 10**9, 1.01), (5, 10**9, 1.01), (1, 3000, 1.2), (2, 1, 2.01)],
+)
+def test_gradients_in_flight_are_as_planned(ranks, bucket, slack, monkeypatch):
+    module = llama()
+    alive = gradients_alive(module, ranks, bucket, monkeypatch)
+    lomo = OPTIMIZERS["lomo"].hypers()
+    planned = memory.ours(lomo, shapes_of(module), 1, ranks, torch.float32, bucket)
+    assert alive <= planned.gradients * 1.001  # padding
+    assert planned.gradients <= alive * slack
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+def test_kept_gradients_are_as_planned(ranks):
+    module = llama()
+    optimizer = OPTIMIZERS["lomo"](module.parameters())
+    how = settings.Gradients(3000, "sharded")
+    fused = FusedBackward(module, optimizer, simulated(module, ranks), how)
+    for _ in range(2):
+        tokens = torch.randint(0, 301, (1, 4))
+        module(tokens, labels=tokens).loss.backward()
+        fused.finish()
+    lomo = OPTIMIZERS["lomo"].hypers()
+    used, kept = (
+        memory.ours(lomo, shapes_of(module), 1, ranks, torch.bfloat16, 3000, accumulates)
+        for accumulates in (False, True)
+    )
+    assert held(run.g for run in fused.tally.kept.values()) == kept.gradients - used.gradients
+
+
+# Closed forms. R and C are the sizes of a matrix, d the ranks.
+
+SEVEN = memory.llama(*memory.KNOWN["llama-7b"])
+N = memory.elements(SEVEN)
+
+
+def plan(name, stage, ranks, dtype=torch.bfloat16, **hypers):
+    rule = OPTIMIZERS[name].hypers(**hypers)
+    return memory.ours(rule, SEVEN, stage, ranks, dtype, 2**24)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize(
+    "name, factored, sharded, hypers",
+    [
+        ("lomo", 0, 0, {}),
+        ("adalomo", 1, 0, {}),
+        ("adafactor", 1, 0, {}),
+        ("adafactor", 1, 4, {"beta1": 0.9}),
+        ("came", 2, 4, {}),
+        ("lamb", 0, 8, {}),
+    ],
+)
+def test_state_of_a_7b_model(name, factored, sharded, hypers, ranks):
+    matrices = [s for s in SEVEN.values() if len(s) == 2]
+    vectors = sum(math.prod(s) for s in SEVEN.values() if len(s) == 1)
+    expected = factored * sum(4 * (r + c) for r, c in matrices) + sharded * N / ranks
+    expected += bool(factored) * 4 * vectors / ranks
+    assert plan(name, 3, ranks, **hypers).state == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 0)]
+)
+def test_a_master_is_the_half_that_bf16_lacks_and_a_copy_of_fp16(dtype, size, ranks):
+    kept = plan("came", 3, ranks, dtype, weight_update="master")
+    assert kept.master == size * N / ranks
+    assert plan("came", 3, ranks, dtype).master == 0
+    assert kept.state == plan("came", 3, ranks, dtype).state
+    assert plan("came", 0, ranks, dtype, weight_update="master").master == size * N
+
+
+def test_adalomo_holds_little_more_than_the_weights():
+    whole = plan("adalomo", 0, 8)
+    assert whole.state < 0.001 * whole.weights
+    assert whole.weights == 2 * N == 2 * 6_738_415_616
+    third = plan("adalomo", 3, 8)
+    copies = sum(2 * math.prod(s) for s in SEVEN.values() if len(s) == 1)  # gathered: norms
+    assert third.weights == whole.weights / 8 + copies
+    bucket = 2 * (2**24 + 32000 * 4096)
+    assert bucket == plan("adalomo", 1, 8).gradients
+    assert third.gradients == bucket + 2 * 32000 * 4096  # overlap_comm: the bucket before
+    assert plan("adalomo", 1, 7).gradients == 2 * 2 * 32000 * 4096  # padded to equal parts
+    assert plan("adalomo", 0, 1).gradients == bucket
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize(
+    "params, grads, whole, shared",
+    [("fp16", "fp16", 4, 16), ("bf16", "fp32", 6, 12), ("fp32", "fp32", 8, 8)],
+)
+def test_megatron_is_as_documented(params, grads, whole, shared, ranks):
+    assert memory.megatron(SEVEN, ranks, params, grads).total == N * (whole + shared / ranks)
+
+
+def test_adamw_without_its_copies_is_the_zero_papers():
+    whole = memory.adamw(SEVEN, 0, 8, torch.bfloat16, 2**24)
+    assert whole.weights + whole.state + whole.master == 14 * N  # 16 with 2 of the gradients
+    third = memory.adamw(SEVEN, 3, 8, torch.bfloat16, 2**24)
+    assert (third.state, third.master) == (N, N / 2)  # 12/d
+
+
+def test_known_models_have_their_parameters():
+    counts = {name: memory.elements(memory.llama(*sizes)) for name, sizes in memory.KNOWN.items()}
+    assert counts == {
+        "smollm2-135m": 134_515_008,
+        "tinyllama-1.1b": 1_100_048_384,
+        "llama-7b": 6_738_415_616,
+        "mistral-7b": 7_241_732_096,
+        "llama-3-8b": 8_030_261_248,
+        "llama-13b": 13_015_864_320,
+        "llama-65b": 65_285_660_672,
+        "llama-70b": 68_976_648_192,
+    }
+
+
+# Real engines.
+
+KINDS = ["adamw", "adalomo", "came"]
+CASES = [(kind, stage, dtype) for kind in KINDS for stage in range(4) for dtype in DTYPES]
+RANKS, REAL_BUCKET = 2, 2**17
+MOST_SCRATCH = 8 * 2**20
+QUIET = 0.3  # seconds
+# On both sides of PERSIST; halves alike, for DeepSpeed rounds ZeRO-2's runs up to whole parameters.
+SIZES = [(256, 256), *[(512, 256), (256, 512)] * 4, (256, 256)]
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory):
+    out = tmp_path_factory.mktemp("memory") / "bytes.json"
+    apart.python(*apart.ranks(RANKS), "-m", "tests.unit.test_memory", str(out))
+    return json.loads(out.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, stage, dtype", CASES)
+def test_deepspeed_holds_what_is_planned(measured, kind, stage, dtype):
+    shapes = shapes_of(network())
+    if kind == "adamw":
+        planned = memory.adamw(shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET).total
+    else:  # between steps no gradient is alive
+        rule = OPTIMIZERS[kind].hypers()
+        ours = memory.ours(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
+        planned = ours.total - ours.gradients
+    assert close(planned, measured[f"{kind} {stage} {dtype}"])
+
+
+def network():
+    return nn.Sequential(*(nn.Linear(cols, rows) for rows, cols in SIZES))
+
+
+def alive():
+    """Bytes of all tensors that are not frozen, and of their gradients."""
+    gc.collect()
+    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    return held([*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)])
+
+
+def settled():
+    """``alive`` once gloo's threads let go of what they sent: nothing was freed for a while."""
+    least, since = alive(), time.monotonic()
+    while time.monotonic() - since < QUIET:
+        time.sleep(0.02)
+        now = alive()
+        if now < least:
+            least, since = now, time.monotonic()
+    return least
+
+
+def measure(kind, stage, dtype):
+    """Bytes alive on this rank: AdamW's at most, ours between steps."""
+    import deepspeed
+
+    gc.collect()
+    gc.freeze()  # what there is now is not looked at
+    module = network()
+    zero = {"stage": stage, "reduce_bucket_size": REAL_BUCKET}
+    params = {"lr": 1e-3, "torch_adam": True} if kind == "adamw" else {}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": zero,
+        "optimizer": {"type": kind, "params": params},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config
+    )
+    seen = []
+
+    def look(*_, **__):
+        seen.append(settled())
+
+    if kind == "adamw":
+        engine.basic_optimizer.register_step_pre_hook(look)
+        if stage in (1, 2):  # a gradient has just come, and those before it may still be there
+            name = "reduce_independent_p_g_buckets_and_remove_grads"
+            reduce = getattr(engine.optimizer, name)
+            setattr(engine.optimizer, name, lambda *args: (seen.append(alive()), reduce(*args)))
+    for _ in range(2):  # the first step makes the state
+        loss = engine(torch.ones(1, 256, dtype=DTYPES[dtype])).float().sum()
+        engine.backward(loss)
+        del loss
+        engine.step()
+    if kind != "adamw":
+        assert scratch.nbytes() <= MOST_SCRATCH
+        scratch.clear()  # not counted, nor is the table of noise
+        precision._noise.cache_clear()
+        look()
+    engine.destroy()
+    return max(seen)
+
+
+def main(out):
+    import deepspeed
+
+    import ds_ext  # noqa: F401
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+    deepspeed.init_distributed("gloo", verbose=False)
+    results = {
+        f"{kind} {stage} {dtype}": measure(kind, stage, dtype) for kind, stage, dtype in CASES
+    }
+    if torch.distributed.get_rank() == 0:
+        Path(out).write_text(json.dumps(results))
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

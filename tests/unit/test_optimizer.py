@@ -1,0 +1,445 @@
+"""Rules as plain torch optimizers: step, groups, schedulers, saved state, and what is refused."""
+
+import copy
+import inspect
+import io
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext import rules
+from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.shard import Shard
+from tests.common import table
+from tests.common.reference import Authors, Textbook
+from tests.common.table import RULES, SHAPES
+
+# A setting of each rule that uses all of its state and takes an lr.
+HYPERS = {
+    "lomo": {"lr": 0.02, "weight_decay": 0.1},
+    "adalomo": {"lr": 0.02, "weight_decay": 0.1},
+    "adafactor": {"lr": 0.02, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1},
+    "came": {"lr": 2e-3, "weight_decay": 0.1},
+}
+
+
+def parameters(dtype=torch.float64, shapes=SHAPES):
+    return [nn.Parameter(p) for p in table.weights(shapes, dtype)]
+
+
+def steps(optimizer, params, gradients):
+    """Steps by the given gradients of each parameter, None for one that has none."""
+    for grads in gradients:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = None if g is None else g.to(p.dtype)
+        optimizer.step()
+
+
+def relative(got, expected, before):
+    return max(
+        float((a - b).detach().norm() / (b - c).detach().norm())
+        for a, b, c in zip(got, expected, before, strict=True)
+    )
+
+
+def same_bits(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_every_rule_has_an_optimizer():
+    own = {"lamb": rules.LAMB, "galoreadamw": rules.GaLoreAdamW}  # test_lamb.py, test_galore.py
+    expected = {n: r.rule for n, r in RULES.items()} | own
+    assert {n: cls.rule for n, cls in OPTIMIZERS.items()} == expected
+    assert {cls.__name__ for cls in OPTIMIZERS.values()} <= set(ds_ext.__all__)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_step_equals_the_authors(name):
+    params, gradients = parameters(), table.gradients(20)
+    reference = Authors(name, params, **HYPERS[name])
+    steps(OPTIMIZERS[name](params, **HYPERS[name]), params, gradients)
+    for grads in gradients:
+        reference.step(grads)
+    assert relative(params, reference.params, table.weights()) <= 1e-9
+
+
+@pytest.mark.supports("own settings for a parameter group", stage=None, optimizer="name")
+@pytest.mark.parametrize("name", RULES)
+def test_groups_have_their_own_hyper_parameters(name):
+    shapes = [(3, 5), (5,), (4, 3, 5)]
+    own = [{"lr": 0.3}, {}, {"lr": 0.005, "weight_decay": 0.5}]
+    params, gradients = parameters(shapes=shapes), table.gradients(5, shapes)
+    groups = [{"params": [p]} | g for p, g in zip(params, own, strict=True)]
+    optimizer = OPTIMIZERS[name](groups[:2], **HYPERS[name])
+    optimizer.add_param_group(groups[2])
+    references = [
+        Textbook(name, [p], **(HYPERS[name] | g)) for p, g in zip(params, own, strict=True)
+    ]
+    steps(optimizer, params, gradients)
+    for grads in gradients:
+        for reference, g in zip(references, grads, strict=True):
+            reference.step([g])
+    expected = [reference.params[0] for reference in references]
+    assert relative(params, expected, table.weights(shapes)) <= 1e-9
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_scheduler_sets_lr(name):
+    shapes = [(3, 5), (5,)]
+    params, gradients = parameters(shapes=shapes), table.gradients(6, shapes)
+    optimizer = OPTIMIZERS[name](params, **HYPERS[name])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t) ** 2)
+    reference = Textbook(name, params, **HYPERS[name])
+    for t, grads in enumerate(gradients):
+        steps(optimizer, params, [grads])
+        scheduler.step()
+        reference.hypers["lr"] = HYPERS[name]["lr"] / (1 + t) ** 2
+        reference.step(grads)
+    assert relative(params, reference.params, table.weights(shapes)) <= 1e-9
+
+
+def test_groups_of_a_scheduled_optimizer_make_another():
+    params = parameters(shapes=[(3, 5)])
+    optimizer = ds_ext.AdaLomo(params, lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5)
+    assert optimizer.param_groups[0]["initial_lr"] == 0.5
+    (group,) = ds_ext.AdaLomo(optimizer.param_groups).param_groups
+    assert (group["lr"], group["initial_lr"]) == (0.25, 0.5)
+
+
+def test_named_parameters():
+    module = nn.Linear(3, 2)
+    optimizer = ds_ext.CAME(module.named_parameters(), lr=0.1)
+    before = module.weight.detach().clone()
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    assert not torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_closure(name):
+    p = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = OPTIMIZERS[name]([p], **HYPERS[name])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        first = optimizer.step(closure)
+    assert first.item() == 5.0
+    assert optimizer.step(closure) < first
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_parameter_without_gradient_is_left_alone(name):
+    shapes = [(3, 5), (3, 5)]
+    params = parameters(shapes=shapes)
+    gradients = [[None, g] for _, g in table.gradients(3, shapes)]
+    optimizer = OPTIMIZERS[name](params, **HYPERS[name])
+    steps(optimizer, params, gradients)
+    before = table.weights(shapes)
+    assert torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])
+    assert params[0] not in optimizer.state
+    assert optimizer.state[params[1]]["step"] == 3
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_steps_are_counted_by_parameter(name):
+    shapes = [(3, 5), (4, 3)]
+    params, gradients = parameters(shapes=shapes), table.gradients(4, shapes)
+    late = [[None if t < 2 else a, b] for t, (a, b) in enumerate(gradients)]
+    steps(OPTIMIZERS[name](params, **HYPERS[name]), params, late)
+    reference = Textbook(name, table.weights(shapes)[:1], **HYPERS[name])
+    for grads in gradients[2:]:
+        reference.step(grads[:1])
+    assert relative(params[:1], reference.params, table.weights(shapes)[:1]) <= 1e-9
+
+
+def test_update_steps_a_bucket_with_one_reduction_a_round():
+    params, (grads,) = parameters(), table.gradients(1)
+    optimizer = ds_ext.CAME(params)
+    updates = [
+        Update(p, p.detach().view(-1), g.view(-1), Shard.whole(p.shape))
+        for p, g in zip(params, grads, strict=True)
+    ]
+    sizes = []
+    assert optimizer.update(updates, lambda total: sizes.append(total.numel())) == 2
+    assert len(sizes) == 2
+    alone = parameters()
+    steps(ds_ext.CAME(alone), alone, [grads])
+    assert same_bits(params, alone)
+
+
+def _views():
+    transposed = torch.randn(7, 4, dtype=torch.float64).t()
+    strided = torch.randn(5, 6, 8, dtype=torch.float64)[:, ::2, 1::3]
+    channels = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    return [transposed, strided, channels.to(memory_format=torch.channels_last)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_weights_and_gradients_that_are_not_contiguous(name):
+    torch.manual_seed(0)
+    views = [nn.Parameter(v) for v in _views()]
+    dense = [nn.Parameter(v.detach().contiguous().clone()) for v in views]
+    before = [v.detach().clone() for v in views]
+    assert not any(v.is_contiguous() for v in views)
+    places = [(v.data_ptr(), v.stride()) for v in views]
+    optimizers = [OPTIMIZERS[name](p, **HYPERS[name]) for p in (views, dense)]
+    for _ in range(3):
+        for v, d in zip(views, dense, strict=True):
+            d.grad = torch.randn(d.shape, dtype=torch.float64)
+            v.grad = torch.empty_like(v).copy_(d.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert same_bits(views, dense) and not any(
+        torch.equal(a, b) for a, b in zip(views, before, strict=True)
+    )
+    assert [(v.data_ptr(), v.stride()) for v in views] == places
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="AdaLomo.*sparse"):
+        ds_ext.AdaLomo(embedding.parameters()).step()
+
+
+def tensors(state):
+    """All tensors of a nested state."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [t for value in state.values() for t in tensors(value)]
+    return []
+
+
+def saved(optimizer):
+    """The state as it comes back from a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", RULES)
+def test_resumed_equals_uninterrupted(name, dtype):
+    gradients = table.gradients(6)
+    through = parameters(dtype)
+    whole = OPTIMIZERS[name](through, **HYPERS[name])
+    steps(whole, through, gradients)
+
+    first = parameters(dtype)
+    optimizer = OPTIMIZERS[name](first, **HYPERS[name])
+    steps(optimizer, first, gradients[:3])
+    second = [nn.Parameter(p.detach().clone()) for p in first]
+    other = HYPERS[name] | {"lr": 0.5}  # which the saved ones replace
+    resumed = OPTIMIZERS[name](second, **other)
+    resumed.load_state_dict(saved(optimizer))
+    steps(resumed, second, gradients[3:])
+
+    assert same_bits(second, through)
+    mine, theirs = tensors(resumed.state_dict()), tensors(whole.state_dict())
+    assert same_bits(mine, theirs) and (mine or name == "lomo")
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {t.dtype for t in mine} <= {expected}
+    assert {s["step"] for s in resumed.state.values()} == {6}
+    assert resumed.param_groups[0]["lr"] == HYPERS[name]["lr"]
+
+
+def test_a_loaded_state_is_a_copy_and_its_groups_are_live():
+    params, gradients = parameters(shapes=[(3, 5)]), table.gradients(2, [(3, 5)])
+    optimizer = ds_ext.AdaLomo(params)
+    steps(optimizer, params, gradients[:1])
+    state = optimizer.state_dict()
+    kept = copy.deepcopy(state)
+    other = parameters(shapes=[(3, 5)])
+    resumed = ds_ext.AdaLomo(other)
+    resumed.load_state_dict(state)
+    resumed.param_groups[0]["lr"] = 0.0
+    before = other[0].detach().clone()
+    steps(resumed, other, gradients[1:])
+    assert torch.equal(other[0], before)
+    assert same_bits(tensors(state), tensors(kept))
+
+
+def test_a_state_of_other_groups_is_refused():
+    two = ds_ext.CAME([{"params": [p]} for p in parameters(shapes=[(3, 5), (5,)])])
+    one = ds_ext.CAME(parameters(shapes=[(3, 5)]))
+    with pytest.raises(ValueError, match="number of parameter groups"):
+        one.load_state_dict(two.state_dict())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_copy_steps_its_own_parameters(name):
+    params, gradients = parameters(shapes=[(3, 5)]), table.gradients(2, [(3, 5)])
+    optimizer = OPTIMIZERS[name](params, **HYPERS[name])
+    steps(optimizer, params, gradients[:1])
+    twin = copy.deepcopy(optimizer)
+    (own,) = twin.param_groups[0]["params"]
+    before = params[0].detach().clone()
+    steps(twin, [own], gradients[1:])
+    assert torch.equal(params[0], before)
+    steps(optimizer, params, gradients[1:])
+    assert torch.equal(params[0], own) and not torch.equal(own, before)
+
+
+REFUSED = [
+    # (optimizer, hyper-parameters, what the message must hold)
+    ("lomo", {"weight_decy": 0.1}, ["LOMO", "optimizer.params.weight_decy", '"weight_decay"?']),
+    ("adalomo", {"clip_treshold": 1.0}, ["optimizer.params.clip_treshold", '"clip_threshold"?']),
+    ("adafactor", {"beta_1": 0.9}, ["Adafactor", "optimizer.params.beta_1", '"beta1"?']),
+    ("came", {"beta": [0.9] * 3}, ["CAME", "optimizer.params.beta.", '"betas"?']),
+    ("adalomo", {"qqqq": 1}, ["optimizer.params.qqqq", "Known: lr, eps, clip_threshold"]),
+    ("lomo", {"lr": "fast"}, ["optimizer.params.lr is 'fast'", "a number >= 0"]),
+    ("lomo", {"lr": "1e-3"}, ["optimizer.params.lr is '1e-3'", "a number >= 0"]),
+    ("lomo", {"lr": -0.5}, ["optimizer.params.lr is -0.5", "a number >= 0"]),
+    ("lomo", {"lr": True}, ["optimizer.params.lr is True", "a number >= 0"]),
+    ("lomo", {"lr": None}, ["optimizer.params.lr is None", "a number >= 0"]),
+    ("lomo", {"lr": float("nan")}, ["optimizer.params.lr is nan", "a number >= 0"]),
+    ("lomo", {"lr": float("inf")}, ["optimizer.params.lr is inf", "a number >= 0"]),
+    ("lomo", {"lr": "auto"}, ["optimizer.params.lr is 'auto'", "HF Trainer", "write a value"]),
+    ("lomo", {"weight_decay": -0.1}, ["optimizer.params.weight_decay is -0.1", "a number >= 0"]),
+    ("adalomo", {"clip_threshold": 0}, ["clip_threshold is 0;", "a number > 0"]),
+    ("adalomo", {"decay_rate": 0.8}, ["decay_rate is 0.8", "a number < 0"]),
+    (
+        "adalomo",
+        {"eps": 1e-8},
+        ["optimizer.params.eps is 1e-08", "a list of 2: [a number >= 0, a number >= 0]", "Adam"],
+    ),
+    ("adalomo", {"eps": [1e-30, -1e-3]}, ["eps is [1e-30, -0.001]", "a list of 2"]),
+    ("adafactor", {"beta1": 1.0}, ["beta1 is 1.0", "a number in [0, 1) or null"]),
+    ("adafactor", {"relative_step": "no"}, ["relative_step is 'no'", "true or false"]),
+    ("adafactor", {"relative_step": 0, "lr": 1.0}, ["relative_step is 0", "true or false"]),
+    ("adafactor", {"lr": 1e-3}, ["Adafactor", "lr=0.001", "relative_step", "to false"]),
+    ("adafactor", {"relative_step": False}, ["Adafactor", "lr is missing"]),
+    (
+        "adafactor",
+        {"warmup_init": True, "relative_step": False, "lr": 1e-3},
+        ["warmup_init=true needs relative_step=true"],
+    ),
+    (
+        "came",
+        {"betas": [0.9, 0.999]},
+        ["optimizer.params.betas is [0.9, 0.999]", "a list of 3: [a number in [0, 1)", "Adam"],
+    ),
+    ("came", {"betas": [0.9, 0.999, 1.0]}, ["betas is [0.9, 0.999, 1.0]", "a list of 3"]),
+    ("came", {"betas": "auto"}, ["betas is 'auto'", "HF Trainer"]),
+    (
+        "lomo",
+        {"weight_update": "exact"},
+        ["optimizer.params.weight_update is 'exact'", '"stochastic", "nearest" or "master"'],
+    ),
+    ("came", {"weight_update": None}, ["weight_update is None", '"nearest"']),
+    ("came", {"weight_updates": "master"}, ['Did you mean "weight_update"?', "CAME: unknown key"]),
+    ("lomo", {"seed": -1}, ["LOMO: optimizer.params.seed is -1", "a whole number >= 0"]),
+    ("lomo", {"seed": 1.5}, ["optimizer.params.seed is 1.5", "a whole number >= 0"]),
+    ("lomo", {"seed": True}, ["optimizer.params.seed is True", "a whole number >= 0"]),
+]
+
+
+def message(make):
+    with pytest.raises(ValueError) as caught:
+        make()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name, hypers, parts", REFUSED)
+def test_what_is_refused(name, hypers, parts):
+    cls = OPTIMIZERS[name]
+    (param,) = parameters(shapes=[(3, 5)])
+    made = message(lambda: cls([param], **hypers))
+    assert all(part in made for part in parts), made
+    assert message(lambda: cls([{"params": [param]} | hypers])) == made
+    valid = cls(parameters(shapes=[(5,)]))
+    assert message(lambda: valid.add_param_group({"params": [param]} | hypers)) == made
+    assert len(valid.param_groups) == 1
+
+
+def test_a_key_like_no_other_gets_no_guess():
+    assert "Did you mean" not in message(lambda: ds_ext.AdaLomo([torch.zeros(1)], qqqq=1))
+
+
+def test_groups_round_their_own_way():
+    (a, b) = parameters(torch.bfloat16, shapes=[(3, 5), (3, 5)])
+    groups = [{"params": [a], "weight_update": "nearest"}, {"params": [b], "seed": 7}]
+    optimizer = ds_ext.AdaLomo(groups, weight_update="master")
+    steps(optimizer, [a, b], table.gradients(1, [(3, 5), (3, 5)]))
+    assert "master" not in optimizer.state[a] and "master" in optimizer.state[b]
+    assert [group["seed"] for group in optimizer.param_groups] == [0, 7]
+
+
+def test_lists_and_whole_numbers_are_taken():
+    (group,) = ds_ext.CAME([torch.zeros(1)], lr=1, betas=[0, 0.5, 0.5]).param_groups
+    assert group["lr"] == 1 and group["betas"] == (0, 0.5, 0.5)
+    (group,) = ds_ext.CAME([{"params": [torch.zeros(1)], "betas": [0, 0.5, 0.5]}]).param_groups
+    assert group["betas"] == (0, 0.5, 0.5)
+    (group,) = ds_ext.Adafactor([torch.zeros(1)], beta1=None, relative_step=True).param_groups
+    assert group["beta1"] is None and group["lr"] is None
+
+
+# RULES.md
+DEFAULTS = {
+    "lomo": {"lr": 1e-3, "weight_decay": 0.0},
+    "adalomo": {
+        "lr": 1e-3,
+        "eps": (1e-30, 1e-3),
+        "clip_threshold": 1.0,
+        "decay_rate": -0.8,
+        "weight_decay": 0.0,
+    },
+    "adafactor": {
+        "lr": None,
+        "eps": (1e-30, 1e-3),
+        "clip_threshold": 1.0,
+        "decay_rate": -0.8,
+        "beta1": None,
+        "weight_decay": 0.0,
+        "scale_parameter": True,
+        "relative_step": True,
+        "warmup_init": False,
+    },
+    "came": {
+        "lr": 2e-4,
+        "betas": (0.9, 0.999, 0.9999),
+        "eps": (1e-30, 1e-16),
+        "clip_threshold": 1.0,
+        "weight_decay": 0.0,
+    },
+}
+
+WRITING = {"weight_update": "stochastic", "seed": 0}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_signature_shows_hyper_parameters_and_defaults(name):
+    cls = OPTIMIZERS[name]
+    first, *rest = inspect.signature(cls).parameters.values()
+    assert first.name == "params"
+    assert {p.name: p.default for p in rest} == DEFAULTS[name] | WRITING
+    assert {p.kind for p in rest} == {inspect.Parameter.KEYWORD_ONLY}
+    (group,) = cls([torch.zeros(1)]).param_groups
+    assert {k: v for k, v in group.items() if k != "params"} == DEFAULTS[name] | WRITING
+    assert cls.check({}) == DEFAULTS[name] | WRITING
+    with pytest.raises(TypeError, match=re.escape("positional")):
+        cls([torch.zeros(1)], 0.1)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_signature_tells_the_truth_about_params(name):
+    """torch's optimizers take their parameters by keyword too."""
+    cls = OPTIMIZERS[name]
+    given = {"params": [torch.zeros(1)], "lr": 0.1} | (
+        {"relative_step": False} if name == "adafactor" else {}
+    )
+    inspect.signature(cls).bind(**given)
+    assert cls(**given).param_groups[0]["lr"] == 0.1

@@ -1,0 +1,420 @@
+"""Writing weights back: unbiased or exact, the same however a parameter is cut, on what is due."""
+
+import functools
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ext import AdaLomo, checkpoint, precision, rounds
+from ds_ext.checkpoint import Own, Pieces
+from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.precision import Writing
+from ds_ext.shard import Shard
+from tests.common import table
+
+CPU = torch.device("cpu")
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+MODES = ["stochastic", "nearest", "master"]
+modes = pytest.mark.parametrize("mode", MODES)
+
+SETTINGS = {
+    "lomo": {"lr": 0.01, "weight_decay": 0.1},
+    "adalomo": {"lr": 1e-3, "weight_decay": 0.1},
+    "adafactor": {"lr": 1e-3, "relative_step": False, "beta1": 0.9},
+    "came": {"lr": 1e-3},
+    "lamb": {"lr": 1e-3, "weight_decay": 0.1},
+    "galoreadamw": {"lr": 1e-2, "rank": 3, "update_proj_gap": 3},
+}
+SHAPES = ((), (5,), (13, 29), (4, 3, 5))
+
+
+def neighbours(x, half):
+    """The largest 16-bit number below or at ``x`` and the smallest above or at it, as fp64."""
+    codes = torch.arange(-(2**15), 2**15).to(torch.int16).view(half).double()
+    grid = codes[codes.isfinite()].unique()
+    at = torch.searchsorted(grid, x.double(), right=True) - 1
+    low = grid[at.clamp(min=0)]
+    return low, torch.where(low == x, low, grid[(at + 1).clamp(max=len(grid) - 1)])
+
+
+# Where a number lies between its neighbours: among them the subnormal ones of both formats.
+VALUES = [1.0, -1.0, 0.3, 1000.0, 6e4, 2**-14, -(2**-14), 3e-5, -7e-6, 1e-7, -2e-8, 1e-9]
+TINY = [1e-38, -3e-39, 2e-40, 9e-41, -1e-41]
+
+
+@halves
+@pytest.mark.parametrize("value", [v * (1 + 2**-9) for v in VALUES] + TINY)
+def test_a_value_goes_to_its_two_neighbours_and_on_average_nowhere(value, half):
+    x = torch.full((100_000,), value)
+    rounded = precision.ROUND[half](x.clone(), key=3, start=0).double()
+    (low,), (high,) = neighbours(x[:1], half)
+    assert set(rounded.tolist()) <= {low.item(), high.item()}
+    assert torch.equal(rounded.to(half).double(), rounded)
+    share = ((x[0].double() - low) / (high - low)).item() if high > low else 0.0
+    error = 4 * (share * (1 - share) / len(x)) ** 0.5 + 2**-16
+    assert (rounded > low).double().mean().item() == pytest.approx(share, abs=error)
+
+
+@halves
+def test_what_16_bits_can_hold_stays(half):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(half).float()
+    numbers = every[~every.isnan()]
+    assert numbers.isinf().sum() == 2
+    rounded = precision.ROUND[half](numbers, 1, 0)
+    assert torch.equal(rounded, numbers) and torch.equal(rounded.signbit(), numbers.signbit())
+    for bits in (0x7FFFFFFF, -1, 0x7F800001):  # where noise would carry into the sign
+        nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+        assert precision.ROUND[half](nan, 1, 0).isnan().all()
+
+
+@halves
+def test_what_is_finite_does_not_become_infinite(half):
+    most = torch.finfo(half).max
+    above = torch.tensor([most * (1 + 2**-12), torch.finfo(torch.float32).max]).repeat(1000)
+    assert set(precision.ROUND[half](above, 5, 0).to(half).tolist()) == {most}
+    assert set(precision.ROUND[half](-above, 5, 0).to(half).tolist()) == {-most}
+
+
+def noise(n, key, start):
+    bits = torch.zeros(n, dtype=torch.int32)
+    precision.add_noise_(bits, key, start)
+    return bits
+
+
+def test_noise_depends_on_the_element_not_on_the_cut():
+    whole = noise(200_000, 17, 5)
+    for start, n in ((400, 300), (2**16 - 8, 16), (2**16 - 5, 2**16 + 7), (199_999, 1)):
+        assert torch.equal(whole[start : start + n], noise(n, 17, 5 + start))
+    assert len(noise(0, 17, 3)) == 0
+
+
+def test_noise_differs_by_seed_parameter_and_step_and_is_uniform():
+    seeds = [0, 1, 2, 7, 2**31, 2**32, 2**32 + 1, 2**64]
+    keys = {precision.key(s, n, t): s for s in seeds for n in range(20) for t in range(20)}
+    assert len(keys) == 20 * 20 * len(seeds)
+    for seed in seeds:
+        of_seed = [key for key, s in keys.items() if s == seed][:100]
+        assert_uniform([noise(4096, key, 0) for key in of_seed])
+    first = [noise(4096, precision.key(s, 0, 1), 0) for s in seeds]
+    apart = torch.corrcoef(torch.stack(first).double()) - torch.eye(len(seeds))
+    assert apart.abs().max() < 5 / 4096**0.5
+
+
+def assert_uniform(draws):
+    counts = torch.stack(draws).flatten().div(4096, rounding_mode="floor").bincount(minlength=16)
+    expected = len(draws) * 4096 / 16
+    # chi-square, 15 degrees, p = 1e-4, for there are eight seeds
+    assert ((counts - expected) ** 2 / expected).sum() < 44.3
+    neighbours = torch.corrcoef(torch.stack([draws[0], draws[1]]).double())[0, 1]
+    assert abs(neighbours) < 4 / 4096**0.5
+
+
+def test_an_element_gets_every_number_alike_often_over_steps():
+    steps = range(1, 4001)
+    places = torch.tensor([noise(1, precision.key(0, 3, t), 77).item() for t in steps])
+    counts = places.div(4096, rounding_mode="floor").bincount(minlength=16)
+    assert ((counts - 250) ** 2 / 250).sum() < 44.3
+    following = torch.corrcoef(torch.stack([places[1:], places[:-1]]).double())[0, 1]
+    assert following.abs() < 4 / 4000**0.5
+
+
+def test_numbers_of_a_chunk_are_a_permutation_without_order():
+    chunk = noise(2**16, 5, 3 * 2**16)
+    assert torch.equal(chunk.sort().values, torch.arange(2**16, dtype=torch.int32))
+    x = chunk.double() - chunk.double().mean()
+    for lag in (1, 2, 3, 4, 8, 64, 576, 1024, 4096):
+        assert (x * x.roll(lag)).mean().abs() / x.square().mean() < 5 / 2**8
+    other = noise(2**16, 5, 4 * 2**16)
+    assert not torch.equal(chunk, other)
+
+
+@modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_weights_are_written_as_they_are(dtype, mode):
+    p, s = torch.zeros(3, dtype=dtype), {"step": 1}
+    assert precision.weight(p, s, Writing(mode), 0, Shard.whole((3,))) is p
+    assert s == {"step": 1}
+
+
+# The master: all bits of an fp32, whatever they are.
+
+
+def master(half, n):
+    """A weight of ``n`` elements with its master, its run, its state and its only block."""
+    shard = Shard.whole((n,))
+    run, s = torch.zeros(n, dtype=half), {"step": 1}
+    written = precision.weight(run, s, Writing("master"), 0, shard)
+    (b,) = shard.blocks()
+    return written, run, s, b
+
+
+def patterns():
+    """fp32 numbers of all signs and exponents, ties of both formats, subnormals, inf, nan."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**31), 2**31, (100_000,), generator=generator)
+    high = torch.arange(-(2**15), 2**15) * 2**16
+    ties = [high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    return torch.cat([random, *ties]).to(torch.int32).view(torch.float32)
+
+
+@halves
+def test_a_master_has_all_bits_of_an_fp32(half):
+    x = patterns()
+    written, run, s, b = master(half, len(x))
+    written.write_(b, x.view(b.shape))
+    back = written.block(b).view(-1)
+    same = back.view(torch.int32) == x.view(torch.int32)
+    assert (same | x.isnan()).all() and back.isnan().equal(x.isnan())
+    assert s["master"].dtype == {torch.bfloat16: torch.int16, torch.float16: torch.float32}[half]
+    # What the model computes with is the nearest, of two the further from zero.
+    nearest = x.to(half)
+    assert run.isnan().equal(nearest.isnan())
+    assert run[nearest.isinf()].equal(nearest[nearest.isinf()])
+    off = (run.double() - x.double()).abs() - (nearest.double() - x.double()).abs()
+    assert off[nearest.isfinite()].abs().max() == 0
+
+
+def test_a_bf16_master_is_one_pair_for_every_fp32():
+    x = patterns()[:100_000]
+    x = x[x.isfinite()].unique()
+    written, run, s, b = master(torch.bfloat16, len(x))
+    written.write_(b, x.view(b.shape))
+    pairs = run.view(torch.int16).long() * 2**16 + s["master"].long()
+    assert len(pairs.unique()) == len(x)
+
+
+def test_a_bf16_master_rounds_halves_away_from_zero():
+    tie = 1 + 2**-8
+    written, run, s, b = master(torch.bfloat16, 2)
+    written.write_(b, torch.tensor([tie, -tie]).view(b.shape))
+    assert run.tolist() == [1 + 2**-7, -1 - 2**-7] and s["master"].tolist() == [-(2**15)] * 2
+
+
+def test_an_fp16_weight_that_was_changed_by_others_counts():
+    written, run, s, b = master(torch.float16, 4)
+    x = torch.tensor([0.1, 1e6, torch.nan, 0.3])
+    written.write_(b, x.view(b.shape))
+    run[3] = 5.0
+    back = written.block(b).view(-1)
+    assert back[:2].equal(x[:2]) and back[2].isnan() and back[3] == 5
+
+
+@pytest.mark.supports("bf16 weights", stage=None, optimizer="name")
+@halves
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_with_a_master_have_the_bits_of_fp32(name, half):
+    before = table.weights(SHAPES, half)
+    kept = [nn.Parameter(p.clone()) for p in before]
+    exact = [nn.Parameter(p.float()) for p in before]
+    optimizers = [
+        OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode)
+        for params, mode in ((kept, "master"), (exact, "nearest"))
+    ]
+    for gradients in table.gradients(200, SHAPES, half):
+        for p, q, g in zip(kept, exact, gradients, strict=True):
+            p.grad, q.grad = g.clone(), g.float()
+        for optimizer in optimizers:
+            optimizer.step()
+        for p, q in zip(kept, exact, strict=True):
+            assert value(optimizers[0], p).equal(q)
+    assert not any(a.equal(b) for a, b in zip(kept, before, strict=True))
+
+
+def value(optimizer, param):
+    """The fp32 number that a weight and its master stand for."""
+    shard, s = Shard.whole(param.shape), optimizer.state[param]
+    written = precision.weight(param.detach().view(-1), s, Writing("master"), 0, shard)
+    return torch.cat([written.block(b).reshape(-1) for b in shard.blocks()]).view(param.shape)
+
+
+# Sharded = whole, and resumed = uninterrupted, in every way of writing.
+
+
+def begin(name, mode, half, rank, world, weights):
+    """A step of one of ``world`` ranks -> (function of gradients that begins it, runs)."""
+    params = [nn.Parameter(p.clone()) for p in weights]
+    optimizer = OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode, seed=3)
+    shards = [Shard.of_rank(p.shape, rank, world) for p in weights]
+    runs = [cut(p, s) for p, s in zip(weights, shards, strict=True)]
+
+    def step(gradients):
+        parts = zip(params, runs, gradients, shards, strict=True)
+        return [optimizer.rules(Update(p, run, cut(g, s), s))[0] for p, run, g, s in parts]
+
+    return step, runs
+
+
+def cut(x, shard):
+    return x.detach().reshape(-1)[shard.start : shard.stop].clone()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@halves
+@modes
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_sharded_step_has_the_bits_of_a_whole_one(name, mode, half, world, monkeypatch):
+    """Given the same totals: sums in another order may differ in their last bit."""
+    monkeypatch.setattr(Shard, "holds_rows", False)  # as many rounds for the whole
+    weights = table.weights(SHAPES, half)
+    make = functools.partial(begin, name, mode, half, weights=weights)
+    whole, *ranks = [make(rank=0, world=1)] + [make(rank=r, world=world) for r in range(world)]
+    for gradients in table.gradients(5, SHAPES, half):
+        with torch.no_grad():
+            answer_alike([step(gradients) for step, _ in (whole, *ranks)])
+    for i, run in enumerate(whole[1]):
+        assert torch.cat([runs[i] for _, runs in ranks]).equal(run), SHAPES[i]
+    assert not all(run.equal(p.view(-1)) for run, p in zip(whole[1], weights, strict=True))
+
+
+def answer_alike(begun):
+    """Runs the rules of a whole and of its ranks, the ranks' totals being the whole's."""
+    flats = (rounds.merged_rounds(rounds.lockstep(rules)) for rules in begun)
+    for whole, *ranks in zip(*flats, strict=True):
+        assert (torch.stack(ranks).sum(0) - whole).norm() <= 1e-4 * whole.norm()
+        for flat in ranks:
+            flat.copy_(whole)
+
+
+@pytest.mark.parametrize("world", [2, 3, 7])
+@pytest.mark.parametrize("mode", ["stochastic", "nearest"])
+def test_it_has_with_its_own_sums_too(mode, world):
+    """Their last bit hardly ever changes 16 bits."""
+    weights, ((g,),) = table.weights([(13, 29)], torch.bfloat16), table.gradients(1, [(13, 29)])
+
+    def steps(cuts):
+        ranks = [begin("adalomo", mode, torch.bfloat16, r, cuts, weights) for r in range(cuts)]
+        for _ in range(5):
+            with torch.no_grad():
+                rounds.simulate([step([g.float()]) for step, _ in ranks])
+        return torch.cat([run for _, (run,) in ranks])
+
+    assert torch.equal(steps(world), steps(1))
+
+
+@halves
+@modes
+def test_a_resumed_run_has_the_same_bits(mode, half):
+    gradients = table.gradients(8, SHAPES, half)
+    through, optimizer = trained(mode, half, gradients)
+    first, halfway = trained(mode, half, gradients[:4])
+    second = [nn.Parameter(p.detach().clone()) for p in first]
+    resumed = AdaLomo(second, weight_update="nearest")  # which the saved one replaces
+    resumed.load_state_dict(from_file(halfway.state_dict()))
+    train(second, resumed, gradients[4:])
+    assert all(p.equal(q) for p, q in zip(second, through, strict=True))
+    for p, q in zip(second, through, strict=True):
+        assert ("master" in resumed.state[p]) == (mode == "master")
+        if mode == "master":
+            assert resumed.state[p]["master"].equal(optimizer.state[q]["master"])
+
+
+@halves
+@modes
+def test_a_checkpoint_of_runs_has_the_same_bits(mode, half):
+    gradients = table.gradients(8, SHAPES, half)
+    through, _ = trained(mode, half, gradients)
+    first, halfway = trained(mode, half, gradients[:4])
+    saved = Pieces([from_file(checkpoint.save(halfway, owned(first)))])
+    second = [nn.Parameter(torch.zeros_like(p)) for p in first]
+    resumed = AdaLomo(second, weight_update=mode)
+    checkpoint.load_state(saved, resumed, owned(second))
+    checkpoint.load_weights(saved, resumed, owned(second))
+    train(second, resumed, gradients[4:])
+    assert all(p.equal(q) for p, q in zip(second, through, strict=True))
+
+
+def trained(mode, half, gradients):
+    params = [nn.Parameter(p) for p in table.weights(SHAPES, half)]
+    optimizer = AdaLomo(params, lr=1e-3, weight_update=mode, seed=5)
+    return train(params, optimizer, gradients), optimizer
+
+
+def train(params, optimizer, gradients):
+    for grads in gradients:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return params
+
+
+def owned(params):
+    return {
+        p: Own(str(i), p.detach().view(-1), Shard.whole(tuple(p.shape)))
+        for i, p in enumerate(params)
+    }
+
+
+def from_file(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_seed_changes_the_bits_of_stochastic_rounding_alone():
+    gradients = table.gradients(3, SHAPES, torch.bfloat16)
+
+    def run(mode, seed):
+        params = [nn.Parameter(p) for p in table.weights(SHAPES, torch.bfloat16)]
+        optimizer = AdaLomo(params, lr=1e-3, weight_update=mode, seed=seed)
+        return torch.cat([p.detach().view(-1) for p in train(params, optimizer, gradients)])
+
+    for mode in MODES:
+        assert run(mode, 0).equal(run(mode, 0))
+        assert run(mode, 0).equal(run(mode, 1)) == (mode != "stochastic")
+
+
+def test_another_way_of_writing_may_be_chosen_between_steps():
+    (p,), (before,) = [[nn.Parameter(torch.ones(4, dtype=torch.bfloat16))] for _ in range(2)]
+    optimizer = AdaLomo([p], lr=1e-4, weight_update="master")
+    held = []
+    for mode in MODES[::-1]:
+        optimizer.param_groups[0]["weight_update"] = mode
+        train([p], optimizer, [[torch.ones_like(p)]])
+        held.append("master" in optimizer.state[p])
+    assert held == [True, False, False]
+
+
+# What it is for: updates of less than half a bf16's spacing. u = 1 at every step, so that p falls
+# by lr · RMS(p) each time.
+
+
+@halves
+@pytest.mark.parametrize("mode, error", [("stochastic", 3e-4), ("master", 1e-6), ("nearest", 0)])
+def test_small_updates_are_not_lost_but_by_rounding_to_nearest(mode, error, half):
+    lr = 1e-4 if half == torch.bfloat16 else 2e-5
+    p = nn.Parameter(torch.full((64, 64), 1.0, dtype=half))
+    optimizer = AdaLomo([p], lr=lr, weight_update=mode)
+    train([p], optimizer, [[torch.ones_like(p)]] * 20)
+    held = value(optimizer, p) if mode == "master" else p.float()
+    expected = 1 if mode == "nearest" else (1 - lr) ** 20
+    assert held.mean().item() == pytest.approx(expected, abs=error)
+
+
+def test_gradient_descent_goes_on_where_rounding_to_nearest_stops():
+    """The least squares of benchmarks/rounding.py's claim: p → target, in steps of a hundredth."""
+    generator = torch.Generator().manual_seed(0)
+    start = (1 + torch.rand(64, 64, generator=generator)).bfloat16()
+    target = start + 0.05 * torch.randn(64, 64, generator=generator)
+
+    def error(dtype, mode):
+        p = nn.Parameter(start.to(dtype, copy=True))
+        optimizer = OPTIMIZERS["lomo"]([p], lr=0.01, weight_update=mode)
+        for _ in range(300):
+            g = value(optimizer, p) if mode == "master" and optimizer.state[p] else p.float()
+            optimizer.update([whole(p, g.detach() - target)], lambda sums: None)
+        held = value(optimizer, p) if mode == "master" else p.float()
+        return ((held - target).square().mean() / (start - target).square().mean()).item()
+
+    fp32 = error(torch.float32, "nearest")
+    assert fp32 == pytest.approx(0.99**600, rel=1e-3)
+    assert error(torch.bfloat16, "master") == fp32
+    assert error(torch.bfloat16, "stochastic") < 0.02
+    assert error(torch.bfloat16, "nearest") > 0.95
+
+
+def whole(p, g):
+    return Update(p, p.detach().view(-1), g.reshape(-1), Shard.whole(p.shape))

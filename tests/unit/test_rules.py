@@ -1,0 +1,453 @@
+"""Every rule on simulated ranks is its authors' optimizer on whole parameters, to 1e-9 in fp64.
+
+All awkward shapes are stepped together, as one bucket. The measure is the error relative to the
+total update of each parameter. The same measure is applied to runs that are broken on purpose, to
+show that it can fail.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+
+import ds_ext.shard
+from ds_ext import rounds
+from ds_ext.shard import Block, Shard
+from ds_ext.state import zeros
+from tests.common import table
+from tests.common.reference import Authors, Textbook
+from tests.common.table import CASES, MANY, REDUCING, RULES, SHAPES, VECTORS, WORLDS
+
+STEPS = 20
+EXACT = 1e-9
+
+
+class Ranks:
+    """A bucket of parameters cut over ``world`` ranks, all simulated in this process.
+
+    The cut is computed here, independently of Shard, and every rank holds its own memory.
+    """
+
+    def __init__(self, name, params, world, **hypers):
+        self.rule = RULES[name].rule(**hypers)
+        self.shapes = [tuple(p.shape) for p in params]
+        self.world = world
+        self.t = 0
+        self.runs = self.cut(params)
+        self.shards = [[Shard.of_rank(s, r, world) for s in self.shapes] for r in range(world)]
+        self.states = [
+            [zeros(self.rule.keeps(shard), p) for p, shard in zip(runs, shards, strict=True)]
+            for runs, shards in zip(self.runs, self.shards, strict=True)
+        ]
+
+    def cut(self, tensors):
+        """Each rank's runs of ``tensors``."""
+        sizes = [-(-t.numel() // self.world) for t in tensors]
+        return [
+            [t.flatten()[r * n : (r + 1) * n].clone() for t, n in zip(tensors, sizes, strict=True)]
+            for r in range(self.world)
+        ]
+
+    def step(self, grads):
+        """Steps the bucket -> reductions taken."""
+        self.t += 1
+        ranks = zip(self.runs, self.cut(grads), self.states, self.shards, strict=True)
+        return rounds.simulate(
+            [
+                [
+                    self.rule.step(p, g, s, self.t, shard)
+                    for p, g, s, shard in zip(*rank, strict=True)
+                ]
+                for rank in ranks
+            ]
+        )
+
+    @property
+    def params(self):
+        """The whole parameters."""
+        return [
+            torch.cat(runs).view(shape)
+            for runs, shape in zip(zip(*self.runs, strict=True), self.shapes, strict=True)
+        ]
+
+
+@torch.no_grad()
+def errors(got, expected, before):
+    """The error of each parameter relative to its total update."""
+    return [
+        float((a.double() - b.double()).norm() / (b.double() - c.double()).norm())
+        for a, b, c in zip(got, expected, before, strict=True)
+    ]
+
+
+@functools.cache
+def authors(name, setting, steps=STEPS, shapes=SHAPES):
+    """The parameters of the authors' optimizer after some steps in fp64."""
+    reference = Authors(name, table.weights(shapes), **RULES[name].settings[setting])
+    for grads in table.gradients(steps, shapes):
+        reference.step(grads)
+    return reference.params
+
+
+def worst_error(name, setting, world, steps=STEPS, shapes=SHAPES):
+    """The largest error of a simulated run against the authors' optimizer."""
+    before = table.weights(shapes)
+    ranks = Ranks(name, before, world, **RULES[name].settings[setting])
+    for grads in table.gradients(steps, shapes):
+        ranks.step(grads)
+    return max(errors(ranks.params, authors(name, setting, steps, shapes), before))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name, setting", CASES)
+def test_sharded_equals_the_authors(name, setting, world):
+    assert worst_error(name, setting, world) <= EXACT
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_more_ranks_than_elements(name):
+    shapes = ((), (5,), (1000,), (1, 7), (64, 33), (4, 3, 5))
+    assert worst_error(name, "decay", MANY, steps=3, shapes=shapes) <= EXACT
+
+
+@pytest.mark.parametrize("name, setting", CASES)
+def test_the_textbook_equals_the_authors(name, setting):
+    hypers = RULES[name].settings[setting]
+    textbook = Textbook(name, table.weights(), **hypers)
+    for grads in table.gradients(STEPS):
+        textbook.step(grads)
+    assert max(errors(textbook.params, authors(name, setting), table.weights())) <= EXACT / 10
+
+
+# fp32 cannot resolve updates that are small beside the weights, so these are large.
+LARGE = {
+    "lomo": {"lr": 0.1, "weight_decay": 0.1},
+    "adalomo": {"lr": 0.1, "weight_decay": 0.1},
+    "adafactor": {"lr": 0.1, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1},
+    "came": {"lr": 0.02, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", RULES)
+def test_fp32_equals_the_authors_in_fp32(name, world):
+    before = table.weights(dtype=torch.float32)
+    reference = Authors(name, before, **LARGE[name])
+    ranks = Ranks(name, before, world, **LARGE[name])
+    for grads in table.gradients(STEPS, dtype=torch.float32):
+        reference.step(grads)
+        ranks.step(grads)
+    assert all(p.dtype == torch.float32 for p in ranks.params)
+    assert max(errors(ranks.params, reference.params, before)) <= 1e-5
+
+
+def same(a, b):
+    """Whether two states, nested in dicts, have the same bits."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return torch.equal(a, b)
+
+
+def replicated(state):
+    """The part of a state that all ranks hold: row and column statistics."""
+    return {k: v for k, v in state.items() if isinstance(v, dict) and "row" in v}
+
+
+@pytest.mark.parametrize("world", [2, 7, 16])
+@pytest.mark.parametrize("name", REDUCING)
+def test_statistics_have_the_same_bits_on_all_ranks(name, world):
+    ranks = Ranks(name, table.weights(), world, **RULES[name].settings["decay"])
+    for grads in table.gradients(5):
+        ranks.step(grads)
+    seen = 0
+    for first, *others in zip(*ranks.states, strict=True):
+        seen += len(replicated(first))
+        for other in others:
+            assert same(replicated(first), replicated(other))
+    matrices = len(SHAPES) - len(VECTORS)
+    assert seen == matrices * (2 if name == "came" else 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", RULES)
+def test_reductions_per_bucket(name, world):
+    row = RULES[name]
+    rows = [(3 * world, 5), (world, 7), (2, world, 5)]  # 2 ranks or more hold a matrix each
+    cut = row.rounds if world > 1 else row.row_rounds
+    for shapes, expected in [
+        (SHAPES, cut),
+        ([(13, 29)], cut),
+        (rows, row.row_rounds),
+        ([*rows, *VECTORS], row.row_rounds),
+        (VECTORS, row.vector_rounds),
+    ]:
+        bucket = Ranks(name, table.weights(shapes), world)
+        taken = [bucket.step(grads) for grads in table.gradients(3, shapes)]
+        assert taken == [expected] * 3, shapes
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_round_is_one_flat_tensor_of_all_statistics(name):
+    matrices = [s for s in SHAPES if len(s) > 1]
+    statistics = sum(math.prod(s[:-2]) * (s[-2] + s[-1]) for s in matrices)
+    columns = sum(math.prod(s[:-2]) * s[-1] for s in matrices)
+    n, m = len(SHAPES), len(matrices)
+    rule = RULES[name].rule()
+    params, (grads,) = table.weights(), table.gradients(1)
+    shards = [Shard.whole(s) for s in SHAPES]
+    reduced = []
+    rounds.run(
+        [
+            rule.step(p.flatten(), g.flatten(), zeros(rule.keeps(shard), p.flatten()), 1, shard)
+            for p, g, shard in zip(params, grads, shards, strict=True)
+        ],
+        lambda total: reduced.append(total.shape),
+    )
+    expected = {
+        "lomo": [],
+        # with the square sums of weights, and for vectors of updates
+        "adalomo": [(statistics + columns + n + n - m,)],
+        "adafactor": [(statistics + columns + n + n - m,)],
+        "came": [(statistics + columns + n - m,), (statistics,)],
+    }
+    assert reduced == expected[name]
+
+
+@pytest.mark.parametrize("limit", [1, 4, 40])
+@pytest.mark.parametrize("name", RULES)
+def test_blocks_of_any_size_give_the_same(name, limit, monkeypatch):
+    largest = 0
+    original = Shard.blocks
+
+    def blocks(self):
+        nonlocal largest
+        for b in original(self):
+            largest = max(largest, math.prod(b.shape))
+            yield b
+
+    monkeypatch.setattr(ds_ext.shard, "BLOCK", limit)
+    monkeypatch.setattr(Shard, "blocks", blocks)
+    shapes = [s for s in SHAPES if math.prod(s) <= 400]
+    assert (13, 29) in shapes and (2, 3, 4, 5) in shapes
+    hypers = RULES[name].settings["decay"]
+    reference = Authors(name, table.weights(shapes), **hypers)
+    ranks = Ranks(name, table.weights(shapes), 3, **hypers)
+    for grads in table.gradients(3, shapes):
+        reference.step(grads)
+        ranks.step(grads)
+    assert max(errors(ranks.params, reference.params, table.weights(shapes))) <= EXACT
+    assert limit / 2 < largest <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", RULES)
+def test_zero_gradients_change_nothing_and_give_no_nan(name, dtype):
+    before = table.weights(dtype=dtype)
+    zeros = [torch.zeros_like(p) for p in before]
+    ranks = Ranks(name, before, 3)
+    for _ in range(3):
+        ranks.step(zeros)
+    assert all(torch.equal(a, b) for a, b in zip(ranks.params, before, strict=True))
+    for grads in table.gradients(3, dtype=dtype):  # one row and one column without gradient
+        for g in grads:
+            if g.dim() > 1:
+                g[..., 0, :] = 0
+                g[..., 0] = 0
+        ranks.step(grads)
+        ranks.step(zeros)
+    assert all(p.isfinite().all() for p in ranks.params)
+    assert any(not torch.equal(a, b) for a, b in zip(ranks.params, before, strict=True))
+
+
+def leaves(state):
+    for value in state.values():
+        yield from leaves(value) if isinstance(value, dict) else [value]
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_bf16_gradients_and_weights_have_fp32_state(name):
+    half = [p.bfloat16() for p in table.weights()]
+    ranks = Ranks(name, half, 3)
+    exact = Ranks(name, [p.float() for p in half], 3)
+    for grads in table.gradients(3):
+        grads = [g.bfloat16() for g in grads]
+        ranks.step(grads)
+        exact.step([g.float() for g in grads])
+    assert all(p.dtype == torch.bfloat16 for p in ranks.params)
+    for mine, theirs in zip(ranks.states, exact.states, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert all(x.dtype == torch.float32 for x in leaves(a))
+            assert same(a, b)  # the gradient alone determines it
+
+
+def one(name, p, g, steps=1, world=1, **hypers):
+    """A single parameter after steps by the same gradient -> (p, states of all ranks)."""
+    ranks = Ranks(name, [p], world, **hypers)
+    for _ in range(steps):
+        ranks.step([g])
+    return ranks.params[0], [states[0] for states in ranks.states]
+
+
+def test_came_keeps_two_separate_second_moments():
+    (p,), ((g,),) = table.weights([(13, 29)]), table.gradients(1, [(13, 29)])
+    _, (state,) = one("came", p, g)
+    memory = [x.untyped_storage().data_ptr() for x in leaves(state)]
+    assert len(memory) == len(set(memory)) == 5
+    for v, r in [(state["v"]["row"], state["r"]["row"]), (state["v"]["col"], state["r"]["col"])]:
+        assert not torch.allclose(v, r, rtol=0.1)
+
+
+def test_came_momentum_of_a_vector_is_not_scaled_by_lr():
+    p, g = torch.zeros(5, dtype=torch.float64), torch.tensor([3.0, -1, 4, -1, 5]).double()
+    for lr in (1e-3, 0.5):
+        after, (state,) = one("came", p, g, lr=lr, clip_threshold=100.0)
+        u = g.sign() / 0.001**0.5
+        assert torch.allclose(state["m"], 0.1 * u, rtol=1e-12)
+        assert torch.allclose(after, -lr * 0.1 * u, rtol=1e-12)
+
+
+@pytest.mark.parametrize("clip, bounded", [(0.5, 0.5), (1.0, 1.0), (2.0, 1.0)])
+@pytest.mark.parametrize("name", ["adalomo", "adafactor"])
+def test_clip_bounds_large_updates_and_leaves_small_ones(name, clip, bounded):
+    p, g = torch.ones(5, dtype=torch.float64), torch.tensor([3.0, -1, 4, -1, 5]).double()
+    # beta2 is 0 in the first step, so u = sign(g), of RMS 1
+    hypers = {"lr": 0.01, "clip_threshold": clip}
+    if name == "adafactor":
+        hypers["relative_step"] = False
+    after, _ = one(name, p, g, **hypers)
+    assert torch.allclose(p - after, 0.01 * bounded * g.sign(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("clip, bounded", [(1.0, 1.0), (100.0, 0.001**-0.5)])
+def test_came_clips_before_momentum(clip, bounded):
+    p, g = torch.ones(5, dtype=torch.float64), torch.tensor([3.0, -1, 4, -1, 5]).double()
+    _, (state,) = one("came", p, g, clip_threshold=clip)
+    assert torch.allclose(state["m"], 0.1 * bounded * g.sign(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 4, 16])
+def test_rms_does_not_count_padding(world):
+    p = torch.tensor([1.0, 2, 3, 4, 5]).double()  # padded to 6, 8 and 16 elements
+    after, _ = one("adalomo", p, torch.ones_like(p), world=world, lr=0.1)
+    assert torch.allclose(p - after, torch.full_like(p, 0.1 * 11**0.5), rtol=1e-12)
+
+
+def test_adafactor_measures_the_weights_at_every_step():
+    p, g = torch.ones(4, dtype=torch.float64), -torch.ones(4, dtype=torch.float64)
+    # u = -1 at every step, so p grows by RMS(p): it doubles
+    after, _ = one("adafactor", p, g, steps=5, lr=1.0, relative_step=False)
+    assert torch.allclose(after, torch.full_like(p, 2.0**5), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "t, warmup, expected",
+    [
+        (1, False, 1e-2),
+        (9_999, False, 1e-2),
+        (40_000, False, 1 / 200),
+        (1, True, 1e-6),
+        (5_000, True, 5e-3),
+        (40_000, True, 1 / 200),
+    ],
+)
+def test_adafactor_relative_step_size(t, warmup, expected):
+    p, g = torch.ones(4, dtype=torch.float64), torch.tensor([2.0, -2, 2, -2]).double()
+    ranks = Ranks("adafactor", [p], 1, scale_parameter=False, warmup_init=warmup)
+    ranks.t = t - 1
+    ranks.step([g])  # u = sign(g): all magnitudes are equal, and RMS(u) is clipped to 1
+    assert torch.allclose(p - ranks.params[0], expected * g.sign(), rtol=1e-9)
+
+
+# What follows breaks the package on purpose; the measure of exactness must see it.
+
+BROKEN = 1e-4
+
+
+def broken_simulate(ranks, drop=None):
+    """rounds.simulate, written anew, in which round ``drop`` gives each rank its own part back."""
+    merged = [rounds.lockstep(rules) for rules in ranks]
+    flats = [next(m, None) for m in merged]
+    number = 0
+    while flats[0] is not None:
+        totals = flats if number == drop else [sum(flats)] * len(flats)
+        flats = [_send(m, total) for m, total in zip(merged, totals, strict=True)]
+        number += 1
+    assert all(f is None for f in flats)
+    return number
+
+
+def _send(merged, total):
+    try:
+        return merged.send(total)
+    except StopIteration:
+        return None
+
+
+def test_the_broken_simulation_is_exact_when_nothing_is_dropped(monkeypatch):
+    monkeypatch.setattr(rounds, "simulate", broken_simulate)
+    assert worst_error("came", "decay", 2) <= EXACT
+
+
+DROPS = [(name, k) for name in REDUCING for k in range(RULES[name].rounds)]
+
+
+@pytest.mark.parametrize("world", [2, 7])
+@pytest.mark.parametrize("name, drop", DROPS)
+def test_a_missing_reduction_is_seen(name, drop, world, monkeypatch):
+    monkeypatch.setattr(rounds, "simulate", functools.partial(broken_simulate, drop=drop))
+    assert worst_error(name, "decay", world) > BROKEN
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", REDUCING)
+def test_geometry_shifted_by_one_is_seen(name, world, monkeypatch):
+    original = Shard.of_rank
+
+    def of_rank(shape, rank, world):
+        shard = original(shape, rank, world)
+        shift = rank == 0 and shard.stop < shard.numel
+        return Shard(shape, shard.start + shift, shard.stop + shift, shard.size)
+
+    monkeypatch.setattr(Shard, "of_rank", of_rank)
+    monkeypatch.setattr(Shard, "holds_rows", False)  # or it would end in an error
+    assert worst_error(name, "decay", world) > BROKEN
+
+
+@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_shifted_by_one_are_seen(name, world, monkeypatch):
+    original = Ranks.cut
+
+    def cut(self, tensors):
+        if self.t:  # gradients, not the weights at the start
+            tensors = [t.flatten().roll(-1).view(t.shape) for t in tensors]
+        return original(self, tensors)
+
+    monkeypatch.setattr(Ranks, "cut", cut)
+    assert worst_error(name, "decay", world) > BROKEN
+
+
+@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("name", REDUCING)
+def test_counting_the_padding_is_seen(name, world, monkeypatch):
+    def rms(self, square_sum):
+        return (square_sum / (-(-self.numel // world) * world)) ** 0.5
+
+    monkeypatch.setattr(Shard, "rms", rms)
+    assert worst_error(name, "decay", world) > BROKEN
+
+
+def test_a_block_out_of_place_is_seen(monkeypatch):
+    original = Shard.blocks
+
+    def blocks(self):
+        for b in original(self):
+            cols = b.cols
+            if 0 < cols.start and cols.stop < self.cols:
+                cols = slice(cols.start - 1, cols.stop - 1)
+            yield Block(b.run, b.mats, b.rows, cols)
+
+    monkeypatch.setattr(ds_ext.shard, "BLOCK", 7)
+    monkeypatch.setattr(Shard, "blocks", blocks)
+    assert worst_error("adalomo", "decay", 1) > BROKEN

@@ -1,0 +1,390 @@
+"""What ``scale`` counts on tensors without storage is what real ones send; its model of time.
+
+Against rules that step real tensors on 1 to 7 ranks simulated in this process, and against every
+collective that real ranks were seen to call.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import comm, counting, giants, links, outlook, scale
+from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER, Call
+from benchmarks.counting import Bucket, Matrix, Rule
+from benchmarks.giants import Counted
+from benchmarks.links import RING, TREE, Link, Sample
+from benchmarks.memory import llama
+from ds_ext import lowrank, memory, ranks, rounds
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.shard import Shard
+from ds_ext.state import zeros
+from tests.common import apart
+
+SMALL = (256, 48, 132, 2, 4, 2, False)
+STACK = (4, 6, 8)  # of experts; a rank of 2 or 4 holds whole ones, one of 8 or 16 a part of one
+
+
+class Model(nn.Module):
+    """Matrices, tall and wide, a vector, and a stack of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.tall, self.wide = nn.Linear(12, 40, bias=False), nn.Linear(50, 9, bias=False)
+        self.narrow = nn.Linear(2, 13, bias=False)  # 7 ranks hold whole rows, the last fewer
+        self.norm = nn.LayerNorm(33, bias=False)
+        self.experts = nn.ParameterDict({"up": nn.Parameter(torch.empty(STACK))})
+
+
+NAMES = ("tall.weight", "wide.weight", "narrow.weight", "norm.weight")
+
+
+def counted_rounds(name, params, world):
+    """Bytes of each round of the first two steps of a bucket, counted on "meta"."""
+    with torch.device("meta"):
+        rule = Rule(name, Model())
+    bucket = Bucket(world, params, 0, (), (), (), ())
+    return [stepped.rounds for stepped in rule.of(bucket)]
+
+
+def real_rounds(name, params, world):
+    """The same, by rules that step real tensors on all ranks; the cut is computed here."""
+    whole = dict(Model().named_parameters())
+    stepped, total = [[] for _ in range(world)], []
+    for key in params:
+        p = whole[key]
+        size, n = -(-p.numel() // world), math.prod(p.shape[-2:])
+        plain = {"rank": None} if name == "galoreadamw" and p.ndim < 2 else {}
+        rule = OPTIMIZERS[name].hypers(**plain, weight_update="nearest")
+        for rank in range(world):
+            run = range(min(rank * size, p.numel()), min((rank + 1) * size, p.numel()))
+            for first in range(0, p.numel(), n):
+                start, stop = (min(max(at - first, 0), n) for at in (run.start, run.stop))
+                shard = Shard(tuple(p.shape[-2:]), start, stop, size)
+                own = torch.full((stop - start,), 0.5)
+                stepped[rank].append((rule, own, zeros(rule.keeps(shard), own), shard))
+    for t in (1, 2):
+        sizes = [[] for _ in range(world)]
+        merged = [
+            rounds.lockstep(
+                _noting(rule.step(p, torch.ones_like(p), s, t, shard))
+                for rule, p, s, shard in of_rank
+            )
+            for of_rank in stepped
+        ]
+        flats = [rounds.merged_rounds(flat) for flat in merged]
+        for together in zip(*flats, strict=True):
+            for own, flat in zip(sizes, together, strict=True):
+                own.append(flat.nbytes)
+            summed = torch.stack(together).sum(0)
+            for flat in together:
+                flat.copy_(summed)
+        assert all(own == sizes[0] for own in sizes)
+        total.append(tuple(sizes[0]))
+    return total
+
+
+def _noting(rule):
+    """A rule as it is; a place to break it in."""
+    yield from rule
+
+
+@pytest.mark.parametrize("world", range(1, 8))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rounds_counted_without_storage_are_those_of_real_tensors(name, world, monkeypatch):
+    monkeypatch.setattr(lowrank, "SLICE", 100)  # a basis is renewed in several rounds
+    found = counted_rounds(name, NAMES, world)
+    assert found == real_rounds(name, NAMES, world)
+    assert name == "lomo" or sum(map(len, found))
+
+
+@pytest.mark.parametrize("world", [2, 16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_expert_of_a_stack_has_statistics_of_its_own(name, world):
+    found = counted_rounds(name, ("experts.up", *NAMES), world)
+    assert found == real_rounds(name, ("experts.up", *NAMES), world)
+    alone, experts = (counted_rounds(name, names, world) for names in (NAMES, ("experts.up",)))
+    if name == "adalomo":
+        least = STACK[0] * 4 * (sum(STACK[1:]) + 1)  # rows, columns, RMS(p)
+        assert sum(experts[1]) >= least
+    assert [sum(x) + sum(y) for x, y in zip(alone, experts, strict=True)] == list(map(sum, found))
+
+
+def test_a_cut_that_straddles_experts_is_refused():
+    with pytest.raises(ValueError, match="--ranks 3"):
+        counted_rounds("adalomo", ("experts.up",), 3)
+
+
+def test_ranks_that_differ_in_what_they_add_to_are_found(monkeypatch):
+    monkeypatch.setattr(Matrix, "shard", lambda m, rank, world: Shard((40, 12), 0, 160 - rank, 160))
+    before = counting.Rule._steps
+
+    def steps(self, matrix, shard):
+        return [sizes * (len(shard) % 2 + 1) for sizes in before(self, matrix, shard)]
+
+    monkeypatch.setattr(counting.Rule, "_steps", steps)
+    with pytest.raises(AssertionError, match="ranks differ"):
+        counted_rounds("adalomo", ("tall.weight",), 3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_that_of_the_rank_that_has_most(name, world):
+    with torch.device("meta"):
+        rule = Rule(name, Model())
+    rule.matrices.pop("experts.up")
+    plain = {"rank": None} if name == "galoreadamw" else {}
+    held = []
+    for rank in range(world):
+        total = 0
+        for p in (dict(Model().named_parameters())[key] for key in NAMES):
+            hypers = OPTIMIZERS[name].hypers(**(plain if p.ndim < 2 else {}))
+            shard = Shard.of_rank(tuple(p.shape), rank, world)
+            total += memory.nbytes(zeros(hypers.keeps(shard), torch.empty(len(shard))))
+        held.append(total)
+    assert rule.state_bytes(dict.fromkeys(NAMES, world), world) == max(held)
+
+
+# Buckets.
+
+
+def small(dtype=torch.bfloat16):
+    return llama(SMALL, dtype, torch.device("meta"))
+
+
+@pytest.mark.parametrize("world, size, stage", [(2, 0, 3), (7, 2**14, 3), (64, 2**20, 2)])
+def test_gradients_are_sent_once_with_their_padding(world, size, stage):
+    model = small()
+    params = dict(model.named_parameters())
+    found = counting.reduced(model, giants.backward, set(params), world, size, stage)
+    assert sorted(name for bucket in found for name in bucket.params) == sorted(params)
+    for bucket in found:
+        padded = [-(-params[name].numel() // world) * world for name in bucket.params]
+        votes = len(padded) * world
+        assert sum(bucket.gradients) == 2 * (sum(padded) + votes)
+        assert len(padded) == 1 or sum(padded) <= size
+        assert sum(bucket.published) == (2 * sum(padded) if stage == 2 else 0)
+    if stage == 3:  # in the order of autograd; else in that of all ranks
+        assert found[0].params[0] == "lm_head.weight"
+        assert found[-1].params[-1] == "model.embed_tokens.weight"
+    if size == 0:
+        assert len(found) == len(params)
+    agreed = sum(len(bucket.agreed) for bucket in found)
+    assert agreed == 0 if stage == 3 else agreed >= len([b for b in found if b.params])
+
+
+CASES = [("AdaLomo", 3, 2), ("CAME", 3, 3), ("GaLoreAdamW", 2, 2)]  # optimizer, stage, ranks
+BUCKET = 2**13
+
+
+def real_calls():
+    """Counts of what the first of real ranks calls in its second step, by case."""
+
+    def job(sizes, optimizer, stage):
+        zero = {"stage": stage, "reduce_bucket_size": BUCKET}
+        config = {"zero_optimization": zero, "optimizer": {"type": optimizer}}
+        engine, gradients = comm.engine_of(sizes, config)
+
+        def step(tokens):
+            engine.backward(engine(tokens, labels=tokens).loss)
+            engine.step()
+
+        return step, comm.Step([], gradients, [])
+
+    ranks.alike = lambda *_: lambda: True  # is not counted
+    found = {}
+    for case in CASES:
+        optimizer, stage, world = case
+        real = comm.on_ranks(
+            world, lambda sizes, _, o=optimizer, s=stage: job(sizes, o, s), SMALL, 8, 0
+        )
+        found[case] = Counter((c.kind, c.nbytes) for c in comm.optimizers(real.calls))
+    return found
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory):
+    """``real_calls`` of a process that has not run backward itself, and so can be forked."""
+    out = tmp_path_factory.mktemp("scale") / "calls.pt"
+    code = "import sys, torch; from tests import test_scale as t; "
+    code += "torch.save(t.real_calls(), sys.argv[1])"
+    apart.python("-c", code, str(out), timeout=300)
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-stage{case[1]}")
+def test_all_calls_are_those_of_real_ranks(case, called, monkeypatch):
+    optimizer, stage, world = case
+    monkeypatch.setitem(giants.MODELS, "small", giants.Giant(SMALL))
+    monkeypatch.setattr(giants.Giant, "make", lambda self: small(torch.float32))
+    step = Counted("small", world, BUCKET, stage).step(optimizer)
+    calls = [call for bucket in step for call in bucket.calls]
+    assert Counter((call.kind, call.nbytes) for call in calls) == called[case]
+    assert len(calls) > 20
+
+
+def test_the_models_are_those_they_are_called():
+    llama_70b, whole, shared = (giants.made(name)[0] for name in giants.MODELS)
+    shapes = {name: tuple(p.shape) for name, p in llama_70b.named_parameters()}
+    assert shapes == memory.llama(*memory.KNOWN["llama-70b"])
+    assert sum(p.numel() for p in whole.parameters()) == 140_620_634_112
+    experts = {n: p.shape for n, p in whole.named_parameters() if giants.is_expert(n)}
+    assert len(experts) == 2 * 56 and {len(shape) for shape in experts.values()} == {3}
+    for name, p in shared.named_parameters():
+        assert p.shape == ((1, *experts[name][1:]) if name in experts else p.shape)
+    active = [giants.MODELS[name].work(giants.made(name)[0]) for name in giants.MODELS]
+    assert sum(active[0].values()) == sum(p.numel() for p in llama_70b.parameters())
+    assert sum(active[1].values()) == sum(active[2].values()) == pytest.approx(39.15e9, rel=1e-3)
+
+
+def test_experts_sum_over_their_own_ranks():
+    step = Counted("8x22b, EP 8", 64, 2**24).step("LOMO")
+    ranks = {giants.is_expert(name): bucket.ranks for bucket in step for name in bucket.params}
+    assert ranks == {True: 8, False: 64}
+    assert len({giants.is_expert(name) for name in step[0].params}) == 1
+    places = [bucket.place for bucket in step]
+    assert places == sorted(places) and places[-1] == 507
+    whole = Counted("8x22b", 64, 2**24).step("LOMO")
+    assert {bucket.ranks for bucket in whole} == {64}
+    expert = next(bucket for bucket in step if bucket.ranks == 8 and bucket.params)
+    (summed,) = giants.made("8x22b, EP 8")[1]["adalomo"].of(expert)[1].rounds
+    assert summed == 4 * (6144 + 16384 + 16384 + 1)  # rows, columns twice, RMS(p)
+
+
+# The model of time.
+
+LINK = Link(latency=1e-3, bandwidth=1e6)
+
+
+@pytest.mark.parametrize(
+    "kind, ranks, algorithm, expected",
+    [
+        (ALL_REDUCE, 8, RING, 14e-3 + 2 * 7 / 8 * 2),
+        (ALL_REDUCE, 8, TREE, 6e-3 + 2 * 7 / 8 * 2),
+        (REDUCE_SCATTER, 8, RING, 7e-3 + 7 / 8 * 2),
+        (REDUCE_SCATTER, 8, TREE, 3e-3 + 7 / 8 * 2),
+        (ALL_REDUCE, 1, TREE, 0),
+    ],
+)
+def test_what_a_collective_takes(kind, ranks, algorithm, expected):
+    found = links.seconds(Call("", kind, 2 * 10**6), ranks, LINK, algorithm)
+    assert found == pytest.approx(expected)
+
+
+def bucket(gradients, *sums, place=0, ranks=4):
+    return Bucket(ranks, (), place, (), (gradients,), sums, ())
+
+
+def test_a_fit_finds_the_link_that_made_the_times():
+    sizes = (2**10, 2**16, 2**24)
+    calls = [(ranks, Call("", ALL_REDUCE, n)) for ranks in (2, 3) for n in sizes]
+    made = [Sample(r, c.nbytes, links.seconds(c, r, LINK, RING)) for r, c in calls]
+    found, errors = links.fit(made)
+    assert found == pytest.approx(LINK) and errors == pytest.approx([0] * 6, abs=1e-9)
+    slower = [made[0]._replace(seconds=2 * made[0].seconds), *made[1:]]
+    assert max(map(abs, links.fit(slower)[1])) > 0.2
+    with pytest.raises(RuntimeError, match="measure again"):
+        links.fit([Sample(2, n, 1 / n) for n in sizes])
+
+
+@pytest.mark.parametrize(
+    "ready, in_line, beside",
+    [
+        ([0, 0, 0], 9 + 12, 3 + 12),  # gradients wait for rounds, or all but the first do not
+        ([10, 10, 10], 10 + 21, 10 + 3 + 12),
+        ([0, 10, 20], 20 + 3 + 4 + 4, 20 + 4 + 4),  # those of the second run beside the third
+        ([0, 3, 6], 21, 3 + 4 + 4 + 4),
+    ],
+)
+def test_the_order_of_a_step(ready, in_line, beside):
+    step = [bucket(3, 2, 2)] * 3
+    takes = lambda call, ranks: call.nbytes  # noqa: E731
+    assert links.chain(step, takes, ready, beside=False) == in_line
+    assert links.chain(step, takes, ready, beside=True) == beside
+
+
+def test_the_longest_chain_counts_collectives():
+    assert links.longest([bucket(1, 1, 1)] * 5) == 1 + 5 * 2
+    assert links.longest([bucket(1)] * 5) == 5
+    assert links.longest([bucket(1, 1)] * 4 + [bucket(1, 1, 1)]) == 1 + 4 + 2
+
+
+def test_gloo_among_real_ranks_is_measured():
+    samples = links.measure(2, (2**12, 2**22))
+    assert [(s.ranks, s.nbytes) for s in samples] == [(2, 2**12), (2, 2**22)]
+    assert 0 < samples[0].seconds < samples[1].seconds < 10
+
+
+GIVEN = outlook.Given(Link(5e-6, 50e9), TREE, 4096, 4e14)
+
+
+def test_times_of_a_step():
+    counted = Counted("llama-70b", 64, 2**24)
+    found = outlook.times(counted, "LOMO", GIVEN)
+    compute = 6 * 68_976_648_192 * 4096 / 4e14
+    step = counted.step("LOMO")
+    last = step[-2].gradients[0] * 63 / 64 / 50e9 + 18 * 5e-6  # sent when backward has ended
+    assert step[-2].params[-1] == "model.embed_tokens.weight"
+    assert found.step == pytest.approx(compute + last, rel=1e-6)
+    assert found.rest == pytest.approx(found.step, abs=1e-4) and found.rounds < 1e-4
+    with_rounds = outlook.times(counted, "CAME", GIVEN)
+    assert with_rounds.rest < with_rounds.step and with_rounds.gradients == found.gradients
+    slow = GIVEN._replace(link=Link(5e-3, 50e9))
+    assert outlook.times(counted, "CAME", slow).dominated
+    assert not with_rounds.dominated
+
+
+@pytest.mark.parametrize(
+    "gradients, rounds, step, dominated",
+    [(1, 1.5, 100, True), (10, 1.5, 100, False), (20, 11, 100, True), (20, 9, 100, False)],
+)
+def test_rounds_dominate(gradients, rounds, step, dominated):
+    assert outlook.Times(gradients, rounds, step, step).dominated == dominated
+
+
+def test_the_least_number_of_ranks_is_found(monkeypatch):
+    monkeypatch.setitem(giants.MODELS, "tiny", giants.Giant(SMALL))
+    counted = [Counted("tiny", ranks, 2**14) for ranks in (8, 2, 4)]
+    slow = GIVEN._replace(tokens=10**10)  # computes for seconds
+    given = {str(us): slow._replace(link=Link(us * 1e-6, 1e6)) for us in (1, 10**6)}
+    rows = {row["optimizer"]: row for row in outlook.dominating(counted, given)}
+    expected = {}
+    for name, how in given.items():
+        found = {c.ranks: outlook.times(c, "CAME", how).dominated for c in counted}
+        expected[name] = min((n for n in found if found[n]), default=None)
+    assert expected == {"1": None, "1000000": 2}
+    assert rows["CAME"]["1000000"] == "2" and rows["CAME"]["1"].startswith("> 8 (")
+
+
+def test_rows_stay_whole_up_to_as_many_ranks_as_divide_them():
+    found = {row["parameter"]: row for row in scale.whole_rows(["llama-70b", "8x22b, EP 8"])}
+    assert found["32000 × 8192"]["whole rows up to ranks"] == 256
+    assert found["1024 × 8192"] == {
+        "model": "llama-70b",
+        "parameter": "1024 × 8192",
+        "of these": 160,
+        "whole rows up to ranks": 1024,
+    }
+    assert found["1 × 32768 × 6144"]["whole rows up to ranks"] == 8 * 32768
+    rules = giants.made("llama-70b")[1]
+    embedding, values = (
+        rules["adalomo"].matrices[name][0]
+        for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.v_proj.weight")
+    )
+    for matrix, most in ((embedding, 256), (values, 1024)):
+        for name, rounds_whole in (("adalomo", 1), ("came", 2)):
+            taken = [len(rules[name].rounds(matrix, n)[1]) for n in (most, 2 * most)]
+            assert taken == [rounds_whole, rounds_whole + 1]
+
+
+def test_groups_send_gradients_to_their_copies():
+    takes = outlook.in_groups(GIVEN, 4096)
+    inner, between = 2 * 10**9 * 63 / 64 / 50e9, 2 * 63 / 64 * 2 * 10**9 / 64 / 50e9
+    latency = (6 + 2 * 6) * 5e-6
+    assert takes(Call("", REDUCE_SCATTER, 2 * 10**9), 64) == pytest.approx(
+        inner + between + latency
+    )
+    assert takes(Call("", ALL_REDUCE, 0), 64) == pytest.approx(12 * 5e-6)

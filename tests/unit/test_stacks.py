@@ -1,0 +1,358 @@
+"""Stacked experts in one process: each is stepped as a parameter of its own, on all ranks alike.
+
+(Real ranks and Hugging Face's models: test_experts.py.)
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+import ds_ext
+from ds_ext import checkpoint, grouping, launches, memory, rounds, stacks
+from ds_ext.checkpoint import Own, Pieces
+from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.shard import Shard
+from tests.common import needs, table
+from tests.common.reference import Authors
+
+SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
+STEPS = 6
+HYPERS = {
+    "lomo": {"lr": 0.02, "weight_decay": 0.1},
+    "adalomo": {"lr": 0.02, "weight_decay": 0.1, "clip_threshold": 0.5},
+    "adafactor": {"lr": 0.02, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1},
+    "came": {"lr": 2e-3, "weight_decay": 0.1},
+    "lamb": {"lr": 0.02, "weight_decay": 0.1},
+    "galoreadamw": {"lr": 0.02, "rank": 2, "update_proj_gap": 3, "weight_decay": 0.1},
+}
+EIGHT = {"nbits": 8, "min_8bit_size": 10}
+
+
+def gradients(idle=()):
+    """Of all steps; of experts that differ in scale by far. ``idle``: those whose are 0."""
+    made = table.gradients(STEPS, SHAPES)
+    for grads in made:
+        for g in grads:
+            g *= (10.0 ** torch.arange(len(g), dtype=g.dtype)).view(-1, *[1] * (g.dim() - 1))
+            for i in idle:
+                g[i : i + 1] = 0
+    return made
+
+
+class Rank:
+    """One rank's runs of stacks, and its optimizer of them."""
+
+    def __init__(self, name, rank, world, values, hypers, stacked=True):
+        self.rank, self.world = rank, world
+        self.keys = [nn.Parameter(torch.empty(0)) for _ in values]
+        self.shards = [Shard.of_rank(tuple(v.shape), rank, world) for v in values]
+        self.runs = self.cut(values)
+        self.optimizer = OPTIMIZERS[name](self.keys, **hypers)
+        self.optimizer.stacks = dict.fromkeys(self.keys, 0) if stacked else {}
+
+    def cut(self, values):
+        pairs = zip(values, self.shards, strict=True)
+        return [v.detach().reshape(-1)[s.start : s.stop].clone() for v, s in pairs]
+
+    def rules(self, grads):
+        with torch.no_grad():
+            each = zip(self.keys, self.runs, self.cut(grads), self.shards, strict=True)
+            return [rule for u in each for rule in self.optimizer.rules(Update(*u))]
+
+    @property
+    def owned(self):
+        each = enumerate(zip(self.keys, self.runs, self.shards, strict=True))
+        place = self.rank, self.world
+        return {key: Own(str(i), run, shard, *place) for i, (key, run, shard) in each}
+
+
+def train(ranks, steps):
+    for grads in steps:
+        with torch.no_grad():
+            rounds.simulate([rank.rules(grads) for rank in ranks])
+
+
+def whole(ranks, shapes=SHAPES):
+    runs = zip(*(rank.runs for rank in ranks), strict=True)
+    return [torch.cat(r).view(s) for r, s in zip(runs, shapes, strict=True)]
+
+
+def apart(name, values, steps, hypers):
+    """The same, each expert a parameter of its own."""
+    params = [[nn.Parameter(e.clone()) for e in v] for v in values]
+    optimizer = OPTIMIZERS[name]([e for p in params for e in p], **hypers)
+    for grads in steps:
+        for p, g in zip(params, grads, strict=True):
+            for e, own in zip(p, g, strict=True):
+                e.grad = own.clone()
+        optimizer.step()
+    return [torch.stack(list(p)).detach() for p in params]
+
+
+def worst(got, expected, before):
+    """The worst expert's error, relative to its update."""
+    return max(
+        float((a - b).norm() / (b - c).norm())
+        for x, y, z in zip(got, expected, before, strict=True)
+        for a, b, c in zip(x, y, z, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "name, world", [(n, w) for n in HYPERS for w in (1, 2, 3, 7)] + [("adafactor", 40)]
+)
+def test_an_expert_is_stepped_as_a_parameter_of_its_own(name, world):
+    before, steps = table.weights(SHAPES), gradients()
+    ranks = [Rank(name, r, world, before, HYPERS[name]) for r in range(world)]
+    train(ranks, steps)
+    expected = apart(name, before, steps, HYPERS[name])
+    assert worst(whole(ranks), expected, before) <= 1e-9
+    if name in table.RULES and world == 3:
+        for v, *grads, got in zip(before, *steps, whole(ranks), strict=True):
+            reference = Authors(name, list(v), **HYPERS[name])
+            for g in grads:
+                reference.step(list(g))
+            theirs = torch.stack([p.detach() for p in reference.params])
+            assert worst([got], [theirs], [v]) <= 1e-8
+
+
+def test_8_bit_moments_are_rounded_in_an_experts_own_blocks():
+    pytest.importorskip("bitsandbytes")
+    shapes = ((3, 9, 100),)
+    hypers = {"lr": 0.02, "rank": None} | EIGHT
+    before, steps = table.weights(shapes, torch.float32), table.gradients(4, shapes, torch.float32)
+    expected = apart("galoreadamw", before, steps, hypers)
+    for world in (1, 2, 7):
+        ranks = [Rank("galoreadamw", r, world, before, hypers) for r in range(world)]
+        train(ranks, steps)
+        assert worst(whole(ranks, shapes), expected, before) <= 1e-6
+
+
+def test_stepped_as_one_tensor_it_would_be_another_update():
+    before, steps = table.weights(SHAPES), gradients()
+    for name in ("adalomo", "lamb", "came", "adafactor"):
+        together = Rank(name, 0, 1, before, HYPERS[name], stacked=False)
+        train([together], steps)
+        expected = apart(name, before, steps, HYPERS[name])
+        assert worst(whole([together]), expected, before) > 0.1
+
+
+@pytest.mark.parametrize("name", HYPERS)
+def test_idle_experts_stay_finite_and_move_as_their_decay_says(name):
+    before, steps = table.weights(SHAPES, torch.float32), gradients(idle=(0, 2))
+    steps = [[g.float() for g in grads] for grads in steps]
+    for decay in (0.0, 0.1):
+        hypers = HYPERS[name] | {"weight_decay": decay}
+        ranks = [Rank(name, r, 3, before, hypers) for r in range(3)]
+        train(ranks, steps * 3)
+        for got, p in zip(whole(ranks), before, strict=True):
+            assert got.isfinite().all()
+            for i in range(len(p)):
+                if i in (0, 2):  # towards 0 alone, or not at all
+                    factor = float(got[i].norm() / p[i].norm())
+                    assert torch.allclose(got[i], factor * p[i], rtol=1e-4)
+                    assert (factor < 1) if decay else torch.equal(got[i], p[i])
+                else:
+                    assert not torch.equal(got[i], p[i])
+        for state in (s for rank in ranks for s in rank.optimizer.state.values()):
+            assert all(t.isfinite().all() for t in tensors(state))
+
+
+def tensors(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [t for v in state.values() for t in tensors(v)] if isinstance(state, dict) else []
+
+
+@pytest.mark.parametrize("weight_update", ["stochastic", "master"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_experts_have_the_same_bits_on_any_number_of_ranks(dtype, weight_update):
+    # Gradients are small whole numbers, whose sums are exact.
+    before = [w.to(dtype) for w in table.weights(SHAPES)]
+    steps = [[(g % 5).round().to(dtype) for g in grads] for grads in gradients()]
+    hypers = {"lr": 1e-3, "weight_update": weight_update}
+    seen = []
+    for world in (1, 2, 7):
+        ranks = [Rank("lomo", r, world, before, hypers) for r in range(world)]
+        train(ranks, steps)
+        seen.append(whole(ranks))
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+    # As the noise of the whole parameter is: the step of one tensor, LOMO's being by element.
+    together = Rank("lomo", 0, 1, before, hypers, stacked=False)
+    train([together], steps)
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], whole([together]), strict=True))
+
+
+def test_experts_that_other_ranks_do_not_have_keep_their_noise():
+    """AutoEP's: the second half of a stack alone, as the experts 2 and 3 that they are."""
+    shape = ((4, 6, 9),)
+    before = [w.bfloat16() for w in table.weights(shape)]
+    grads = [g.round().bfloat16() for g in table.gradients(1, shape)[0]]
+    hypers = {"lr": 1e-3, "weight_update": "stochastic"}
+    every, half, astray = (Rank("lomo", 0, 1, w, hypers) for w in (before, *[[before[0][2:]]] * 2))
+    half.optimizer.stacks = dict.fromkeys(half.keys, 2)
+    train([every], [grads])
+    train([half], [[grads[0][2:]]])
+    train([astray], [[grads[0][2:]]])
+    expected = whole([every], shape)[0][2:]
+    assert torch.equal(whole([half], ((2, 6, 9),))[0], expected)
+    assert not torch.equal(whole([astray], ((2, 6, 9),))[0], expected)
+    (state,) = half.optimizer.state.values()
+    assert list(state["experts"]) == ["2", "3"]
+
+
+@needs.triton
+@pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])
+def test_kernels_step_experts_as_the_ops_do(name, monkeypatch):
+    shapes = ((3, 6, 9),)
+    before, steps = table.weights(shapes, torch.float32), table.gradients(2, shapes, torch.float32)
+    seen = []
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(launches, "DEVICES", devices)
+        ranks = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
+        train(ranks, steps)
+        seen.append(whole(ranks, shapes))
+    assert worst(seen[1], seen[0], before) <= 1e-5
+
+
+@pytest.mark.parametrize("name", HYPERS)
+def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
+    before, steps = table.weights(SHAPES), gradients()
+    straight = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
+    train(straight, steps)
+    first = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
+    train(first, steps[:3])
+    saved = [checkpoint.save(r.optimizer, r.owned) for r in first]
+    nothing = [torch.zeros_like(v) for v in before]
+    again = [Rank(name, r, 3, nothing, HYPERS[name]) for r in range(3)]
+    for rank in again:
+        pieces = Pieces(copy.deepcopy(saved))
+        checkpoint.check(pieces, rank.optimizer, rank.owned, True)
+        checkpoint.load_state(pieces, rank.optimizer, rank.owned)
+        checkpoint.load_weights(pieces, rank.optimizer, rank.owned)
+    train(again, steps[3:])
+    assert worst(whole(again), whole(straight), before) <= 1e-9
+
+
+class Experts(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, 5, 3))
+        self.up_bias = nn.Parameter(torch.randn(count, 5))
+        self.table = nn.Parameter(torch.randn(count, 3))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts(4)
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.mix = nn.ParameterList([nn.Parameter(torch.randn(2, 3, 3))])
+        self.single = nn.ModuleList([nn.Conv2d(1, 2, 3)])  # experts may be of any kind
+        self.single[0].num_experts = 2
+
+
+def test_what_stacks_experts():
+    layer = Layer()
+    names = {p: n for n, p in layer.named_parameters()}
+    assert {names[p] for p in stacks.find(layer)} == {"experts.up", "experts.up_bias"}
+    layer.experts.num_experts = 5  # says that it counts something else
+    assert stacks.find(layer) == set()
+
+
+TINY = {
+    "vocab_size": 31,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+}
+
+
+def hf():
+    small = {"intermediate_size": 10, "num_local_experts": 4, "num_experts_per_tok": 2}
+    qwen = {"moe_intermediate_size": 10, "num_experts": 4, "num_experts_per_tok": 2}
+    return {
+        "mixtral": (MixtralForCausalLM, MixtralConfig(**TINY, **small)),
+        "gpt-oss": (GptOssForCausalLM, GptOssConfig(**TINY, **small)),
+        "qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **qwen)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt-oss", "qwen3"])
+def test_hugging_faces_experts_are_found(kind):
+    model_type, config = hf()[kind]
+    with torch.device("meta"):
+        model = model_type(config)
+    found = stacks.find(model)
+    expected = {n for n, _ in model.named_parameters() if ".experts." in n}
+    assert {n for n, p in model.named_parameters() if p in found} == expected
+    assert len(expected) == (8 if kind == "gpt-oss" else 4)
+    # GaLore projects them as it does linear layers, and their biases are not decayed.
+    matrices = {n for n in expected if "bias" not in n}
+    groups = grouping.galore_groups(model, list(model.parameters()))
+    projected = {p for g in groups if "rank" not in g for p in g["params"]}
+    assert matrices <= {n for n, p in model.named_parameters() if p in projected}
+    assert not projected & {p for n, p in model.named_parameters() if "bias" in n or "gate.w" in n}
+    decayed = grouping.decay_groups(model, list(model.parameters()), 0.1)[0]["params"]
+    assert {n for n, p in model.named_parameters() if p in set(decayed)} & expected == matrices
+
+
+def test_a_plain_step_separates_experts_when_it_is_told_to():
+    torch.manual_seed(0)
+    one, other = Layer(), Layer()
+    other.load_state_dict(one.state_dict())
+    optimizer = ds_ext.AdaLomo(one.parameters(), lr=0.02).separate_experts(one)
+    together = ds_ext.AdaLomo(other.parameters(), lr=0.02)
+    steps = [{n: torch.randn_like(p) for n, p in one.named_parameters()} for _ in range(3)]
+    before = one.experts.up.detach().clone()
+    for grads in steps:
+        for model, own in ((one, optimizer), (other, together)):
+            for n, p in model.named_parameters():
+                p.grad = grads[n].clone()
+            own.step()
+    gradients = [[g["experts.up"]] for g in steps]
+    expected = apart("adalomo", [before], gradients, {"lr": 0.02})
+    assert worst([one.experts.up.detach()], expected, [before]) <= 1e-6
+    assert worst([other.experts.up.detach()], expected, [before]) > 1e-2
+    again = ds_ext.AdaLomo(other.parameters(), lr=0.02).separate_experts(other)
+    again.load_state_dict(optimizer.state_dict())
+    state = again.state[other.experts.up]["experts"]["3"]["v"]["row"]
+    assert torch.equal(state, optimizer.state[one.experts.up]["experts"]["3"]["v"]["row"])
+    with pytest.raises(ValueError, match="without its experts separate"):
+        again.load_state_dict(together.state_dict())
+    with pytest.raises(ValueError, match="without its experts separate"):
+        together.separate_experts(other)
+    with pytest.raises(ValueError, match="with its experts separate"):
+        together.load_state_dict(optimizer.state_dict())
+    twin = copy.deepcopy((one, optimizer))
+    assert twin[1].stacks.keys() == stacks.find(twin[0])
+
+
+@pytest.mark.parametrize("name", HYPERS)
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_planner_counts_the_state_of_experts(name, world):
+    layer = Experts(4)
+    hypers = HYPERS[name]
+    rule = OPTIMIZERS[name].hypers(**OPTIMIZERS[name].check(hypers))
+    stage = 3 if world > 1 else 0
+    planned = memory.ours(rule, memory.shapes_of(layer), stage, world, torch.float32, 100)
+    values = [p.detach() for p in layer.parameters()]
+    held = []
+    ranks = [Rank(name, r, world, values, hypers) for r in range(world)]
+    for rank in ranks:
+        rank.optimizer.stacks = dict.fromkeys(rank.keys[:2], 0)
+    train(ranks, [[torch.randn_like(v) for v in values]])
+    for rank in ranks:
+        held.append(memory.nbytes([dict(s) for s in rank.optimizer.state.values()]))
+    assert planned.state == max(held)
+    assert math.prod(memory.shapes_of(layer)["up"]) == 60
