@@ -156,11 +156,11 @@ def tried(kernel: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
 
     def decorate(op: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(op)
-        def asked(*args: Any) -> Any:
-            made = NotImplemented if kernels is None else kernel(*args)
+        def asked(*args: Any, **numbers: Number) -> Any:
+            made = NotImplemented if kernels is None else kernel(*args, **numbers)
             if made is NotImplemented:
                 launch()  # what the op reads may wait
-                return op(*args)
+                return op(*args, **numbers)
             return made
 
         return asked
@@ -298,14 +298,14 @@ def _advance(m: Any, x: Any, eps: float | None, weight: float, shard: Shard) -> 
     _ask(replace(made, tensors={**made.tensors, "out": m}, numbers=numbers))
 
 
-def apply_(p: Any, u: Any, lr: Number, decay: Number, shard: Shard) -> Any:
+def apply_(p: Any, u: Any, shard: Shard, *, lr: Number, weight_decay: Number = 0.0) -> Any:
     source, kept = source_of(u), kept_of(p)
     if source is None or kept is None or not _takes(kept.run, shard):
         return NotImplemented
-    if isinstance(decay, Tensor) or decay != 0:
+    if isinstance(weight_decay, Tensor) or weight_decay != 0:
         if source.kept is not None:
             return NotImplemented
-        source = source.plus(source.form, {}, decay=decay)
+        source = source.plus(source.form, {}, decay=weight_decay)
     made = _pass("apply", replace(source, kept=kept), shard)
     _ask(replace(made, numbers={**made.numbers, "lr": lr}))
 

@@ -433,15 +433,21 @@ def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard
 
 @launches.tried(launches.apply_)
 def apply_(
-    p: Writable, u: Readable, lr: Tensor | float, decay: Tensor | float, shard: Shard
+    p: Writable,
+    u: Readable,
+    shard: Shard,
+    *,
+    lr: Tensor | float,
+    weight_decay: Tensor | float = 0.0,
 ) -> None:
-    """p ← p − lr · (u + decay · p), for a run of weights.
+    """p ← p · (1 − lr · weight_decay) − lr · u, for a run of weights.
 
-    The change is added up before it meets p: 1 − lr · decay would round alike at every step.
+    The change is added up before it meets p, as p − lr · (u + weight_decay · p): 1 − lr ·
+    weight_decay would round alike at every step.
     """
-    decays = isinstance(decay, Tensor) or decay != 0
+    decays = isinstance(weight_decay, Tensor) or weight_decay != 0
     if isinstance(lr, Tensor):
-        u, decay, lr = times(u, lr), lr * decay, 1.0
+        u, weight_decay, lr = times(u, lr), lr * weight_decay, 1.0
     if isinstance(u, Tensor) and not decays and getattr(p, "dtype", None) == u.dtype:
         _subtract_(p, u, lr)  # in one pass
         return
@@ -449,7 +455,7 @@ def apply_(
         old = read(p, b)
         if decays:
             change = read(u, b)
-            change = torch.addcmul(change, old, _as(decay, old), out=room(change, u))
+            change = torch.addcmul(change, old, _as(weight_decay, old), out=room(change, u))
             old.sub_(change, alpha=lr)
         elif isinstance(u, Quotient):
             u.subtract_from_(old, b, lr)

@@ -49,10 +49,10 @@ class Adafactor:
         if self.scale_parameter:
             alpha = alpha * shard.rms(p_sq).clamp(min=eps2)
         if self.beta1 is None:
-            ops.apply_(p, u, alpha, self.weight_decay, shard)
-        else:
+            ops.apply_(p, u, shard, lr=alpha, weight_decay=self.weight_decay)
+        else:  # m is of updates that alpha is a factor of already
             ops.lerp_(s["m"], u.times(alpha), 1 - self.beta1, shard)
-            ops.apply_(p, s["m"], 1, alpha * self.weight_decay, shard)
+            ops.apply_(p, s["m"], shard, lr=1, weight_decay=alpha * self.weight_decay)
 
     def step_size(self, t):
         if not self.relative_step:

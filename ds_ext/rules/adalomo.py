@@ -28,4 +28,4 @@ class AdaLomo:
             g, s["v"], eps1, beta2, self.clip_threshold, shard, ops.square_sum(p, shard, g)
         )
         alpha = self.lr * shard.rms(p_sq).clamp(min=eps2)
-        ops.apply_(p, u, alpha, self.weight_decay, shard)
+        ops.apply_(p, u, shard, lr=alpha, weight_decay=self.weight_decay)

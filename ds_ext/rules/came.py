@@ -35,4 +35,4 @@ class CAME:
             m = moment.divide_(m, s["r"], sums, eps2, beta3, shard)
         else:
             ops.lerp_(m, u, 1 - beta1, shard)
-        ops.apply_(p, m, self.lr, self.weight_decay, shard)
+        ops.apply_(p, m, shard, lr=self.lr, weight_decay=self.weight_decay)

@@ -50,16 +50,16 @@ class GaLoreAdamW:
 
     def step(self, p, g, s, t, shard):
         beta1, beta2 = self.betas
-        alpha = self.lr * ((1 - beta2**t) ** 0.5 / (1 - beta1**t) if self.correct_bias else 1)
-        decay = self.lr * self.weight_decay
-        alpha *= 1 - decay  # the decay is that of the updated weight
+        factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) if self.correct_bias else 1.0
+        factor *= 1 - self.lr * self.weight_decay  # the decay is that of the updated weight
         if not self.projects(shard):
             if self.unit(shard.numel) > 1:
                 before, after = yield from quantize.complete(g, shard)
                 g, p = (ops.Extended(before, x, len(shard), after) for x in (g, p))
                 shard = Shard.whole((len(before) + len(shard) + len(after),))
             flat = Shard.whole((len(shard),))
-            ops.apply_(p, ops.Scaled(self.adam(s, g), alpha), 1, decay, flat)
+            u = ops.Scaled(self.adam(s, g), factor)
+            ops.apply_(p, u, flat, lr=self.lr, weight_decay=self.weight_decay)
             return
 
         rank, right = self.space(shard)
@@ -76,7 +76,8 @@ class GaLoreAdamW:
         else:
             (u,) = yield (ops.pad(u, part, r),)
             back = lowrank.Product(s["q"], u, first)
-        ops.apply_(p, ops.Scaled(back, alpha * self.scale), 1, decay, shard)
+        u = ops.Scaled(back, factor * self.scale)
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
     def projects(self, shard):
         return self.rank is not None and len(shard.shape) == 2 and shard.numel > 0

@@ -40,4 +40,4 @@ class LAMB:
         p_sq, u_sq = yield ops.square_sums((p, first), shard, g)
         ratio = (p_sq.sqrt() / u_sq.sqrt()).clamp(self.min_coeff or 0, self.max_coeff)
         ratio = ratio.where((p_sq > 0) & (u_sq > 0), 1.0)
-        ops.apply_(p, u, self.lr * ratio, 0, shard)
+        ops.apply_(p, u, shard, lr=self.lr * ratio)

@@ -15,5 +15,5 @@ class LOMO:
         return {}
 
     def step(self, p, g, s, t, shard):
-        ops.apply_(p, g, self.lr, self.weight_decay, shard)
+        ops.apply_(p, g, shard, lr=self.lr, weight_decay=self.weight_decay)
         yield from ()

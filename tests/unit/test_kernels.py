@@ -146,7 +146,7 @@ def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, kernels):
     for step in (1, 2):
         run = torch.zeros(len(new), dtype=dtype, device=DEVICE)
         w = precision.weight(run, {"step": step}, Writing("stochastic"), 3, shard)
-        ops.apply_(w, -new, 1, 0, shard)
+        ops.apply_(w, -new, shard, lr=1)
         expected = precision.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
         assert torch.equal(run.nan_to_num(7.0), expected.nan_to_num(7.0))
         assert not torch.equal(run, new.to(dtype))
