@@ -7,10 +7,9 @@ passes, and clips by scaling it. A step that is measured or kept is all or nothi
 is not finite skips it. Without, it skips its own parameter. Either way all ranks do alike.
 """
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from ds_ext.buckets import Buckets, Deliver, Run, apart
 from ds_ext.domains import Replicated
 from ds_ext.layout import Layout
 from ds_ext.optimizer import RuleOptimizer, Update
+from ds_ext.rehearsal import Rehearsal
 
 logger = logging.getLogger("ds_ext")
 
@@ -95,6 +95,7 @@ class FusedBackward:
             begin=self._begin,
             overlap=how.overlap,
         )
+        self.rehearsal = Rehearsal(module, layout.device)
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         if how.measure_updates:
             optimizer.meter = meter.Meter(len(optimizer.param_groups))
@@ -132,9 +133,13 @@ class FusedBackward:
         if self.tally.used_up:
             raise RuntimeError(f"gradient_clipping: a parameter {_SECOND_GRADIENT}")
         self.buckets.deliver = self._measure
-        with self.layout.rehearsal(), _same_random_numbers(self.layout.device):
+        with self.layout.rehearsal(), self.rehearsal.of(loss):
             loss.backward(retain_graph=True)
             self.buckets.finish()
+        if self.layout.any(self.rehearsal.changed is not None):
+            self.tally = Tally()
+            who = self.rehearsal.changed or "A function, on another rank,"
+            raise RuntimeError(f"gradient_clipping: {who} {_CANNOT_REPEAT}")
         self.tally.used_up.clear()
         self._judge()
         self.tally.verdict = self._drop if self.tally.overflow else self._update
@@ -359,19 +364,18 @@ class FusedBackward:
         return {f"{key}/{i}": value for i, group in figures for key, value in group.items()}
 
 
-@contextlib.contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Puts the random number generators back at the end, for the backward pass that follows."""
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-        yield
-
-
 _SECOND_GRADIENT = (
     "got a second gradient after its update and before engine.step(). Gradients are used up "
     "inside backward: call backward once a step (add losses up before), or keep gradients until "
     'the step by gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}; use '
     "checkpointing with use_reentrant=False where a weight is reached by two checkpointed "
     "segments other than through its module."
+)
+_CANNOT_REPEAT = (
+    "writes, in backward, to what its forward pass saved, as fused losses do (Liger's linear "
+    "cross-entropy) whose result is multiplied by anything but 1. Another backward pass, which "
+    'exact clipping needs, would be wrong. Set "ds_ext": {"gradient_policy": "sharded"}, which '
+    'clips exactly without, or "gradient_clipping": 0 (max_grad_norm of fuse_into_backward).'
 )
 _MEASURE_FIRST = (
     "gradient_clipping needs the norm of all gradients before the first of them is used: call "

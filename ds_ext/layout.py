@@ -161,6 +161,18 @@ class Layout:
                 dist.all_reduce(sums, group=everyone())
         return sums
 
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank of the model; all ranks call it."""
+        is_one = len(self.domains) == 1 and not self.domains[0].held
+        group = self.group if is_one else everyone()
+        if size_of(group) == 1:
+            return flag
+        votes = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
+        self.bytes_sent += votes.nbytes
+        with explained():
+            dist.all_reduce(votes, group=group)
+        return bool(votes)
+
     def take_bytes_sent(self) -> int:
         """Bytes handed to collectives since the last call."""
         sent, self.bytes_sent = self.bytes_sent, 0

@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScal
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor, nn
 
-from ds_ext import checkpoint, home, moe, settings
+from ds_ext import checkpoint, home, moe, rehearsal, settings
 from ds_ext.checkpoint import Own, Pieces
 from ds_ext.folder import CheckpointError
 from ds_ext.gradients import FusedBackward, logger
@@ -328,13 +328,7 @@ def _share_time_limit(layout: Layout) -> None:
 
 def _refuse_to_repeat(loss: Tensor) -> None:
     """Raises RuntimeError if the graph of ``loss`` cannot be run backward twice."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
+    for node in rehearsal.nodes(loss):
         if getattr(node, "_forward_cls", None) is CheckpointFunction:
             raise RuntimeError(
                 "gradient_clipping: deepspeed.checkpointing forgets its inputs in the first "

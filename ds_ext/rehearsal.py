@@ -1,0 +1,133 @@
+"""A backward pass that only measures, before the one that steps: it must leave nothing behind.
+
+Random numbers and buffers are put back, which a checkpointed segment draws and updates when it
+runs forward again. A function that writes to what its forward pass saved is found: fused losses
+compute their gradients in forward and multiply them in place in backward, by kernels that no
+version counter sees, so that a second backward pass would multiply them again.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.utils.weak import WeakIdRef
+
+Place: TypeAlias = tuple[nn.Module, str]  # of a buffer
+Digests: TypeAlias = dict[tuple[BackwardCFunction, str], Tensor]  # of what functions hold: []
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SMALL = 2**20  # bytes
+_BLOCK = 2**22  # elements added up together, which a CPU takes to int64 first
+
+
+class Version(NamedTuple):
+    """Which tensor a buffer is, and how often it was written to."""
+
+    tensor: WeakIdRef
+    writes: int
+
+
+class Rehearsal:
+    """What a backward pass over a graph of ``module``, on ``device``, might leave behind."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module = module
+        self.devices = [] if device.type == "cpu" else [device]
+        self.seen = self._versions()
+        self.changed: str | None = None  # a function that wrote to what it had saved
+
+    @contextlib.contextmanager
+    def of(self, loss: Tensor) -> Iterator[None]:
+        """A backward pass of ``loss`` runs within, and can be repeated if nothing is ``changed``.
+
+        Random numbers and buffers are then as before.
+        """
+        before = _digests(loss)
+        with torch.random.fork_rng(self.devices), self._same_buffers():
+            yield
+        self.changed = _first_change(before, _digests(loss))
+
+    @contextlib.contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        """Puts buffers back, but for large ones that the forward pass did not write to."""
+        kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for (owner, name), version in self._versions().items():
+            x = owner._buffers[name]
+            assert x is not None
+            # Kernels update the small ones of norms, unseen by version counters.
+            if x.nbytes <= _SMALL or version != self.seen.get((owner, name)):
+                kept.append((owner, name, x, x.clone()))
+        try:
+            yield
+        finally:
+            for owner, name, x, values in kept:
+                owner._buffers[name] = x
+                x.data.copy_(values)  # the graph may hold it: its version stays
+            self.seen = self._versions()
+
+    def _versions(self) -> dict[Place, Version]:
+        return {
+            (owner, name): Version(WeakIdRef(x), 0 if x.is_inference() else x._version)
+            for owner in self.module.modules()
+            for name, x in owner._buffers.items()
+            if x is not None
+        }
+
+
+def nodes(loss: Tensor) -> Iterator[Node]:
+    """The nodes of the graph of ``loss``, each once."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node
+
+
+def _digests(loss: Tensor) -> Digests:
+    """Of all tensors that functions written in Python hold in the graph of ``loss``."""
+    return {
+        (node, name): _digest(x).to(loss.device)
+        for node in nodes(loss)
+        if isinstance(node, BackwardCFunction)
+        for name, x in _held(node)
+        if type(x) is Tensor and x.layout is torch.strided  # not a parameter
+    }
+
+
+def _held(node: BackwardCFunction) -> Iterator[tuple[str, Any]]:
+    """What a function has saved in the ways open to it, by name.
+
+    But for what is made anew for each backward pass: checkpointed, or offloaded.
+    """
+    for name, value in vars(node).items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        yield from ((f"{name}[{i}]", x) for i, x in enumerate(values))
+    try:
+        if all(saved.unpack_hook is None for saved in node._raw_saved_tensors):
+            yield from ((f"saved_tensors[{i}]", x) for i, x in enumerate(node.saved_tensors))
+    except RuntimeError:  # freed, or written to as autograd sees
+        return
+
+
+def _digest(x: Tensor) -> Tensor:
+    """The sum of a tensor's bits, taken as integers -> []."""
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    blocks = x.view(_BITS[x.itemsize]).reshape(-1).split(_BLOCK)
+    return torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum()
+
+
+def _first_change(before: Digests, after: Digests) -> str | None:
+    """The name of a function that no longer holds what it held; None if there is none."""
+    lost = [key for key in before if key not in after]
+    there = [key for key in before if key in after]
+    if there:
+        then, now = (torch.stack([each[key] for key in there]) for each in (before, after))
+        lost += [key for key, same in zip(there, (then == now).tolist(), strict=True) if not same]
+    return lost[0][0]._forward_cls.__name__ if lost else None
