@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from tests import fused_losses
+from tests.common import fused_losses
 
 CLIP = 0.05
 
