@@ -27,10 +27,10 @@ import ds_ext
 from benchmarks import report
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, METHODS, REDUCE_SCATTER, Call, sent
 from benchmarks.memory import LLAMAS, Sizes, llama
-from ds_ext.memory import KNOWN
-from ds_ext.memory import llama as llama_shapes
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import Update
-from ds_ext.shard import Shard
+from ds_ext.planner.memory import KNOWN
+from ds_ext.planner.memory import llama as llama_shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
-from ds_ext.buckets import Buckets, Run
-from ds_ext.domains import Sharded
-from ds_ext.grouping import galore_groups
-from ds_ext.layout import Agreement, Layout
+from ds_ext.backward.buckets import Buckets, Run
+from ds_ext.distributed.layout import Agreement, Layout
+from ds_ext.distributed.placement import Sharded
+from ds_ext.engine.layouts import Partitioned
 from ds_ext.ops import accumulator
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
-from ds_ext.partitions import Partitioned
-from ds_ext.shard import Shard
-from ds_ext.state import leaves
+from ds_ext.param_groups import galore_groups
 
 Shape = tuple[int, ...]
 NORM = 8  # bytes of the square of the norm, summed once a step
@@ -159,7 +159,10 @@ def reduced(
     hooks = [p.register_post_accumulate_grad_hook(arrived) for p in model.parameters()]
     pretended = Pretended(world)
     calls = pretended.calls
-    with mock.patch("ds_ext.layout.dist", pretended), mock.patch("ds_ext.domains.dist", pretended):
+    with (
+        mock.patch("ds_ext.distributed.layout.dist", pretended),
+        mock.patch("ds_ext.distributed.placement.dist", pretended),
+    ):
         layout = (Stage3 if stage == 3 else Stage2)(pretended, names)
 
         def note(params: tuple[str, ...]) -> None:

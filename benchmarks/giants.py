@@ -11,9 +11,9 @@ from torch import nn
 
 from benchmarks.counting import NORM, Bucket, Rule, reduced
 from benchmarks.memory import Sizes, llama
-from ds_ext import memory
-from ds_ext.memory import KNOWN
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import memory
+from ds_ext.planner.memory import KNOWN
 
 # What is stepped by, and whether in its first step, where GaLore makes its basis.
 STEPS = {cls.__name__: (name, False) for name, cls in OPTIMIZERS.items()} | {

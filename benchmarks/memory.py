@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 import ds_ext
 from benchmarks import report
-from ds_ext.memory import KNOWN, elements
-from ds_ext.memory import llama as llama_shapes
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner.memory import KNOWN, elements
+from ds_ext.planner.memory import llama as llama_shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from benchmarks import report
 from benchmarks.memory import DTYPES, llama
 from benchmarks.train import MODELS, join_world_of_one
-from ds_ext.home import HOST, Home
-from ds_ext.memory import KNOWN, nbytes
-from ds_ext.memory import llama as shapes_of
+from ds_ext.host_offload import HOST, Home
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, Adafactor, RuleOptimizer, Update
-from ds_ext.shard import Shard
+from ds_ext.planner.memory import KNOWN, nbytes
+from ds_ext.planner.memory import llama as shapes_of
 
 DEVICE, FLIGHT, PAGED = "on the GPU, nothing offloaded", "in flight", "in flight, not pinned"
 BOTH, BY_HOST = "in flight, state too", "by the host, state too"

@@ -14,7 +14,7 @@ from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call,
 from benchmarks.giants import MODELS, STEPS, Counted, made
 from benchmarks.links import RING, TREE, Link
 from benchmarks.outlook import GROUP, JUDGED, SHARE, Given
-from ds_ext.settings import BUCKET_SIZE
+from ds_ext.backward.settings import BUCKET_SIZE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from benchmarks import report
 from benchmarks.memory import DTYPES
-from ds_ext import lowrank
-from ds_ext.memory import KNOWN, llama
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, GaLoreAdamW, RuleOptimizer, Update
-from ds_ext.shard import Shard
-from ds_ext.state import zeros
+from ds_ext.planner.memory import KNOWN, llama
+from ds_ext.rules import lowrank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

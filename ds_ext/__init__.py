@@ -5,11 +5,11 @@ Importing ds_ext makes its optimizers known to DeepSpeed by name.
 
 import logging
 
-from ds_ext.folder import Checkpoint, CheckpointError, newest_checkpoint
-from ds_ext.fuse import fuse_into_backward
-from ds_ext.lost import LostRankError
+from ds_ext.backward.fuse import fuse_into_backward
+from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
+from ds_ext.errors import CheckpointError, LostRankError
 from ds_ext.optimizer import CAME, LAMB, LOMO, Adafactor, AdaLomo, GaLoreAdamW, RuleOptimizer
-from ds_ext.register import register
+from ds_ext.registration import register
 
 __all__ = [
     "LOMO",

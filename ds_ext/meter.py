@@ -11,9 +11,10 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from ds_ext import ops, scratch
-from ds_ext.precision import Weight
-from ds_ext.shard import Block, Shard
+from ds_ext import ops
+from ds_ext.ops import scratch
+from ds_ext.ops.shard import Block, Shard
+from ds_ext.ops.weight_update import Weight
 
 
 class Meter:

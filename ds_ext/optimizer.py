@@ -10,10 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_ext import home, hyper, ops, precision, rounds, rules, stacks
+from ds_ext import expert_stacks, host_offload, hyperparams, ops, rules
+from ds_ext.distributed import lockstep
 from ds_ext.meter import Meter
-from ds_ext.shard import Shard
-from ds_ext.state import Parts, State, zeros
+from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts, State, zeros
 
 # Elements of parameters that a plain step takes together, at least.
 TOGETHER = 2**22
@@ -46,7 +48,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     hypers: ClassVar[type]  # the rule, with the fields of ``precision.Writing`` after its own
 
     def __init_subclass__(cls) -> None:
-        bases = (precision.Writing, cls.rule)
+        bases = (weight_update.Writing, cls.rule)
         cls.hypers = make_dataclass(cls.rule.__name__, [], bases=bases, frozen=True)
         params = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         hypers = inspect.signature(cls.hypers).parameters.values()
@@ -58,7 +60,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.meter: Meter | None = None
         # parameters whose first dimension counts experts, and the number of their first one
         self.stacks: dict[Tensor, int] = {}
-        self.home: home.Home | None = None  # where states lie between steps; None: on the device
+        self.home: host_offload.Home | None = (
+            None  # where states lie between steps; None: on the device
+        )
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -67,7 +71,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         Raises ValueError, naming the key of the JSON config, as ``hyper.check``.
         """
-        return hyper.check(cls.hypers, given)
+        return hyperparams.check(cls.hypers, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given = {k: v for k, v in param_group.items() if k not in _GROUP_KEYS}
@@ -93,15 +97,19 @@ class RuleOptimizer(torch.optim.Optimizer):
             self.meter.groups = len(self.param_groups)
 
     def separate_experts(
-        self, module: nn.Module, first: Mapping[Tensor, int] | None = None
+        self,
+        module: nn.Module,
+        first: Mapping[Tensor, int] | None = None,
+        shape: Callable[[Tensor], expert_stacks.Shape] = expert_stacks.plain_shape,
     ) -> "RuleOptimizer":
         """Steps each expert of ``module`` as a matrix of its own where one parameter holds many.
 
         -> self. An engine and ``fuse_into_backward`` call it; call it yourself, before the first
-        step, where neither is used. ``stacks.find`` tells which parameters these are; ``first``,
-        which expert is a parameter's first where other ranks have others.
+        step, where neither is used. ``expert_stacks.find`` tells which parameters these are;
+        ``first``, which expert is a parameter's first where other ranks have others; ``shape``,
+        that of a whole parameter where this process holds a part.
         """
-        found = stacks.find(module)
+        found = expert_stacks.find(module, shape)
         self._check_state({p: self.state[p] for p in found if self.state.get(p)}, found)
         self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
         return self
@@ -109,10 +117,10 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _check_state(self, states: Mapping[Tensor, State], stacked: Container[Tensor]) -> None:
         """Raises ValueError for a state of a stack that is not by expert, and the reverse."""
         for param, state in states.items():
-            if (stacks.EXPERTS in state) != (param in stacked):
+            if (expert_stacks.EXPERTS in state) != (param in stacked):
                 raise ValueError(
                     f"{type(self).__name__}: the state of a parameter of shape "
-                    f"{stacks.shape(param)} was made with"
+                    f"{tuple(param.shape)} was made with"
                     f"{'out' if param in stacked else ''} its experts separate. Call "
                     "optimizer.separate_experts(model) before the first step, and before "
                     "load_state_dict, in both runs or in neither."
@@ -126,11 +134,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         at_home = [(u, self.state[u.param]) for u in updates]
         visits = [
-            (u._replace(p=home.visit(u.p, u.g.device)), self._visiting(state, u.g.device))
+            (u._replace(p=host_offload.visit(u.p, u.g.device)), self._visiting(state, u.g.device))
             for u, state in at_home
         ]
         begun = [rule for u, state in visits for rule in self.rules(u, state)]
-        taken = rounds.run(begun, all_reduce)
+        taken = lockstep.run(begun, all_reduce)
         for (u, state), (visitor, stepped) in zip(at_home, visits, strict=True):
             if visitor.p is not u.p:
                 u.p.copy_(visitor.p, non_blocking=True)
@@ -140,9 +148,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _visiting(self, state: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """A state to be stepped on ``device``."""
-        return state if self.home is None else home.brought(state, device)
+        return state if self.home is None else host_offload.brought(state, device)
 
-    def rules(self, u: Update, state: dict[str, Any] | None = None) -> list[rounds.Rule]:
+    def rules(self, u: Update, state: dict[str, Any] | None = None) -> list[lockstep.Rule]:
         """Starts the rules of one parameter: one, or one for each expert of a stack."""
         state = self.state[u.param] if state is None else state
         rule, p = self._prepared(u, state)
@@ -150,13 +158,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         if u.param not in self.stacks:
             return [rule.step(self._watched(p, u, u.p), u.g, state, t, u.shard)]
         begun = []
-        experts = state[stacks.EXPERTS].values()
-        for s, (run, shard) in zip(experts, stacks.split(u.shard), strict=True):
-            own = self._watched(precision.part(p, run), u, u.p[run])
-            begun.append(rule.step(own, stacks.part(u.g, run), s, t, shard))
+        experts = state[expert_stacks.EXPERTS].values()
+        for s, (run, shard) in zip(experts, expert_stacks.split(u.shard), strict=True):
+            own = self._watched(weight_update.part(p, run), u, u.p[run])
+            begun.append(rule.step(own, expert_stacks.part(u.g, run), s, t, shard))
         return begun
 
-    def _prepared(self, u: Update, state: dict[str, Any]) -> tuple[Any, precision.Weight]:
+    def _prepared(self, u: Update, state: dict[str, Any]) -> tuple[Any, weight_update.Weight]:
         """The rule of a parameter, and what it reads and writes as its weight.
 
         The state is made if there is none, and this step is counted in it.
@@ -167,9 +175,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         before = self.stacks.get(u.param, 0) * math.prod(u.shard.shape[1:])
         number = self.number_of[u.param]
-        return rule, precision.weight(u.p, state, rule, number, u.shard, before)
+        return rule, weight_update.weight(u.p, state, rule, number, u.shard, before)
 
-    def _watched(self, p: precision.Weight, u: Update, run: Tensor) -> ops.Writable:
+    def _watched(self, p: weight_update.Weight, u: Update, run: Tensor) -> ops.Writable:
         """The same, measured if a meter is set."""
         if self.meter is None:
             return p
@@ -179,26 +187,26 @@ class RuleOptimizer(torch.optim.Optimizer):
         """What ``rule`` keeps of a parameter."""
         if param not in self.stacks:
             return rule.keeps(shard)
-        return stacks.keeps(rule, shard, self.stacks[param])
+        return expert_stacks.keeps(rule, shard, self.stacks[param])
 
     def rule_of(self, param: Tensor) -> Any:
         """The rule of a parameter, with the hyper-parameters that its group has now."""
         group = self.group_of[param]
-        return self.hypers(**{name: group[name] for name in hyper.names(self.hypers)})
+        return self.hypers(**{name: group[name] for name in hyperparams.names(self.hypers)})
 
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """The weights of a run ``p``, [len(shard)]: in fp32 if there is a master of them."""
         masters = {k: v for k, v in self.state.get(param, {}).items() if k == "master"}
-        return precision.values(p, home.brought(masters, p.device), shard)
+        return weight_update.values(p, host_offload.brought(masters, p.device), shard)
 
     @torch.no_grad()
     def write_weights(self, param: Tensor, p: Tensor, shard: Shard, values: Tensor) -> None:
         """Makes ``values`` the weights of a run ``p``; of its master too, if it has state."""
-        how = self.rule_of(param) if param in self.group_of else precision.Writing("nearest")
+        how = self.rule_of(param) if param in self.group_of else weight_update.Writing("nearest")
         state = self.state.get(param, {})
-        precision.set_(p, state, how, shard, values)
+        weight_update.set_(p, state, how, shard, values)
         if "master" in state:
-            state["master"] = home.place(state["master"], param.device, self.home)
+            state["master"] = host_offload.place(state["master"], param.device, self.home)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -239,7 +247,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         Raises ValueError, before anything is changed, for the state of another optimizer.
         """
         for group in state_dict["param_groups"]:
-            missing = [name for name in hyper.names(self.hypers) if name not in group]
+            missing = [name for name in hyperparams.names(self.hypers) if name not in group]
             if missing:
                 kind = type(self).__name__
                 raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")

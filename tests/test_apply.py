@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_ext import launches, ops, rules
-from ds_ext.shard import Shard
+from ds_ext import ops, rules
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
 from tests import needs
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext import launches, precision, quantize, scratch
+from ds_ext.ops import quantize, scratch, weight_update
+from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, table
 from tests.unit.test_kernels import SETTINGS
@@ -30,7 +31,7 @@ MAKERS = {
 @pytest.fixture
 def defaults():
     """Sets a default dtype, and a device on which nothing can be computed."""
-    for cached in (precision._noise, quantize._book):
+    for cached in (weight_update._noise, quantize._book):
         cached.cache_clear()
     scratch.clear()
 
@@ -40,7 +41,7 @@ def defaults():
 
     yield turn
     turn(False)
-    for cached in (precision._noise, quantize._book):
+    for cached in (weight_update._noise, quantize._book):
         cached.cache_clear()
     scratch.clear()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext import folder
+from ds_ext.checkpoint import folder
 
 KEPT = {
     "tokenizer.json": "tokens",

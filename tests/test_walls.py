@@ -1,79 +1,60 @@
-"""The import walls of DESIGN.md, read from the source: imports run downwards only."""
+"""The walls between the package's rooms, read from the source: imports run downwards only."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "ds_ext"
+PACKAGE = next(up for up in Path(__file__).parents if (up / "ds_ext").is_dir()) / "ds_ext"
 
-# What each part stands on. It may import these and whatever they stand on, and nothing else of
-# the package; a part that is not named here yet has to be given its place.
-STANDS_ON = {
-    "__main__": ["register", "memory", "offload"],
-    "__init__": ["register", "fuse"],
-    "register": ["resume", "offload"],
-    "resume": ["zero", "ranks", "grouping"],
-    "zero": ["partitions", "gradients", "checkpoint", "settings"],
-    "partitions": ["parallel", "moe", "order", "layout"],
-    "moe": ["domains"],
-    "parallel": ["domains"],
-    "order": ["ranks"],
-    "fuse": ["gradients", "ranks"],
-    "ranks": ["domains", "folder"],
-    "folder": ["swap"],
-    "swap": [],
-    "grouping": ["stacks"],
-    "checkpoint": ["optimizer", "folder"],
-    "gradients": ["optimizer", "buckets", "rehearsal", "settings"],
-    "rehearsal": [],
-    "buckets": ["uses", "layout", "ops", "beside"],
-    "beside": [],
-    "uses": [],
-    "layout": ["domains"],
-    "domains": ["shard", "lost"],
-    "lost": [],
-    "memory": ["optimizer"],
-    "optimizer": ["rounds", "rules", "meter", "stacks", "home"],
-    "offload": ["state", "precision"],
-    "home": ["state"],
-    "stacks": ["state"],
-    "meter": ["ops", "precision"],
-    "rounds": ["launches"],
-    "rules": ["moment", "hyper", "lowrank", "quantize"],
-    "lowrank": ["state"],
-    "quantize": ["state"],
-    "moment": ["state"],
-    "state": ["ops"],
-    "precision": ["scratch", "hyper", "launches"],
-    "ops": ["scratch", "launches"],
-    "launches": ["shard", "kernels"],
-    "scratch": ["shard"],
-    "kernels": [],
-    "shard": [],
-    "hyper": [],
-    "settings": ["hyper"],
+# What each room may import beside itself and the foundation (errors, hyperparams), which imports
+# nothing of the package. The modules at the top of the package are the room "top".
+WALLS = {
+    "ops": "",
+    "rules": "ops",
+    "distributed": "ops",
+    "top": "ops rules distributed",
+    "backward": "ops distributed top",
+    "checkpoint": "ops top",
+    "config": "ops backward",
+    "engine": "ops distributed top backward checkpoint config",
+    "planner": "ops distributed top backward config",
+    "__init__": "ops distributed top backward checkpoint registration",
+    "registration": "engine",
 }
+FOUNDATION = {"errors", "hyperparams"}
 
-# The only parts that may import a package. Torch's own distributed package counts as one.
+# The only rooms that may import a package; torch's own distributed package counts as one.
 ONLY = {
-    "deepspeed": {"zero", "partitions", "parallel", "moe", "register", "resume"},
-    "triton": {"kernels"},
-    "bitsandbytes": {"quantize"},
-    "torch.distributed": {"domains", "layout", "lost", "moe", "partitions", "ranks", "zero"},
-    "lomo_optim": set(),  # the authors' code is for tests
-    "came_pytorch": set(),
-    "galore_torch": set(),
+    "deepspeed": "engine/",
+    "triton": "ops/triton/",
+    "bitsandbytes": "ops/quantize.py",
+    "torch.distributed": "distributed/ engine/",
+    "lomo_optim": "",  # the authors' code is for tests
+    "came_pytorch": "",
+    "galore_torch": "",
 }
-WITHOUT_TORCH = {"shard", "hyper", "folder", "swap"}
+WITHOUT_TORCH = {
+    "ops/shard.py",
+    "hyperparams.py",
+    "errors.py",
+    "checkpoint/folder.py",
+    "checkpoint/swap.py",
+}
+# What DeepSpeed sets on parameters and modules: read and written in the engine's room only.
+DEEPSPEED_ATTRIBUTES = ("ds_", "_ds_", "allreduce", "group_name", "tensor_model_parallel")
 
 
-def below(part: str) -> set[str]:
-    """All that a part stands on."""
-    found: set[str] = set()
-    for lower in STANDS_ON[part]:
-        found |= {lower} | below(lower)
-    return found
+def room_of(path: str) -> str:
+    """The room of a file (relative to ds_ext/)."""
+    first = Path(path).parts[0].removesuffix(".py")
+    if first in FOUNDATION:
+        return "foundation"
+    if first in WALLS:
+        return first
+    return "planner" if first == "__main__" else "top"
 
 
 def imports(source: str, module: str) -> set[str]:
@@ -92,32 +73,55 @@ def imports(source: str, module: str) -> set[str]:
             found |= {f"{base}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
             found.add("torch.distributed")
-        elif isinstance(node, ast.Name) and node.id in ("__import__", "importlib"):
-            found.add("importlib")
+        elif isinstance(node, ast.Name) and node.id == "__import__":
+            found.add("a computed name")
+        elif isinstance(node, ast.Attribute) and node.attr == "import_module":
+            found.add("a computed name")
+    return found
+
+
+def deepspeed_attributes(source: str) -> set[str]:
+    """Attributes in a source that only DeepSpeed sets."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("attr"):
+            names = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+        found |= {n for n in names if str(n).startswith(DEEPSPEED_ATTRIBUTES[:2])}
+        found |= {n for n in names if n in DEEPSPEED_ATTRIBUTES}
     return found
 
 
 def violations(source: str, path: str) -> list[str]:
     """What the source of ``path`` (relative to ds_ext/) breaks of the walls, in words."""
-    part = Path(path).parts[0].removesuffix(".py")
-    if part not in STANDS_ON:
-        return [f"{part} has no place in STANDS_ON"]
-    module = "ds_ext." + path.removesuffix(".py").replace("/", ".")
+    room = room_of(path)
     found = []
-    for name in imports(source, module):
-        if name == "importlib":
-            found.append(f"{part} imports by a computed name")
-        if name.split(".")[0] == "torch" and part in WITHOUT_TORCH:
-            found.append(f"{part} imports torch")
+    for name in imports(source, "ds_ext." + path.removesuffix(".py").replace("/", ".")):
+        if name == "a computed name":
+            found.append(f"{room} imports by a computed name")
+        if name.split(".")[0] == "torch" and path in WITHOUT_TORCH:
+            found.append(f"{path} imports torch")
         for package, allowed in ONLY.items():
-            if f"{name}.".startswith(f"{package}.") and part not in allowed:
-                found.append(f"{part} imports {package}")
+            inside = any(path.startswith(where) for where in allowed.split())
+            if f"{name}.".startswith(f"{package}.") and not inside:
+                found.append(f"{path} imports {package}")
         if name.split(".")[0] == "ds_ext":
-            target = (name.split(".") + [""])[1]
-            target = target if target in STANDS_ON else "__init__"  # a name of the package's own
-            if target != part and target not in below(part):
-                found.append(f"{part} imports {target}")
+            found += _own_import(room, name)
+    if room != "engine":
+        found += [f"{path} reads {name}" for name in deepspeed_attributes(source)]
     return sorted(set(found))
+
+
+def _own_import(room: str, name: str) -> list[str]:
+    """What an import of the package's own breaks."""
+    first = (name.split(".") + [""])[1]
+    files = (PACKAGE / f"{first}.py", PACKAGE / first / "__init__.py")
+    is_module = bool(first) and any(file.is_file() for file in files)
+    target = room_of(f"{first}.py") if is_module else "__init__"  # a name of the package's own
+    allowed = {room, "foundation", *WALLS.get(room, "").split()}
+    return [] if target in allowed else [f"{room} imports {target}"]
 
 
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -128,55 +132,56 @@ def test_walls_stand(path):
     assert violations((PACKAGE / path).read_text(), path) == []
 
 
-def test_the_files_are_found():
-    expected = {"shard.py", "ops.py", "moment.py", "rounds.py", "optimizer.py", "zero.py"}
-    assert expected | {"rules/came.py", "rules/__init__.py"} <= set(FILES)
+def test_every_room_is_there_and_says_which_question_it_answers():
+    rooms = {path.parent.name: path for path in PACKAGE.glob("*/__init__.py")}
+    assert set(rooms) == set(WALLS) - {"top", "__init__", "registration"}
+    for path in rooms.values():
+        first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
+        assert "?" in first, f"{path} does not state its question in one line"
 
 
 PLANTED = [
-    ("rules/new.py", "import torch.distributed as dist", "rules imports torch.distributed"),
-    ("rules/new.py", "from torch import distributed", "rules imports torch.distributed"),
-    ("rules/new.py", "from torch.distributed import nn", "rules imports torch.distributed"),
-    ("moment.py", "import torch\ntorch.distributed.barrier()", "moment imports torch.distributed"),
-    ("ops.py", "def f():\n    import triton.language as tl", "ops imports triton"),
-    ("rules/new.py", "import triton", "rules imports triton"),
-    ("rules/new.py", "from deepspeed import comm", "rules imports deepspeed"),
-    ("optimizer.py", "import deepspeed", "optimizer imports deepspeed"),
-    ("gradients.py", "import deepspeed.comm", "gradients imports deepspeed"),
-    ("shard.py", "import torch", "shard imports torch"),
-    ("shard.py", "from torch import Tensor", "shard imports torch"),
-    ("gradients.py", "from ds_ext.zero import register", "gradients imports zero"),
-    ("gradients.py", "from ds_ext import ops, zero", "gradients imports zero"),
-    ("gradients.py", "from . import zero", "gradients imports zero"),
-    ("optimizer.py", "from .gradients import FusedBackward", "optimizer imports gradients"),
-    ("rules/new.py", "from ..optimizer import Update", "rules imports optimizer"),
-    ("rules/new.py", "from ds_ext import rounds", "rules imports rounds"),
-    ("rounds.py", "from ds_ext.rules import LOMO", "rounds imports rules"),
-    ("ops.py", "from ds_ext import moment", "ops imports moment"),
-    ("moment.py", "import ds_ext.rules.came", "moment imports rules"),
-    ("hyper.py", "from ds_ext.shard import Shard", "hyper imports shard"),
-    ("settings.py", "from ds_ext import ops", "settings imports ops"),
-    ("checkpoint.py", "from ds_ext import gradients", "checkpoint imports gradients"),
-    ("gradients.py", "import ds_ext", "gradients imports __init__"),
-    ("gradients.py", "from ds_ext import AdaLomo", "gradients imports __init__"),
-    ("ops.py", "import importlib\nimportlib.import_module(name)", "ops imports by a computed name"),
-    ("ops.py", "t = __import__('triton')", "ops imports by a computed name"),
-    ("rules/new.py", "import lomo_optim", "rules imports lomo_optim"),
-    ("new.py", "", "new has no place in STANDS_ON"),
+    ("rules/new.py", "import torch.distributed as dist", "rules/new.py imports torch.distributed"),
+    ("rules/new.py", "from torch import distributed", "rules/new.py imports torch.distributed"),
+    ("ops/new.py", "import torch\ntorch.distributed.barrier()", "ops/new.py imports torch.distr"),
+    ("ops/passes.py", "def f():\n    import triton.language as tl", "ops/passes.py imports triton"),
+    ("rules/new.py", "import triton", "rules/new.py imports triton"),
+    ("optimizer.py", "import deepspeed", "optimizer.py imports deepspeed"),
+    ("backward/buckets.py", "import deepspeed.comm", "backward/buckets.py imports deepspeed"),
+    ("checkpoint/folder.py", "from deepspeed import comm", "checkpoint/folder.py imports deeps"),
+    ("ops/shard.py", "from torch import Tensor", "ops/shard.py imports torch"),
+    ("backward/buckets.py", "from ds_ext.engine.adapter import A", "backward imports engine"),
+    ("backward/buckets.py", "from ds_ext import engine", "backward imports engine"),
+    ("backward/buckets.py", "from ..engine import adapter", "backward imports engine"),
+    ("optimizer.py", "from .backward.gradients import F", "top imports backward"),
+    ("rules/new.py", "from ..optimizer import Update", "rules imports top"),
+    ("rules/new.py", "from ds_ext.distributed import lockstep", "rules imports distributed"),
+    ("distributed/new.py", "from ds_ext.rules import LOMO", "distributed imports rules"),
+    ("ops/passes.py", "from ds_ext.rules import factored", "ops imports rules"),
+    ("hyperparams.py", "from ds_ext.ops.shard import Shard", "foundation imports ops"),
+    ("checkpoint/new.py", "from ds_ext import engine", "checkpoint imports engine"),
+    ("backward/new.py", "import ds_ext", "backward imports __init__"),
+    ("backward/new.py", "from ds_ext import AdaLomo", "backward imports __init__"),
+    ("ops/new.py", "import importlib\nimportlib.import_module(n)", "ops imports by a computed"),
+    ("ops/new.py", "t = __import__('triton')", "ops imports by a computed name"),
+    ("expert_stacks.py", "x = p.ds_shape", "expert_stacks.py reads ds_shape"),
+    ("optimizer.py", "x = getattr(p, 'ds_tensor', None)", "optimizer.py reads ds_tensor"),
+    ("backward/fuse.py", "x = getattr(p, 'allreduce', True)", "backward/fuse.py reads allreduce"),
 ]
 
 
 @pytest.mark.parametrize("path, source, complaint", PLANTED)
 def test_a_planted_violation_is_seen(path, source, complaint):
-    assert violations(source, path) == [complaint]
+    found = violations(source, path)
+    assert len(found) == 1 and found[0].startswith(complaint)
 
 
 ALLOWED = [
-    ("zero.py", "import deepspeed\nimport torch\ntorch.distributed.get_rank()"),
-    ("zero.py", "from ds_ext.shard import Shard\nfrom . import gradients"),
-    ("rules/new.py", "from ds_ext import moment, ops\nfrom ds_ext.hyper import Positive"),
+    ("engine/adapter.py", "import deepspeed\nimport torch\ntorch.distributed.get_rank()"),
+    ("engine/adapter.py", "from ds_ext.ops.shard import Shard\np.ds_shape"),
+    ("rules/new.py", "from ds_ext import ops\nfrom ds_ext.hyperparams import Positive"),
     ("rules/__init__.py", "from ds_ext.rules.came import CAME"),
-    ("kernels.py", "import triton\nimport triton.language as tl"),
+    ("ops/triton/kernels.py", "import triton\nimport triton.language as tl"),
     ("optimizer.py", "from ds_ext.rules import CAME\nimport torch.distributions"),
 ]
 
@@ -186,7 +191,20 @@ def test_what_is_allowed_passes(path, source):
     assert violations(source, path) == []
 
 
-def test_nothing_stands_on_itself():
-    assert all(part not in below(part) for part in STANDS_ON)
-    assert {lower for part in STANDS_ON for lower in below(part)} <= set(STANDS_ON)
-    assert STANDS_ON["hyper"] == STANDS_ON["shard"] == []
+def in_a_new_process(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_plain_pytorch_does_not_import_deepspeed():
+    code = "import sys, ds_ext; print(*{'deepspeed', 'transformers', 'triton'} & set(sys.modules))"
+    assert in_a_new_process(code) == ""
+
+
+@pytest.mark.parametrize("order", ["import ds_ext, deepspeed", "import deepspeed, ds_ext"])
+def test_deepspeed_knows_the_optimizers_in_either_order_of_imports(order):
+    code = f"{order}\nfrom deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as known\n"
+    assert in_a_new_process(code + "print(known.count('adalomo'))").splitlines()[-1] == "1"

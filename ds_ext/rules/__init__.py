@@ -1,4 +1,4 @@
-"""One optimizer algorithm a file, each a generator that updates one rank's run of one parameter."""
+"""What is computed? One algorithm a file, a generator that steps one rank's run of a parameter."""
 
 from ds_ext.rules.adafactor import Adafactor
 from ds_ext.rules.adalomo import AdaLomo

@@ -7,9 +7,10 @@ matrices; RMS is taken over all.
 
 from dataclasses import dataclass
 
-from ds_ext import moment, ops
-from ds_ext.hyper import Fraction, Negative, NonNegative, Positive
-from ds_ext.state import Part
+from ds_ext import ops
+from ds_ext.hyperparams import Fraction, Negative, NonNegative, Positive
+from ds_ext.ops.state import Part
+from ds_ext.rules import factored
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class Adafactor:
             raise ValueError("warmup_init=true needs relative_step=true.")
 
     def keeps(self, shard):
-        s = {"v": moment.keeps(shard)}
+        s = {"v": factored.keeps(shard)}
         return s if self.beta1 is None else s | {"m": Part.like(shard)}
 
     def step(self, p, g, s, t, shard):
         eps1, eps2 = self.eps
         beta2 = 1 - t**self.decay_rate
-        u, (p_sq,) = yield from moment.normalize(
+        u, (p_sq,) = yield from factored.normalize(
             g, s["v"], eps1, beta2, self.clip_threshold, shard, ops.square_sum(p, shard, g)
         )
         alpha = self.step_size(t)

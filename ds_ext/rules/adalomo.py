@@ -6,8 +6,9 @@ Leading dimensions of a tensor with more than two are separate matrices; RMS is 
 
 from dataclasses import dataclass
 
-from ds_ext import moment, ops
-from ds_ext.hyper import Negative, NonNegative, Positive
+from ds_ext import ops
+from ds_ext.hyperparams import Negative, NonNegative, Positive
+from ds_ext.rules import factored
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,12 @@ class AdaLomo:
     weight_decay: NonNegative = 0.0  # decoupled, times lr · RMS(p)
 
     def keeps(self, shard):
-        return {"v": moment.keeps(shard)}
+        return {"v": factored.keeps(shard)}
 
     def step(self, p, g, s, t, shard):
         eps1, eps2 = self.eps
         beta2 = 1 - t**self.decay_rate
-        u, (p_sq,) = yield from moment.normalize(
+        u, (p_sq,) = yield from factored.normalize(
             g, s["v"], eps1, beta2, self.clip_threshold, shard, ops.square_sum(p, shard, g)
         )
         alpha = self.lr * shard.rms(p_sq).clamp(min=eps2)

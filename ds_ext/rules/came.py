@@ -7,9 +7,10 @@ Leading dimensions of a tensor with more than two are separate matrices; RMS is 
 
 from dataclasses import dataclass
 
-from ds_ext import moment, ops
-from ds_ext.hyper import Fraction, NonNegative, Positive
-from ds_ext.state import Part
+from ds_ext import ops
+from ds_ext.hyperparams import Fraction, NonNegative, Positive
+from ds_ext.ops.state import Part
+from ds_ext.rules import factored
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,18 @@ class CAME:
     weight_decay: NonNegative = 0.0  # decoupled, times lr
 
     def keeps(self, shard):
-        s = {"v": moment.keeps(shard), "m": Part.like(shard)}
-        return s | {"r": moment.keeps(shard)} if shard.is_matrix else s
+        s = {"v": factored.keeps(shard), "m": Part.like(shard)}
+        return s | {"r": factored.keeps(shard)} if shard.is_matrix else s
 
     def step(self, p, g, s, t, shard):
         beta1, beta2, beta3 = self.betas
         eps1, eps2 = self.eps
-        u, _ = yield from moment.normalize(g, s["v"], eps1, beta2, self.clip_threshold, shard)
+        u, _ = yield from factored.normalize(g, s["v"], eps1, beta2, self.clip_threshold, shard)
         m = s["m"]
         if shard.is_matrix:
             residual = ops.Residual(u, m, 1 - beta1)  # advances m
-            sums = yield moment.sums(residual, shard, g)
-            m = moment.divide_(m, s["r"], sums, eps2, beta3, shard)
+            sums = yield factored.sums(residual, shard, g)
+            m = factored.divide_(m, s["r"], sums, eps2, beta3, shard)
         else:
             ops.lerp_(m, u, 1 - beta1, shard)
         ops.apply_(p, m, shard, lr=self.lr, weight_decay=self.weight_decay)

@@ -15,10 +15,12 @@ are stepped by AdamW: moments 8·numel / d, no rounds (8-bit: one if a cut goes 
 
 from dataclasses import dataclass
 
-from ds_ext import lowrank, ops, quantize
-from ds_ext.hyper import Bits, Count, Fraction, NonNegative, Positive, Side, Size
-from ds_ext.shard import Shard, outward
-from ds_ext.state import Part
+from ds_ext import ops
+from ds_ext.hyperparams import Bits, Count, Fraction, NonNegative, Positive, Side, Size
+from ds_ext.ops import quantize
+from ds_ext.ops.shard import Shard, outward
+from ds_ext.ops.state import Part
+from ds_ext.rules import lowrank
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ The momenta are runs like the weights: nothing is replicated.
 from dataclasses import dataclass
 
 from ds_ext import ops
-from ds_ext.hyper import Fraction, NonNegative, Positive
-from ds_ext.state import Part
+from ds_ext.hyperparams import Fraction, NonNegative, Positive
+from ds_ext.ops.state import Part
 
 
 @dataclass(frozen=True)

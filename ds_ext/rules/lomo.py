@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ds_ext import ops
-from ds_ext.hyper import NonNegative
+from ds_ext.hyperparams import NonNegative
 
 
 @dataclass(frozen=True)

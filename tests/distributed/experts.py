@@ -21,7 +21,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, Mix
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
-from ds_ext import moe, stacks
+from ds_ext import expert_stacks
+from ds_ext.engine import expert_parallel
 from ds_ext.optimizer import OPTIMIZERS
 from tests.distributed import forks
 from tests.distributed.training import HYPERS, whole
@@ -172,18 +173,21 @@ def train(run: Run) -> dict[str, Any]:
     return {
         "before": by_matrix(model, before),
         "after": by_matrix(model, whole(model)),
-        "kept": {len(optimizer.state[p].get(stacks.EXPERTS, ())) for p in stacks.find(model)},
+        "kept": {
+            len(optimizer.state[p].get(expert_stacks.EXPERTS, ()))
+            for p in expert_stacks.find(model)
+        },
         "norm": (engine if run.stage is None else engine.optimizer.fused).norm,
     }
 
 
 def by_matrix(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights under Hugging Face's names, stacked experts apart and numbered over all ranks."""
-    stacked = {n: p for n, p in model.named_parameters() if p in stacks.find(model)}
+    stacked = {n: p for n, p in model.named_parameters() if p in expert_stacks.find(model)}
     found = {}
     for name, w in weights.items():
         if name in stacked:
-            place = moe.place(stacked[name])
+            place = expert_parallel.place(stacked[name])
             found |= {f"{name}.{e}": own for e, own in enumerate(w, place[0] if place else 0)}
         else:
             found[name.replace("router.gate", "gate")] = w
@@ -222,7 +226,7 @@ def reference(
     """
     model = make(run.kind)
     model = model.double() if run.rule in ("galoreadamw", "lamb") else model
-    stacked = {n: p for n, p in model.named_parameters() if p in stacks.find(model)}
+    stacked = {n: p for n, p in model.named_parameters() if p in expert_stacks.find(model)}
     named = {n: p for n, p in model.named_parameters() if n not in stacked}
     for n, p in stacked.items():  # in the same memory
         named |= {k: nn.Parameter(w) for k, w in apart(n, p.data, run.ep).items()}

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ext
-from ds_ext import folder as folders
+from ds_ext.checkpoint import folder as folders
 from ds_ext.optimizer import RuleOptimizer
 from tests.distributed import forks
 from tests.distributed.resuming import message, start, steps, whole

@@ -17,7 +17,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ds_ext import buckets, domains
+from ds_ext.backward import buckets
+from ds_ext.distributed import placement
 from tests.common import models
 from tests.common.leave import leave
 from tests.distributed import training
@@ -54,13 +55,13 @@ def everyones(mine: Any) -> list[Any]:
 
 def local_for_global(run: Training) -> dict[str, Any]:
     """The same with the fault that this is about: a rank takes its local rank for its rank."""
-    init = domains.Sharded.__init__
+    init = placement.Sharded.__init__
 
-    def wrong(self: domains.Sharded, *args: Any, **more: Any) -> None:
+    def wrong(self: placement.Sharded, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
         self.place = int(os.environ["LOCAL_RANK"])
 
-    with mock.patch.object(domains.Sharded, "__init__", wrong):
+    with mock.patch.object(placement.Sharded, "__init__", wrong):
         return training.train(run)
 
 

@@ -13,7 +13,8 @@ import torch._dynamo  # before the ranks are forked, each of which would import 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext import home, precision, quantize, scratch
+from ds_ext import host_offload
+from ds_ext.ops import quantize, scratch, weight_update
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import pretend
 
@@ -129,9 +130,9 @@ def place(pretended: bool) -> Iterator[pretend.Memory | None]:
     """Where all runs of a process are; however small a state is, it is offloaded."""
     gc.freeze()  # what was imported is not looked through again
     device = pretend.device() if pretended else contextlib.nullcontext()
-    with mock.patch.object(home, "SMALL", 0), device as memory:
+    with mock.patch.object(host_offload, "SMALL", 0), device as memory:
         if memory is not None:  # constants that the first run would make
-            precision._noise(pretend.DEVICE)
+            weight_update._noise(pretend.DEVICE)
             for signed in (True, False):
                 quantize._book(signed, pretend.DEVICE)
         yield memory

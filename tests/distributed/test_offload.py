@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ext import home, memory, offload
+from ds_ext import host_offload
+from ds_ext.config import offload
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import memory
 from tests.common import apart, pretend
 from tests.distributed import forks, offloading
 from tests.distributed.offloading import Case
@@ -146,34 +148,36 @@ def test_weights_are_pinned_unless_they_are_not_to_be(found, optimizer, stage, h
 
 def test_states_are_pinned_unless_they_are_not_to_be(monkeypatch):
     section = {"device": "cpu"}
-    assert home.Home.of(section) == home.Home(pins=False)  # without a GPU
+    assert host_offload.Home.of(section) == host_offload.Home(pins=False)  # without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert home.Home.of(section) == home.Home(pins=True)
-    assert home.Home.of(section | {"pin_memory": False}) == home.Home(pins=False)
-    assert home.Home.of({"device": "none"}) is home.Home.of({}) is None
+    assert host_offload.Home.of(section) == host_offload.Home(pins=True)
+    assert host_offload.Home.of(section | {"pin_memory": False}) == host_offload.Home(pins=False)
+    assert host_offload.Home.of({"device": "none"}) is host_offload.Home.of({}) is None
     empty, asked = torch.empty, []
     monkeypatch.setattr(
         torch, "empty", lambda *a, pin_memory, **k: asked.append(pin_memory) or empty(*a, **k)
     )
-    x = torch.randn(home.SMALL)
+    x = torch.randn(host_offload.SMALL)
     for pins in (True, False):
-        assert torch.equal(home.Home(pins).keep(x), x)
+        assert torch.equal(host_offload.Home(pins).keep(x), x)
     assert asked == [True, False]
 
 
 def test_a_small_state_stays_on_the_device():
     with pretend.device():
-        for size, where in ((home.SMALL // 4 - 1, DEVICE), (home.SMALL // 4, HOST)):
+        for size, where in ((host_offload.SMALL // 4 - 1, DEVICE), (host_offload.SMALL // 4, HOST)):
             x = torch.zeros(size, device=pretend.DEVICE)
             state = {"inner": {"x": x}, "master": x}
-            home.Home(pins=False).take(state, {"inner": {"x": x + 1}, "step": 3})
+            host_offload.Home(pins=False).take(state, {"inner": {"x": x + 1}, "step": 3})
             assert state.keys() == {"inner", "step"}
             assert state["inner"]["x"].sum() == size
-            assert str(home.place(x, pretend.DEVICE, home.Home(False)).device) == where
-            held = home.Home(False).keep(x)
+            assert (
+                str(host_offload.place(x, pretend.DEVICE, host_offload.Home(False)).device) == where
+            )
+            held = host_offload.Home(False).keep(x)
             assert str(held.device) == where
-            assert home.Home(False).keep(x + 1, held) is held or where == DEVICE
-            assert home.Home(False).keep(held, held) is held
+            assert host_offload.Home(False).keep(x + 1, held) is held or where == DEVICE
+            assert host_offload.Home(False).keep(held, held) is held
 
 
 def test_a_pretended_device_keeps_to_itself():
@@ -210,7 +214,7 @@ def test_the_planner_counts_what_stays(found, monkeypatch):
     assert plain.weights == measured + runs
     assert (one.state, one.gradients) == (plain.state, plain.gradients)
     assert both.state == plain.state  # all of it is small
-    monkeypatch.setattr(home, "SMALL", 200)
+    monkeypatch.setattr(host_offload, "SMALL", 200)
     rows_and_columns = {"first": (41, 12), "last": (7, 41), "square": (41, 41)}
     held = memory.ours(rule, rows_and_columns, 3, 2, torch.bfloat16, 1, offloads=("optimizer",))
     whole = memory.ours(rule, rows_and_columns, 3, 2, torch.bfloat16, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_ext import parallel
+from ds_ext.engine import autotp
 from tests.common import apart
 from tests.distributed.tensor_worker import CASES
 from tests.support import of
@@ -74,7 +74,7 @@ class Described:
     """A parameter whose layer says what it is given."""
 
     def __init__(self, meta):
-        setattr(self, parallel.DS_AUTOTP_UC_META, meta)
+        setattr(self, autotp.DS_AUTOTP_UC_META, meta)
         self.tensor_model_parallel = True
 
 
@@ -95,7 +95,7 @@ class Described:
 )
 def test_what_is_not_known_to_be_divided_how_is_refused(meta, why):
     with pytest.raises(ValueError, match=f"autotp_size: conv.weight .*{why}"):
-        parallel.held({Described(meta): "conv.weight"}, 0, 2)
+        autotp.held({Described(meta): "conv.weight"}, 0, 2)
 
 
 @pytest.mark.parametrize("how", ["columns of parts", "shared", "scaled"])
@@ -109,4 +109,4 @@ def test_pieces_that_are_no_boxes_are_refused(how):
     }[how]()
     meta = {"conversion": {"replicated": False, "affine_map": made.to_dict()}}
     with pytest.raises(ValueError, match="partition_config"):
-        parallel.held({Described(meta): "w"}, 0, 2)
+        autotp.held({Described(meta): "w"}, 0, 2)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ext
-from ds_ext import buckets, domains
+from ds_ext.backward import buckets
+from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.leave import leave
@@ -225,8 +226,8 @@ class Watch:
 
         with (
             spy(dist, "all_reduce", "all_reduce"),
-            spy(domains.Replicated, "_begin", "all_reduce"),
-            spy(domains.Sharded, "_begin", "reduce_scatter"),
+            spy(placement.Replicated, "_begin", "all_reduce"),
+            spy(placement.Sharded, "_begin", "reduce_scatter"),
             spy(buckets.Buckets, "_send", "bucket"),
         ):
             yield

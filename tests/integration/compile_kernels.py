@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ds_ext import kernels
+from ds_ext.ops.triton import kernels
 
 TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16)}
 ARGUMENTS = {"table": "*i64", "count": "i32"}

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import comm, memory, offload, report, step, train
-from ds_ext import home
+from ds_ext import host_offload
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import apart, authors, pretend
 
@@ -279,9 +279,12 @@ def test_a_call_is_noted_with_the_whole_that_is_summed_or_gathered():
 @pytest.mark.parametrize(
     "modules, package",
     [
-        (["ds_ext.layout"], "ds_ext"),
-        (["ds_ext.layout", "deepspeed.comm.comm"], "ds_ext"),  # by way of DeepSpeed's wrappers
-        (["ds_ext.partitions", "deepspeed.runtime.zero.partition_parameters"], "deepspeed"),
+        (["ds_ext.distributed.layout"], "ds_ext"),
+        (
+            ["ds_ext.distributed.layout", "deepspeed.comm.comm"],
+            "ds_ext",
+        ),  # by way of DeepSpeed's wrappers
+        (["ds_ext.engine.layouts", "deepspeed.runtime.zero.partition_parameters"], "deepspeed"),
         (["deepspeed.runtime.engine", "lomo_optim.adalomo"], "lomo_optim"),
         (["somewhere"], "other"),
     ],
@@ -521,7 +524,7 @@ def test_goals_name_what_is_measured():
 
 @pytest.mark.parametrize("name", ["adalomo", "came", "adafactor"])
 def test_a_step_in_flight_moves_what_it_says(name, monkeypatch):
-    monkeypatch.setattr(home, "SMALL", 4000)
+    monkeypatch.setattr(host_offload, "SMALL", 4000)
     shapes = [(64, 48), (32, 80)]
     with pretend.device() as device:
         rows = offload.alone(OPTIMIZERS[name], shapes, torch.bfloat16, pretend.DEVICE, rounds=2)

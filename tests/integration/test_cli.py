@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from ds_ext import memory
-from ds_ext.__main__ import main
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import memory
+from ds_ext.planner.cli import main
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"vocab_size": 3001, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
-from ds_ext import launches, ops, rounds
+from ds_ext import ops
+from ds_ext.distributed import lockstep
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.shard import Shard
 from tests.common import needs
 from tests.unit.test_kernels import SETTINGS
 
@@ -64,7 +66,7 @@ def step(name, dtype, mode, shapes):
         bound = 1.0 if s is shards[-1] else None
         rules.append(optimizer.rules(Update(p, run, ops.Scaled(run, 0.5, bound), s))[0])
     with torch.no_grad():
-        rounds.simulate([rules])
+        lockstep.simulate([rules])
 
 
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):

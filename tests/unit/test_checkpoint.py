@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext import checkpoint, folder, ranks
-from ds_ext.checkpoint import Own, Pieces
+from ds_ext.checkpoint import folder, resharding
+from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.distributed import consensus
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part
 from ds_ext.optimizer import Update
-from ds_ext.shard import Shard
-from ds_ext.state import Part
 
 SHAPE = (4096, 2048)
 
@@ -35,7 +36,7 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path, monkeypatch):
     optimizer = ds_ext.CAME([key])
     gradient = torch.randn(whole.run.numel())
     optimizer.update([Update(key, whole.run, gradient, whole.shard)], lambda total: None)
-    torch.save(checkpoint.save(optimizer, own), tmp_path / "saved.pt")
+    torch.save(resharding.save(optimizer, own), tmp_path / "saved.pt")
     size = 4 * whole.run.numel()
     expected = whole.run.clone(), optimizer.state[key]["m"].clone()
     del optimizer, own, gradient, whole
@@ -55,9 +56,9 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Pieces, "read", watched)
     saved = torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True)
-    checkpoint.check(Pieces([saved]), optimizer, part, True)
-    checkpoint.load_state(Pieces([saved]), optimizer, part)
-    checkpoint.load_weights(Pieces([saved]), optimizer, part)
+    resharding.check(Pieces([saved]), optimizer, part, True)
+    resharding.load_state(Pieces([saved]), optimizer, part)
+    resharding.load_weights(Pieces([saved]), optimizer, part)
     cut = slice(mine.shard.start, mine.shard.stop)
     assert torch.equal(mine.run, expected[0][cut])
     assert torch.equal(optimizer.state[key]["m"], expected[1][cut])
@@ -71,7 +72,7 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path, monkeypatch):
 def test_pieces_may_overlap_and_come_in_any_order(first, second):
     whole = torch.arange(9.0)
     saved = [
-        {"x": checkpoint.piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in (first, second)
+        {"x": resharding.piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in (first, second)
     ]
     for start in range(9):
         for stop in range(start, 10):
@@ -83,7 +84,7 @@ def test_pieces_may_overlap_and_come_in_any_order(first, second):
 def test_a_gap_between_pieces_is_seen():
     whole = torch.arange(9.0)
     saved = [
-        {"x": checkpoint.piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in ((0, 4), (5, 9))
+        {"x": resharding.piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in ((0, 4), (5, 9))
     ]
     pieces = Pieces(saved)
     assert pieces.lacks(Part.of(slice(3, 6), 9), "x")
@@ -119,6 +120,6 @@ def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
 
 
 def test_the_first_difference_is_named():
-    assert ranks._difference({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}) == "a.b[1]: 2 and 3"
-    assert ranks._difference({"a": 1}, {"a": 1, "c": 2}) == "c: None and 2"
-    assert ranks._difference([1], [1, 2], "x") == "x: 1 and 2"
+    assert consensus._difference({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}) == "a.b[1]: 2 and 3"
+    assert consensus._difference({"a": 1}, {"a": 1, "c": 2}) == "c: None and 2"
+    assert consensus._difference([1], [1, 2], "x") == "x: 1 and 2"

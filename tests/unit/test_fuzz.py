@@ -14,11 +14,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_ext import checkpoint, folder, rounds
-from ds_ext import settings as config_settings
-from ds_ext.checkpoint import Own, Pieces
+from ds_ext.backward import settings as config_settings
+from ds_ext.checkpoint import folder, resharding
+from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.distributed import lockstep
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.shard import Shard
 
 EXACT = 1e-9
 SETTINGS = {
@@ -107,19 +108,19 @@ class Ranks:
                     Update(key, own.run, self.cut(g, rank), own.shard) for (key, own), g in bucket
                 ]
                 ranks.append([optimizer.rules(u)[0] for u in updates])
-            rounds.simulate(ranks)
+            lockstep.simulate(ranks)
 
     def saved(self):
         return [
-            checkpoint.save(optimizer, self.owned[rank])
+            resharding.save(optimizer, self.owned[rank])
             for rank, optimizer in enumerate(self.optimizers)
         ]
 
     def load(self, saved):
         for optimizer, owned in zip(self.optimizers, self.owned, strict=True):
-            checkpoint.check(Pieces(saved), optimizer, owned, True)
-            checkpoint.load_state(Pieces(saved), optimizer, owned)
-            checkpoint.load_weights(Pieces(saved), optimizer, owned)
+            resharding.check(Pieces(saved), optimizer, owned, True)
+            resharding.load_state(Pieces(saved), optimizer, owned)
+            resharding.load_weights(Pieces(saved), optimizer, owned)
 
     def weights(self):
         """The whole weights, flat, with their masters."""

@@ -17,10 +17,13 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext import grouping, lowrank, quantize, rounds, rules
-from ds_ext.rules import GaLoreAdamW
-from ds_ext.shard import Shard
-from ds_ext.state import zeros
+from ds_ext import param_groups, rules
+from ds_ext.distributed import lockstep
+from ds_ext.engine.autotp import unpartitioned_shape
+from ds_ext.ops import quantize
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import zeros
+from ds_ext.rules import GaLoreAdamW, lowrank
 from tests.common import table
 from tests.common.table import MANY, WORLDS
 from tests.unit.test_lamb import BROKEN, EXACT, Ranks, dropping, errors
@@ -121,7 +124,7 @@ def expected(setting, gap, shapes=SHAPES, steps=STEPS):
     ]
 
 
-def worst_error(setting, world, gap=7, shapes=SHAPES, shift=0, simulate=rounds.simulate):
+def worst_error(setting, world, gap=7, shapes=SHAPES, shift=0, simulate=lockstep.simulate):
     before = table.weights(shapes)
     rule = GaLoreAdamW(**SETTINGS[setting], update_proj_gap=gap)
     ranks = Ranks(rule, before, world, shift)
@@ -557,7 +560,7 @@ ALL = {f"layers.{i}.{name}.weight" for i in LAYERS for name in ("q_proj", "mlp")
 def test_target_modules(targets, expected):
     module = Net()
     params = list(module.parameters())
-    groups = grouping.galore_groups(module, params, targets)
+    groups = param_groups.galore_groups(module, params, targets)
     assert projected(module, groups) == expected
     assert [p for p in params if any(p is q for g in groups for q in g["params"])] == params
     assert sum(len(g["params"]) for g in groups) == len(params)
@@ -566,8 +569,8 @@ def test_target_modules(targets, expected):
 
 def test_target_modules_split_the_groups_of_weight_decay():
     module = Net()
-    given = grouping.decay_groups(module, list(module.parameters()), 0.1)
-    groups = grouping.galore_groups(module, given, ["q_proj"])
+    given = param_groups.decay_groups(module, list(module.parameters()), 0.1)
+    groups = param_groups.galore_groups(module, given, ["q_proj"])
     assert [(g["weight_decay"], "rank" in g, len(g["params"])) for g in groups] == [
         (0.1, False, 11),
         (0.1, True, 14),
@@ -579,12 +582,13 @@ def test_target_modules_split_the_groups_of_weight_decay():
 def test_tied_and_partitioned_weights():
     module = Net()
     module.lm_head.weight = module.embed.weight
-    groups = grouping.galore_groups(module, list(module.parameters()), "all-linear")
+    groups = param_groups.galore_groups(module, list(module.parameters()), "all-linear")
     assert projected(module, groups) == ALL | {"score.weight"}
     for p in module.parameters():  # as under ZeRO-3
         p.ds_shape = p.shape
         p.data = torch.empty(0)
-    groups = grouping.galore_groups(module, list(module.parameters()), "all-linear")
+    params = list(module.parameters())
+    groups = param_groups.galore_groups(module, params, "all-linear", shape=unpartitioned_shape)
     assert projected(module, groups) == ALL | {"score.weight"}
 
 
@@ -595,14 +599,14 @@ def test_target_modules_that_match_nothing_are_refused():
         with pytest.raises(
             ValueError, match=r"target_modules: '.*' is in no trained matrix's name"
         ):
-            grouping.galore_groups(module, params, targets)
+            param_groups.galore_groups(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules.*not a regular expression"):
-        grouping.galore_groups(module, params, ["q_proj("])
+        param_groups.galore_groups(module, params, ["q_proj("])
     for targets in (3, [], ""):
         with pytest.raises(ValueError, match=r"optimizer.params.target_modules is .*; allowed"):
-            grouping.galore_groups(module, params, targets)
+            param_groups.galore_groups(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules is \"all-linear\", but no"):
-        grouping.galore_groups(module, [module.embed.weight], "all-linear")
+        param_groups.galore_groups(module, [module.embed.weight], "all-linear")
 
 
 def test_the_rules_are_exported():

@@ -6,10 +6,13 @@ import math
 import pytest
 import torch
 
-from ds_ext import launches, ops, precision, rounds
+from ds_ext import ops
+from ds_ext.distributed import lockstep
+from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
+from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.precision import Writing
-from ds_ext.shard import Shard
 from tests.common import needs, table
 
 pytestmark = needs.triton
@@ -65,7 +68,7 @@ def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g:
     for grads in table.gradients(STEPS, shapes):
         grads = [g.to(DEVICE, dtype) for g in grads]
         with torch.no_grad():
-            rounds.simulate(
+            lockstep.simulate(
                 [
                     [
                         optimizer.rules(Update(p, run, wrap(cut(g, s)), s))[0]
@@ -145,9 +148,9 @@ def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, kernels):
     shard = Shard((2 * len(new),), 5, 5 + len(new), len(new))
     for step in (1, 2):
         run = torch.zeros(len(new), dtype=dtype, device=DEVICE)
-        w = precision.weight(run, {"step": step}, Writing("stochastic"), 3, shard)
+        w = weight_update.weight(run, {"step": step}, Writing("stochastic"), 3, shard)
         ops.apply_(w, -new, shard, lr=1)
-        expected = precision.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
+        expected = weight_update.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
         assert torch.equal(run.nan_to_num(7.0), expected.nan_to_num(7.0))
         assert not torch.equal(run, new.to(dtype))
 
@@ -276,7 +279,9 @@ def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
 
 
 def test_rows_wider_than_a_tile_are_left_to_the_op(kernels, launched):
-    x = torch.ones(2, launches.kernels.WIDEST + 1, device=DEVICE)
+    from ds_ext.ops.triton.kernels import WIDEST
+
+    x = torch.ones(2, WIDEST + 1, device=DEVICE)
     shard = Shard.whole(tuple(x.shape))
     ops.weighed_square_sums(x.view(-1), torch.ones(1, 2, device=DEVICE), 1.0, shard, x)
     assert not launched

@@ -9,10 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_ext
-from ds_ext import rounds, rules, scratch
+from ds_ext import rules
+from ds_ext.distributed import lockstep
+from ds_ext.ops import scratch
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import zeros
 from ds_ext.optimizer import Update
-from ds_ext.shard import Shard
-from ds_ext.state import zeros
 from tests.common import table
 from tests.common.table import MANY, SHAPES, WORLDS
 
@@ -45,7 +47,7 @@ class Ranks:
             for r in range(self.world)
         ]
 
-    def step(self, grads, simulate=rounds.simulate):
+    def step(self, grads, simulate=lockstep.simulate):
         """Steps the bucket -> reductions taken."""
         self.t += 1
         ranks = zip(self.runs, self.cut(grads), self.states, self.shards, strict=True)
@@ -75,7 +77,7 @@ def dropping(number):
     """rounds.simulate in which round ``number`` gives each rank its own part back."""
 
     def simulate(ranks):
-        merged = [rounds.merged_rounds(rounds.lockstep(rules)) for rules in ranks]
+        merged = [lockstep.merged_rounds(lockstep.lockstep(rules)) for rules in ranks]
         for k in itertools.count():
             flats = [next(m, None) for m in merged]
             if flats[0] is None:
@@ -135,7 +137,7 @@ def expected(setting, before, steps):
     ]
 
 
-def worst_error(setting, world, shapes=SHAPES, steps=STEPS, shift=0, simulate=rounds.simulate):
+def worst_error(setting, world, shapes=SHAPES, steps=STEPS, shift=0, simulate=lockstep.simulate):
     before, grads = table.weights(shapes), table.gradients(steps, shapes)
     ranks = Ranks(rules.LAMB(**SETTINGS[setting][0]), before, world, shift)
     for g in grads:
@@ -285,7 +287,7 @@ def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks():
                 part = g.flatten()[shard.start : shard.stop]
                 steps.append([optimizer.rules(Update(param, run, part, shard))[0]])
             with torch.no_grad():
-                rounds.simulate(steps)
+                lockstep.simulate(steps)
         results.append(torch.cat(runs))
     assert math.isfinite(float(results[0].float().sum()))
     # The order of the norms' sums may turn a rounding here and there.

@@ -14,13 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext import memory, precision, rounds, scratch, settings
-from ds_ext.buckets import Buckets
-from ds_ext.domains import Sharded
-from ds_ext.gradients import FusedBackward
-from ds_ext.layout import Agreement, Layout
+from ds_ext.backward import settings
+from ds_ext.backward.buckets import Buckets
+from ds_ext.backward.gradients import FusedBackward
+from ds_ext.distributed import lockstep
+from ds_ext.distributed.layout import Agreement, Layout
+from ds_ext.distributed.placement import Sharded
+from ds_ext.ops import scratch, weight_update
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.shard import Shard
+from ds_ext.planner import memory
 from tests.common import apart, models
 from tests.common.leave import leave
 
@@ -103,7 +106,7 @@ def test_simulated_ranks_hold_what_is_planned(name, hypers, model, dtype, ranks)
         ]
         begun.append([optimizer.rules(u)[0] for u in updates])
     with torch.no_grad():
-        rounds.simulate(begun)
+        lockstep.simulate(begun)
     held_by = [held(t for s in o.state.values() for t in tensors(s)) for o in optimizers]
     rule = optimizers[0].hypers(**hypers)
     for stage in (1, 2, 3):
@@ -374,7 +377,7 @@ def measure(kind, stage, dtype):
     if kind != "adamw":
         assert scratch.nbytes() <= MOST_SCRATCH
         scratch.clear()  # not counted, nor is the table of noise
-        precision._noise.cache_clear()
+        weight_update._noise.cache_clear()
         look()
     engine.destroy()
     return max(seen)

@@ -6,17 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext import AdaLomo, precision, rounds
+from ds_ext import AdaLomo
+from ds_ext.distributed import lockstep
 from ds_ext.meter import Meter, rms
+from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.precision import Writing
-from ds_ext.shard import Shard
 from tests.common import table
 
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
 HYPERS = {"adafactor": {"lr": 1e-2, "relative_step": False}, "galoreadamw": {"rank": 3}}
 KINDS = [(torch.float32, "stochastic"), (torch.float64, "stochastic")]
-KINDS += [(half, mode) for half in precision.ROUND for mode in ("stochastic", "nearest", "master")]
+KINDS += [
+    (half, mode) for half in weight_update.ROUND for mode in ("stochastic", "nearest", "master")
+]
 kinds = pytest.mark.parametrize("dtype, mode", KINDS)
 
 
@@ -39,7 +43,11 @@ def held(optimizer, params):
     for p in params:
         s, how = dict(optimizer.state[p]), optimizer.param_groups[0]["weight_update"]
         shard = Shard.whole(p.shape)
-        w = precision.weight(p.detach().view(-1), s, Writing(how), 0, shard) if s else p.detach()
+        w = (
+            weight_update.weight(p.detach().view(-1), s, Writing(how), 0, shard)
+            if s
+            else p.detach()
+        )
         tensor = isinstance(w, torch.Tensor)
         values.append(w.clone() if tensor else torch.cat([x.view(-1) for x in read(w, shard)]))
     return torch.cat([v.reshape(-1).double() for v in values])
@@ -96,7 +104,7 @@ def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
                 ]
             )
         with torch.no_grad():
-            rounds.simulate(begun)
+            lockstep.simulate(begun)
         return sum(optimizer.meter.sums() for _, optimizer in made)
 
     assert sums(world).allclose(sums(1), rtol=5e-4, atol=0)
@@ -122,7 +130,7 @@ def test_groups_are_measured_apart():
 def test_blocks_may_be_written_in_another_order_than_read():
     meter, shard = Meter(1), Shard.whole((6,))
     run = torch.ones(6, dtype=torch.bfloat16)
-    w = meter.watch(precision.weight(run, {"step": 1}, Writing(), 0, shard), 0, run)
+    w = meter.watch(weight_update.weight(run, {"step": 1}, Writing(), 0, shard), 0, run)
     first, second = shard.blocks(limit=3)
     w.write_(second, w.block(second) + 1)
     w.block(second)

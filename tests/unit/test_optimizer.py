@@ -11,8 +11,8 @@ from torch import nn
 
 import ds_ext
 from ds_ext import rules
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.shard import Shard
 from tests.common import table
 from tests.common.reference import Authors, Textbook
 from tests.common.table import RULES, SHAPES

@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext import AdaLomo, checkpoint, precision, rounds
-from ds_ext.checkpoint import Own, Pieces
+from ds_ext import AdaLomo
+from ds_ext.checkpoint import resharding
+from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.distributed import lockstep
+from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.precision import Writing
-from ds_ext.shard import Shard
 from tests.common import table
 
 CPU = torch.device("cpu")
@@ -49,7 +52,7 @@ TINY = [1e-38, -3e-39, 2e-40, 9e-41, -1e-41]
 @pytest.mark.parametrize("value", [v * (1 + 2**-9) for v in VALUES] + TINY)
 def test_a_value_goes_to_its_two_neighbours_and_on_average_nowhere(value, half):
     x = torch.full((100_000,), value)
-    rounded = precision.ROUND[half](x.clone(), key=3, start=0).double()
+    rounded = weight_update.ROUND[half](x.clone(), key=3, start=0).double()
     (low,), (high,) = neighbours(x[:1], half)
     assert set(rounded.tolist()) <= {low.item(), high.item()}
     assert torch.equal(rounded.to(half).double(), rounded)
@@ -63,24 +66,24 @@ def test_what_16_bits_can_hold_stays(half):
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(half).float()
     numbers = every[~every.isnan()]
     assert numbers.isinf().sum() == 2
-    rounded = precision.ROUND[half](numbers, 1, 0)
+    rounded = weight_update.ROUND[half](numbers, 1, 0)
     assert torch.equal(rounded, numbers) and torch.equal(rounded.signbit(), numbers.signbit())
     for bits in (0x7FFFFFFF, -1, 0x7F800001):  # where noise would carry into the sign
         nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-        assert precision.ROUND[half](nan, 1, 0).isnan().all()
+        assert weight_update.ROUND[half](nan, 1, 0).isnan().all()
 
 
 @halves
 def test_what_is_finite_does_not_become_infinite(half):
     most = torch.finfo(half).max
     above = torch.tensor([most * (1 + 2**-12), torch.finfo(torch.float32).max]).repeat(1000)
-    assert set(precision.ROUND[half](above, 5, 0).to(half).tolist()) == {most}
-    assert set(precision.ROUND[half](-above, 5, 0).to(half).tolist()) == {-most}
+    assert set(weight_update.ROUND[half](above, 5, 0).to(half).tolist()) == {most}
+    assert set(weight_update.ROUND[half](-above, 5, 0).to(half).tolist()) == {-most}
 
 
 def noise(n, key, start):
     bits = torch.zeros(n, dtype=torch.int32)
-    precision.add_noise_(bits, key, start)
+    weight_update.add_noise_(bits, key, start)
     return bits
 
 
@@ -93,12 +96,12 @@ def test_noise_depends_on_the_element_not_on_the_cut():
 
 def test_noise_differs_by_seed_parameter_and_step_and_is_uniform():
     seeds = [0, 1, 2, 7, 2**31, 2**32, 2**32 + 1, 2**64]
-    keys = {precision.key(s, n, t): s for s in seeds for n in range(20) for t in range(20)}
+    keys = {weight_update.key(s, n, t): s for s in seeds for n in range(20) for t in range(20)}
     assert len(keys) == 20 * 20 * len(seeds)
     for seed in seeds:
         of_seed = [key for key, s in keys.items() if s == seed][:100]
         assert_uniform([noise(4096, key, 0) for key in of_seed])
-    first = [noise(4096, precision.key(s, 0, 1), 0) for s in seeds]
+    first = [noise(4096, weight_update.key(s, 0, 1), 0) for s in seeds]
     apart = torch.corrcoef(torch.stack(first).double()) - torch.eye(len(seeds))
     assert apart.abs().max() < 5 / 4096**0.5
 
@@ -114,7 +117,7 @@ def assert_uniform(draws):
 
 def test_an_element_gets_every_number_alike_often_over_steps():
     steps = range(1, 4001)
-    places = torch.tensor([noise(1, precision.key(0, 3, t), 77).item() for t in steps])
+    places = torch.tensor([noise(1, weight_update.key(0, 3, t), 77).item() for t in steps])
     counts = places.div(4096, rounding_mode="floor").bincount(minlength=16)
     assert ((counts - 250) ** 2 / 250).sum() < 44.3
     following = torch.corrcoef(torch.stack([places[1:], places[:-1]]).double())[0, 1]
@@ -135,7 +138,7 @@ def test_numbers_of_a_chunk_are_a_permutation_without_order():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_weights_are_written_as_they_are(dtype, mode):
     p, s = torch.zeros(3, dtype=dtype), {"step": 1}
-    assert precision.weight(p, s, Writing(mode), 0, Shard.whole((3,))) is p
+    assert weight_update.weight(p, s, Writing(mode), 0, Shard.whole((3,))) is p
     assert s == {"step": 1}
 
 
@@ -146,7 +149,7 @@ def master(half, n):
     """A weight of ``n`` elements with its master, its run, its state and its only block."""
     shard = Shard.whole((n,))
     run, s = torch.zeros(n, dtype=half), {"step": 1}
-    written = precision.weight(run, s, Writing("master"), 0, shard)
+    written = weight_update.weight(run, s, Writing("master"), 0, shard)
     (b,) = shard.blocks()
     return written, run, s, b
 
@@ -226,7 +229,7 @@ def test_steps_with_a_master_have_the_bits_of_fp32(name, half):
 def value(optimizer, param):
     """The fp32 number that a weight and its master stand for."""
     shard, s = Shard.whole(param.shape), optimizer.state[param]
-    written = precision.weight(param.detach().view(-1), s, Writing("master"), 0, shard)
+    written = weight_update.weight(param.detach().view(-1), s, Writing("master"), 0, shard)
     return torch.cat([written.block(b).reshape(-1) for b in shard.blocks()]).view(param.shape)
 
 
@@ -271,7 +274,7 @@ def test_a_sharded_step_has_the_bits_of_a_whole_one(name, mode, half, world, mon
 
 def answer_alike(begun):
     """Runs the rules of a whole and of its ranks, the ranks' totals being the whole's."""
-    flats = (rounds.merged_rounds(rounds.lockstep(rules)) for rules in begun)
+    flats = (lockstep.merged_rounds(lockstep.lockstep(rules)) for rules in begun)
     for whole, *ranks in zip(*flats, strict=True):
         assert (torch.stack(ranks).sum(0) - whole).norm() <= 1e-4 * whole.norm()
         for flat in ranks:
@@ -288,7 +291,7 @@ def test_it_has_with_its_own_sums_too(mode, world):
         ranks = [begin("adalomo", mode, torch.bfloat16, r, cuts, weights) for r in range(cuts)]
         for _ in range(5):
             with torch.no_grad():
-                rounds.simulate([step([g.float()]) for step, _ in ranks])
+                lockstep.simulate([step([g.float()]) for step, _ in ranks])
         return torch.cat([run for _, (run,) in ranks])
 
     assert torch.equal(steps(world), steps(1))
@@ -317,11 +320,11 @@ def test_a_checkpoint_of_runs_has_the_same_bits(mode, half):
     gradients = table.gradients(8, SHAPES, half)
     through, _ = trained(mode, half, gradients)
     first, halfway = trained(mode, half, gradients[:4])
-    saved = Pieces([from_file(checkpoint.save(halfway, owned(first)))])
+    saved = Pieces([from_file(resharding.save(halfway, owned(first)))])
     second = [nn.Parameter(torch.zeros_like(p)) for p in first]
     resumed = AdaLomo(second, weight_update=mode)
-    checkpoint.load_state(saved, resumed, owned(second))
-    checkpoint.load_weights(saved, resumed, owned(second))
+    resharding.load_state(saved, resumed, owned(second))
+    resharding.load_weights(saved, resumed, owned(second))
     train(second, resumed, gradients[4:])
     assert all(p.equal(q) for p, q in zip(second, through, strict=True))
 

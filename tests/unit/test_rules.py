@@ -11,10 +11,10 @@ import math
 import pytest
 import torch
 
-import ds_ext.shard
-from ds_ext import rounds
-from ds_ext.shard import Block, Shard
-from ds_ext.state import zeros
+import ds_ext.ops.shard
+from ds_ext.distributed import lockstep
+from ds_ext.ops.shard import Block, Shard
+from ds_ext.ops.state import zeros
 from tests.common import table
 from tests.common.reference import Authors, Textbook
 from tests.common.table import CASES, MANY, REDUCING, RULES, SHAPES, VECTORS, WORLDS
@@ -53,7 +53,7 @@ class Ranks:
         """Steps the bucket -> reductions taken."""
         self.t += 1
         ranks = zip(self.runs, self.cut(grads), self.states, self.shards, strict=True)
-        return rounds.simulate(
+        return lockstep.simulate(
             [
                 [
                     self.rule.step(p, g, s, self.t, shard)
@@ -197,7 +197,7 @@ def test_a_round_is_one_flat_tensor_of_all_statistics(name):
     params, (grads,) = table.weights(), table.gradients(1)
     shards = [Shard.whole(s) for s in SHAPES]
     reduced = []
-    rounds.run(
+    lockstep.run(
         [
             rule.step(p.flatten(), g.flatten(), zeros(rule.keeps(shard), p.flatten()), 1, shard)
             for p, g, shard in zip(params, grads, shards, strict=True)
@@ -226,7 +226,7 @@ def test_blocks_of_any_size_give_the_same(name, limit, monkeypatch):
             largest = max(largest, math.prod(b.shape))
             yield b
 
-    monkeypatch.setattr(ds_ext.shard, "BLOCK", limit)
+    monkeypatch.setattr(ds_ext.ops.shard, "BLOCK", limit)
     monkeypatch.setattr(Shard, "blocks", blocks)
     shapes = [s for s in SHAPES if math.prod(s) <= 400]
     assert (13, 29) in shapes and (2, 3, 4, 5) in shapes
@@ -366,7 +366,7 @@ BROKEN = 1e-4
 
 def broken_simulate(ranks, drop=None):
     """rounds.simulate, written anew, in which round ``drop`` gives each rank its own part back."""
-    merged = [rounds.lockstep(rules) for rules in ranks]
+    merged = [lockstep.lockstep(rules) for rules in ranks]
     flats = [next(m, None) for m in merged]
     number = 0
     while flats[0] is not None:
@@ -385,7 +385,7 @@ def _send(merged, total):
 
 
 def test_the_broken_simulation_is_exact_when_nothing_is_dropped(monkeypatch):
-    monkeypatch.setattr(rounds, "simulate", broken_simulate)
+    monkeypatch.setattr(lockstep, "simulate", broken_simulate)
     assert worst_error("came", "decay", 2) <= EXACT
 
 
@@ -395,7 +395,7 @@ DROPS = [(name, k) for name in REDUCING for k in range(RULES[name].rounds)]
 @pytest.mark.parametrize("world", [2, 7])
 @pytest.mark.parametrize("name, drop", DROPS)
 def test_a_missing_reduction_is_seen(name, drop, world, monkeypatch):
-    monkeypatch.setattr(rounds, "simulate", functools.partial(broken_simulate, drop=drop))
+    monkeypatch.setattr(lockstep, "simulate", functools.partial(broken_simulate, drop=drop))
     assert worst_error(name, "decay", world) > BROKEN
 
 
@@ -448,6 +448,6 @@ def test_a_block_out_of_place_is_seen(monkeypatch):
                 cols = slice(cols.start - 1, cols.stop - 1)
             yield Block(b.run, b.mats, b.rows, cols)
 
-    monkeypatch.setattr(ds_ext.shard, "BLOCK", 7)
+    monkeypatch.setattr(ds_ext.ops.shard, "BLOCK", 7)
     monkeypatch.setattr(Shard, "blocks", blocks)
     assert worst_error("adalomo", "decay", 1) > BROKEN

@@ -17,10 +17,13 @@ from benchmarks.counting import Bucket, Matrix, Rule
 from benchmarks.giants import Counted
 from benchmarks.links import RING, TREE, Link, Sample
 from benchmarks.memory import llama
-from ds_ext import lowrank, memory, ranks, rounds
+from ds_ext.distributed import consensus as ranks
+from ds_ext.distributed import lockstep as rounds
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.shard import Shard
-from ds_ext.state import zeros
+from ds_ext.planner import memory
+from ds_ext.rules import lowrank
 from tests.common import apart
 
 SMALL = (256, 48, 132, 2, 4, 2, False)

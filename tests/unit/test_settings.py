@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext import grouping, settings
+from ds_ext import param_groups
+from ds_ext.backward import settings
+from ds_ext.engine.autotp import unpartitioned_shape
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
 SETTINGS = [
@@ -210,10 +212,10 @@ DECAYED = {
 def test_decay_groups_spare_norms_biases_and_vectors():
     model = Model()
     params = list(model.parameters())
-    decayed, spared = grouping.decay_groups(model, params, 0.1)
+    decayed, spared = param_groups.decay_groups(model, params, 0.1)
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     names = {p: name for name, p in model.named_parameters()}
-    got = grouping.summary(names[p] for p in decayed["params"])
+    got = param_groups.summary(names[p] for p in decayed["params"])
     assert {entry.split(" ")[0] for entry in got.split(", ")} == DECAYED
     assert len(decayed["params"]) == 4 + 2 * 12  # the tied weight once
     # together all of them, once each, in the order given
@@ -230,14 +232,15 @@ def test_decay_groups_follow_the_shape_before_partitioning():
     for name, p in linear.named_parameters():
         p.data = torch.empty(0)
         p.ds_shape = shapes[name]
-    decayed, spared = grouping.decay_groups(linear, list(linear.parameters()), 0.1)
+    params = list(linear.parameters())
+    decayed, spared = param_groups.decay_groups(linear, params, 0.1, unpartitioned_shape)
     assert [p is linear.weight for p in decayed["params"]] == [True]
     assert [p is linear.bias for p in spared["params"]] == [True]
 
 
 def test_decay_groups_keep_to_the_parameters_given():
     model, stranger = nn.Linear(3, 2), nn.Parameter(torch.zeros(2, 2))
-    decayed, spared = grouping.decay_groups(model, [stranger, model.weight], 0.1)
+    decayed, spared = param_groups.decay_groups(model, [stranger, model.weight], 0.1)
     assert [p is model.weight for p in decayed["params"]] == [True]
     assert [p is stranger for p in spared["params"]] == [True]  # of unknown kind
 
@@ -245,6 +248,6 @@ def test_decay_groups_keep_to_the_parameters_given():
 def test_summary_leaves_layer_numbers_out():
     names = [f"model.layers.{i}.mlp.{j}.weight" for i in range(12) for j in range(2)]
     expected = "model.layers.*.mlp.*.weight (24), head.weight, norm2.bias"
-    assert grouping.summary([*names, "head.weight", "norm2.bias"]) == expected
-    assert grouping.summary([]) == "none"
-    assert grouping.summary(iter(["a.0.b", "a.1.b"])) == "a.*.b (2)"
+    assert param_groups.summary([*names, "head.weight", "norm2.bias"]) == expected
+    assert param_groups.summary([]) == "none"
+    assert param_groups.summary(iter(["a.0.b", "a.1.b"])) == "a.*.b (2)"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ext.shard import BLOCK, Block, Shard
+from ds_ext.ops.shard import BLOCK, Block, Shard
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 worlds = st.integers(1, 40)

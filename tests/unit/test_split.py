@@ -9,9 +9,11 @@ import itertools
 import pytest
 import torch
 
-from ds_ext import launches, precision, rounds
+from ds_ext.distributed import lockstep
+from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Box, Shard, Split
+from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.shard import Box, Shard, Split
 from tests.common import needs, table
 
 SHAPE = (12, 20)
@@ -60,7 +62,7 @@ def steps(name, hypers, shards, weights, gradients, cut, dtype=torch.float64):
     runs = [cut(weights.to(dtype), shard) for shard in shards]
     for whole in gradients:
         with torch.no_grad():
-            taken = rounds.simulate(
+            taken = lockstep.simulate(
                 [
                     [o.rules(Update(p, run, cut(whole.to(dtype), shard), shard))[0]]
                     for p, o, run, shard in zip(params, optimizers, runs, shards, strict=True)
@@ -183,7 +185,7 @@ def test_noise_differs_from_box_to_box():
     written = []
     for shard in shards_of(boxes, 1, tuple(weights.shape)):
         run = weights.flatten()[: len(shard)].clone()
-        w = precision.weight(run, {"step": 1}, precision.Writing(), 0, shard)
+        w = weight_update.weight(run, {"step": 1}, weight_update.Writing(), 0, shard)
         for b in shard.blocks():
             w.write_(b, torch.full(b.shape, 1.003))
         written.append(run)

@@ -15,10 +15,14 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
-from ds_ext import checkpoint, grouping, launches, memory, rounds, stacks
-from ds_ext.checkpoint import Own, Pieces
+from ds_ext import expert_stacks, param_groups
+from ds_ext.checkpoint import resharding
+from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.distributed import lockstep
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS, Update
-from ds_ext.shard import Shard
+from ds_ext.planner import memory
 from tests.common import needs, table
 from tests.common.reference import Authors
 
@@ -76,7 +80,7 @@ class Rank:
 def train(ranks, steps):
     for grads in steps:
         with torch.no_grad():
-            rounds.simulate([rank.rules(grads) for rank in ranks])
+            lockstep.simulate([rank.rules(grads) for rank in ranks])
 
 
 def whole(ranks, shapes=SHAPES):
@@ -230,14 +234,14 @@ def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
     train(straight, steps)
     first = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
     train(first, steps[:3])
-    saved = [checkpoint.save(r.optimizer, r.owned) for r in first]
+    saved = [resharding.save(r.optimizer, r.owned) for r in first]
     nothing = [torch.zeros_like(v) for v in before]
     again = [Rank(name, r, 3, nothing, HYPERS[name]) for r in range(3)]
     for rank in again:
         pieces = Pieces(copy.deepcopy(saved))
-        checkpoint.check(pieces, rank.optimizer, rank.owned, True)
-        checkpoint.load_state(pieces, rank.optimizer, rank.owned)
-        checkpoint.load_weights(pieces, rank.optimizer, rank.owned)
+        resharding.check(pieces, rank.optimizer, rank.owned, True)
+        resharding.load_state(pieces, rank.optimizer, rank.owned)
+        resharding.load_weights(pieces, rank.optimizer, rank.owned)
     train(again, steps[3:])
     assert worst(whole(again), whole(straight), before) <= 1e-9
 
@@ -263,9 +267,9 @@ class Layer(nn.Module):
 def test_what_stacks_experts():
     layer = Layer()
     names = {p: n for n, p in layer.named_parameters()}
-    assert {names[p] for p in stacks.find(layer)} == {"experts.up", "experts.up_bias"}
+    assert {names[p] for p in expert_stacks.find(layer)} == {"experts.up", "experts.up_bias"}
     layer.experts.num_experts = 5  # says that it counts something else
-    assert stacks.find(layer) == set()
+    assert expert_stacks.find(layer) == set()
 
 
 TINY = {
@@ -293,17 +297,17 @@ def test_hugging_faces_experts_are_found(kind):
     model_type, config = hf()[kind]
     with torch.device("meta"):
         model = model_type(config)
-    found = stacks.find(model)
+    found = expert_stacks.find(model)
     expected = {n for n, _ in model.named_parameters() if ".experts." in n}
     assert {n for n, p in model.named_parameters() if p in found} == expected
     assert len(expected) == (8 if kind == "gpt-oss" else 4)
     # GaLore projects them as it does linear layers, and their biases are not decayed.
     matrices = {n for n in expected if "bias" not in n}
-    groups = grouping.galore_groups(model, list(model.parameters()))
+    groups = param_groups.galore_groups(model, list(model.parameters()))
     projected = {p for g in groups if "rank" not in g for p in g["params"]}
     assert matrices <= {n for n, p in model.named_parameters() if p in projected}
     assert not projected & {p for n, p in model.named_parameters() if "bias" in n or "gate.w" in n}
-    decayed = grouping.decay_groups(model, list(model.parameters()), 0.1)[0]["params"]
+    decayed = param_groups.decay_groups(model, list(model.parameters()), 0.1)[0]["params"]
     assert {n for n, p in model.named_parameters() if p in set(decayed)} & expected == matrices
 
 
@@ -335,7 +339,7 @@ def test_a_plain_step_separates_experts_when_it_is_told_to():
     with pytest.raises(ValueError, match="with its experts separate"):
         together.load_state_dict(optimizer.state_dict())
     twin = copy.deepcopy((one, optimizer))
-    assert twin[1].stacks.keys() == stacks.find(twin[0])
+    assert twin[1].stacks.keys() == expert_stacks.find(twin[0])
 
 
 @pytest.mark.parametrize("name", HYPERS)

@@ -1,0 +1,293 @@
+"""Gradients on their way from autograd: hooks, buckets, reduce-scatter, delivery.
+
+A hook takes each gradient as autograd finishes it and puts it in a bucket. A full bucket is
+reduced in place, so that each rank's run of the summed gradient lies inside the gradient's own
+memory, and these runs are delivered: to be stepped by, measured or kept (gradients.py).
+"""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext import ops
+from ds_ext.backward.reentrant import Uses
+from ds_ext.backward.streams import Beside, to_host
+from ds_ext.distributed.layout import Layout
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
+
+logger = logging.getLogger("ds_ext")
+
+
+class Run(NamedTuple):
+    """This rank's run of a gradient summed over the ranks, padded, and what all ranks say of it."""
+
+    g: Tensor
+    bad: Tensor  # [] on the host, whether any rank's part was not finite
+    square: Tensor | None = None  # [], the sum of its squares if that is known
+
+    def plus(self, other: "Run") -> "Run":
+        """The sum with a further part, in the memory of this one."""
+        return Run(self.g.add_(other.g), self.bad | other.bad)
+
+
+class Sent(NamedTuple):
+    """A bucket on its way."""
+
+    arrived: Callable[[], dict[Tensor, Run]]  # waits for it
+    in_parts: set[Tensor]  # parameters of which a further part may come
+
+
+Deliver: TypeAlias = Callable[[dict[Tensor, Run]], None]
+
+
+class Buckets:
+    """Collects the gradients of ``module`` and delivers this rank's runs of them.
+
+    With ``overlap`` a bucket is reduced while the next one fills, and delivered when that is full:
+    neither backward nor the host waits for it, and two are in flight.
+    At most ``size`` elements wait, or one parameter larger than that, beside those that other
+    ranks have no gradient of. They are reduced in ``comm_dtype(param)``, None for their own.
+    ``begin`` gives the receiver when the first gradient of a backward pass arrives. A parameter
+    whose gradient comes in parts (``uses.py``) is delivered when backward has ended. Gradients
+    that are not ``wanted`` are dropped.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        size: int,
+        comm_dtype: Callable[[Tensor], torch.dtype | None],
+        wanted: Callable[[Tensor], bool],
+        begin: Callable[[], Deliver],
+        overlap: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.size = size
+        self.comm_dtype = comm_dtype
+        self.wanted = wanted
+        self.begin = begin
+        self.overlap = overlap and (layout.is_shared or layout.device.type == "cuda")
+        self.beside = Beside(layout.device, overlap)
+        self.sent: Sent | None = None  # the bucket that is on its way
+        self.deliver: Deliver | None = None  # the receiver of this backward pass
+        self.waiting: dict[Tensor, Tensor | None] = {}  # flat, in equal parts; None: has none
+        self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
+        leaves = layout.leaves(module)
+        self.uses = Uses(module, leaves)
+        self.size_of = {p: domain.numel(p) for p, domain in layout.of.items()}
+        self.counted = {p: domain.counted(p) for p, domain in layout.of.items()}
+        self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self.hooks = [module.register_forward_pre_hook(self.attach)]
+        for leaf, params in leaves.items():
+            self.hooks.append(leaf.register_full_backward_hook(self._taker(params)))
+        self.attach()
+
+    def attach(self, *_: object) -> None:
+        """Hooks parameters that have become trainable since; called before each forward pass."""
+        new = [p for p in self.layout.names if p.requires_grad and p not in self.hooked]
+        for param in new:
+            take = _leave if param in self.uses.together else self._take
+            self.hooked[param] = param.register_post_accumulate_grad_hook(take)
+        names = ", ".join(self.layout.name(p) for p in new if not self.wanted(p))
+        if names and self.layout.rank == 0:
+            logger.warning("trainable but not given to the optimizer, not updated: %s", names)
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters and modules."""
+        for hook in (*self.hooked.values(), *self.hooks, *self.uses.hooks):
+            hook.remove()
+
+    @torch.no_grad()
+    def _take(self, param: Tensor) -> None:
+        """Moves a parameter's gradient, which it may lack, into the bucket; the hook."""
+        grad, param.grad = param.grad, None
+        size = self.counted[param]
+        if not self.wanted(param) or not size:
+            return
+        self._receiver()
+        if param not in self.waiting:
+            if self.elements + size > self.size:
+                self.flush()
+            self.waiting[param] = None
+        if grad is not None:
+            before, own = self.waiting[param], self._own(param, grad)
+            # a further part comes from another checkpointed segment
+            self.waiting[param] = own if before is None else before + own
+        del grad
+        if self.elements >= self.size:
+            self.flush()
+
+    def _taker(self, params: list[Tensor]) -> Callable[..., None]:
+        """A hook for a module whose parameters are taken together, used or not."""
+
+        def hook(*_: object) -> None:
+            for param in params:
+                if param.requires_grad:
+                    self._take(param)
+
+        return hook
+
+    @property
+    def elements(self) -> int:
+        """Gradient elements that wait in the bucket."""
+        return sum(self.counted[p] for p in self.waiting)
+
+    def _own(self, param: Tensor, grad: Tensor) -> Tensor:
+        """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
+        # Autograd may hand out a view of a gradient that other nodes still wait to read.
+        is_shared = self.layout.of[param].is_summed and _storage_users(grad) > _SOLE_USER
+        flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
+        missing = self.size_of[param] - flat.numel()
+        if missing:
+            return nn.functional.pad(flat, (0, missing))
+        is_view = flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+        return flat.clone() if is_shared and is_view else flat
+
+    @torch.no_grad()
+    def flush(self, ended: bool = False) -> bool:
+        """Reduces what all ranks have and delivers it; -> whether no rank will bring more."""
+        more = {p: self.uses.in_parts(p) for p in self.waiting}
+        agreed = self.layout.agree(more, ended)
+        for piece in self.pieces(agreed.ready):
+            sent = self._send({p: self.waiting.pop(p, None) for p in piece})
+            self._receive()
+            self.sent = Sent(sent, agreed.in_parts)
+            if not self.overlap:
+                self._receive()
+        return agreed.ended
+
+    def _receive(self) -> None:
+        """Delivers the bucket that is on its way."""
+        sent, self.sent = self.sent, None
+        if sent is None:
+            return
+        with self.beside.work():
+            runs = sent.arrived()
+            for param in [p for p in runs if p in sent.in_parts]:  # in the order of all ranks
+                self._hold(param, runs.pop(param))
+            if runs:
+                self._receiver()(runs)
+
+    def finish(self) -> None:
+        """Ends a backward pass: delivers what waits on any rank, and what came in parts."""
+        while not self.flush(ended=True):
+            pass
+        self._receive()
+        parts, self.parts = self.parts, {}
+        if parts:
+            with self.beside.work():
+                self._receiver()(parts)
+        self.deliver = None
+        self.beside.join()
+
+    def _receiver(self) -> Deliver:
+        """Who takes the runs of this pass, of which this rank may have had no gradient itself."""
+        if self.deliver is None:
+            self.deliver = self.begin()
+        return self.deliver
+
+    def pieces(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """Cuts what is ready into pieces of at most ``size`` elements: this rank may lack some."""
+        pieces: list[list[Tensor]] = []
+        room = 0
+        for param in params:
+            if self.counted[param] > room or not pieces:
+                pieces.append([])
+                room = self.size
+            pieces[-1].append(param)
+            room -= self.counted[param]
+        return pieces
+
+    def _hold(self, param: Tensor, run: Run) -> None:
+        if param in self.parts:
+            self.parts[param] = self.parts[param].plus(run)
+        else:
+            self.parts[param] = apart(run, ops.accumulator(run.g.dtype))
+
+    def _send(self, grads: dict[Tensor, Tensor | None]) -> Callable[[], dict[Tensor, Run]]:
+        """Begins to reduce gradients -> what gives this rank's runs of them, in their memory.
+
+        Every rank also tells every other whether it has a gradient, and whether that has values
+        that are not finite or may not stay so when summed: all agree, whichever run they lie in.
+        """
+        flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
+        self.beside.follow(list(flats.values()))
+        with self.beside.work():
+            squares, votes = self._votes(flats, [flat is not None for flat in grads.values()])
+            runs, votes, wait = self.layout.reduce(flats, votes)
+            told = None
+            if self.beside.stream is not None:
+                wait()
+                told = to_host(votes)
+
+        def arrived() -> dict[Tensor, Run]:
+            if told is None:
+                wait()
+            found = votes.cpu() if told is None else told()
+            made = map(Run, runs.values(), (found >= _BAD).unbind(), squares)
+            reduced = dict(zip(grads, made, strict=True))
+            if not self.uses.together.isdisjoint(grads):
+                used = dict(zip(grads, found.tolist(), strict=True))
+                reduced = {p: run for p, run in reduced.items() if used[p]}
+            return reduced
+
+        return arrived
+
+    def _votes(
+        self, flats: dict[Tensor, Tensor], has: list[bool]
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Sums of squares, None where more ranks add to them; and votes on all gradients.
+
+        1 for a gradient, ``_BAD`` if it, its sum over the ranks or its square may overflow, and 0
+        for none: in the dtype of the first, to be reduced together with it.
+        """
+        squares: list[Tensor | None] = [None] * len(flats)
+        if not self.layout.is_shared:
+            with launches.together():
+                sums = [ops.square_sum(f, Shard.whole((len(f),)), f) for f in flats.values()]
+            most = [torch.finfo(ops.accumulator(f.dtype)).max / len(f) for f in flats.values()]
+            good = torch.stack([x <= bound for x, bound in zip(sums, most, strict=True)])
+            squares = [*sums]
+        else:
+            good = torch.stack([self._stays_finite(p, flat) for p, flat in flats.items()])
+        present = torch.tensor(has, dtype=torch.bool, device="cpu")
+        present = present.to(good.device, non_blocking=True)
+        votes = torch.full(good.shape, _BAD, dtype=torch.float32, device=good.device)
+        votes = votes.masked_fill_(good, 1).to(next(iter(flats.values())).dtype)
+        return squares, torch.where(present, votes, 0)
+
+    def _zeros(self, param: Tensor) -> Tensor:
+        """What a rank adds to the sum that has no gradient of a parameter."""
+        dtype = self.comm_dtype(param) or param.dtype
+        return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
+
+    def _stays_finite(self, param: Tensor, flat: Tensor) -> Tensor:
+        """Whether a gradient, its sum over the ranks and the squares of that do -> []."""
+        low, high = torch.aminmax(flat)
+        squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
+        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.of[param].losses
+        return (high <= bound) & (low >= -bound)
+
+
+def apart(run: Run, dtype: torch.dtype) -> Run:
+    """A run in memory of its own: it can be added to, and the rest of the gradient be freed."""
+    g = run.g.to(dtype)
+    is_part = g.untyped_storage().nbytes() > g.nbytes
+    return run._replace(g=g.clone() if is_part or _storage_users(g) > _SOLE_USER else g)
+
+
+def _leave(param: Tensor) -> None:
+    """The hook of a parameter whose module takes it."""
+
+
+def _storage_users(x: Tensor) -> int:
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+_SOLE_USER = _storage_users(torch.empty(1, dtype=torch.uint8, device="cpu"))
+_BAD = 2.0**20  # beyond any number of ranks

@@ -1,0 +1,70 @@
+"""The step inside backward without an engine: one process, or the ranks of a process group."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ds_ext.backward import settings
+from ds_ext.backward.gradients import FusedBackward
+from ds_ext.distributed import consensus
+from ds_ext.distributed.layout import Layout
+from ds_ext.distributed.placement import Group, Replicated, everyone
+from ds_ext.optimizer import RuleOptimizer
+
+# What else raises ValueError for a model that cannot be fused: ds_ext.engine adds its own.
+REFUSALS: list[Callable[[nn.Module], None]] = []
+
+
+def fuse_into_backward(
+    model: nn.Module,
+    optimizer: RuleOptimizer,
+    group: Group = None,
+    bucket_size: int | None = None,
+    *,
+    max_grad_norm: float = 0.0,
+    clip_value: float = 0.0,
+    clip_mode: str = "exact",
+    gradient_policy: str = "fused",
+    measure_updates: bool = False,
+) -> FusedBackward:
+    """Makes ``loss.backward()`` step each parameter as its gradient appears, with no engine.
+
+    Go on calling ``optimizer.step()`` after backward: it ends the step, and the norm of all
+    gradients is then ``.norm`` of what is returned; its ``remove()`` undoes this. Where
+    torch.distributed is initialised, rank 0's weights are sent to all ranks of ``group`` and
+    gradients are averaged, ``bucket_size`` elements at a time: do not wrap the model in DDP.
+
+    ``max_grad_norm`` clips by the norm of all gradients, exactly with ``.backward(loss)`` of what
+    is returned instead of ``loss.backward()``, which runs the graph backward twice, or by the norm
+    of the step before with ``clip_mode="previous"``. ``clip_value`` bounds their elements. With
+    ``gradient_policy="sharded"`` gradients are kept in fp32 until ``optimizer.step()``, over any
+    number of backward passes, and clipped then. ``.metrics`` of what is returned tells of the last
+    step, with ``measure_updates`` also the RMS of updates and weights.
+    """
+    for refuse in REFUSALS:
+        refuse(model)
+    kind = {"optimizer": type(optimizer).__name__}
+    consensus.agree(kind | consensus.facts(model, optimizer), group)
+    domain = Replicated(group or everyone())
+    names = {p: name for name, p in model.named_parameters()}
+    layout = Layout(domain.group, names, lambda param: domain)
+    layout.broadcast(model)
+    if bucket_size is None:
+        bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1
+    how = settings.Gradients(
+        bucket_size,
+        gradient_policy,
+        max_grad_norm,
+        clip_value,
+        clip_mode,
+        measure_updates=measure_updates,
+        overlap=True,
+    )
+    fused = FusedBackward(model, optimizer.separate_experts(model), layout, how)
+
+    def end_step(*_: object) -> None:
+        fused.finish()
+        fused.end_step()
+
+    fused.hooks.append(optimizer.register_step_pre_hook(end_step))
+    return fused

@@ -1,0 +1,387 @@
+"""What becomes of gradients: stepped by in backward, kept for later, or measured and clipped.
+
+Two policies. ``fused`` steps a parameter as soon as its gradient is reduced, so that no gradient
+is kept; to clip exactly, the graph is run backward twice, first only to measure the norm.
+``sharded`` keeps this rank's run of each gradient until the step, over any number of backward
+passes, and clips by scaling it. A step that is measured or kept is all or nothing: a gradient that
+is not finite skips it. Without, it skips its own parameter. Either way all ranks do alike.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext import meter, ops
+from ds_ext.backward import settings
+from ds_ext.backward.buckets import Buckets, Deliver, Run, apart
+from ds_ext.backward.rehearsal import Rehearsal
+from ds_ext.distributed.layout import Layout
+from ds_ext.distributed.placement import Replicated
+from ds_ext.ops.triton import launches
+from ds_ext.optimizer import RuleOptimizer, Update
+
+logger = logging.getLogger("ds_ext")
+
+
+class StepResult(NamedTuple):
+    """How a step ended."""
+
+    norm: float  # of all gradients before clipping; not finite if one of them was not
+    overflow: bool  # whether a gradient was not finite
+    skipped: bool  # whether no parameter was stepped because of that
+
+
+@dataclass
+class Tally:
+    """What is known of the step in progress."""
+
+    # of the elements of the mean gradient that this rank has, or counts for itself
+    square: Tensor | None = None  # []
+    beyond: Tensor | None = None  # [2], those outside ± max_value, and all
+    kept: dict[Tensor, Run] = field(default_factory=dict)
+    suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
+    norm: float | None = None
+    coefficient: float = 1.0  # that gradients are clipped by
+    verdict: Deliver | None = None  # on the gradients of the next backward pass, once measured
+    used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
+    stepped: int = 0  # parameters
+    overflow: bool = False  # whether a gradient was not finite
+    bad: list[Tensor] = field(default_factory=list)  # parameters of such gradients
+
+
+class FusedBackward:
+    """Steps ``optimizer`` by the gradients of ``module``, on the runs that ``layout`` gives.
+
+    ``comm_dtype`` gives the dtype that a parameter's gradient is reduced in, None for its own.
+    ``is_boundary`` tells, during a backward pass, whether the step follows it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: RuleOptimizer,
+        layout: Layout,
+        how: settings.Gradients,
+        comm_dtype: Callable[[Tensor], torch.dtype | None] = lambda param: None,
+        is_boundary: Callable[[], bool] = lambda: True,
+    ) -> None:
+        strange = sum(p not in layout.names for p in optimizer.group_of)
+        if strange:
+            raise ValueError(
+                f"{strange} of the optimizer's parameters are not in the model: pass the module "
+                "that holds all of them."
+            )
+        self.optimizer = optimizer
+        self.layout = layout
+        self.how = how
+        self.is_boundary = is_boundary
+        self.loss_scale = 1.0  # what the loss was multiplied by before backward
+        self.tally = Tally()
+        self.norm: float | None = None  # of all gradients of the last step
+        self.previous_norm: float | None = None  # the last one that was finite
+        self.skipped = 0  # parameters not updated because of their gradient, in all steps
+        self.skipped_steps = 0  # steps that updated nothing
+        self.metrics: dict[str, float] = {}  # of the last step
+        self.told_cost = False  # of gradients that are kept
+        self.buckets = Buckets(
+            module,
+            layout,
+            how.bucket_size,
+            comm_dtype,
+            wanted=lambda param: param in optimizer.group_of,
+            begin=self._begin,
+            overlap=how.overlap,
+        )
+        self.rehearsal = Rehearsal(module, layout.device)
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        if how.measure_updates:
+            optimizer.meter = meter.Meter(len(optimizer.param_groups))
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters and modules."""
+        self.buckets.remove()
+        for hook in self.hooks:
+            hook.remove()
+
+    def kept_bytes(self) -> int:
+        """What this rank holds of gradients between backward passes if they are kept."""
+        size = (self.how.accumulate_in or torch.float32).itemsize
+        params = [p for p in self.optimizer.group_of if p.requires_grad]
+        return size * sum(len(self.layout.shard(p)) for p in params)
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs ``loss`` backward: once, or twice where gradients are clipped exactly."""
+        self.rehearse(loss)
+        loss.backward()
+
+    @property
+    def must_measure(self) -> bool:
+        """Whether the next backward pass would step by gradients that have to be measured first."""
+        unknown = self.how.clip_mode == "exact" or self.previous_norm is None
+        return bool(self.how.max_norm) and unknown and not self._keeps()
+
+    def rehearse(self, loss: Tensor) -> None:
+        """Measures gradients by a backward pass of its own, if they have to be.
+
+        Call it before the one that steps. It changes no weight and no state.
+        """
+        if not self.must_measure:
+            return
+        if self.tally.used_up:
+            raise RuntimeError(f"gradient_clipping: a parameter {_SECOND_GRADIENT}")
+        self.buckets.deliver = self._measure
+        with self.layout.rehearsal(), self.rehearsal.of(loss):
+            loss.backward(retain_graph=True)
+            self.buckets.finish()
+        if self.layout.any(self.rehearsal.changed is not None):
+            self.tally = Tally()
+            who = self.rehearsal.changed or "A function, on another rank,"
+            raise RuntimeError(f"gradient_clipping: {who} {_CANNOT_REPEAT}")
+        self.tally.used_up.clear()
+        self._judge()
+        self.tally.verdict = self._drop if self.tally.overflow else self._update
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Ends a backward pass: what waits in the bucket is used."""
+        self.buckets.finish()
+        self.buckets.uses.clear()
+
+    @torch.no_grad()
+    def end_step(self) -> StepResult | None:
+        """Ends a step, by now stepping what was kept; None if there were no gradients."""
+        tally = self.tally
+        if tally.kept:
+            self._record(tally.kept)
+            self._judge()
+            if not tally.overflow:
+                self._step_kept(tally.kept)
+        self.tally = Tally()
+        if tally.square is None:
+            return None
+        if tally.norm is None:
+            tally.norm = self._norm(tally.square)
+        return self._conclude(tally)
+
+    def begin_with(self, kept: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
+        """Begins a step, with gradients of earlier micro-batches: runs, and if they are bad."""
+        self.tally = Tally()
+        for param, (values, bad) in kept.items():
+            size = self.buckets.size_of[param] // self.layout.of[param].parts
+            g = nn.functional.pad(values, (0, size - len(values)))
+            self.tally.kept[param] = Run(g, torch.tensor(bad, dtype=torch.bool, device="cpu"))
+
+    def _keeps(self) -> bool:
+        """Whether gradients wait for the step."""
+        return self.how.policy == "sharded" or bool(self.tally.kept) or not self.is_boundary()
+
+    def _begin(self) -> Deliver:
+        """Who takes the gradients of the backward pass that begins."""
+        if self._keeps():
+            if not self.told_cost and self.layout.rank == 0:
+                logger.info(settings.cost(self.kept_bytes()))
+            self.told_cost = True
+            return self._keep
+        verdict, self.tally.verdict = self.tally.verdict, None
+        if verdict is not None:
+            return verdict
+        if self.must_measure:
+            raise RuntimeError(_MEASURE_FIRST)
+        self.tally.coefficient = self._coefficient(self.previous_norm)
+        return self._step
+
+    def _measure(self, runs: dict[Tensor, Run]) -> None:
+        """Takes the norm of gradients, and nothing else."""
+        self._use_up(runs)
+        self._record(runs)
+
+    def _keep(self, runs: dict[Tensor, Run]) -> None:
+        """Adds gradients to those that wait for the step."""
+        kept = self.tally.kept
+        for param, run in runs.items():
+            dtype = self.how.accumulate_in or ops.accumulator(run.g.dtype)
+            kept[param] = kept[param].plus(run) if param in kept else apart(run, dtype)
+
+    def _step(self, runs: dict[Tensor, Run]) -> None:
+        """Steps parameters whose gradients were not measured, but those where it is bad."""
+        self._record(runs)
+        bad = self._bad()
+        self._update({p: run for p, run in runs.items() if p not in bad})
+        self._use_up(bad)
+
+    def _drop(self, runs: dict[Tensor, Run]) -> None:
+        """Lets go of the gradients of a step that is skipped."""
+
+    def _step_kept(self, kept: dict[Tensor, Run]) -> None:
+        """Steps parameters by their kept gradients, a bucket at a time, and frees these."""
+        for piece in self.buckets.pieces(sorted(kept, key=self.optimizer.number_of.__getitem__)):
+            self._update({p: kept.pop(p) for p in piece})
+
+    def _update(self, runs: dict[Tensor, Run]) -> None:
+        """Steps parameters by their gradients."""
+        self._use_up(runs)
+        for all_reduce, some in self._by_holders(runs):
+            updates = []
+            for param in some:
+                shard = self.layout.shard(param)
+                g = self._gradient(param, runs[param], len(shard))
+                copies = self.layout.copies(self.layout.of[param])
+                updates.append(Update(param, self.layout.run(param), g, shard, copies))
+            self.optimizer.update(updates, all_reduce)
+        self.layout.publish(runs)
+        self.tally.stepped += len(runs)
+
+    def _by_holders(
+        self, runs: Collection[Tensor]
+    ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
+        """Parameters whose partial sums are added up over the same ranks, and how."""
+        found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
+        for domain, some in self.layout.by_domain(runs):
+            found.setdefault(domain.holders, (domain.all_reduce, []))[1].extend(some)
+        return list(found.values())
+
+    def _use_up(self, runs: Collection[Tensor]) -> None:
+        """Raises RuntimeError for a second gradient of a parameter, on all ranks alike."""
+        again = self.tally.used_up.intersection(runs)
+        if again:
+            raise RuntimeError(f"{self.layout.name(again.pop())} {_SECOND_GRADIENT}")
+        self.tally.used_up.update(runs)
+
+    def _unscale(self, domain: Replicated) -> float:
+        """What makes a summed gradient of the scaled loss the mean gradient of the loss."""
+        return 1 / (self.loss_scale * (domain.losses if self.how.average else 1))
+
+    def _gradient(self, param: Tensor, run: Run, n: int) -> ops.Gradient:
+        """The first ``n`` elements of a run as the rule is to see them."""
+        factor = self._unscale(self.layout.of[param]) * self.tally.coefficient
+        g = run.g[:n]
+        bound = self.how.max_value or None
+        return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
+
+    def _record(self, runs: dict[Tensor, Run]) -> None:
+        """Adds gradients to the norm, and notes which may not be finite."""
+        tally = self.tally
+        for domain, params in self.layout.by_domain(runs):
+            unscale = self._unscale(domain)
+            with launches.together():
+                squares = [self._square(param, runs[param]) for param in params]
+            square = torch.stack(squares).double().sum() * (unscale**2 / self.layout.copies(domain))
+            tally.square = square if tally.square is None else tally.square + square
+            if self.how.max_value:
+                bound = self.how.max_value / unscale
+                counts = [self._beyond(param, runs[param], bound) for param in params]
+                beyond = torch.stack(counts).sum(0) / self.layout.copies(domain)
+                tally.beyond = beyond if tally.beyond is None else tally.beyond + beyond
+        tally.suspects += ((param, run.bad) for param, run in runs.items())
+
+    def _square(self, param: Tensor, run: Run) -> Tensor:
+        """The sum of the squares of a run -> []."""
+        if run.square is not None:
+            return run.square
+        shard = self.layout.shard(param)
+        g = run.g[: len(shard)]
+        return ops.square_sum(g, shard, g)
+
+    def _beyond(self, param: Tensor, run: Run, bound: float) -> Tensor:
+        """How many elements of a run lie outside ± ``bound``, and how many there are -> [2]."""
+        shard = self.layout.shard(param)
+        g = run.g[: len(shard)]
+        beyond = ops.count_beyond(g, bound, shard, g)
+        return torch.stack([beyond, torch.full_like(beyond, len(shard))])
+
+    def _bad(self) -> set[Tensor]:
+        """Finds which gradients recorded since the last call are bad."""
+        suspects, self.tally.suspects = self.tally.suspects, []
+        if not suspects:
+            return set()
+        verdicts = torch.stack([bad for _, bad in suspects]).tolist()
+        found = {param for (param, _), bad in zip(suspects, verdicts, strict=True) if bad}
+        self.tally.bad += found
+        self.tally.overflow |= bool(found)
+        return found
+
+    def _judge(self) -> None:
+        """Finds the norm of all gradients of the step, what to clip them by, and the bad ones."""
+        tally = self.tally
+        if tally.square is None:
+            return
+        tally.norm = self._norm(tally.square)
+        tally.coefficient = self._coefficient(tally.norm)
+        self._bad()
+        tally.overflow |= not math.isfinite(tally.norm)  # sums may overflow where no part did
+
+    def _norm(self, square: Tensor) -> float:
+        """The 2-norm over all ranks."""
+        return float(self.layout.total(square).sqrt())
+
+    def _coefficient(self, norm: float | None) -> float:
+        """What gradients are clipped by if this is their norm; torch's formula."""
+        if not self.how.max_norm or norm is None:
+            return 1.0
+        return min(1.0, self.how.max_norm / (norm + 1e-6))
+
+    def _conclude(self, tally: Tally) -> StepResult:
+        assert tally.norm is not None
+        self.norm = tally.norm
+        if math.isfinite(tally.norm):
+            self.previous_norm = tally.norm
+        skipped = tally.overflow and not tally.stepped
+        self.skipped += len(tally.bad)
+        self.skipped_steps += skipped
+        if tally.overflow and self.layout.rank == 0:
+            names = ", ".join(map(self.layout.name, tally.bad)) or "their sum"
+            what = "the step is skipped" if skipped else "not updated in this step"
+            logger.warning("gradients that are not finite, or too large: %s; %s", names, what)
+        self.metrics = self._measurements(tally)
+        return StepResult(tally.norm, tally.overflow, skipped)
+
+    def _measurements(self, tally: Tally) -> dict[str, float]:
+        """What ``metrics`` tells of a step."""
+        clipped = float(tally.coefficient < 1)
+        if tally.beyond is not None:
+            beyond, elements = self.layout.total(tally.beyond).tolist()
+            clipped = beyond / elements
+        return {
+            "grad_norm": math.nan if tally.norm is None else tally.norm,
+            "clip_coefficient": tally.coefficient,
+            "clipped_fraction": clipped,
+            "skipped_parameters": len(tally.bad),
+            "skipped_steps": self.skipped_steps,
+            **self._sizes(),
+            "bytes_sent": self.layout.take_bytes_sent(),
+        }
+
+    def _sizes(self) -> dict[str, float]:
+        """The RMS of updates and of weights by parameter group, if they are measured."""
+        if self.optimizer.meter is None:
+            return {}
+        totals = self.layout.total(self.optimizer.meter.sums().to(self.layout.device))
+        self.optimizer.meter.clear()
+        figures = enumerate(meter.rms(totals))
+        return {f"{key}/{i}": value for i, group in figures for key, value in group.items()}
+
+
+_SECOND_GRADIENT = (
+    "got a second gradient after its update and before engine.step(). Gradients are used up "
+    "inside backward: call backward once a step (add losses up before), or keep gradients until "
+    'the step by gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}; use '
+    "checkpointing with use_reentrant=False where a weight is reached by two checkpointed "
+    "segments other than through its module."
+)
+_CANNOT_REPEAT = (
+    "writes, in backward, to what its forward pass saved, as fused losses do (Liger's linear "
+    "cross-entropy) whose result is multiplied by anything but 1. Another backward pass, which "
+    'exact clipping needs, would be wrong. Set "ds_ext": {"gradient_policy": "sharded"}, which '
+    'clips exactly without, or "gradient_clipping": 0 (max_grad_norm of fuse_into_backward).'
+)
+_MEASURE_FIRST = (
+    "gradient_clipping needs the norm of all gradients before the first of them is used: call "
+    "engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward() (after "
+    'fuse_into_backward, its .backward(loss)); or set "ds_ext": {"gradient_policy": "sharded"}, '
+    "which keeps this rank's part of the gradients until the step."
+)

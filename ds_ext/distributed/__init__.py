@@ -1,0 +1,1 @@
+"""Who holds which elements of a parameter, and who adds up what? Knows ranks, no rule."""

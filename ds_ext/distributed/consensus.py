@@ -1,0 +1,123 @@
+"""What ranks have to know of each other: that one failed, that they differ, that one is gone.
+
+A rank that raises alone leaves the others waiting in a collective for as long as the time limit of
+the process group allows. What can fail on one rank is therefore done ``together``.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ds_ext.distributed.lost import explained
+from ds_ext.distributed.placement import Group
+from ds_ext.errors import CheckpointError
+
+T = TypeVar("T")
+MESSAGE = 16  # bytes that each rank sends to compare
+
+
+def several(group: Group = None) -> bool:
+    """Whether there are other ranks than this one."""
+    return dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def gathered(value: T, group: Group = None) -> list[T]:
+    """The values of all ranks, in their order; without a process group this one's."""
+    if not several(group):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    with explained():
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def together(action: Callable[[], T], error: Callable[[str], Exception], group: Group = None) -> T:
+    """Runs ``action`` on every rank; if it fails on one, raises ``error(text)`` on all of them."""
+    failed, result = None, None
+    try:
+        result = action()
+    except Exception as caught:
+        failed = caught
+    told = gathered(None if failed is None else _told(failed), group)
+    if any(told):
+        ranks = {r: text for r, text in enumerate(told) if text}
+        alike = len(set(ranks.values())) == 1 and len(ranks) == len(told)
+        lines = ranks.values() if alike else [f"rank {r}: {text}" for r, text in ranks.items()]
+        raise error("; ".join(dict.fromkeys(lines))) from failed
+    return result  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> str:
+    known = isinstance(error, (ValueError, CheckpointError)) and str(error)
+    return known or f"{type(error).__name__}: {error}"
+
+
+def facts(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    shape_of: Callable[[Tensor], tuple[int, ...]] = lambda param: tuple(param.shape),
+) -> dict[str, Any]:
+    """What ranks that train the same model by the same optimizer agree in."""
+    names = {p: n for n, p in model.named_parameters()}
+    return {
+        "parameter": [(n, shape_of(p), str(p.dtype), p.requires_grad) for p, n in names.items()],
+        "parameter group": [
+            {**group, "params": [names.get(p) for p in group["params"]]}
+            for group in (optimizer.param_groups if optimizer is not None else ())
+        ],
+    }
+
+
+def agree(told: Mapping[str, Any], group: Group = None) -> None:
+    """Raises ValueError on all ranks if they differ in a fact, naming it, and where it differs."""
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()
+    if len(set(gathered(digest, group))) == 1:
+        return
+    everyone = gathered(dict(told), group)
+    for name in told:
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(name) != everyone[0].get(name):
+                where = _difference(everyone[0].get(name), theirs.get(name))
+                raise ValueError(
+                    f"the ranks were started with different {name}s: rank 0 and rank {rank} differ "
+                    f"in {where}. Start all ranks with the same script, config and model."
+                )
+
+
+def alike(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
+    """Begins to compare numbers by a message of 16 bytes -> what waits, and whether all are alike.
+
+    What is compared is a hash of 62 bits, the same in every process.
+    """
+    if not several(group):
+        return lambda: True
+    digest = hash(numbers) & (2**62 - 1)
+    most = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+    with explained():
+        work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait() -> bool:
+        with explained():
+            work.wait()
+        return bool(most[0] == -most[1])
+
+    return wait
+
+
+def _difference(a: Any, b: Any, where: str = "") -> str:
+    """The first place in which two nested values differ, with both."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(k for k in b if k not in a)]:
+            if a.get(key) != b.get(key) or (key in a) != (key in b):
+                return _difference(a.get(key), b.get(key), f"{where}.{key}".lstrip("."))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            if x != y:
+                return _difference(x, y, f"{where}[{i}]")
+        return f"{where or 'their number'}: {len(a)} and {len(b)}"
+    return f"{where + ': ' if where else ''}{a!r} and {b!r}"

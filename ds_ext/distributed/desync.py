@@ -1,0 +1,89 @@
+"""Whether the ranks of ZeRO-3 go through the model alike, found before they wait for each other.
+
+A collective sums, or gathers, whatever the ranks bring to it: of another parameter that is silently
+wrong, of another size it ends or hangs. So they compare, from host to host, a hash of what comes
+next: of every bucket of gradients, and in the first pass of every module that is gathered for.
+Later passes of another order are seen where their gradients differ.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_ext.distributed import consensus
+from ds_ext.distributed.placement import Group
+
+
+class Order:
+    """Compares what the ranks of ``group`` come to, and raises RuntimeError on all of them.
+
+    ``ahead``: a bucket may be sent before it is known to be alike, but is not waited for.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: Mapping[Tensor, str], group: Group, ahead: bool = False
+    ) -> None:
+        self.names = names
+        self.group = group
+        self.ahead = ahead
+        self.number = {p: i for i, p in enumerate(names)}
+        self.modules = {m: (i, name) for i, (name, m) in enumerate(module.named_modules())}
+        self.asked: tuple[Callable[[], bool], Callable[[], list[str]]] | None = None
+
+    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> int:
+        """Compares a bucket, whether more may come of each gradient, and if it is the last.
+
+        -> the bytes sent.
+        """
+        bucket = dict(waiting)
+
+        def words() -> list[str]:
+            more = ", of which more may come"
+            said = [f"the gradient of {self.names[p]}{more * m}" for p, m in bucket.items()]
+            return [*said, "the end of backward" if ended else "a full bucket"]
+
+        self._ask((ended, *(2 * self.number[p] + m for p, m in bucket.items())), words)
+        if ended or not self.ahead:
+            self._hear()
+        return consensus.MESSAGE if consensus.several(self.group) else 0
+
+    def watch_first_pass(self, coordinator: Any) -> None:
+        """Compares each module that DeepSpeed gathers for, until it has recorded a pass."""
+        fetch = coordinator.fetch_sub_module
+
+        def fetch_sub_module(module: nn.Module, forward: bool) -> None:
+            if coordinator.is_complete_trace():
+                del coordinator.fetch_sub_module
+            else:
+                number, name = self.modules.get(module, (-1, "a module outside the model"))
+                words = f"the {'forward' if forward else 'backward'} pass of {name or 'the model'}"
+                self._ask((2 * number + forward,), lambda: [words])
+                self._hear()
+            fetch(module, forward)
+
+        coordinator.fetch_sub_module = fetch_sub_module
+
+    def _ask(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> None:
+        self._hear()  # of what was asked before
+        self.asked = consensus.alike(numbers, self.group), words
+
+    def _hear(self) -> None:
+        """Waits for the answer to what was asked."""
+        asked, self.asked = self.asked, None
+        if asked is None:
+            return
+        are_alike, words = asked
+        if are_alike():
+            return
+        told = consensus.gathered(words(), self.group)
+        other = next(rank for rank, said in enumerate(told) if said != told[0])
+        pairs = zip_longest(told[0], told[other], fillvalue="nothing")
+        first, second = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RuntimeError(
+            f"the ranks do not go through the model alike: next is {first} on rank 0, and {second} "
+            f"on rank {other}. At zero_optimization.stage 3 all ranks must use the same modules in "
+            "the same order: give deepspeed.utils.set_z3_leaf_modules what only some of them use, "
+            "or set stage 2, 1 or 0, which do not ask for it."
+        )

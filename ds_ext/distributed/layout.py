@@ -1,0 +1,198 @@
+"""The layout of a model: the domains of its parameters, and what its ranks find out together."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ext.distributed.lost import explained
+from ds_ext.distributed.placement import Group, Replicated, as_bytes, everyone, size_of
+from ds_ext.ops.shard import Shard
+
+
+class Agreement(NamedTuple):
+    """What the ranks found out about the gradients that wait on them."""
+
+    ready: list[Tensor]  # parameters to be reduced now, in the same order on all ranks
+    in_parts: set[Tensor]  # those of which a further part may come on some rank
+    ended: bool  # no rank will bring more
+
+
+class Layout:
+    """The domains of a model's parameters, and what its ranks find out together.
+
+    ``names`` has all parameters, those without gradients too; ``group`` are the ranks of data
+    parallelism. ``domain_of`` gives a parameter's domain.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        names: Mapping[Tensor, str],
+        domain_of: Callable[[Tensor], Replicated],
+    ) -> None:
+        self.group = group
+        self.names = names
+        self.of = {param: domain_of(param) for param in names}
+        self.domains = list(dict.fromkeys(self.of.values()))
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = size_of(group)
+        self.device = next(iter(names)).device if names else torch.device("cpu")
+        self.host_group = self._host_group()
+        self.shards = {param: domain.shard(param) for param, domain in self.of.items()}
+        self.bytes_sent = 0
+        for param in names:
+            if not param.is_contiguous():
+                param.data = param.data.contiguous()  # a run is a view
+
+    def _host_group(self) -> Group:
+        """The same ranks, to agree from host to host: what a GPU computes is not waited for."""
+        if self.world == 1 or self.device.type == "cpu":
+            return self.group
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    @property
+    def groups(self) -> set[dist.ProcessGroup]:
+        """All groups that collectives run over."""
+        own = {g for domain in self.domains for g in (domain.group, domain.holders)}
+        return {g for g in own | {self.group, self.host_group} if g is not None}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks add to a gradient."""
+        return any(domain.is_summed for domain in self.domains)
+
+    def name(self, param: Tensor) -> str:
+        return self.names.get(param, "a parameter outside the model")
+
+    def shard(self, param: Tensor) -> Shard:
+        return self.shards[param]
+
+    def run(self, param: Tensor) -> Tensor:
+        """This rank's run of the weight, [len(shard)], to be updated in place."""
+        return self.of[param].run(param)
+
+    def by_domain(self, params: Iterable[Tensor]) -> list[tuple[Replicated, list[Tensor]]]:
+        """Parameters by domain, in the same order on all ranks."""
+        found: dict[Replicated, list[Tensor]] = {domain: [] for domain in self.domains}
+        for param in params:
+            found[self.of[param]].append(param)
+        return [(domain, some) for domain, some in found.items() if some]
+
+    def broadcast(self, module: nn.Module) -> None:
+        """Sends the parameters and buffers of the group's first rank to the others."""
+        if self.group is not None and self.world > 1:
+            source = dist.get_global_rank(self.group, 0)
+            for value in (*module.parameters(), *module.buffers()):
+                dist.broadcast(as_bytes(value.detach()), source, group=self.group)
+
+    def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
+        """Modules whose parameters arrive together, used or not: ZeRO-3's leaf modules."""
+        return {}
+
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
+        """Finds the parameters that can be reduced now. All ranks call it equally often.
+
+        ``waiting`` tells of each parameter whether a further part may come. Ranks may use
+        different parameters in a step (mixtures of experts): what all have is ready; what some
+        have is ready when backward has ``ended`` on every rank.
+        """
+        if self.world == 1:
+            return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+        params = list(self.names)
+        own = [[p in waiting, waiting.get(p, False)] for p in params]
+        counts = torch.tensor([*own, [ended, False]], dtype=torch.int32, device="cpu")
+        self.bytes_sent += counts.nbytes
+        with explained():
+            dist.all_reduce(counts, group=self.host_group)
+        *found, (ends, _) = counts.tolist()
+        needed = 1 if ends == self.world else self.world
+        ready = {p: more > 0 for p, (n, more) in zip(params, found, strict=True) if n >= needed}
+        return Agreement(list(ready), {p for p in ready if ready[p]}, ends == self.world)
+
+    def reduce(
+        self, flats: Mapping[Tensor, Tensor], votes: Tensor
+    ) -> tuple[dict[Tensor, Tensor], Tensor, Callable[[], None]]:
+        """Begins to sum flat gradients, in place -> this rank's runs, the votes added up, a wait.
+
+        Votes travel with the gradients where one domain is all there is; else all ranks, which
+        hold parts of the same parameters, add up theirs by themselves.
+        """
+        runs: dict[Tensor, Tensor] = {}
+        waits = []
+        is_one = len(self.domains) == 1 and not self.domains[0].held
+        for domain, params in self.by_domain(flats):
+            sent = [flats[p] for p in params]
+            if is_one:
+                sent.append(votes.repeat(domain.parts))
+            reduced, wait = domain.reduce(sent)
+            if is_one:
+                votes = reduced.pop()
+            runs |= zip(params, reduced, strict=True)
+            waits.append(wait)
+        if not is_one:
+            self.bytes_sent += votes.nbytes
+            with explained():
+                waits.append(dist.all_reduce(votes, group=everyone(), async_op=True).wait)
+
+        def wait_for_all() -> None:
+            with explained():
+                for wait in waits:
+                    wait()
+
+        return {p: runs[p] for p in flats}, votes, wait_for_all
+
+    def copies(self, domain: Replicated) -> int:
+        """How many ranks add the same run to a ``total``."""
+        return domain.copies if len(self.domains) > 1 else 1
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Adds up sums over this rank's runs, divided by their ``copies``, over the model."""
+        sums = sums.clone()
+        if len(self.domains) == 1:
+            self.domains[0].all_reduce(sums)
+        else:
+            self.bytes_sent += sums.nbytes
+            with explained():
+                dist.all_reduce(sums, group=everyone())
+        return sums
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank of the model; all ranks call it."""
+        is_one = len(self.domains) == 1 and not self.domains[0].held
+        group = self.group if is_one else everyone()
+        if size_of(group) == 1:
+            return flag
+        votes = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
+        self.bytes_sent += votes.nbytes
+        with explained():
+            dist.all_reduce(votes, group=group)
+        return bool(votes)
+
+    def take_bytes_sent(self) -> int:
+        """Bytes handed to collectives since the last call."""
+        sent, self.bytes_sent = self.bytes_sent, 0
+        for domain in self.domains:
+            sent += domain.bytes_sent
+            domain.bytes_sent = 0
+        return sent
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Brings updated runs to the ranks that hold the whole parameter."""
+        for domain, some in self.by_domain(params):
+            domain.publish(some)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """A backward pass runs within this context whose graph is run backward once more."""
+        yield
+
+    def end_backward(self) -> None:
+        """Called when a backward pass has ended."""
+
+    def end_step(self) -> None:
+        """Called when a step has ended that changed weights."""

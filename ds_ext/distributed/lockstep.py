@@ -1,0 +1,83 @@
+"""Lock-step rounds: the rules of many parameters advance together, one reduction a round.
+
+A rule yields a tuple of partial sums and is sent back their totals over all ranks. ``lockstep``
+merges many rules into one generator of flat tensors; ``run`` drives it with a real reduction, and
+N merged generators advanced side by side are N ranks simulated in one process (``simulate``).
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops.triton import launches
+
+Sums: TypeAlias = tuple[Tensor, ...]
+Rule = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
+Flat = Generator[Tensor, Tensor, None]
+
+
+def lockstep(rules: Iterable[Rule]) -> Flat:
+    """Merges rules into one: yields all partial sums of a round, flat [n], takes their totals."""
+    waiting = _advance_all((rule, None) for rule in rules)
+    while waiting:
+        total = yield torch.cat([x.reshape(-1) for _, sums in waiting for x in sums])
+        answers = iter(total.split([x.numel() for _, sums in waiting for x in sums]))
+        waiting = _advance_all(
+            (rule, tuple(next(answers).view(x.shape) for x in sums)) for rule, sums in waiting
+        )
+
+
+def _advance_all(answered: Iterable[tuple[Rule, Sums | None]]) -> list[tuple[Rule, Sums]]:
+    """Sends each rule its totals -> those that have not ended, and what they ask for next."""
+    waiting = []
+    with launches.together() as next_rule:
+        for rule, totals in answered:
+            sums = _advance(rule, totals)
+            next_rule()
+            if sums is not None:
+                waiting.append((rule, sums))
+    return waiting
+
+
+def _advance(rule: Rule, totals: Sums | None) -> Sums | None:
+    """The next partial sums of a rule, None at its end. Asking for nothing takes no round."""
+    try:
+        sums = next(rule) if totals is None else rule.send(totals)
+        while not sums:
+            sums = rule.send(())
+        return sums
+    except StopIteration:
+        return None
+
+
+def run(rules: Iterable[Rule], all_reduce: Callable[[Tensor], None]) -> int:
+    """Runs rules to their end, ``all_reduce`` summing in place once a round; -> rounds taken."""
+    merged, rounds = lockstep(rules), 0
+    for flat in merged_rounds(merged):
+        all_reduce(flat)
+        rounds += 1
+    return rounds
+
+
+def merged_rounds(merged: Flat) -> Iterable[Tensor]:
+    """Iterates over the flat tensors of ``lockstep``; each goes back as its own total."""
+    try:
+        flat = next(merged)
+        while True:
+            yield flat
+            flat = merged.send(flat)
+    except StopIteration:
+        return
+
+
+def simulate(ranks: Sequence[Iterable[Rule]]) -> int:
+    """Runs the rules of several ranks in one process, adding up what they yield; -> rounds."""
+    rounds = 0
+    for flats in zip(*(merged_rounds(lockstep(rules)) for rules in ranks), strict=True):
+        total = torch.stack(flats).sum(0)
+        for flat in flats:
+            flat.copy_(total)
+        rounds += 1
+    return rounds

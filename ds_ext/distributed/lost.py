@@ -1,0 +1,33 @@
+"""What a lost connection to another rank means, said to the user."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from ds_ext.errors import LostRankError
+
+# How torch's backends tell that a peer is gone or late: gloo by words, NCCL by DistError.
+_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket (closed|timeout)|"
+    r"remote (process|peer) (exited|closed)|failed to (recv|connect)|no route to host",
+    re.IGNORECASE,
+)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Says what a lost connection to another rank means, as LostRankError."""
+    try:
+        yield
+    except LostRankError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+            raise
+        raise LostRankError(
+            "another rank has ended, or did not come within the time limit of the process group "
+            "(deepspeed.init_distributed(timeout=...)). The first error in the other ranks' output "
+            "tells why. Nothing saved is lost: start again from the newest complete checkpoint."
+        ) from error

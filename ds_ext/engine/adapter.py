@@ -1,0 +1,370 @@
+"""The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, at every stage."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointFunction
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
+from deepspeed.runtime.torch_autocast import get_comm_dtype
+from torch import Tensor, nn
+
+from ds_ext import host_offload
+from ds_ext.backward import rehearsal, settings
+from ds_ext.backward.gradients import FusedBackward, logger
+from ds_ext.checkpoint import resharding
+from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.distributed.layout import Layout
+from ds_ext.engine import expert_parallel
+from ds_ext.engine.autotp import unpartitioned_shape
+from ds_ext.engine.layouts import Partitions, layout_of
+from ds_ext.errors import CheckpointError
+from ds_ext.optimizer import RuleOptimizer
+
+
+class ZeroAdapter(ZeROOptimizer):
+    """What DeepSpeedEngine talks to: it drives a RuleOptimizer from hooks, at any ZeRO stage."""
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
+        super().__init__()
+        self.engine = engine
+        self.optimizer = optimizer
+        self.module = engine.module
+        self.dp_process_group = engine.seq_data_parallel_group
+        self.layout = layout_of(engine)
+        zero = engine._config._param_dict.get("zero_optimization", {})
+        optimizer.home = host_offload.Home.of(zero.get("offload_optimizer") or {})
+        _share_time_limit(self.layout)
+        how = settings.gradients(
+            engine._config._param_dict | effective(engine), engine.monitor.enabled
+        )
+        optimizer._index()  # DeepSpeed may have put other parameters in the place of experts
+        places = {p: expert_parallel.place(p) for p in self.layout.names}
+        optimizer.separate_experts(
+            engine.module,
+            {p: place[0] for p, place in places.items() if place},
+            unpartitioned_shape,
+        )
+        self.fused = FusedBackward(
+            engine.module,
+            optimizer,
+            self.layout,
+            replace(how, average=engine.gradient_average, overlap=bool(engine.zero_overlap_comm())),
+            self._comm_dtype,
+            self._is_boundary,
+        )
+        self.loss_scaler = _loss_scaler(engine)
+        self.overflow = False
+        self._global_grad_norm: float | None = None
+        self._rehearsing = False
+        self._can_repeat = False  # whether a graph of the model was seen to run backward twice
+        # Read by ZeROOptimizer and the engine, whose own ways of doing this they are.
+        self.custom_loss_scaler = False
+        self.torch_autocast_gradscaler = None
+        engine.torch_autocast_z0_gradscaler = None
+        engine.enable_backward_allreduce = False
+        engine._config.gradient_clipping = 0.0
+        for line in settings.report(how, engine._config._param_dict):
+            log(f"{type(optimizer).__name__}: {line}")
+
+    loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
+    dynamic_loss_scale = property(lambda self: self.loss_scaler.dynamic)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    bit16_groups = fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])
+
+    def _comm_dtype(self, param: Tensor) -> torch.dtype:
+        """What the gradient of a parameter is reduced in."""
+        autocast = self.engine.torch_autocast_enabled()
+        return get_comm_dtype(param) if autocast else self.engine.communication_data_type
+
+    def _is_boundary(self) -> bool:
+        engine = self.engine
+        return engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt
+
+    def needs_scaler(self) -> bool:
+        return self.loss_scale != 1
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """The loss times the loss scale, on which gradients have been measured if they have to be.
+
+        Called by engine.backward and engine.scale before they run, or return, it backward.
+        """
+        loss = self.loss_scaler.scale_loss(value)
+        self.fused.loss_scale = self.loss_scale
+        if self.fused.must_measure:
+            if not self._can_repeat:
+                _refuse_to_repeat(loss)
+                self._can_repeat = True
+            state = self._backward_hook_state
+            hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
+            self._rehearsing = True
+            try:
+                self.fused.rehearse(loss)
+            finally:
+                self._rehearsing = False
+                state._grad_acc_post_hooks = hooks
+            # The engine learns of a graph's first backward pass only: tell it of the second.
+            state.post_backward_callback_queued = False
+            loss.register_hook(self._announce)
+        return loss
+
+    def _announce(self, grad: Tensor) -> None:
+        self.queue_post_backward_callback()
+
+    def backward_prologue(self) -> None:
+        """A backward pass begins from outputs of the engine."""
+        engine = self.engine
+        scaled = engine._running_engine_backward or engine._manual_backward_expected
+        if self.needs_scaler() and not (scaled or self._rehearsing):
+            raise RuntimeError(
+                f"the loss has to be multiplied by the loss scale ({self.loss_scale:g}) of fp16: "
+                "call engine.backward(loss), or engine.scale(loss).backward()."
+            )
+
+    def backward_epilogue(self, **_: Any) -> None:
+        """Backward has ended, with engine.backward(loss) and with loss.backward()."""
+        self.fused.finish()
+        self.layout.end_backward()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Nothing is left to do where the caller manages accumulation: ``step`` ends it."""
+
+    def step(self, closure: None = None) -> None:
+        """Ends a step, most of which was made in backward; a second call changes nothing."""
+        if closure is not None:
+            raise ValueError("engine.step() takes no closure: the update happens in backward.")
+        self.optimizer._opt_called = True  # torch's schedulers look for a step, made in backward
+        self.fused.finish()
+        result = self.fused.end_step()
+        self.overflow = result is not None and result.skipped
+        if result is None:
+            return
+        host_offload.settle(self.layout.device)
+        self._global_grad_norm = result.norm
+        if self.dynamic_loss_scale:
+            self.loss_scaler.update_scale(result.overflow)
+        self.layout.end_step()
+        self._write_events()
+
+    def metrics(self) -> dict[str, float]:
+        """What is known of the last step: see README, "What a step tells"."""
+        return self.fused.metrics | {"loss_scale": self.loss_scale}
+
+    def _write_events(self) -> None:
+        """Sends the metrics to DeepSpeed's monitors (TensorBoard, W&B, CSV)."""
+        engine = self.engine
+        if engine.monitor.enabled and engine.global_rank == 0:
+            samples = engine.global_samples + engine.train_batch_size()
+            events = [(f"Train/Samples/{k}", v, samples) for k, v in self.metrics().items()]
+            engine.monitor.write_events(events)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Gives the optimizer further parameters, which must be part of the engine's module."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        if any(p not in self.layout.names for p in params):
+            raise ValueError(
+                "add_param_group: a parameter is not part of the model that the engine was "
+                "initialized with. Build the model with it, frozen if need be."
+            )
+        self.optimizer.add_param_group({**param_group, "params": params})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    # For zero_to_fp32.py: runs of one parameter by all ranks are what it puts together.
+    round_robin_bit16_groups = property(lambda self: [[p] for p in self._stepped()])
+
+    def _stepped(self) -> list[Tensor]:
+        """The optimizer's parameters, in order, but for those without elements."""
+        params = self.optimizer.number_of
+        return [p for p in params if self.layout.shard(p).numel]
+
+    def owned(self) -> dict[Tensor, Own]:
+        """This rank's part of every parameter of the model."""
+        layout = self.layout
+        return {
+            p: Own(
+                n,
+                layout.run(p),
+                layout.shard(p),
+                layout.of[p].place,
+                layout.of[p].parts,
+                expert_parallel.place(p),
+            )
+            for p, n in layout.names.items()
+        }
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError if weights have been stepped in a step that has not ended."""
+        tally = self.fused.tally
+        if tally.used_up or (tally.square is not None and not tally.kept):
+            raise RuntimeError("save_checkpoint came after backward and before engine.step().")
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint: see resharding.py. Frozen weights are DeepSpeed's."""
+        layout = self.layout
+        owned = self.owned()
+        trained = {
+            p: own for p, own in owned.items() if p in self.optimizer.group_of or p.requires_grad
+        }
+        if self.engine.autotp_size() > 1 or self.engine.has_moe_layers:
+            trained = owned  # DeepSpeed saves of frozen ones what this rank holds
+        saved = resharding.save(self.optimizer, trained)
+        runs = []
+        is_padded = isinstance(layout, Partitions)
+        for param in self._stepped():
+            piece = saved["weights"][owned[param].name]
+            n, size = len(piece["values"]), owned[param].shard.size
+            run = (
+                nn.functional.pad(piece["values"], (0, size - n)) if is_padded else piece["values"]
+            )
+            piece["values"] = run[:n]  # saved once
+            runs.append(run)
+        return saved | {
+            "zero_stage": int(self.engine.zero_optimization_stage()),
+            "partition_count": 1 if self.engine.zero_optimization_stage() == 0 else layout.world,
+            "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
+            "loss_scaler": {k: v for k, v in vars(self.loss_scaler).items() if k != "dtype"},
+            "previous_norm": self.fused.previous_norm,
+            "skipped_steps": self.fused.skipped_steps,
+            "accumulated": self._accumulated(owned),
+        }
+
+    @property
+    def _losses(self) -> int:
+        """How many mean losses a gradient is summed over, but for tensor parallelism."""
+        return self.layout.world // self.engine.sequence_parallel_size
+
+    def _accumulated(self, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
+        """The gradients that wait for the rest of their step's micro-batches."""
+        gradients = {}
+        for param, run in self.fused.tally.kept.items():
+            part = owned[param].part
+            values = run.g[: part.stop - part.start]
+            gradients[owned[param].name] = resharding.piece(values, part, bad=bool(run.bad))
+        engine, steps = self.engine, self.engine.gradient_accumulation_steps()
+        done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
+        return {
+            "passes": [done, steps],
+            "losses": self._losses,
+            "loss_scale": self.loss_scale,
+            "gradients": gradients,
+        }
+
+    def check_accumulated(self, pieces: Pieces) -> None:
+        """Raises CheckpointError if gradients were saved that cannot be gone on from."""
+        saved = pieces.saved[0]["accumulated"]
+        done, of = saved["passes"]
+        steps = self.engine.gradient_accumulation_steps()
+        if done * steps % of:
+            raise CheckpointError(
+                f"this checkpoint was saved after {done} of {of} micro-batches of a step, which is "
+                f"no whole number out of {steps}: make gradient_accumulation_steps a multiple "
+                f"of {of}."
+            )
+        for own in self.owned().values():
+            if next(pieces.find("accumulated", "gradients", own.name), None) is not None:
+                if pieces.lacks(own.part, "accumulated", "gradients", own.name):
+                    raise CheckpointError(f"this checkpoint lacks some of {own.name}'s gradient.")
+
+    def restore(self, pieces: Pieces) -> None:
+        """Puts back what ``state_dict`` saved beside weights and the optimizer's state."""
+        saved = pieces.saved[0]
+        if saved["loss_scaler"].keys() <= vars(self.loss_scaler).keys():
+            vars(self.loss_scaler).update(saved["loss_scaler"])
+        else:
+            log("the loss scale is not that of the checkpoint, which had another kind of it")
+        self.fused.previous_norm = saved["previous_norm"]
+        self.fused.skipped_steps = saved["skipped_steps"]
+        # Gradients are of the scaled loss, and sums over losses, divided by their number later.
+        then = saved["accumulated"]
+        factor = self.loss_scale / then["loss_scale"]
+        if self.fused.how.average:
+            factor *= self._losses / then["losses"]
+        kept = {}
+        for param, own in self.owned().items():
+            found = next(pieces.find("accumulated", "gradients", own.name), None)
+            if found is not None:
+                values = pieces.read(own.part, "accumulated", "gradients", own.name)
+                kept[param] = (values.to(param.device) * factor, found["bad"])
+        self.fused.begin_with(kept)
+
+    def publish_all(self) -> None:
+        """Brings loaded runs to the ranks that hold the whole parameter."""
+        self.layout.publish(self.layout.names)
+        self.layout.end_step()
+
+    def load_state_dict(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("the optimizer is loaded by engine.load_checkpoint, with the weights.")
+
+    def checkpoint_event_prologue(self) -> None:
+        self.empty_partition_cache()
+
+    def checkpoint_event_epilogue(self) -> None:
+        self.layout.end_step()
+
+    def empty_partition_cache(self) -> None:
+        if isinstance(self.layout, Partitions):
+            self.layout.offload.empty_partition_cache()
+
+    def destroy(self) -> None:
+        self.fused.remove()
+        if isinstance(self.layout, Partitions):
+            self.layout.offload.destroy()
+
+
+def _share_time_limit(layout: Layout) -> None:
+    """Makes the layout's groups wait as long as the group of all ranks was told to.
+
+    DeepSpeed makes its groups with torch's default, half an hour.
+    """
+    everyone = dist.group.WORLD
+    for group in layout.groups | expert_parallel.exchanges():
+        limit = everyone._get_backend(layout.device).options._timeout
+        dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+def _refuse_to_repeat(loss: Tensor) -> None:
+    """Raises RuntimeError if the graph of ``loss`` cannot be run backward twice."""
+    for node in rehearsal.nodes(loss):
+        if getattr(node, "_forward_cls", None) is CheckpointFunction:
+            raise RuntimeError(
+                "gradient_clipping: deepspeed.checkpointing forgets its inputs in the first "
+                "backward pass, so that gradients cannot be measured before they are used. Use "
+                'torch.utils.checkpoint, or set "ds_ext": {"gradient_policy": "sharded"}, or '
+                '"gradient_clipping": 0.'
+            )
+
+
+def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Settings that DeepSpeed derives or that have more than one spelling."""
+    config = engine._config._param_dict
+    zero = config.get("zero_optimization", {})
+    return {
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "sequence_parallel_size": engine.sequence_parallel_size,
+        "zero_optimization": zero | {"stage": int(engine.zero_optimization_stage())},
+    }
+
+
+def _loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
+    """DeepSpeed's scaler for fp16 weights; for fp16 autocast, one with torch's settings."""
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
+        return DynamicLossScaler(2.0**16, 2000, 2.0**-24, 1, False, raise_error_at_min_scale=False)
+    dtype = torch.float16 if engine.fp16_enabled() else torch.float32
+    dynamic, args = engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
+    return CreateLossScaler(dtype, engine.loss_scale(), dynamic, args)
+
+
+def log(message: str) -> None:
+    """Tells the user, once and not on every rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info(message)

@@ -1,0 +1,250 @@
+"""Where runs lie in an engine: by ZeRO stage, whose third keeps DeepSpeed's own partitions, and by
+tensor parallelism.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import groups, z3_leaf_module
+from torch import Tensor, nn
+
+from ds_ext.distributed.desync import Order
+from ds_ext.distributed.layout import Agreement, Layout
+from ds_ext.distributed.lost import explained
+from ds_ext.distributed.placement import (
+    Group,
+    Held,
+    Replicated,
+    Sharded,
+    by_dtype,
+    everyone,
+    size_of,
+)
+from ds_ext.engine import autotp, expert_parallel
+
+
+class Partitioned(Sharded):
+    """Parameters of which a rank holds its run alone, ``ds_tensor`` less the padding: ZeRO-3.
+
+    Gradients of what all ranks of tensor parallelism hold alike are summed over ``twins`` too.
+    """
+
+    twins: Group = None
+
+    def shape(self, param: Tensor) -> tuple[int, ...]:
+        return tuple(param.ds_shape)
+
+    def run(self, param: Tensor) -> Tensor:
+        return param.ds_tensor[: len(self.shard(param))]
+
+    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        runs, wait = super().reduce(flats)
+        if self.twins is None:
+            return runs, wait
+
+        def wait_for_both() -> None:
+            wait()
+            self.bytes_sent += sum(run.nbytes for run in runs)
+            with explained():
+                for alike in by_dtype(runs):
+                    self.twins.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
+
+        return runs, wait_for_both
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Nobody else holds the weight, but for what ``Partitions.end_step`` gathers."""
+
+
+class Partitions(Layout):
+    """The layout of a model whose parameters DeepSpeed has partitioned."""
+
+    def __init__(
+        self,
+        offload: DeepSpeedZeRoOffload,
+        group: Group,
+        names: Mapping[Tensor, str],
+        domain_of: Callable[[Tensor], Replicated],
+        overlap: bool,
+    ) -> None:
+        self.offload = offload
+        super().__init__(group, names, domain_of)
+        # Gloo, which sums on a CPU, ends a process that is sent more than it waits for.
+        ahead = overlap and self.device.type != "cpu"
+        self.order = Order(offload.module, self.names, self.host_group, ahead)
+        self.order.watch_first_pass(offload.get_param_coordinator())
+        self.updated: set[Tensor] = set()  # in this step
+
+    def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
+        leaves = [m for m in module.modules() if z3_leaf_module(m)]
+        return {leaf: list(leaf.parameters()) for leaf in leaves}
+
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
+        """The ranks have gathered the same parameters together: what waits on one does on all.
+
+        Where they have not, RuntimeError on all of them.
+        """
+        self.bytes_sent += self.order.check_gradients(waiting, ended)
+        return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        # DeepSpeed counts the uses of each module down to know when to gather and to release it.
+        keys = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+        modules = [m.__dict__ for m in self.offload.module.modules()]
+        counts = [{k: m[k] for k in keys if k in m} for m in modules]
+        yield
+        for m, count in zip(modules, counts, strict=True):
+            m.update(count)
+        self.offload.release_backward_leftovers()
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Nobody else holds the weight, but for what ``end_step`` brings up to date."""
+        self.updated.update(params)
+
+    def end_backward(self) -> None:
+        # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
+        self.offload.release_backward_leftovers()
+
+    def end_step(self) -> None:
+        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions.
+
+        And forgets hpZ's second copies of what was updated: the next forward pass makes new ones.
+        Not before all is partitioned, which would make them of what is still gathered and old.
+        """
+        self.offload.partition_all_parameters()
+        for param in self.updated:
+            param.ds_secondary_tensor = None
+        self.updated.clear()
+        persistent = self.offload.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+
+def layout_of(engine: DeepSpeedEngine) -> Layout:
+    """The layout of the engine's ZeRO stage and its tensor or expert parallelism."""
+    names, group = (
+        expert_parallel.names(engine.param_names, engine.module),
+        engine.seq_data_parallel_group,
+    )
+    offload = _partition(engine) if engine.zero_optimization_stage() == 3 else None
+    kind = {0: Replicated, 3: Partitioned}.get(engine.zero_optimization_stage(), Sharded)
+    if engine.autotp_size() > 1:
+        tensor_group = groups.get_tensor_model_parallel_group()
+        ranks = 1 if kind is Replicated else size_of(group)
+        held = autotp.held(names, dist.get_rank(tensor_group), ranks)
+        split, whole = _domains(kind, group, tensor_group, held)
+    else:
+        copies = _copies(kind, group)
+        held, split, whole = {}, None, kind(group, _losses(engine), copies=copies)
+    experts: dict[Group, Replicated] = {}
+
+    def domain_of(param: Tensor) -> Replicated:
+        if expert_parallel.is_expert(param) and size_of(
+            own := expert_parallel.group(param)
+        ) < size_of(group):
+            # Tokens of all ranks have come to these experts: their gradients are of all losses.
+            made = kind(own, losses=size_of(group), copies=_copies(kind, own))
+            return experts.setdefault(own, made)
+        return split if split is not None and param in held else whole
+
+    if offload is None:
+        return Layout(group, names, domain_of)
+    return Partitions(offload, group, names, domain_of, bool(engine.zero_overlap_comm()))
+
+
+def _copies(kind: type[Replicated], group: Group) -> int:
+    """How many ranks have the same run."""
+    return size_of(group) if kind is Replicated else 1
+
+
+def _losses(engine: DeepSpeedEngine) -> int:
+    """How many mean losses a gradient is summed over: a sequence's ranks have parts of one.
+
+    Raises ValueError if DeepSpeed does not sum over these ranks.
+    """
+    size, group = engine.sequence_parallel_size, engine.seq_data_parallel_group
+    if size > 1:
+        sequence = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
+        if not set(sequence) <= set(dist.get_process_group_ranks(group)):
+            raise ValueError(
+                f"sequence_parallel_size = {size}: from the config alone DeepSpeed does not add up "
+                "the gradients of a sequence's ranks. Call initialize_sequence_parallel of "
+                "deepspeed.runtime.sequence_parallel.parallel_state_sp, and give that module to "
+                "deepspeed.initialize as mpu."
+            )
+    return size_of(group) // size
+
+
+def _domains(
+    kind: type[Replicated], group: Group, tensor_group: Group, held: Mapping[Tensor, Held]
+) -> tuple[Replicated, Replicated]:
+    """Where parameters lie that tensor parallelism has split, and those that it has not.
+
+    The latter are the same on all ranks of tensor parallelism, and so should their gradients be;
+    they are averaged over these too, for else what differs (dropout, or a sum in another order)
+    would lead the ranks apart.
+    """
+    twins = size_of(tensor_group)
+    losses = size_of(group) * twins
+    if kind is Replicated:
+        split = kind(group, holders=tensor_group, held=held, copies=size_of(group))
+        return split, kind(everyone(), copies=losses)
+    split = kind(group, holders=everyone(), held=held)
+    if kind is Sharded:
+        return split, kind(everyone())
+    whole = Partitioned(group, losses, copies=twins)
+    whole.twins = tensor_group
+    return split, whole
+
+
+def _secondary_group(engine: DeepSpeedEngine) -> Group:
+    """The ranks that hold a second copy of the weights together: ZeRO++ hpZ, usually a host's."""
+    world = dist.get_world_size()
+    size = engine.zero_hpz_partition_size()
+    if size <= 1:
+        return None
+    if dist.get_world_size(engine.seq_data_parallel_group) != world:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size}: DeepSpeed would cut its groups "
+            "without regard to model parallelism: remove one of them."
+        )
+    if world % min(size, world):
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {world} ranks."
+        )
+    if groups._get_zero_param_intra_parallel_group() is None:
+        groups._create_zero_param_parallel_group(size)
+    there = groups._get_zero_param_intra_parallel_group_world_size()
+    if there != min(size, world):
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size}, where another engine of this "
+            f"process has {there}: DeepSpeed takes one for all."
+        )
+    return groups._get_zero_param_intra_parallel_group()
+
+
+def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
+    """DeepSpeed's own partitioning, gathering and prefetching of ZeRO-3 parameters."""
+    if engine.has_moe_layers:
+        engine._validate_zero3_moe_compatibility()
+        engine._resolve_zero3_param_placement()
+    return DeepSpeedZeRoOffload(
+        engine.module,
+        timers=engine.timers,
+        ds_config=engine.config,
+        overlap_comm=engine.zero_overlap_comm(),
+        prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
+        max_reuse_distance=engine.zero_max_reuse_distance(),
+        max_live_parameters=engine.zero_max_live_parameters(),
+        param_persistence_threshold=engine.zero_param_persistence_threshold(),
+        model_persistence_threshold=engine.zero_model_persistence_threshold(),
+        dp_process_group=engine.seq_data_parallel_group,
+        offload_param_config=engine.zero_offload_param(),
+        mpu=engine.mpu,
+        zero_param_parallel_group=_secondary_group(engine),
+        zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
+        log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
+    )

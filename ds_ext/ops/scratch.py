@@ -1,0 +1,72 @@
+"""Memory of one block that is written to again for every block of a pass: it stays in the cache.
+
+A pass over a run of gigabytes makes its temporaries in here, so that it neither asks the system
+for pages nor sends them through main memory.
+"""
+
+import math
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops.shard import BLOCK, Block, Shard
+
+
+class _Kind:
+    """Flat buffers of ``BLOCK`` elements of one dtype, as they were last seen, and those in use."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+        self.seen: list[Tensor] = []
+        self.used = 0
+
+
+class _Kinds(threading.local):
+    def __init__(self) -> None:
+        self.of: dict[tuple[torch.dtype, torch.device], _Kind] = {}
+
+
+_kinds = _Kinds()
+
+
+def blocks(shard: Shard) -> Iterator[Block]:
+    """The blocks of a run, one after another; when one begins, all scratch memory is free."""
+    for b in shard.blocks():
+        for kind in _kinds.of.values():
+            kind.used = 0
+        yield b
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor to be written to, whose values last until the next block begins."""
+    n = math.prod(shape)
+    if n > BLOCK:
+        return torch.empty(shape, dtype=dtype, device=device)
+    kind = _kinds.of.get((dtype, device))
+    if kind is None:
+        kind = _kinds.of[dtype, device] = _Kind()
+    i = kind.used
+    kind.used += 1
+    if i == len(kind.held):
+        kind.held.append(torch.empty(BLOCK, dtype=dtype, device=device))
+        kind.seen.append(kind.held[i])
+    if kind.seen[i].shape != shape:
+        kind.seen[i] = kind.held[i][:n].view(shape)
+    return kind.seen[i]
+
+
+def nbytes() -> int:
+    """What this thread holds."""
+    return sum(buffer.nbytes for kind in _kinds.of.values() for buffer in kind.held)
+
+
+def clear() -> None:
+    """Gives it back, until the next pass."""
+    _kinds.of.clear()
+
+
+def like(x: Tensor) -> Tensor:
+    """The same, of the shape, dtype and device of ``x``."""
+    return empty(x.shape, x.dtype, x.device)

@@ -1,0 +1,253 @@
+"""Bytes that one rank holds of weights, optimizer state, gradients and masters of weights.
+
+Ours come from the rules: their state is made of tensors without storage, so that this arithmetic
+cannot drift from the code; masters come from ``precision`` alike. The rank is the one that holds
+most. Beside ours: AdamW in DeepSpeed and Megatron-LM's distributed optimizer. Not counted:
+activations, the weights that ZeRO-3 gathers for computing, blocks of scratch (on a CPU, 2 to 8 MiB
+in all), and what the allocator wastes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext import expert_stacks, host_offload
+from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts, zeros
+
+
+class Stack(tuple[int, ...]):
+    """The shape of a parameter whose first dimension counts experts."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+Init = Callable[[Tensor, Shard, bool], Any]  # makes what is kept beside a run, of a stack or not
+
+# DeepSpeed's defaults, in elements.
+PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
+SUB_GROUP = 10**9  # zero_optimization.sub_group_size: the most that one step of AdamW takes
+
+FIRST = 16  # ranks that are looked at for the one that holds most
+
+# Models of Llama's kind, from the configurations published with them: vocabulary, width, inner
+# width, layers, heads, key-value heads, and whether the head is tied.
+KNOWN = {
+    "smollm2-135m": (49152, 576, 1536, 30, 9, 3, True),
+    "tinyllama-1.1b": (32000, 2048, 5632, 22, 32, 4, False),
+    "llama-7b": (32000, 4096, 11008, 32, 32, 32, False),
+    "mistral-7b": (32000, 4096, 14336, 32, 32, 8, False),
+    "llama-3-8b": (128256, 4096, 14336, 32, 32, 8, False),
+    "llama-13b": (32000, 5120, 13824, 40, 40, 40, False),
+    "llama-65b": (32000, 8192, 22016, 80, 64, 64, False),
+    "llama-70b": (32000, 8192, 28672, 80, 64, 8, False),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    weights: float
+    state: float
+    gradients: float  # the most that are alive at once
+    master: float  # what weights of 16 bits lack to fp32: a copy, or the lower half
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.state + self.gradients + self.master
+
+
+def ours(
+    rule: Any,
+    shapes: Shapes,
+    stage: int | None,
+    ranks: int,
+    dtype: torch.dtype,
+    bucket: int,
+    accumulates: bool = False,
+    offloads: Collection[str] = (),
+) -> Memory:
+    """A rule's memory at a ZeRO stage, or with a plain ``step()`` on whole gradients (None).
+
+    ``rule`` is one of a ``RuleOptimizer.hypers``, ``bucket`` is reduce_bucket_size;
+    ``accumulates``: this rank's runs of gradients are kept until the step, in fp32. ``offloads``,
+    of "param" (stage 3) and "optimizer": what lies on the host, and on the device only as much of
+    it as a bucket takes.
+    """
+    cut = ranks if stage in (1, 2, 3) else 1
+    kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
+    in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
+    if stage == 3:  # overlap_comm: the bucket before is on its way
+        in_flight = min(in_flight + max(bucket, _largest(shapes)), elements(shapes))
+    visiting = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))  # a bucket's share
+    whole = _weights(shapes, stage, ranks)
+    weights = whole
+    if "param" in offloads:
+        runs = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
+        weights = whole - runs + math.ceil(visiting * runs)
+
+    def held(init: Init) -> float:
+        most = _most(init, shapes, cut, dtype)
+        if "optimizer" not in offloads:
+            return most
+        stays = _most(lambda p, *of: _small(init(p, *of)), shapes, cut, dtype)
+        return stays + visiting * (most - stays)
+
+    return Memory(
+        weights=weights * dtype.itemsize,
+        state=held(lambda p, *of: zeros(_keeps(rule, *of), p)),
+        gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
+        master=held(lambda p, *_: weight_update.master(p, rule)),
+    )
+
+
+def _keeps(rule: Any, shard: Shard, stacked: bool) -> Parts:
+    return expert_stacks.keeps(rule, shard) if stacked else rule.keeps(shard)
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    """Shapes of a model's parameters by name, tied ones once."""
+    stacked = expert_stacks.find(model)
+    return {
+        name: (Stack if param in stacked else tuple)(param.shape)
+        for name, param in model.named_parameters()
+    }
+
+
+def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: int) -> Memory:
+    """AdamW under DeepSpeed 0.19 with its defaults, all but ``bucket``.
+
+    The terms of the ZeRO paper (arXiv 1910.02054, section 3.1), and what DeepSpeed adds: for the
+    step an fp32 copy of a rank's gradients, from stage 1 on fp32 copies of fp32 weights too
+    (stage 3 compares a device with its name, which are never equal), and buckets.
+    """
+    n, size = elements(shapes), dtype.itemsize
+    run = n / ranks if stage else n
+    if stage == 0:  # in the step; fp32 needs no copy
+        gradients = 4 * n if size == 4 else size * n + 4 * n
+    elif stage == 1:  # when backward ends, all are there, and then move to a bucket or the run
+        gradients = size * (n + max(run, bucket))
+    elif stage == 2:  # in backward, the last gradient on its way; or in the step
+        gradients = max(size * (run + bucket + _largest(shapes)), 4 * run)
+    else:  # in the step, by sub-groups; grad_partitions_flat_buffer and the bucket's are kept
+        gradients = size * (run + bucket) + 4 * min(run, SUB_GROUP)
+    return Memory(
+        weights=size * (run if stage == 3 else n),  # nothing is gathered in the step
+        state=8 * run,
+        gradients=gradients,
+        master=4 * run if stage or size < 4 else 0,
+    )
+
+
+def megatron(shapes: Shapes, ranks: int, params: str, grads: str) -> Memory:
+    """Megatron-LM's distributed optimizer with Adam: bytes per parameter from its documentation.
+
+    fp16 with fp16 gradients 4 + 16/d, bf16 with fp32 gradients 6 + 12/d, fp32 8 + 8/d.
+    Source: docs/source/api-guide/dist_optimizer.md of Megatron-LM.
+    """
+    n = elements(shapes)
+    # weights, gradients; and divided by the ranks: moments, fp32 gradients, fp32 weights
+    size, gradient, moments, copy, master = {
+        ("fp16", "fp16"): (2, 2, 8, 4, 4),
+        ("bf16", "fp32"): (2, 4, 8, 0, 4),
+        ("fp32", "fp32"): (4, 4, 8, 0, 0),
+    }[params, grads]
+    return Memory(
+        weights=size * n,
+        state=moments * n / ranks,
+        gradients=gradient * n + copy * n / ranks,
+        master=master * n / ranks,
+    )
+
+
+def elements(shapes: Shapes) -> int:
+    """Parameters of a model, counted by element."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
+    """Elements kept by a rank: all, or its padded runs and whole copies of small parameters."""
+    if stage != 3:
+        return elements(shapes)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    return sum(-(-n // ranks) + (n if n <= PERSIST else 0) for n in sizes)
+
+
+def _in_flight(shapes: Shapes, ranks: int, bucket: int) -> int:
+    """The most gradient elements alive in backward: those in the bucket, and one that arrives.
+
+    The one that arrives is copied where it has to be padded to equal parts for all ranks.
+    """
+    n = elements(shapes)
+    most = 0
+    for size in map(math.prod, shapes.values()):
+        copy = size if size % ranks else 0
+        most = max(most, size + max(min(bucket, n - size + copy), copy))
+    return most
+
+
+def _largest(shapes: Shapes) -> int:
+    return max(map(math.prod, shapes.values()))
+
+
+def _most(init: Init, shapes: Shapes, cut: int, dtype: torch.dtype) -> int:
+    """Bytes of what ``init`` makes for one of ``cut`` runs of each parameter: the most of a rank.
+
+    The first ranks have the longest runs; which of them holds most depends on the rows they share.
+    """
+    counts = Counter((tuple(shape), isinstance(shape, Stack)) for shape in shapes.values())
+
+    def of_rank(rank: int) -> int:
+        total = 0
+        for (shape, stacked), count in counts.items():
+            shard = Shard.of_rank(shape, rank, cut)
+            run = torch.empty(len(shard), dtype=dtype, device="meta")
+            total += count * nbytes(init(run, shard, stacked))
+        return total
+
+    return max(map(of_rank, range(min(cut, FIRST))))
+
+
+def _small(state: Any) -> Any:
+    """What of a state stays on the device when states are offloaded."""
+    if isinstance(state, Mapping):
+        return {key: _small(x) for key, x in state.items()}
+    return state if state.nbytes < host_offload.SMALL else ()
+
+
+def nbytes(state: Any) -> int:
+    """Bytes of all tensors in a state, nested in dicts and sequences."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(nbytes, state.values()))
+    return sum(map(nbytes, state)) if isinstance(state, (list, tuple)) else 0
+
+
+def llama(
+    vocab: int, width: int, inner: int, layers: int, heads: int, groups: int, tied: bool
+) -> Shapes:
+    """Shapes of a model of Llama's kind."""
+    values = width // heads * groups
+    layer = {
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (values, width),
+        "self_attn.v_proj": (values, width),
+        "self_attn.o_proj": (width, width),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
+    for i in range(layers):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (width,)
+    return shapes if tied else shapes | {"lm_head.weight": (vocab, width)}

@@ -1,0 +1,84 @@
+"""The second moment of a parameter: row and column statistics of a matrix, or one per element.
+
+``{"row": [mats, rows], "col": [mats, cols]}`` is replicated on all ranks: it is changed only by
+sums over the whole parameter, so it is the same whatever the number of ranks. A parameter with
+fewer than two dimensions has ``{"full": run}``, which is sharded like the parameter and needs no
+sums. The estimate of a matrix's second moment is row · col / mean(row); mean(row) equals
+mean(col), so it needs no reduction of its own. Source: Shazeer and Stern, arXiv 1804.04235, sec. 3.
+"""
+
+import math
+from collections.abc import Generator
+from typing import TypeAlias
+
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part
+
+Moment = dict[str, Tensor]
+Update: TypeAlias = ops.Quotient | ops.RunQuotient
+Rounds = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
+
+
+def keeps(shard: Shard) -> dict[str, Part]:
+    """What a rank keeps of the statistics."""
+    if not shard.is_matrix:
+        return {"full": Part.like(shard)}
+    return {
+        "row": Part.whole(shard.mats, shard.rows),
+        "col": Part.whole(shard.mats, shard.cols),
+    }
+
+
+def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...]:
+    """What the ranks have to add up before ``divide_``: row and column sums of x²."""
+    return ops.matrix_square_sums(x, shard, like) if shard.is_matrix else ()
+
+
+def divide_(
+    x: ops.Readable,
+    v: Moment,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    shard: Shard,
+    clip: float = math.inf,
+) -> ops.Quotient:
+    """Advances a matrix's v by ``sums`` and gives x / sqrt(v), to be evaluated block by block.
+
+    A third of the sums is ``weighed_square_sums``: the RMS of the quotient is bounded by ``clip``.
+    """
+    factors = ops.factors_(v["row"], v["col"], sums, eps, beta, clip, shard)
+    return ops.Quotient(x, *factors)
+
+
+def normalize(
+    g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
+) -> Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Update, tuple[Tensor, ...]]]:
+    """Updates ``v`` by g and gives u = g / sqrt(v), its RMS bounded by ``clip``.
+
+    ``more`` are further partial sums that travel with the first round; their totals are returned
+    beside u. What AdaLomo, Adafactor and CAME have in common. One round; two where the ranks hold
+    parts of rows. Whole rows have their new statistic before any sum is reduced, and
+
+        sum of u² = mean(row) · sum over columns (1 / col · sum over rows (g² / row)),
+
+    of which the inner sums, one for each column, travel with the statistics.
+    """
+    u: Update
+    if not shard.is_matrix:
+        ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
+        u = ops.RunQuotient(g, v["full"])
+        u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
+    elif shard.holds_rows:
+        before, share = v["row"] * beta + (1 - beta) * eps, (1 - beta) / shard.cols
+        mine = ops.weighed_square_sums(g, before, share, shard, g)
+        row, col, weighed, *totals = yield (*mine, *more)
+        return divide_(g, v, (row, col, weighed), eps, beta, shard, clip), tuple(totals)
+    else:
+        row, col, *totals = yield (*sums(g, shard, g), *more)
+        u = divide_(g, v, (row, col), eps, beta, shard)
+        (u_sq,) = yield (ops.square_sum(u, shard, g),)
+    return u.times((clip / shard.rms(u_sq)).clamp(max=1)), tuple(totals)
