@@ -176,6 +176,12 @@ class FusedBackward:
             g = nn.functional.pad(values, (0, size - len(values)))
             self.tally.kept[param] = Run(g, torch.tensor(bad, dtype=torch.bool, device="cpu"))
 
+    def replace_kept(self, param: Tensor, run: Tensor) -> None:
+        """Makes ``run``, [len(shard)], the kept gradient; its norm tells whether it is finite."""
+        g = self.tally.kept[param].g
+        g[: len(run)].copy_(run)
+        self.tally.kept[param] = Run(g, torch.tensor(False, device="cpu"))
+
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""
         return self.how.policy == "sharded" or bool(self.tally.kept) or not self.is_boundary()
@@ -252,13 +258,13 @@ class FusedBackward:
             raise RuntimeError(f"{self.layout.name(again.pop())} {_SECOND_GRADIENT}")
         self.tally.used_up.update(runs)
 
-    def _unscale(self, domain: Replicated) -> float:
+    def unscale(self, domain: Replicated) -> float:
         """What makes a summed gradient of the scaled loss the mean gradient of the loss."""
         return 1 / (self.loss_scale * (domain.losses if self.how.average else 1))
 
     def _gradient(self, param: Tensor, run: Run, n: int) -> ops.Gradient:
         """The first ``n`` elements of a run as the rule is to see them."""
-        factor = self._unscale(self.layout.of[param]) * self.tally.coefficient
+        factor = self.unscale(self.layout.of[param]) * self.tally.coefficient
         g = run.g[:n]
         bound = self.how.max_value or None
         return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
@@ -267,7 +273,7 @@ class FusedBackward:
         """Adds gradients to the norm, and notes which may not be finite."""
         tally = self.tally
         for domain, params in self.layout.by_domain(runs):
-            unscale = self._unscale(domain)
+            unscale = self.unscale(domain)
             with launches.together():
                 squares = [self._square(param, runs[param]) for param in params]
             square = torch.stack(squares).double().sum() * (unscale**2 / self.layout.copies(domain))

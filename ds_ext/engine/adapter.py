@@ -19,7 +19,7 @@ from ds_ext.backward.gradients import FusedBackward, logger
 from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.resharding import Own, Pieces
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import expert_parallel
+from ds_ext.engine import expert_parallel, safe_access
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.layouts import Partitions, layout_of
 from ds_ext.errors import CheckpointError
@@ -68,6 +68,7 @@ class ZeroAdapter(ZeROOptimizer):
         engine.torch_autocast_z0_gradscaler = None
         engine.enable_backward_allreduce = False
         engine._config.gradient_clipping = 0.0
+        safe_access.give(self.fused)
         for line in settings.report(how, engine._config._param_dict):
             log(f"{type(optimizer).__name__}: {line}")
 
@@ -317,6 +318,7 @@ class ZeroAdapter(ZeROOptimizer):
 
     def destroy(self) -> None:
         self.fused.remove()
+        safe_access.take(self.fused)
         if isinstance(self.layout, Partitions):
             self.layout.offload.destroy()
 
