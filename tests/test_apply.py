@@ -11,7 +11,7 @@ import torch
 from ds_ext import ops, rules
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from tests import needs
+from tests.common import needs
 
 ROOT = Path(__file__).parent.parent
 
