@@ -8,12 +8,13 @@ from tests.common import fused_losses
 from tests.distributed import rehearsing
 
 
-def mean_step(model, losses):
-    """A step of SGD, which LOMO's is, on the mean loss, clipped by torch."""
+def mean_step(model, losses, max_norm=rehearsing.CLIP):
+    """A step of SGD, which LOMO's is, on the mean loss, clipped by torch -> the norm."""
     model.zero_grad()
     (sum(losses) / len(losses)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), rehearsing.CLIP)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     torch.optim.SGD(model.parameters(), lr=0.5).step()
+    return norm
 
 
 def assert_updates_equal(after, expected, before):
@@ -29,4 +30,20 @@ def test_a_loss_that_one_rank_writes_to_in_place_is_refused_on_all(stage):
     for rank, got in enumerate(told):
         assert '"gradient_policy": "sharded"' in got["message"] and got["kept"]
         assert ("InPlaceCrossEntropy" if rank else "on another rank") in got["message"]
+        assert_updates_equal(got["after"], plain.state_dict(), got["before"])
+
+
+@pytest.mark.parametrize("world, policy", [(1, "fused"), (2, "fused"), (2, "sharded")])
+def test_hf_trainer_clips_such_a_loss_exactly_or_says_what_to_set(world, policy):
+    """It multiplies the loss by the number of ranks; DeepSpeed's mean is over as many."""
+    plain = rehearsing.large(fused_losses.Classifier(None, factor=world))
+    for got in worlds.run(world, rehearsing.trainer, 2, policy):
+        if world > 1 and policy == "fused":
+            assert "InPlaceCrossEntropy writes" in got["message"]
+            assert all(torch.equal(x, got["before"][n]) for n, x in got["after"].items())
+            continue
+        if got["rank"] == 0:
+            losses = [plain(*fused_losses.batch(rank)) for rank in range(world)]
+            assert mean_step(plain, losses, max_norm=1.0) > 1.2
+        assert not got["message"]
         assert_updates_equal(got["after"], plain.state_dict(), got["before"])
