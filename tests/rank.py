@@ -14,6 +14,7 @@ import pickle
 import random
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,6 +48,9 @@ STATEFUL = [
         "deepspeed.runtime.zero.partition_parameters",
         "deepspeed.module_inject.layers",
         "deepspeed.sequence.layer",
+        "deepspeed.module_inject.auto_tp",
+        "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        "deepspeed.runtime.torch_autocast",
         "torch.nn.functional",
         "transformers.integrations.deepspeed",
     )
@@ -58,7 +62,8 @@ def serve(
 ) -> None:
     """Joins a world of ``size`` ranks and runs the jobs that come over ``connection``.
 
-    Answers each with (whether it ended well, its saved result or its traceback). Never returns.
+    Answers each with (whether it ended well, its saved result or its traceback, CPU seconds since
+    the last answer). Never returns.
 
     Args:
         rank: The number of this rank.
@@ -68,7 +73,7 @@ def serve(
         output: The file that takes what the rank writes to stdout and stderr.
         connection: Brings (job, args), or None as the last; takes the answers.
     """
-    code = 1
+    code, clock = 1, Clock()
     try:
         _redirect(output)
         os.environ |= {
@@ -90,7 +95,7 @@ def serve(
             result = _saved(_loaded(job)(*pickle.loads(args)))
             surroundings.restore()
             _flush()
-            connection.send((True, result))
+            connection.send((True, result, clock.lap()))
         dist.barrier()
         code = 0
     except BaseException:
@@ -98,11 +103,23 @@ def serve(
         sys.stderr.write(text)
         _flush()
         with contextlib.suppress(OSError):
-            connection.send((False, text))
+            connection.send((False, text, clock.lap()))
     # Without the interpreter's teardown, in which torch 2.13 sometimes aborts after all is done
     # (about one run in sixty of a gloo group of three).
     _flush()
     os._exit(code)
+
+
+class Clock:
+    """CPU time of this process."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        self.last, before = time.process_time(), self.last
+        return self.last - before
 
 
 class Surroundings:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.common import models
-from tests.distributed.worker import Case
+from tests.distributed.zero import Case
 
 
 class Reference:

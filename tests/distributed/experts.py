@@ -24,8 +24,9 @@ import ds_ext
 from ds_ext import expert_stacks
 from ds_ext.engine import expert_parallel
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common.ranks import whole
 from tests.distributed import forks
-from tests.distributed.training import HYPERS, whole
+from tests.distributed.training import HYPERS
 
 # What records the router's logits: DeepSpeed 0.19.8 stumbles over it with transformers 5.23.
 AutoEP._retarget_transformers_output_recorders = lambda *_: None

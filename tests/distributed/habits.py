@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
-from tests.distributed.training import whole
+from tests.common.ranks import message, shared_folder, whole
 
 STEPS = 9
 
@@ -91,11 +91,8 @@ def frozen_reference(world: int, max_norm: float, optimizer_type) -> Tower:
 def stranger() -> str:
     """The error of a group whose parameter the engine does not know."""
     engine = start(make(), 3, {})
-    try:
-        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    except ValueError as error:
-        return str(error)
-    return ""
+    group = {"params": [nn.Parameter(torch.ones(2))]}
+    return message(lambda: engine.optimizer.add_param_group(group), ValueError)
 
 
 def start(model: nn.Module, stage: int, extra: dict[str, Any]):
@@ -115,8 +112,13 @@ def start(model: nn.Module, stage: int, extra: dict[str, Any]):
     return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
 
 
-def metrics(stage: int, folder: str) -> dict[str, Any]:
+def metrics(stage: int) -> dict[str, Any]:
     """The metrics of each step, what they ought to be, and what DeepSpeed's CSV monitor wrote."""
+    with shared_folder() as folder:
+        return _metrics(stage, folder)
+
+
+def _metrics(stage: int, folder: str) -> dict[str, Any]:
     monitor = {"enabled": True, "output_path": folder, "job_name": f"stage{stage}"}
     extra = {"csv_monitor": monitor, "gradient_clipping": 0.2}
     engine = start(make(), stage, extra)
@@ -209,14 +211,15 @@ def checkpointed(stage: int, policy: str, max_norm: float) -> dict[str, Any]:
     }
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-    before, message = whole(model), ""
-    try:
+    before = whole(model)
+
+    def steps() -> None:
         for step in range(STEPS):
             engine.backward(loss_of(engine, step, dist.get_rank()))
             engine.step()
-    except RuntimeError as error:
-        message = str(error)
-    return {"before": before, "after": whole(model), "message": message}
+
+    told = message(steps, RuntimeError)
+    return {"before": before, "after": whole(model), "message": told}
 
 
 def checkpointed_reference(world: int, max_norm: float) -> Tower:
@@ -252,7 +255,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-def resumed(kind: str, folder: str) -> dict[str, Any]:
+def resumed(kind: str) -> dict[str, Any]:
     """Six steps without a break, and three, a checkpoint, a new engine and three more."""
     made = dict(RESUMED[kind])
     hypers = {"weight_update": made.pop("weight_update", "stochastic"), "seed": 3}
@@ -277,9 +280,10 @@ def resumed(kind: str, folder: str) -> dict[str, Any]:
         for engine in (first, second):
             engine.optimizer.loss_scaler.scale_window = 2
     steps(first, range(3))
-    first.save_checkpoint(folder, tag="three")
-    steps(first, range(3, 6))
-    second.load_checkpoint(folder, tag="three")
+    with shared_folder() as folder:
+        first.save_checkpoint(folder, tag="three")
+        steps(first, range(3, 6))
+        second.load_checkpoint(folder, tag="three")
     steps(second, range(3, 6))
     a, b = whole(first.module), whole(second.module)
     return {

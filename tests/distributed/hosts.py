@@ -21,6 +21,7 @@ from ds_ext.backward import buckets
 from ds_ext.distributed import placement
 from tests.common import models
 from tests.common.leave import leave
+from tests.common.ranks import whole
 from tests.distributed import training
 from tests.distributed.training import Training
 
@@ -89,7 +90,7 @@ def save_and_load(shared: str) -> dict[str, Any]:
     steps(engine, range(2, 4))
     other.load_checkpoint(shared)
     steps(other, range(2, 4))
-    a, b = training.whole(engine.module), training.whole(other.module)
+    a, b = whole(engine.module), whole(other.module)
     own = "checkpoints"  # of this host's current folder
     told = [message(lambda: engine.save_checkpoint(own, tag="mine"))]
     if rank == 0:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
+from tests.common.ranks import whole
 from tests.distributed import forks
-from tests.distributed.training import whole
 
 STEPS, FROM = 4, 2  # steps, and the first in which rank 1 goes its own way where it does so late
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
-from tests.distributed.training import HYPERS, whole
+from tests.common.ranks import whole
+from tests.distributed.training import HYPERS
 
 STEPS = 8
 WIDTH = 7

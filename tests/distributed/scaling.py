@@ -1,4 +1,4 @@
-"""fp16 with a loss scale, and torch autocast: runs of worker.py."""
+"""fp16 with a loss scale, and torch autocast: runs on real ranks."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_ext
-from tests.distributed.training import whole
+from tests.common.ranks import whole
 
 STEPS = 8
 PLANTED = (2, 5)  # steps with an overflow on the last rank

@@ -3,18 +3,33 @@
 import pytest
 import torch
 
+from tests import worlds
 from tests.common import authors
+from tests.common.choose import params
 from tests.distributed import scaling
 from tests.distributed.scaling import PLANTED, RUNS, STEPS
 
-pytestmark = pytest.mark.slow
+RANKS = (1, 2, 3)
+ON_THREE = "-64"  # what is run on three ranks: those with a static loss scale
 TRAINED = [name for name, run in RUNS.items() if run.planted and run.how == "engine"]
 
 
-def results_of(run, name):
-    got = run[1][f"fp16 {name}"]
-    assert "error" not in got, got["error"]
-    return got
+ALL = [(n, name) for n in RANKS for name in TRAINED if n < 3 or ON_THREE in name]
+# Static and dynamic scales, both policies, all stages.
+QUICK = [
+    (2, "stage0-fused-0.1-dynamic-True"),
+    (2, "stage1-sharded-0.0-64.0-True"),
+    (2, "stage1-sharded-0.0-dynamic-True"),
+    (2, "stage2-fused-0.0-64.0-True"),
+    (2, "stage2-sharded-0.1-dynamic-True"),
+    (2, "stage3-fused-0.1-64.0-True"),
+    (2, "stage3-sharded-0.1-dynamic-True"),
+    (3, "stage3-sharded-0.1-64.0-True"),
+]
+
+
+def results_of(ranks, name):
+    return worlds.once(ranks, scaling.train, RUNS[name])[0]
 
 
 @pytest.mark.supports(
@@ -22,9 +37,9 @@ def results_of(run, name):
     stage=lambda name: RUNS[name].stage,
     optimizer="LOMO",
 )
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_step_that_overflows_is_as_if_it_had_not_been(run, name):
-    got, without = results_of(run, name), results_of(run, name.replace("True", "False"))
+@pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
+def test_a_step_that_overflows_is_as_if_it_had_not_been(ranks, name):
+    got, without = results_of(ranks, name), results_of(ranks, name.replace("True", "False"))
     start = scaling.Net().state_dict()
     for n, p in got["after"].items():
         assert p.shape == start[n].shape and p.isfinite().all()
@@ -39,41 +54,45 @@ def test_a_step_that_overflows_is_as_if_it_had_not_been(run, name):
     assert got["parameters"] == len(start) * len(PLANTED)
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_the_loss_scale_follows_overflows(run, name):
-    scales = results_of(run, name)["scales"]
+@pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
+def test_the_loss_scale_follows_overflows(ranks, name):
+    scales = results_of(ranks, name)["scales"]
     if RUNS[name].static:
         assert scales == [64.0] * STEPS
     else:  # halved by each overflow, doubled after two steps without
         assert scales == [256] * 3 + [128] * 3 + [64] * 2
-        assert results_of(run, name.replace("True", "False"))["scales"][3:] == [512, 512, 1024]
+        assert results_of(ranks, name.replace("True", "False"))["scales"][3:] == [512, 512, 1024]
 
 
-def test_all_ways_end_at_the_same_weights(run):
+@pytest.mark.parametrize("ranks", params(RANKS, ()))
+def test_all_ways_end_at_the_same_weights(ranks):
     """Policy, stage and the way backward is called change nothing where gradients are clipped."""
-    first = results_of(run, "stage2-fused-0.1-64.0-True")
+    first = results_of(ranks, "stage2-fused-0.1-64.0-True")
     for name, how in RUNS.items():
         if how.max_norm and how.static and how.planted:
-            for n, p in results_of(run, name)["after"].items():
+            for n, p in results_of(ranks, name)["after"].items():
                 assert (p - first["after"][n]).norm() <= 1e-3 * p.norm(), (name, n)
-            assert results_of(run, name)["norm"] > how.max_norm
+            assert results_of(ranks, name)["norm"] > how.max_norm
 
 
-def test_a_loss_that_is_not_scaled_is_an_error_before_anything_moves(run):
-    message = run[1]["fp16 unscaled"]
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+def test_a_loss_that_is_not_scaled_is_an_error_before_anything_moves(ranks):
+    message = worlds.once(ranks, scaling.unscaled)[0]
     assert "engine.backward(loss)" in message and "loss scale (64)" in message
+
+
+AUTOCAST = [(n, stage) for n in (1, 2) for stage in range(4)] + [(3, 3)]
+QUICK_AUTOCAST = [(2, stage) for stage in range(4)]
 
 
 @pytest.mark.supports("`torch_autocast`", stage="stage", optimizer="AdaLomo")
 @pytest.mark.parametrize("dtype, error", [("bfloat16", 1e-2), ("float16", 2e-3)])
-@pytest.mark.parametrize("stage", range(4))
-def test_autocast_follows_torch_in_one_process(run, stage, dtype, error):
-    world, results = run
-    got = results[f"autocast {stage} {dtype}"]
-    assert "error" not in got, got.get("error")
+@pytest.mark.parametrize("ranks, stage", params(AUTOCAST, QUICK_AUTOCAST))
+def test_autocast_follows_torch_in_one_process(ranks, stage, dtype, error):
+    got = worlds.once(ranks, scaling.autocast, stage, dtype)[0]
     assert got["dtypes"] == {"torch.float32"} and got["comm"] == {getattr(torch, dtype)}
     assert got["scale"] == (2**16 if dtype == "float16" else 1)
-    model = scaling.autocast_reference(world, getattr(torch, dtype), authors.ordinary)
+    model = scaling.autocast_reference(ranks, getattr(torch, dtype), authors.ordinary)
     for n, p in model.named_parameters():
         update = (p - got["before"][n]).norm()  # gradients are rounded once more to be sent
         assert (got["after"][n] - p).norm() <= error * update, n

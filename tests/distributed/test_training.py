@@ -1,14 +1,54 @@
 """Clipping and accumulation on real ranks, by policy and stage, against one process."""
 
+import re
+
 import pytest
 import torch
 
+from tests import worlds
 from tests.common import authors
+from tests.common.choose import params
 from tests.distributed import routing, training
 from tests.distributed.training import RUNS, STEPS
 from tests.support import of
 
-pytestmark = pytest.mark.slow
+ON_THREE = re.compile(
+    r"^(clip-stage[03]-(fused|sharded)-(none|reentrant)|accumulation2-stage[23]-clip)"
+    r"|^(value|previous|unmanaged|no_sync|galore)"
+)
+ROUTED_ON_THREE = re.compile(r"-(60|reentrant|clip)$")
+ALL = [(n, name) for n in (1, 2, 3) for name in RUNS if n < 3 or ON_THREE.search(name)]
+ROUTED = [
+    (n, name) for n in (1, 2, 3) for name in routing.RUNS if n < 3 or ROUTED_ON_THREE.search(name)
+]
+
+
+# What `make test` runs: both policies at all stages and kinds of checkpointing, two by two.
+QUICK = {
+    *((2, f"clip-{at}-none") for at in ("plain-fused", "stage0-sharded", "stage1-fused")),
+    *((2, f"clip-{at}") for at in ("stage1-sharded-none", "stage2-fused-reentrant")),
+    *((2, f"clip-{at}") for at in ("plain-sharded-none", "stage2-sharded-none")),
+    *((2, f"clip-stage3-{at}") for at in ("fused-none", "sharded-nonreentrant")),
+    *((2, f"clip-stage0-{at}") for at in ("fused-reentrant", "sharded-nonreentrant")),
+    *((2, f"clip-stage3-{at}") for at in ("fused-nonreentrant", "sharded-reentrant")),
+    *((2, f"{rule}-clip") for rule in training.HYPERS),
+    *((2, name) for name in ("value-stage0-fused", "value-stage3-sharded")),
+    *((2, f"accumulation{n}") for n in ("2-stage0", "3-stage2-clip", "2-stage3-clip", "3-stage3")),
+    *((2, f"accumulation2-{at}-clip") for at in ("plain", "stage1")),
+    *((2, name) for name in ("previous-plain", "previous-stage0", "previous-stage3", "scale")),
+    *((2, name) for name in ("tensor backward", "tensor backward of many", "boundary-3")),
+    *((2, name) for name in ("unmanaged-1", "no_sync-0", "no_sync-1")),
+    *((3, name) for name in ("clip-stage3-fused-reentrant", "accumulation2-stage2-clip")),
+    *((1, name) for name in ("clip-stage2-fused-none", "accumulation2-stage3-clip")),
+}
+QUICK_ROUTED = {
+    *((2, name) for name in ("plain-60", "stage0-1", "stage1-60", "stage2-60", "stage3-60")),
+    *((2, name) for name in ("plain-reentrant", "stage0-nonreentrant", "stage1-reentrant")),
+    *((2, name) for name in ("stage2-nonreentrant", "stage3-reentrant", "stage3-nonreentrant")),
+    *((2, name) for name in ("plain-clip-sharded", "stage0-clip", "stage3-clip")),
+    *((2, name) for name in ("stage1-clip-sharded", "stage3-clip-sharded", "stage3-1000000")),
+    *((3, name) for name in ("stage3-60", "stage1-reentrant", "plain-clip")),
+}
 
 
 def shown(name: str) -> str | list[str]:
@@ -25,15 +65,14 @@ def shown(name: str) -> str | list[str]:
 
 
 @pytest.mark.supports(shown, **of(RUNS))
-@pytest.mark.parametrize("name", RUNS)
-def test_equals_one_process_with_the_global_batch(run, name):
-    world, results = run
-    got, how = results[f"training {name}"], RUNS[name]
-    assert "error" not in got, got["error"]
+@pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
+def test_equals_one_process_with_the_global_batch(ranks, name):
+    how = RUNS[name]
+    got = worlds.once(ranks, training.train, how)[0]
     reference = training.Reference(how, authors.ordinary)
     before = {n: p.detach().clone() for n, p in reference.model.named_parameters()}
     for step in range(STEPS):
-        reference.step(step, world)
+        reference.step(step, ranks)
     square = square_error = 0.0
     for n, p in reference.model.named_parameters():
         assert torch.equal(got["before"][n], before[n])
@@ -49,12 +88,11 @@ def test_equals_one_process_with_the_global_batch(run, name):
 
 
 @pytest.mark.supports("parameters that only some ranks use", **of(routing.RUNS))
-@pytest.mark.parametrize("name", routing.RUNS)
-def test_ranks_that_use_different_parameters_neither_hang_nor_drift(run, name):
-    world, results = run
-    got, how = results[f"routing {name}"], routing.RUNS[name]
-    assert "error" not in got, got["error"]
-    model, steps = routing.reference(how, world, authors.ordinary)
+@pytest.mark.parametrize("ranks, name", params(ROUTED, QUICK_ROUTED))
+def test_ranks_that_use_different_parameters_neither_hang_nor_drift(ranks, name):
+    how = routing.RUNS[name]
+    got = worlds.once(ranks, routing.train, how)[0]
+    model, steps = routing.reference(how, ranks, authors.ordinary)
     assert got["drift"] == 0
     assert got["steps"] == {n: number for n, number in steps.items() if number}
     for n, p in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What a training script sets beside the optimizer: runs of worker.py, and their reference.
+"""What a training script sets beside the optimizer: runs on real ranks, and their reference.
 
 Clipping, accumulation and gradient policy, by stage, with dropout on.
 """
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
+from tests.common.ranks import whole
 
 STEPS = 8
 BUCKET = 500
@@ -195,12 +196,6 @@ def train(run: Training) -> dict[str, Any]:
     result = {"before": before, "after": after, "norms": norms, "metrics": fused.metrics}
     engine.destroy()
     return result
-
-
-def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The whole weights by name, whatever the stage."""
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 class Reference:

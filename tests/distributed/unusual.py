@@ -17,8 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
+from tests.common.ranks import whole
 from tests.distributed import forks, training
-from tests.distributed.training import Training, whole
+from tests.distributed.training import Training
 
 
 def second_copies(rule: str, persist: int) -> dict[str, Any]:

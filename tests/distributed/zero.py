@@ -1,15 +1,7 @@
-"""One rank of a real run: all cases of ``CASES`` in one process group, results saved by rank 0.
-
-Usage: torchrun --nproc_per_node N tests/worker.py OUT.pt [REGEX of cases]
-"""
+"""Training under every stage of ZeRO by every optimizer: jobs of test_zero.py, on real ranks."""
 
 import contextlib
-import functools
-import itertools
-import re
-import sys
 import time
-import traceback
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,10 +16,8 @@ from ds_ext.backward import buckets
 from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
-from tests.common.leave import leave
-from tests.distributed import habits, routing, scaling, training
+from tests.common.ranks import identical, message, shared_folder, whole
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 STEPS = 20
 
 
@@ -66,12 +56,12 @@ CASES: dict[str, Case] = {}
 # What differs between rules is shown by simulation (test_rules.py, test_lamb.py, test_galore.py);
 # the others of a rule's cases, on how gradients arrive, are run for the first four.
 OTHERS = {"lamb": {"lr": 1e-2}, "galoreadamw": {"lr": 1e-2, "rank": 3, "nbits": 32}}
+RULES = (*HYPERS, *OTHERS)
 for _rule, _hypers in OTHERS.items():
-    if _rule in OPTIMIZERS:
-        for _stage in (None, 0, 1, 2, 3):
-            CASES[f"{_rule}-{'plain' if _stage is None else f'stage{_stage}'}"] = Case(
-                _rule, _hypers | {"weight_decay": 0.1}, stage=_stage, plain_backward=_stage is None
-            )
+    for _stage in (None, 0, 1, 2, 3):
+        CASES[f"{_rule}-{'plain' if _stage is None else f'stage{_stage}'}"] = Case(
+            _rule, _hypers | {"weight_decay": 0.1}, stage=_stage, plain_backward=_stage is None
+        )
 for _rule, _hypers in HYPERS.items():
     _decay = _hypers | {"weight_decay": 0.1}
     CASES[f"{_rule}"] = Case(_rule, _hypers)
@@ -138,7 +128,7 @@ def build(case: Case) -> models.Zoo:
     return model
 
 
-def groups(case: Case, name: str, model: models.Zoo) -> list[dict[str, Any]]:
+def groups(name: str, model: models.Zoo) -> list[dict[str, Any]]:
     """One group of all parameters, or for the case of several groups three that differ."""
     params = list(model.parameters())
     if not name.endswith("-groups"):
@@ -148,21 +138,6 @@ def groups(case: Case, name: str, model: models.Zoo) -> list[dict[str, Any]]:
         {"params": params[1::3], "weight_decay": 0.2},
         {"params": params[2::3], "clip_threshold": 0.5, "lr": 0.005},
     ]
-
-
-def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The whole weights by name, whatever the stage."""
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def identical(tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether all ranks hold the same bits."""
-    mine = torch.cat([t.flatten().view(torch.uint8) for t in tensors.values()])
-    low, high = mine.clone(), mine.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    return torch.equal(low, high)
 
 
 class Watch:
@@ -257,20 +232,20 @@ class Plain:
         self.fused.remove()
 
 
-def train(name: str, case: Case) -> dict[str, Any]:
-    """Runs a case -> initial and final weights, norms, and what was watched."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+def train(name: str) -> dict[str, Any]:
+    """Runs a case of ``CASES`` -> initial and final weights, norms, and what was watched."""
+    case, rank, world = CASES[name], dist.get_rank(), dist.get_world_size()
     model = build(case)
     optimizer = None
     if case.client:
-        optimizer = OPTIMIZERS[case.rule](groups(case, name, model), **case.hypers)
+        optimizer = OPTIMIZERS[case.rule](groups(name, model), **case.hypers)
     watch = Watch()
     with watch.hook():
         if case.stage is None:
             engine = Plain(model, optimizer, case.bucket)
         else:
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
-    before = gathered(model)
+    before = whole(model)
     norms, kept, sent = [], 0, []
     for step in range(STEPS):
         watch.sent = []
@@ -289,7 +264,7 @@ def train(name: str, case: Case) -> dict[str, Any]:
             if step == 3:
                 engine.step()  # accelerate may call it again
         norms.append(engine.get_global_grad_norm())
-    after = gathered(model)
+    after = whole(model)
     result = {
         "before": before,
         "after": after,
@@ -311,17 +286,13 @@ def train(name: str, case: Case) -> dict[str, Any]:
     return result
 
 
-def attempt(configs: dict[str, Any]) -> str:
+def attempt(made: dict[str, Any]) -> str:
     """The message of the error that a config causes at ``initialize``, or ""."""
-    try:
-        deepspeed.initialize(model=models.make(), config=configs)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return message(lambda: deepspeed.initialize(model=models.make(), config=made), ValueError)
 
 
-def refusals() -> dict[str, list[str]]:
-    """Bad configs -> the error of each rank."""
+def refusals() -> dict[str, str]:
+    """What is said of bad configs."""
     base = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
     def adalomo(**params):
@@ -348,12 +319,7 @@ def refusals() -> dict[str, list[str]]:
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         },
     }
-    found = {}
-    for name, made in cases.items():
-        messages = [""] * dist.get_world_size()
-        dist.all_gather_object(messages, attempt(made))
-        found[name] = messages
-    return found
+    return {name: attempt(made) for name, made in cases.items()}
 
 
 def second_backward() -> str:
@@ -363,11 +329,7 @@ def second_backward() -> str:
     optimizer = ds_ext.AdaLomo(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
     engine.backward(engine(models.batch(0, 1)[0]))
-    try:
-        engine.backward(engine(models.batch(1, 1)[0]))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return message(lambda: engine.backward(engine(models.batch(1, 1)[0])), RuntimeError)
 
 
 class Pieces(torch.nn.Module):
@@ -397,15 +359,13 @@ def not_finite() -> dict[str, Any]:
     model = Pieces()
     optimizer = ds_ext.AdaLomo(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made)
-    before = gathered(model)
+    before = whole(model)
     engine.backward(engine(torch.randn(4, 5), poison=rank == world - 1))
     engine.step()
-    after = gathered(model)
-    skipped = [0] * world
-    dist.all_gather_object(skipped, engine.optimizer.fused.skipped)
+    after = whole(model)
     steps = {engine.param_names[p]: s["step"] for p, s in optimizer.state.items()}
     return {
-        "skipped": skipped,
+        "skipped": engine.optimizer.fused.skipped,
         "changed": {n.split(".")[0] for n in after if not torch.equal(after[n], before[n])},
         "finite": all(t.isfinite().all() for t in after.values()),
         "state": {n: steps.get(f"{n}.weight", 0) for n in ("bad", "other", "twice")},
@@ -419,11 +379,11 @@ def outside() -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config(CASES["adalomo"])
     )
-    before = gathered(model)
+    before = whole(model)
     engine.backward(engine(torch.randn(2, 6)).square().sum())
     kept = sum(p.grad is not None for p in model.parameters())
     engine.step()
-    after = gathered(model)
+    after = whole(model)
     changed = {n for n in after if not torch.equal(after[n], before[n])}
     return {"kept": kept, "changed": changed}
 
@@ -442,7 +402,7 @@ def galore_json() -> dict[str, Any]:
     return {"ranks": ranks, "message": attempt(base | {"optimizer": bad})}
 
 
-def resume(folder: str) -> dict[str, Any]:
+def resume() -> dict[str, Any]:
     """Six steps without a break, and three, a checkpoint, a new engine and three more."""
     rank, world = dist.get_rank(), dist.get_world_size()
     case = CASES["came"]
@@ -458,92 +418,20 @@ def resume(folder: str) -> dict[str, Any]:
             engine.backward(engine(models.batch(step, world)[rank], step=step))
             engine.step()
 
-    whole, first, second = start(), start(), start()
-    steps(whole, range(6))
+    unbroken, first, second = start(), start(), start()
+    steps(unbroken, range(6))
     steps(first, range(3))
-    first.save_checkpoint(folder, tag="three")
-    steps(first, range(3, 4))
-    second.load_checkpoint(folder, tag="three")
+    other = deepspeed.initialize(model=build(case), optimizer=None, config=config(case) | OTHER)[0]
+    with shared_folder() as folder:
+        first.save_checkpoint(folder, tag="three")
+        steps(first, range(3, 4))
+        second.load_checkpoint(folder, tag="three")
+        told = message(lambda: other.load_checkpoint(folder, tag="three"), ds_ext.CheckpointError)
     lr = second.get_lr()
     steps(second, range(3, 6))
-    a, b = gathered(whole.module), gathered(second.module)
-    engine = deepspeed.initialize(model=build(case), optimizer=None, config=config(case) | OTHER)[0]
-    try:
-        engine.load_checkpoint(folder, tag="three")
-        message = ""
-    except ds_ext.CheckpointError as error:
-        message = str(error)
-    return {"equal": all(torch.equal(a[n], b[n]) for n in a), "lr": lr, "message": message}
+    a, b = whole(unbroken.module), whole(second.module)
+    return {"equal": all(torch.equal(a[n], b[n]) for n in a), "lr": lr, "message": told}
 
 
-# Three ranks on two cores are slow: what is run there is one case of each kind, and what awkward
-# cuts may break. (Numbers of ranks up to 1,024 are simulated in test_rules.py.)
-ON_THREE = re.compile(
-    r"^(lomo|adalomo|adafactor|came)(-stage1|-reentrant|-plain)?$|^(lamb|galoreadamw)-stage[13]$"
-    r"|^adalomo-(groups|bf16-stage3|authors)$|^bits|^checkpointed|^frozen [03]"
-    r"|^training (clip-stage[03]-(fused|sharded)-(none|reentrant)|accumulation2-stage[23]-clip)"
-    r"|^metrics [13]|^stranger|^training (value|previous|unmanaged|no_sync|galore)|^autocast 3"
-    r"|^fp16 (unscaled|.*-64)|^routing .*-(60|reentrant|clip)$"
-    r"|^(refusals|second|not finite|outside|galore json|resume)"
-)
-POLICIES = ("fused", "sharded")
 SCHEDULE = {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}
 OTHER = {"optimizer": {"type": "LOMO", "params": {}}}
-
-
-def main() -> None:
-    deepspeed.init_distributed("gloo")
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    jobs = {n: functools.partial(train, n, case) for n, case in CASES.items()}
-    jobs |= {
-        f"training {n}": functools.partial(training.train, r) for n, r in training.RUNS.items()
-    }
-    jobs |= {f"routing {n}": functools.partial(routing.train, r) for n, r in routing.RUNS.items()}
-    jobs |= {f"fp16 {n}": functools.partial(scaling.train, r) for n, r in scaling.RUNS.items()}
-    jobs |= {
-        "fp16 unscaled": scaling.unscaled,
-        "refusals": refusals,
-        "second backward": second_backward,
-        "not finite": not_finite,
-        "outside": outside,
-        "galore json": galore_json,
-        "resume": lambda: resume(sys.argv[1] + ".checkpoint"),
-    }
-    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
-    jobs["stranger"] = habits.stranger
-    for stage, policy, norm in [*itertools.product((0, 1, 3), POLICIES, [0.1]), (2, "fused", 0.0)]:
-        jobs[f"frozen {stage} {policy} {norm}"] = functools.partial(
-            habits.frozen, stage, policy, norm
-        )
-    for stage, policy, norm in itertools.product((1, 3), POLICIES, (0.0, 0.05)):
-        jobs[f"checkpointed {stage} {policy} {norm}"] = functools.partial(
-            habits.checkpointed, stage, policy, norm
-        )
-    for stage in range(4):
-        folder = sys.argv[1] + ".csv"
-        jobs[f"metrics {stage}"] = functools.partial(habits.metrics, stage, folder)
-        for way in ("stochastic", "nearest", "master"):
-            jobs[f"bits {stage} {way}"] = functools.partial(habits.bits, stage, way)
-    for kind in habits.RESUMED:
-        jobs[f"resumed {kind}"] = functools.partial(
-            habits.resumed, kind, f"{sys.argv[1]}.{kind}".replace(" ", "-")
-        )
-    for stage in range(4):  # last: DeepSpeed never forgets that it was on
-        for dtype in ("bfloat16", "float16"):
-            jobs[f"autocast {stage} {dtype}"] = functools.partial(scaling.autocast, stage, dtype)
-    for name, job in jobs.items():
-        if not chosen.search(name) or (dist.get_world_size() > 2 and not ON_THREE.search(name)):
-            continue
-        try:
-            results[name] = job()
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
-            print(name, results[name]["error"], flush=True)
-    if dist.get_rank() == 0:
-        torch.save(results, sys.argv[1])
-    leave()
-
-
-if __name__ == "__main__":
-    main()

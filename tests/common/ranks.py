@@ -1,0 +1,46 @@
+"""What jobs on real ranks share."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole weights by name, whatever the stage."""
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def identical(tensors: dict[str, Tensor]) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = torch.cat([t.flatten().view(torch.uint8) for t in tensors.values()])
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return torch.equal(low, high)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """A folder of all ranks, removed when all have left."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        yield folder[0]
+        dist.barrier()
+
+
+def message(action: Callable[[], Any], *kinds: type[Exception]) -> str:
+    """The text of the error of ``action``, or ""; by default a ValueError or RuntimeError."""
+    expected = kinds or (ValueError, RuntimeError)
+    try:
+        action()
+    except expected as error:
+        return str(error)
+    return ""

@@ -1,0 +1,222 @@
+"""Every stage of ZeRO on real ranks against the authors' optimizers in one process."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+
+from tests import worlds
+from tests.common import models
+from tests.common.authors import Reference
+from tests.common.choose import params
+from tests.distributed import zero
+from tests.distributed.zero import CASES, HYPERS, RULES, STEPS
+from tests.support import of
+
+# Three ranks on two cores are slow: what is run there is one case of each kind, and what awkward
+# cuts may break. (Numbers of ranks up to 1,024 are simulated in test_rules.py.)
+ON_THREE = re.compile(
+    r"^(lomo|adalomo|adafactor|came)(-stage1|-reentrant|-plain)?$|^(lamb|galoreadamw)-stage[13]$"
+    r"|^adalomo-(groups|bf16-stage3|authors)$"
+)
+ALL = [(n, name) for n in (1, 2, 3) for name in CASES if n < 3 or ON_THREE.search(name)]
+RANKS = (1, 2, 3)
+ROUNDS = {"lomo": 0, "adalomo": 2, "adafactor": 2, "came": 3, "lamb": 1}
+EXACT = [name for name, case in CASES.items() if case.dtype == "fp32" and "groups" not in name]
+
+
+# What `make test` runs: every optimizer at every stage, and each habit with one optimizer or two.
+QUICK = {(2, rule + at) for rule in RULES for at in ("-plain", "-stage0", "-stage1", "-stage2")}
+QUICK |= {(2, rule if rule in HYPERS else f"{rule}-stage3") for rule in RULES}
+QUICK |= {
+    *((2, name) for name in ("lomo-authors", "adalomo-decay-authors", "came-decay-json")),
+    *((2, name) for name in ("adafactor-reentrant", "lomo-nonreentrant", "adafactor-zero-init")),
+    *((2, name) for name in ("came-zero-init-reentrant", "adalomo-plain-reentrant")),
+    *((2, name) for name in ("lomo-stage0-reentrant", "adafactor-stage1-reentrant")),
+    *((2, name) for name in ("came-stage2-reentrant", "adalomo-groups", "adalomo-authors")),
+    *((2, f"adalomo-bf16-stage{stage}") for stage in range(4)),
+    *((1, name) for name in ("came", "lomo-stage0", "adalomo-plain", "lamb-stage1")),
+    *((3, name) for name in ("came", "lomo", "adafactor-stage1", "adalomo-plain")),
+    *((3, name) for name in ("lamb-stage1", "galoreadamw-stage3")),
+}
+
+
+def shown(name: str) -> list[str]:
+    """The features that a case shows."""
+    case = CASES[name]
+    usual = case.checkpointing is None and not case.zero_init
+    said = {
+        "fp32, each optimizer against its authors' code": usual,
+        "tied, shared, unused weights; 0 to 4 dimensions": usual and case.tensors and case.odd,
+        "models built under `zero.Init`": case.zero_init,
+        "weight decay by the JSON config": not case.client,
+        "reentrant activation checkpointing": case.checkpointing == "reentrant",
+        "non-reentrant activation checkpointing": case.checkpointing == "nonreentrant",
+    }
+    return [feature for feature, holds in said.items() if holds]
+
+
+@pytest.mark.supports(shown, **of(CASES))
+@pytest.mark.parametrize(
+    "ranks, name", params([c for c in ALL if c[1] in EXACT], QUICK.__contains__)
+)
+def test_equals_the_authors(ranks, name):
+    got, case = worlds.once(ranks, zero.train, name)[0], CASES[name]
+    reference = Reference(case, got["decays"])
+    before = {n: p.detach().clone() for n, p in reference.model.named_parameters()}
+    for step in range(STEPS):
+        reference.step(models.batch(step, ranks), case.step(step))
+    after = {n: p.detach() for n, p in reference.model.named_parameters()}
+    square, square_error = 0.0, 0.0
+    for n in before:
+        assert torch.equal(got["before"][n], before[n])
+        update = (after[n] - before[n]).norm()
+        error = (got["after"][n] - after[n]).norm()
+        # fp32 itself cannot tell apart what lies within its rounding of the weight at each step
+        resolution = STEPS * 2**-24 * after[n].norm()
+        assert error <= max(1e-5 * update, resolution), (n, float(error), float(update))
+        square, square_error = square + update**2, square_error + error**2
+    assert square_error**0.5 <= 1e-5 * square**0.5
+    if reference.norms:
+        assert got["norms"] == pytest.approx(reference.norms, rel=1e-4)
+    untouched = {"unused.weight", "unused.bias", "frozen.weight", "frozen.bias"}
+    untouched |= set() if case.odd else {"odd.weight"}
+    moved = {n for n in after if not torch.equal(got["after"][n], before[n])}
+    assert moved == set(after) - untouched
+
+
+@pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
+def test_gradients_come_go_and_step_once(ranks, name):
+    got, case = worlds.once(ranks, zero.train, name)[0], CASES[name]
+    assert got["identical"]  # all ranks hold the same bits
+    for param, steps in got["steps"].items():
+        assert steps == (STEPS // 2 if param == "odd.weight" else STEPS), param
+    assert len(got["steps"]) == sum(map(case.is_used, got["before"]))
+    check_memory(got, case, ranks)
+    if case.checkpointing is None:
+        check_traffic(got["sent"], case, ranks)
+
+
+def check_memory(got, case, ranks: int) -> None:
+    """Gradients alive are one bucket and one parameter."""
+    sizes = [-(-p.numel() // ranks) * ranks for p in models.make(None, case.tensors).parameters()]
+    largest = max(sizes)
+    assert got["kept"] == 0
+    most = max(case.bucket, largest) + largest
+    if ranks > 1 and case.stage in (3, None):  # the bucket before is on its way
+        most += max(case.bucket, largest)
+    assert 0 < got["alive"] <= most
+
+
+def check_traffic(sent: list[tuple[str, int]], case, ranks: int) -> None:
+    """Gradients are reduce-scattered once, and only statistics all-reduced."""
+    if ranks == 1:
+        assert {kind for kind, _ in sent} == {"bucket"}
+        return
+    model = models.make(None, case.tensors)
+    used = [p for n, p in model.named_parameters() if case.is_used(n)]
+    totals = {kind: sum(n for k, n in sent if k == kind) for kind, _ in sent}
+    calls = Counter(kind for kind, _ in sent)
+    totals.pop("bucket")
+    if not case.stage:
+        gradients = sum(p.numel() for p in used)
+        assert totals == {"all_reduce": gradients + len(used)}  # and a vote a parameter
+        assert calls["all_reduce"] == calls["bucket"]
+        return
+    assert calls["reduce_scatter"] == calls["bucket"]
+    if case.rule != "galoreadamw":  # a renewal of the basis takes more
+        assert calls["all_reduce"] <= ROUNDS[case.rule] * calls["bucket"] + 1  # and the norm
+    gradients = sum(-(-p.numel() // ranks) * ranks for p in used)
+    assert totals["reduce_scatter"] == gradients + ranks * len(used)
+    statistics = 2 * sum(sum(p.shape) + 2 for p in used)
+    assert totals.get("all_reduce", 0) <= 2 * statistics
+
+
+@pytest.mark.supports("own settings for a parameter group", stage=3, optimizer="AdaLomo")
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+def test_groups_have_their_own_hyper_parameters(ranks):
+    got = worlds.once(ranks, zero.train, "adalomo-groups")[0]
+    model = models.make()
+    params = list(model.parameters())
+    settings = [{"lr": 0.02}, {"lr": 0.01, "weight_decay": 0.2}, {"lr": 0.005}]
+    settings[2]["clip_threshold"] = 0.5
+    optimizer = transformers.Adafactor(
+        [{"params": params[i::3]} | s for i, s in enumerate(settings)], relative_step=False
+    )
+    before = [p.detach().clone() for p in params]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(model(t, step=step) for t in models.batch(step, ranks)) / ranks).backward()
+        optimizer.step()
+    for (n, p), b in zip(model.named_parameters(), before, strict=True):
+        assert (got["after"][n] - p).norm() <= 2e-5 * (p - b).norm(), n
+
+
+BF16 = [(n, stage) for n in (1, 2) for stage in range(4)] + [(3, 3)]
+
+
+@pytest.mark.supports("bf16 weights", stage="stage", optimizer="AdaLomo")
+@pytest.mark.parametrize("ranks, stage", params(BF16, [(2, stage) for stage in range(4)]))
+def test_bf16_follows_fp32(ranks, stage):
+    got = worlds.once(ranks, zero.train, f"adalomo-bf16-stage{stage}")[0]
+    exact = worlds.once(ranks, zero.train, "adalomo-authors")[0]
+    for n, p in got["after"].items():
+        assert p.dtype == torch.bfloat16
+        update = (exact["after"][n] - exact["before"][n]).norm()
+        resolution = 2**-9 * exact["after"][n].norm()
+        assert (p.float() - exact["after"][n]).norm() <= 0.3 * update + resolution, n
+
+
+MESSAGES = {
+    "unknown": ["optimizer.params.weight_decy", '"weight_decay"'],
+    "type": ["optimizer.params.lr", "'fast'", "a number >= 0"],
+    "negative": ["optimizer.params.lr", "-1.0", "a number >= 0"],
+    "pair": ["optimizer.params.betas", "[0.9, 0.999]", "a list of 3"],
+    "clipping": ["gradient_clipping", "-1.0", ">= 0"],
+    "accumulation": ["gradient_accumulation_steps = 2", "ds_ext.gradient_policy"],
+    "derived accumulation": ["gradient_accumulation_steps = 6", "ds_ext.gradient_policy"],
+    "section": ["ds_ext.clip_mod", '"clip_mode"'],
+    "scheduler": ["relative_step", "scheduler"],
+}
+
+
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+@pytest.mark.parametrize("case", MESSAGES)
+def test_bad_configs_are_refused_on_every_rank(ranks, case):
+    for told in worlds.once(ranks, zero.refusals):
+        assert all(part in told[case] for part in MESSAGES[case]), told[case]
+
+
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+def test_a_gradient_that_is_not_finite_reaches_no_weight_on_any_rank(ranks):
+    for got in worlds.once(ranks, zero.not_finite):
+        assert got["skipped"] == 1
+        assert got["changed"] == {"other", "twice"} and got["finite"]
+        assert got["state"] == {"bad": 0, "other": 1, "twice": 1}
+
+
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+def test_a_trainable_parameter_outside_the_optimizer_keeps_no_gradient(ranks):
+    assert worlds.once(ranks, zero.outside)[0] == {"kept": 0, "changed": {"weight"}}
+
+
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+def test_target_modules_choose_what_galore_projects(ranks):
+    got = worlds.once(ranks, zero.galore_json)[0]
+    assert {n for n, rank in got["ranks"].items() if rank == 3} == {"up.weight", "down.weight"}
+    assert {rank for rank in got["ranks"].values()} == {3, None}
+    assert "target_modules" in got["message"] and "upp" in got["message"]
+
+
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+def test_a_second_backward_before_step_is_an_error(ranks):
+    assert "second gradient" in worlds.once(ranks, zero.second_backward)[0]
+
+
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks):
+    got = worlds.once(ranks, zero.resume)[0]
+    assert got["equal"]
+    assert "CAME" in got["message"] and "LOMO" in got["message"]
