@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import ops
+from ds_ext.backward.owners import Hook
 from ds_ext.backward.reentrant import Uses
 from ds_ext.backward.streams import Beside, to_host
 from ds_ext.distributed.layout import Layout
@@ -65,12 +66,14 @@ class Buckets:
         wanted: Callable[[Tensor], bool],
         begin: Callable[[], Deliver],
         overlap: bool = False,
+        claim: Callable[[Tensor], None] = lambda param: None,
     ) -> None:
         self.layout = layout
         self.size = size
         self.comm_dtype = comm_dtype
         self.wanted = wanted
         self.begin = begin
+        self.claim = claim
         self.overlap = overlap and (layout.is_shared or layout.device.type == "cuda")
         self.beside = Beside(layout.device, overlap)
         self.sent: Sent | None = None  # the bucket that is on its way
@@ -82,15 +85,16 @@ class Buckets:
         self.size_of = {p: domain.numel(p) for p, domain in layout.of.items()}
         self.counted = {p: domain.counted(p) for p, domain in layout.of.items()}
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self.hooks = [module.register_forward_pre_hook(self.attach)]
+        self.hooks = [module.register_forward_pre_hook(Hook(self.attach))]
         for leaf, params in leaves.items():
-            self.hooks.append(leaf.register_full_backward_hook(self._taker(params)))
+            self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
         self.attach()
 
     def attach(self, *_: object) -> None:
         """Hooks parameters that have become trainable since; called before each forward pass."""
         new = [p for p in self.layout.names if p.requires_grad and p not in self.hooked]
         for param in new:
+            self.claim(param)
             take = _leave if param in self.uses.together else self._take
             self.hooked[param] = param.register_post_accumulate_grad_hook(take)
         names = ", ".join(self.layout.name(p) for p in new if not self.wanted(p))
@@ -101,6 +105,10 @@ class Buckets:
         """Takes the hooks off the parameters and modules."""
         for hook in (*self.hooked.values(), *self.hooks, *self.uses.hooks):
             hook.remove()
+
+    def holds(self) -> bool:
+        """Whether gradients have come that are not delivered."""
+        return bool(self.waiting or self.parts or self.sent)
 
     @torch.no_grad()
     def _take(self, param: Tensor) -> None:

@@ -1,10 +1,12 @@
 """The step inside backward without an engine: one process, or the ranks of a process group."""
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ds_ext.backward import settings
+from ds_ext.backward import owners, settings
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
@@ -45,6 +47,7 @@ def fuse_into_backward(
         refuse(model)
     kind = {"optimizer": type(optimizer).__name__}
     consensus.agree(kind | consensus.facts(model, optimizer), group)
+    _take_over(model, optimizer, group)
     domain = Replicated(group or everyone())
     names = {p: name for name, p in model.named_parameters()}
     layout = Layout(domain.group, names, lambda param: domain)
@@ -66,5 +69,26 @@ def fuse_into_backward(
         fused.finish()
         fused.end_step()
 
-    fused.hooks.append(optimizer.register_step_pre_hook(end_step))
+    if optimizer in _step_hooks:
+        _step_hooks[optimizer].remove()
+    _step_hooks[optimizer] = optimizer.register_step_pre_hook(end_step)
+    fused.hooks.append(_step_hooks[optimizer])
     return fused
+
+
+# Of what an optimizer was fused into last: that of an older one would refuse to go on.
+_step_hooks: WeakKeyDictionary[RuleOptimizer, RemovableHandle] = WeakKeyDictionary()
+
+
+def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None:
+    """Ends whoever steps ``model`` so far. Raises ValueError if it was to step another part."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    for older in filter(None, map(owners.owner, params)):
+        if older.optimizer.group_of.keys().isdisjoint(optimizer.group_of):
+            raise ValueError(
+                "fuse_into_backward: another optimizer steps other parameters of this model. Make "
+                "one optimizer with parameter groups of both, or call fuse_into_backward with the "
+                "modules that hold the parameters of each; or, if that one has done its work, call "
+                ".remove() of what fuse_into_backward returned for it."
+            )
+    owners.take_over(params, group)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import meter, ops
-from ds_ext.backward import settings
+from ds_ext.backward import owners, settings
 from ds_ext.backward.buckets import Buckets, Deliver, Run, apart
 from ds_ext.backward.rehearsal import Rehearsal
 from ds_ext.distributed.layout import Layout
@@ -96,17 +96,43 @@ class FusedBackward:
             wanted=lambda param: param in optimizer.group_of,
             begin=self._begin,
             overlap=how.overlap,
+            claim=lambda param: owners.claim(param, self, layout.name(param)),
         )
         self.rehearsal = Rehearsal(module, layout.device)
+        self.is_replaced = False  # whether another owner has taken the parameters over
+        self.leave: Callable[[], None] = self.buckets.remove  # the model, to another owner
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         if how.measure_updates:
             optimizer.meter = meter.Meter(len(optimizer.param_groups))
 
     def remove(self) -> None:
-        """Takes the hooks off the parameters and modules."""
+        """Takes the hooks off the parameters, the modules and the optimizer."""
         self.buckets.remove()
+        owners.release(self.layout.names, self)
         for hook in self.hooks:
             hook.remove()
+
+    def give_way(self) -> None:
+        """Takes the hooks off the parameters and modules; to step by them is an error then."""
+        self.is_replaced = True
+        self.leave()
+        owners.release(self.layout.names, self)
+
+    def unfinished(self) -> str:
+        """What would be lost of the step in progress if it ended now; empty if nothing."""
+        if self.tally.kept:
+            return "gradients that wait for the rest of their micro-batches"
+        if self.tally.verdict is not None:
+            return "measured gradients that it has not stepped by"
+        return "gradients that it has not stepped by" if self.buckets.holds() else ""
+
+    def check_owner(self) -> None:
+        """Raises RuntimeError if another owner has taken the parameters over."""
+        if self.is_replaced:
+            raise RuntimeError(
+                "another engine, or call of fuse_into_backward, steps this model now: go on with "
+                "that, or make a new one."
+            )
 
     def kept_bytes(self) -> int:
         """What this rank holds of gradients between backward passes if they are kept."""
@@ -130,6 +156,7 @@ class FusedBackward:
 
         Call it before the one that steps. It changes no weight and no state.
         """
+        self.check_owner()
         if not self.must_measure:
             return
         if self.tally.used_up:
@@ -149,6 +176,7 @@ class FusedBackward:
     @torch.no_grad()
     def finish(self) -> None:
         """Ends a backward pass: what waits in the bucket is used."""
+        self.check_owner()
         self.buckets.finish()
         self.buckets.uses.clear()
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ds_ext.backward.owners import Hook
+
 
 class Uses:
     """Counts how often modules were called for the backward pass to come.
@@ -28,9 +30,10 @@ class Uses:
         for owner in module.modules():
             own = [p for p in owner.parameters(recurse=False) if p not in self.together]
             if next(owner.parameters(), None) is not None:
-                enter = self._enter(together.get(owner, own))
+                enter = Hook(self._enter(together.get(owner, own)))
+                leave = Hook(self._leave)
                 self.hooks.append(owner.register_forward_pre_hook(enter))
-                self.hooks.append(owner.register_forward_hook(self._leave, always_call=True))
+                self.hooks.append(owner.register_forward_hook(leave, always_call=True))
 
     def in_parts(self, param: Tensor) -> bool:
         """Whether the gradient of ``param`` may come in more than one part."""

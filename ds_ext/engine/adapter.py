@@ -57,6 +57,7 @@ class ZeroAdapter(ZeROOptimizer):
             self._comm_dtype,
             self._is_boundary,
         )
+        self.fused.leave = self._leave
         self.loss_scaler = _loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
@@ -95,6 +96,7 @@ class ZeroAdapter(ZeROOptimizer):
 
         Called by engine.backward and engine.scale before they run, or return, it backward.
         """
+        self.fused.check_owner()
         loss = self.loss_scaler.scale_loss(value)
         self.fused.loss_scale = self.loss_scale
         if self.fused.must_measure:
@@ -119,6 +121,7 @@ class ZeroAdapter(ZeROOptimizer):
 
     def backward_prologue(self) -> None:
         """A backward pass begins from outputs of the engine."""
+        self.fused.check_owner()
         engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
         if self.needs_scaler() and not (scaled or self._rehearsing):
@@ -321,6 +324,13 @@ class ZeroAdapter(ZeROOptimizer):
         safe_access.take(self.fused)
         if isinstance(self.layout, Partitions):
             self.layout.offload.destroy()
+
+    def _leave(self) -> None:
+        """Takes all hooks off the model, so that it does not hold on to this engine."""
+        self.destroy()
+        for hook in (self.engine.module_forward_pre_hook, self.engine.module_forward_post_hook):
+            if hook is not None:
+                hook.remove()
 
 
 def _share_time_limit(layout: Layout) -> None:

@@ -228,6 +228,11 @@ def _secondary_group(engine: DeepSpeedEngine) -> Group:
 
 def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
     """DeepSpeed's own partitioning, gathering and prefetching of ZeRO-3 parameters."""
+    # What an engine before this one kept gathered, this one may not keep up to date.
+    for param in engine.module.parameters():
+        if hasattr(param, "ds_persist"):
+            param.ds_persist = False
+            param.partition()
     if engine.has_moe_layers:
         engine._validate_zero3_moe_compatibility()
         engine._resolve_zero3_param_placement()

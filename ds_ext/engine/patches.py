@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dynamo import OptimizedModule
 
 from ds_ext import param_groups
-from ds_ext.backward import fuse, settings
+from ds_ext.backward import fuse, owners, settings
 from ds_ext.config import offload
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
@@ -68,10 +68,12 @@ def register() -> None:
 
     @functools.wraps(check)
     def _do_optimizer_sanity_check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
-        if not isinstance(basic_optimizer, RuleOptimizer):
-            return check(self, basic_optimizer)
-        _refuse(self, basic_optimizer)
-        return ZERO_OPTIMIZATION
+        ours = isinstance(basic_optimizer, RuleOptimizer)
+        if ours:
+            _refuse(self, basic_optimizer)
+        wrapper = ZERO_OPTIMIZATION if ours else check(self, basic_optimizer)
+        owners.take_over(p for p in self.module.parameters() if p.requires_grad)
+        return wrapper
 
     @functools.wraps(wrap)
     def _configure_zero_optimizer(self: DeepSpeedEngine, optimizer: Any) -> Any:

@@ -1,0 +1,104 @@
+"""Who steps a model: the one made last, and nobody's copies.
+
+Two sets of hooks on one parameter would each take its gradient. So whoever begins to step a model
+takes it over from who does so far, as a new engine does with DeepSpeed's own optimizers. Hooks on
+modules are ``Hook`` objects, which copies and files of a module do not contain.
+"""
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ds_ext.distributed import consensus
+from ds_ext.distributed.placement import Group
+from ds_ext.optimizer import RuleOptimizer
+
+logger = logging.getLogger("ds_ext")
+
+
+class Hook:
+    """A module's hook that calls ``call``; in a copy of the module, or a file, it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> None:
+        self.call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Takes any arguments and returns None; a file with it is read without ds_ext.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class Owner(Protocol):
+    """Who steps parameters from hooks."""
+
+    optimizer: RuleOptimizer
+
+    def unfinished(self) -> str:
+        """What would be lost of the step in progress if it ended now; empty if nothing."""
+
+    def give_way(self) -> None:
+        """Takes the hooks off, for another owner of the same parameters."""
+
+
+_owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Owner
+
+
+def owner(param: Tensor) -> Owner | None:
+    """Who steps ``param``."""
+    found = _owners.get(param)
+    return None if found is None else found()
+
+
+def claim(param: Tensor, by: Owner, name: str) -> None:
+    """Makes ``by`` the owner of ``param``. Raises RuntimeError if it has another one."""
+    other = owner(param)
+    if other is not None and other is not by:
+        raise RuntimeError(
+            f"{name} is stepped by two engines, or calls of fuse_into_backward: freeze it in one "
+            "of their models, or end one of them (engine.destroy(), or .remove() of what "
+            "fuse_into_backward returned)."
+        )
+    _owners[param] = weakref.ref(by)
+
+
+def release(params: Iterable[Tensor], by: Owner) -> None:
+    """Leaves those of ``params`` without an owner that are ``by``'s."""
+    for param in params:
+        if owner(param) is by:
+            del _owners[param]
+
+
+def take_over(params: Iterable[Tensor], group: Group = None) -> None:
+    """Ends whoever steps one of ``params`` so far.
+
+    All ranks of ``group`` call it. Raises RuntimeError on all of them, before anything is changed,
+    if a step is in progress on one.
+    """
+    olders = list(dict.fromkeys(filter(None, map(owner, params))))
+    consensus.together(lambda: _check_finished(olders), RuntimeError, group)
+    for older in olders:
+        older.give_way()
+    if olders and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "this model was stepped by another engine, or call of fuse_into_backward, which was "
+            "not destroyed: the new one takes over, and the older one cannot be used any more."
+        )
+
+
+def _check_finished(olders: Iterable[Owner]) -> None:
+    """Raises ValueError if an owner has begun a step that it has not ended."""
+    for older in olders:
+        if lost := older.unfinished():
+            raise ValueError(
+                f"this model is in the middle of a step of another engine, or call of "
+                f"fuse_into_backward, which has {lost}: end that step, or discard it by "
+                "engine.destroy(), or by .remove() of what fuse_into_backward returned."
+            )

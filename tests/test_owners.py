@@ -1,0 +1,174 @@
+"""One model, several owners: who steps it, and what its copies and files contain."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+def fuse(model: nn.Module, lr: float = 0.1, **how):
+    optimizer = ds_ext.LOMO(model.parameters(), lr=lr)
+    return ds_ext.fuse_into_backward(model, optimizer, **how), optimizer
+
+
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
+    return model(torch.randn(3, 6, generator=torch.Generator().manual_seed(step))).square().sum()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(a, b) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.fixture
+def log(caplog):
+    logger = logging.getLogger("ds_ext")
+    logger.propagate = True
+    yield caplog
+    logger.propagate = False
+
+
+@pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
+def test_the_newer_takes_over_and_says_so(how, log):
+    model, plain = make(), make()
+    older, first = fuse(model, lr=5.0, **how)
+    newer, second = fuse(model, **how)
+    assert log.text.count("takes over") == 1
+    expected, alone = fuse(plain, **how)
+    for step in range(3):
+        newer.backward(loss_of(model, step))
+        second.step()
+        expected.backward(loss_of(plain, step))
+        alone.step()
+    assert equal(model.parameters(), plain.parameters())
+    assert not equal(model.parameters(), make().parameters())
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="another engine"):
+        first.step()
+    with pytest.raises(RuntimeError, match="another engine"):
+        older.backward(loss_of(model))
+    assert equal(model.parameters(), before)
+
+
+def test_an_optimizer_may_be_fused_again(log):
+    model, plain = make(), make()
+    _, optimizer = fuse(model, lr=0.1)
+    _, other = fuse(model, lr=0.2)
+    newest = ds_ext.fuse_into_backward(model, optimizer)
+    _, alone = fuse(plain)
+    for m, o in ((model, optimizer), (plain, alone)):
+        loss_of(m).backward()
+        o.step()
+    assert equal(model.parameters(), plain.parameters())
+    newest.remove()
+    assert log.text.count("takes over") == 2
+
+
+def test_no_warning_after_remove(log):
+    model = make()
+    fuse(model)[0].remove()
+    fuse(model)
+    assert "takes over" not in log.text
+
+
+def keep(fused, optimizer, model):
+    loss_of(model).backward()
+
+
+def measure(fused, optimizer, model):
+    fused.rehearse(loss_of(model))
+
+
+def wait(fused, optimizer, model):
+    loss_of(model).backward()
+
+
+@pytest.mark.parametrize(
+    "begin, how",
+    [
+        (keep, {"gradient_policy": "sharded"}),
+        (measure, {"max_grad_norm": 0.1}),
+        (wait, {"bucket_size": 10**6}),
+    ],
+)
+def test_a_step_in_progress_is_not_taken_over(begin, how):
+    model = make()
+    older, optimizer = fuse(model, **how)
+    begin(older, optimizer, model)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="in the middle of a step.*remove"):
+        fuse(model)
+    assert equal(model.parameters(), before)
+    older.remove()
+    _, second = fuse(model)
+    loss_of(model).backward()
+    second.step()
+    assert not equal(model.parameters(), before)
+
+
+def test_two_optimizers_for_parts_of_one_model_are_refused():
+    model = make()
+    ds_ext.fuse_into_backward(model, ds_ext.LOMO(model[0].parameters(), lr=0.1))
+    other = ds_ext.LOMO(model[2].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="one optimizer with parameter groups"):
+        ds_ext.fuse_into_backward(model, other)
+
+
+def test_models_may_share_frozen_layers(log):
+    body = nn.Linear(6, 6).requires_grad_(False)
+    models = [nn.Sequential(body, nn.Linear(6, 2)) for _ in range(2)]
+    for model in models:
+        optimizer = fuse(model)[1]
+        before = weights(model[1])
+        loss_of(model).backward()
+        optimizer.step()
+        assert not equal(weights(model[1]), before)
+    assert "takes over" not in log.text
+    body.requires_grad_(True)
+    loss_of(models[0]).backward()
+    with pytest.raises(RuntimeError, match=r"0\.weight is stepped by two"):
+        loss_of(models[1])
+
+
+def duplicates(model):
+    """Copies of a fused model, each made in another way."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return [copy.deepcopy(model), torch.load(file, weights_only=False), copy.deepcopy(copy.deepcopy(model))]
+
+
+@pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
+def test_copies_of_a_fused_model_are_ordinary_models(how):
+    model = make()
+    fused, optimizer = fuse(model, **how)
+    fused.backward(loss_of(model))
+    optimizer.step()
+    for twin in duplicates(model):
+        assert equal(twin.parameters(), model.parameters())
+        before, count = weights(model), fused.buckets.uses.count.copy()
+        loss_of(twin, 1).backward()
+        assert all(p.grad is not None for p in twin.parameters())
+        assert equal(model.parameters(), before) and fused.buckets.uses.count == count
+        own = torch.optim.SGD(twin.parameters(), 0.1)
+        own.step()
+        assert not equal(twin.parameters(), before)
+        new, its = fuse(twin)
+        new.backward(loss_of(twin))
+        its.step()
+    fused.backward(loss_of(model, 2))
+    optimizer.step()
+    assert not equal(model.parameters(), before)
