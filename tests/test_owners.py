@@ -148,7 +148,11 @@ def duplicates(model):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return [copy.deepcopy(model), torch.load(file, weights_only=False), copy.deepcopy(copy.deepcopy(model))]
+    return [
+        copy.deepcopy(model),
+        torch.load(file, weights_only=False),
+        copy.deepcopy(copy.deepcopy(model)),
+    ]
 
 
 @pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])

@@ -25,11 +25,11 @@ logger = logging.getLogger("ds_ext")
 class Hook:
     """A module's hook that calls ``call``; in a copy of the module, or a file, it does nothing."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
-    def __call__(self, *args: Any) -> None:
-        self.call(*args)
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Takes any arguments and returns None; a file with it is read without ds_ext.
@@ -76,14 +76,30 @@ def release(params: Iterable[Tensor], by: Owner) -> None:
             del _owners[param]
 
 
-def take_over(params: Iterable[Tensor], group: Group = None) -> None:
-    """Ends whoever steps one of ``params`` so far.
+def check_finished(params: Iterable[Tensor], group: Group = None) -> list[Owner]:
+    """Finds who steps ``params`` so far; all ranks of ``group`` call it.
 
-    All ranks of ``group`` call it. Raises RuntimeError on all of them, before anything is changed,
-    if a step is in progress on one.
+    Raises RuntimeError on all of them if, on one, an owner is in the middle of a step.
     """
     olders = list(dict.fromkeys(filter(None, map(owner, params))))
-    consensus.together(lambda: _check_finished(olders), RuntimeError, group)
+    unfinished = [lost for older in olders if (lost := older.unfinished())]
+    told = [lost for lines in consensus.gathered(unfinished, group) for lost in lines]
+    if told:
+        raise RuntimeError(
+            "this model is in the middle of a step of another engine, or call of "
+            f"fuse_into_backward, which has {told[0]}: end that step, or discard it by "
+            "engine.destroy(), or by .remove() of what fuse_into_backward returned."
+        )
+    return olders
+
+
+def take_over(params: Iterable[Tensor], group: Group = None) -> None:
+    """Ends whoever steps one of ``params`` so far, and says so.
+
+    All ranks of ``group`` call it. Raises RuntimeError as ``check_finished``, before it changes
+    anything.
+    """
+    olders = check_finished(params, group)
     for older in olders:
         older.give_way()
     if olders and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -91,14 +107,3 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
             "this model was stepped by another engine, or call of fuse_into_backward, which was "
             "not destroyed: the new one takes over, and the older one cannot be used any more."
         )
-
-
-def _check_finished(olders: Iterable[Owner]) -> None:
-    """Raises ValueError if an owner has begun a step that it has not ended."""
-    for older in olders:
-        if lost := older.unfinished():
-            raise ValueError(
-                f"this model is in the middle of a step of another engine, or call of "
-                f"fuse_into_backward, which has {lost}: end that step, or discard it by "
-                "engine.destroy(), or by .remove() of what fuse_into_backward returned."
-            )

@@ -19,7 +19,7 @@ from ds_ext.backward.gradients import FusedBackward, logger
 from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.resharding import Own, Pieces
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import expert_parallel, safe_access
+from ds_ext.engine import expert_parallel, leftovers, safe_access
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.layouts import Partitions, layout_of
 from ds_ext.errors import CheckpointError
@@ -58,6 +58,7 @@ class ZeroAdapter(ZeROOptimizer):
             self._is_boundary,
         )
         self.fused.leave = self._leave
+        leftovers.hide_from_copies(engine)
         self.loss_scaler = _loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
@@ -328,9 +329,7 @@ class ZeroAdapter(ZeROOptimizer):
     def _leave(self) -> None:
         """Takes all hooks off the model, so that it does not hold on to this engine."""
         self.destroy()
-        for hook in (self.engine.module_forward_pre_hook, self.engine.module_forward_post_hook):
-            if hook is not None:
-                hook.remove()
+        leftovers.leave(self.engine)
 
 
 def _share_time_limit(layout: Layout) -> None:

@@ -23,7 +23,7 @@ from ds_ext.distributed.placement import (
     everyone,
     size_of,
 )
-from ds_ext.engine import autotp, expert_parallel
+from ds_ext.engine import autotp, expert_parallel, leftovers
 
 
 class Partitioned(Sharded):
@@ -228,6 +228,7 @@ def _secondary_group(engine: DeepSpeedEngine) -> Group:
 
 def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
     """DeepSpeed's own partitioning, gathering and prefetching of ZeRO-3 parameters."""
+    leftovers.refuse_module_hooks(engine)
     # What an engine before this one kept gathered, this one may not keep up to date.
     for param in engine.module.parameters():
         if hasattr(param, "ds_persist"):

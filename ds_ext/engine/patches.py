@@ -25,7 +25,7 @@ from ds_ext.backward import fuse, owners, settings
 from ds_ext.config import offload
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
-from ds_ext.engine import expert_parallel, save_load
+from ds_ext.engine import expert_parallel, leftovers, save_load
 from ds_ext.engine.adapter import ZeroAdapter, effective, log
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape, whole_shape
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
@@ -51,7 +51,8 @@ def register() -> None:
     _save_and_load()
     _end_with_the_others()
     _keep_backward()
-    build, check, wrap, make_scheduler, schedule, take_step = (
+    configure, build, check, wrap, make_scheduler, schedule, take_step = (
+        DeepSpeedEngine._configure_optimizer,
         DeepSpeedEngine._configure_basic_optimizer,
         DeepSpeedEngine._do_optimizer_sanity_check,
         DeepSpeedEngine._configure_zero_optimizer,
@@ -59,6 +60,14 @@ def register() -> None:
         DeepSpeedEngine._configure_lr_scheduler,
         DeepSpeedEngine._take_model_step,
     )
+
+    @functools.wraps(configure)
+    def _configure_optimizer(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        try:
+            configure(self, *args, **kwargs)
+        except Exception:
+            leftovers.leave(self)  # or the model could not be used any more
+            raise
 
     @functools.wraps(build)
     def _configure_basic_optimizer(self: DeepSpeedEngine, model_parameters: list[Any]) -> Any:
@@ -98,6 +107,7 @@ def register() -> None:
             _check_metrics(self.lr_scheduler, lr_kwargs or {})
         take_step(self, lr_kwargs)
 
+    DeepSpeedEngine._configure_optimizer = _configure_optimizer
     DeepSpeedEngine._configure_basic_optimizer = _configure_basic_optimizer
     DeepSpeedEngine._do_optimizer_sanity_check = _do_optimizer_sanity_check
     DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
@@ -133,6 +143,7 @@ def _end_with_the_others() -> None:
     def _configure_distributed_model(self: DeepSpeedEngine, model: Any) -> None:
         if not isinstance(model, PipelineModule):  # its ranks have different layers
             consensus.agree(_facts(self, model))
+        owners.check_finished(model.parameters())
         with explained():
             configure(self, model)
 
@@ -233,6 +244,7 @@ def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:
 
 def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """Raises ValueError for what this engine was asked to do and ds_ext cannot."""
+    leftovers.refuse_gradient_hooks(engine)
     config = engine._config._param_dict | effective(engine)
     settings.refuse(config)
     settings.gradients(config)

@@ -1,0 +1,47 @@
+"""What DeepSpeed's engines leave on a model: hooks, which its copies and other engines run into."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_ext.backward.owners import Hook
+
+# Where DeepSpeed's own optimizers and its ZeRO-3 define their hooks.
+_THEIRS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeRoOffload")
+
+
+def leave(engine: DeepSpeedEngine) -> None:
+    """Takes the engine's own hooks off its model."""
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        if hook is not None:
+            hook.remove()
+
+
+def hide_from_copies(engine: DeepSpeedEngine) -> None:
+    """Makes the engine's own hooks do nothing in copies of its model, and in files of it."""
+    pre, post = engine.module_forward_pre_hook, engine.module_forward_post_hook
+    for handle, hooks in (
+        (pre, engine.module._forward_pre_hooks),
+        (post, engine.module._forward_hooks),
+    ):
+        hooks[handle.id] = Hook(hooks[handle.id])
+
+
+def refuse_gradient_hooks(engine: DeepSpeedEngine) -> None:
+    """Raises ValueError if an optimizer of DeepSpeed's own still takes the model's gradients."""
+    for param in engine.module.parameters():
+        _refuse((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def refuse_module_hooks(engine: DeepSpeedEngine) -> None:
+    """Raises ValueError if another engine still gathers the model's parameters."""
+    _refuse(engine.module._forward_pre_hooks.values())
+
+
+def _refuse(hooks: Iterable[Any]) -> None:
+    if any(getattr(hook, "__qualname__", "").startswith(_THEIRS) for hook in hooks):
+        raise ValueError(
+            "the model still has the hooks of another DeepSpeed engine, whose optimizer is not "
+            "ds_ext's: call destroy() of that engine first."
+        )

@@ -1,0 +1,59 @@
+"""Engines and HF Trainers on a model that another one steps, and copies of an engine's module."""
+
+import pytest
+
+from tests import owner_jobs, worlds
+
+WORLD = 2
+
+
+def check(got, ours):
+    """Compares a job's steps with those of one process."""
+    reference = owner_jobs.reference(got["before"], WORLD, ours)
+    for name, p in reference.items():
+        error = (got["after"][name] - p).norm()
+        assert error <= 1e-5 * (p - got["before"][name]).norm(), name
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("ours", [True, False], ids=["lomo", "adamw"])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_newer_engine_takes_over_and_the_older_ends(stage, ours, begun):
+    results = worlds.run(WORLD, owner_jobs.second_engine, stage, ours, begun)
+    assert [got["said"] for got in results] == [1, 0]
+    for got in results:
+        check(got, ours)
+        assert "steps this model now" in got["refused"]
+        assert got["unmoved"] and not got["held"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_hooks_of_an_undestroyed_engine_with_adamw_are_refused(stage):
+    for got in worlds.run(WORLD, owner_jobs.after_adamw, stage):
+        assert "call destroy()" in got["refused"] and got["unmoved"]
+        check(got, ours=True)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_in_progress_is_not_taken_over(stage):
+    for got in worlds.run(WORLD, owner_jobs.unfinished, stage):
+        assert "micro-batches" in got["refused"] and "engine.destroy()" in got["refused"]
+        assert got["moved"] == [True, True]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_copy_of_the_module_is_an_ordinary_model(stage):
+    for got in worlds.run(WORLD, owner_jobs.copied, stage):
+        assert all(got.values()), got
+
+
+def test_a_second_trainer_takes_over():
+    for got in worlds.run(WORLD, owner_jobs.trainers, "ours", "trainer"):
+        assert got == {"moved": [True, True], "error": ""}
+
+
+def test_train_called_twice_fails_as_it_does_with_adamw():
+    ours, adamw = (
+        worlds.run(WORLD, owner_jobs.trainers, kind, "train") for kind in ("ours", "adamw")
+    )
+    assert ours == adamw
