@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -102,7 +101,7 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
     olders = check_finished(params, group)
     for older in olders:
         older.give_way()
-    if olders and (not dist.is_initialized() or dist.get_rank() == 0):
+    if olders and consensus.is_first():
         logger.warning(
             "this model was stepped by another engine, or call of fuse_into_backward, which was "
             "not destroyed: the new one takes over, and the older one cannot be used any more."

@@ -26,6 +26,11 @@ def several(group: Group = None) -> bool:
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
+def is_first() -> bool:
+    """Whether this is the first of all ranks, which is the one that tells the user."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def gathered(value: T, group: Group = None) -> list[T]:
     """The values of all ranks, in their order; without a process group this one's."""
     if not several(group):

@@ -15,8 +15,8 @@ import transformers
 from torch import nn
 
 import ds_ext
-from tests import trainer_jobs
-from tests.training import whole
+from tests.distributed.training import whole
+from tests.integration import trainer_jobs
 
 STEPS = 3
 

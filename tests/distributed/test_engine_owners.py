@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests import owner_jobs, worlds
+from tests import worlds
+from tests.distributed import owner_jobs
 
 WORLD = 2
 
