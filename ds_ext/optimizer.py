@@ -60,9 +60,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.meter: Meter | None = None
         # parameters whose first dimension counts experts, and the number of their first one
         self.stacks: dict[Tensor, int] = {}
-        self.home: host_offload.Home | None = (
-            None  # where states lie between steps; None: on the device
-        )
+        # where states lie between steps; None: on the device
+        self.home: host_offload.Home | None = None
+        # of each parameter: its group, the number of that, and its own
+        self.group_of: dict[Tensor, dict[str, Any]] = {}
+        self.row_of: dict[Tensor, int] = {}
+        self.number_of: dict[Tensor, int] = {}
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -77,7 +80,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         given = {k: v for k, v in param_group.items() if k not in _GROUP_KEYS}
         checked = self.check(self.defaults | given)
         super().add_param_group(param_group | checked)
-        self._index()
+        self._index_group(len(self.param_groups) - 1)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"meter": self.meter, "stacks": self.stacks, "home": self.home}
@@ -89,10 +92,16 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _index(self) -> None:
         """Notes each parameter's group, and its number, which is the same on every rank."""
-        grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
-        self.group_of = {p: self.param_groups[i] for p, i in grouped}
-        self.row_of = dict(grouped)
-        self.number_of = {p: i for i, (p, _) in enumerate(grouped)}
+        self.group_of, self.row_of, self.number_of = {}, {}, {}
+        for row in range(len(self.param_groups)):
+            self._index_group(row)
+
+    def _index_group(self, row: int) -> None:
+        """Notes the same of the parameters of one more group."""
+        for param in self.param_groups[row]["params"]:
+            self.group_of[param] = self.param_groups[row]
+            self.row_of[param] = row
+            self.number_of[param] = len(self.number_of)
         if self.meter is not None:
             self.meter.groups = len(self.param_groups)
 

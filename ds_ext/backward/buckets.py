@@ -79,6 +79,7 @@ class Buckets:
         self.sent: Sent | None = None  # the bucket that is on its way
         self.deliver: Deliver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat, in equal parts; None: has none
+        self.elements = 0  # of gradients that wait
         self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
         self.uses = Uses(module, leaves)
@@ -122,6 +123,7 @@ class Buckets:
             if self.elements + size > self.size:
                 self.flush()
             self.waiting[param] = None
+            self.elements += size
         if grad is not None:
             before, own = self.waiting[param], self._own(param, grad)
             # a further part comes from another checkpointed segment
@@ -140,11 +142,6 @@ class Buckets:
 
         return hook
 
-    @property
-    def elements(self) -> int:
-        """Gradient elements that wait in the bucket."""
-        return sum(self.counted[p] for p in self.waiting)
-
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
         # Autograd may hand out a view of a gradient that other nodes still wait to read.
@@ -162,12 +159,18 @@ class Buckets:
         more = {p: self.uses.in_parts(p) for p in self.waiting}
         agreed = self.layout.agree(more, ended)
         for piece in self.pieces(agreed.ready):
-            sent = self._send({p: self.waiting.pop(p, None) for p in piece})
+            sent = self._send({p: self._removed(p) for p in piece})
             self._receive()
             self.sent = Sent(sent, agreed.in_parts)
             if not self.overlap:
                 self._receive()
         return agreed.ended
+
+    def _removed(self, param: Tensor) -> Tensor | None:
+        """The gradient that waited, which then does no more; None if this rank has none."""
+        if param in self.waiting:
+            self.elements -= self.counted[param]
+        return self.waiting.pop(param, None)
 
     def _receive(self) -> None:
         """Delivers the bucket that is on its way."""

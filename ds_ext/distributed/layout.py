@@ -36,6 +36,8 @@ class Layout:
     ) -> None:
         self.group = group
         self.names = names
+        self.params = list(names)
+        self.number_of = {p: i for i, p in enumerate(names)}
         self.of = {param: domain_of(param) for param in names}
         self.domains = list(dict.fromkeys(self.of.values()))
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -103,16 +105,23 @@ class Layout:
         """
         if self.world == 1:
             return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
-        params = list(self.names)
-        own = [[p in waiting, waiting.get(p, False)] for p in params]
-        counts = torch.tensor([*own, [ended, False]], dtype=torch.int32, device="cpu")
+        counts = torch.zeros(2, len(self.params) + 1, dtype=torch.int32, device="cpu")
+        numbers = [[self.number_of[p], more] for p, more in waiting.items()]
+        own, more = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+        counts[0, own] = 1
+        counts[1, own] = more.int()
+        counts[0, -1] = ended
         self.bytes_sent += counts.nbytes
         with explained():
             dist.all_reduce(counts, group=self.host_group)
-        *found, (ends, _) = counts.tolist()
-        needed = 1 if ends == self.world else self.world
-        ready = {p: more > 0 for p, (n, more) in zip(params, found, strict=True) if n >= needed}
-        return Agreement(list(ready), {p for p in ready if ready[p]}, ends == self.world)
+        all_ended = int(counts[0, -1]) == self.world
+        found, more = counts[:, :-1]
+        is_ready = found >= (1 if all_ended else self.world)
+        ready, in_parts = (
+            [self.params[i] for i in which.nonzero().flatten().tolist()]
+            for which in (is_ready, is_ready & (more > 0))
+        )
+        return Agreement(ready, set(in_parts), all_ended)
 
     def reduce(
         self, flats: Mapping[Tensor, Tensor], votes: Tensor
