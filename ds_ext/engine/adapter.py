@@ -17,6 +17,7 @@ from ds_ext import host_offload
 from ds_ext.backward import rehearsal, settings
 from ds_ext.backward.gradients import FusedBackward, logger
 from ds_ext.checkpoint import resharding
+from ds_ext.checkpoint.names import plain
 from ds_ext.checkpoint.resharding import Own, Pieces
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import expert_parallel, leftovers, safe_access
@@ -197,7 +198,7 @@ class ZeroAdapter(ZeROOptimizer):
         layout = self.layout
         return {
             p: Own(
-                n,
+                plain(n),
                 layout.run(p),
                 layout.shard(p),
                 layout.of[p].place,

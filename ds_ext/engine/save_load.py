@@ -17,6 +17,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from ds_ext import param_groups
 from ds_ext.checkpoint import folder, resharding, swap
+from ds_ext.checkpoint.names import by_plain_name, plain, with_plain_names
 from ds_ext.checkpoint.resharding import Pieces, Saved
 from ds_ext.distributed import consensus
 from ds_ext.engine.adapter import ZeroAdapter, log
@@ -237,7 +238,8 @@ class _Load:
             names = self.manifest["model_files"]
             for name in self.manifest["state_files"]:
                 found = _map(self.path / name, is_plain="optim_states" in name)
-                self.saved.append(found.get("optimizer_state_dict") or found["optimizer"])
+                own = found.get("optimizer_state_dict") or found["optimizer"]
+                self.saved.append(with_plain_names(own))
         if not names:
             raise CheckpointError(f"{self.path} holds no checkpoint: no file *model_states.pt.")
         models = [_map(self.path / name) for name in names]
@@ -293,9 +295,16 @@ class _Load:
         missing = resharding.load_weights(self.pieces, adapter.optimizer, adapter.owned())
         if missing:
             log(f"not in the checkpoint, left as they were: {param_groups.summary(missing)}")
-        names = dict(self.engine.module.named_parameters(remove_duplicate=False))
-        buffers = {k: v for k, v in self.model["module"].items() if k not in names}
-        self.engine.module.load_state_dict(buffers, strict=False)
+        self._load_buffers()
+
+    def _load_buffers(self) -> None:
+        """Puts back what the model's state dict has beside parameters."""
+        module = self.engine.module
+        params = {plain(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        own_names = {plain(name): name for name in module.state_dict()}
+        saved = by_plain_name(self.model["module"]).items()
+        buffers = {own_names.get(k, k): v for k, v in saved if k not in params}
+        module.load_state_dict(buffers, strict=False)
 
     def counts(self, with_scheduler: bool, module_only: bool) -> None:
         """Puts back what DeepSpeed itself keeps: steps, schedules, the order of samples."""
@@ -324,10 +333,15 @@ def _pieces(
     rank: int,
     shapes: Mapping[str, torch.Size] | None = None,
 ) -> dict[str, Any]:
-    """Pieces of the tensors of a rank, by name; ``shapes`` are given if it has parts of them."""
+    """Pieces of the tensors of a rank, by plain name.
+
+    ``shapes``, under the names of ``found``, are given if the rank has parts of them.
+    """
     made = {}
-    for name in wanted & found.keys():
-        values, shape = found[name], (shapes or {}).get(name, found[name].shape)
+    own_names = {plain(name): name for name in found}
+    for name in wanted & own_names.keys():
+        values = found[own_names[name]]
+        shape = (shapes or {}).get(own_names[name], values.shape)
         total, size = shape.numel(), values.shape.numel()
         if shapes is not None:
             values = values.reshape(-1)[: max(total - rank * size, 0)]
