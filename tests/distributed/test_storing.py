@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import storing_jobs as jobs
 from tests import worlds
+from tests.distributed import storing_jobs as jobs
 
 pytestmark = pytest.mark.slow
 

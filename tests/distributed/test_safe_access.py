@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests import safe_access_jobs as jobs
 from tests import worlds
+from tests.distributed import safe_access_jobs as jobs
 
 pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)
