@@ -80,7 +80,22 @@ class RuleOptimizer(torch.optim.Optimizer):
         given = {k: v for k, v in param_group.items() if k not in _GROUP_KEYS}
         checked = self.check(self.defaults | given)
         super().add_param_group(param_group | checked)
+        try:
+            self.refuse_complex(p for p in self.param_groups[-1]["params"] if p.requires_grad)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
         self._index_group(len(self.param_groups) - 1)
+
+    def refuse_complex(self, params: Iterable[Tensor]) -> None:
+        """Raises ValueError if one of ``params``, which are to be stepped, is complex."""
+        for param in params:
+            if param.is_complex():
+                raise ValueError(
+                    f"{type(self).__name__}: a parameter of shape {list(param.shape)} is "
+                    f"{param.dtype}, which no rule is made for: make its real and imaginary parts "
+                    "the parameter (torch.view_as_real), or freeze it."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"meter": self.meter, "stacks": self.stacks, "home": self.home}
@@ -224,6 +239,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.refuse_complex(p for p in self.number_of if p.grad is not None)
         bucket: list[Tensor] = []
         elements = 0
         for param in (p for group in self.param_groups for p in group["params"]):

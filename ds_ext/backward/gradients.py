@@ -93,7 +93,7 @@ class FusedBackward:
             layout,
             how.bucket_size,
             comm_dtype,
-            wanted=lambda param: param in optimizer.group_of,
+            wanted=self._wanted,
             begin=self._begin,
             overlap=how.overlap,
             claim=lambda param: owners.claim(param, self, layout.name(param)),
@@ -209,6 +209,13 @@ class FusedBackward:
         g = self.tally.kept[param].g
         g[: len(run)].copy_(run)
         self.tally.kept[param] = Run(g, torch.tensor(False, device="cpu"))
+
+    def _wanted(self, param: Tensor) -> bool:
+        """Whether the optimizer has the parameter. Raises ValueError if it could not step it."""
+        if param not in self.optimizer.group_of:
+            return False
+        self.optimizer.refuse_complex([param])
+        return True
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""

@@ -140,7 +140,13 @@ class Replicated:
                 dist.all_reduce(sums, group=self.holders)
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Brings updated runs to the ranks that hold the whole parameter."""
+        """Brings updated runs to the ranks that hold the whole parameter.
+
+        Autograd is told that it was written to, which ``run`` hides from it: what else of the
+        backward pass has yet to read it raises an error.
+        """
+        for param in params:
+            torch.autograd.graph.increment_version(param)
 
 
 class Sharded(Replicated):
@@ -166,6 +172,7 @@ class Sharded(Replicated):
         return flat.view(self.parts, -1)[self.place]
 
     def publish(self, params: Iterable[Tensor]) -> None:
+        super().publish(params)
         if self.world == 1:
             return
         wholes = {param: self._whole(param) for param in params}

@@ -55,7 +55,12 @@ class Partitioned(Sharded):
         return runs, wait_for_both
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Nobody else holds the weight, but for what ``Partitions.end_step`` gathers."""
+        """Nobody else holds the weight, but for what ``Partitions.end_step`` gathers.
+
+        What was gathered before is another tensor, unless DeepSpeed had nothing to gather.
+        """
+        if self.parts == 1:
+            Replicated.publish(self, params)
 
 
 class Partitions(Layout):
@@ -103,6 +108,7 @@ class Partitions(Layout):
     def publish(self, params: Iterable[Tensor]) -> None:
         """Nobody else holds the weight, but for what ``end_step`` brings up to date."""
         self.updated.update(params)
+        super().publish(params)
 
     def end_backward(self) -> None:
         # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.

@@ -1,0 +1,48 @@
+"""Jobs of test_rereading.py: weights that are read again after their step, and complex ones."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_ext
+from tests.distributed.rehearsing import config
+from tests.distributed.training import whole
+from tests.unit.test_reread_weights import Reading, Rotating
+
+
+def make() -> Reading:
+    torch.manual_seed(2)
+    return Reading()
+
+
+def data(rank: int) -> torch.Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+
+
+def reread(stage: int) -> dict[str, Any]:
+    """One step of a model that reads a weight again -> the weights, or the error."""
+    made = config(stage)
+    made["gradient_clipping"] = 0.0
+    made["zero_optimization"] |= {"reduce_bucket_size": 25, "overlap_comm": False}
+    model = make()
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    before = whole(model)
+    try:
+        engine.backward(engine(data(dist.get_rank())))
+    except RuntimeError as error:
+        return {"message": str(error)}
+    engine.step()
+    return {"message": "", "before": before, "after": whole(model)}
+
+
+def complex_parameter(stage: int) -> str:
+    """What a config's optimizer says of a model with a complex parameter."""
+    lomo = {"optimizer": {"type": "Lomo", "params": {"lr": 0.1}}}
+    try:
+        deepspeed.initialize(model=Rotating(trains=True), config=config(stage) | lomo)
+    except ValueError as error:
+        return str(error)
+    return ""

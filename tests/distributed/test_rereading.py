@@ -1,0 +1,28 @@
+"""Weights that the backward pass reads again after their step are right, or an error says so."""
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.distributed import rereading
+
+
+@pytest.mark.parametrize("world, stage", [(1, 0), (1, 3), (2, 0), (2, 2), (2, 3)])
+def test_a_weight_read_again_is_the_old_one_or_an_error(world, stage):
+    found = worlds.run(world, rereading.reread, stage)
+    if (world, stage) != (2, 3):  # where it was gathered before, and its shards are stepped
+        assert all("modified by an inplace operation" in got["message"] for got in found)
+        return
+    plain = rereading.make()
+    (sum(plain(rereading.data(rank)) for rank in range(world)) / world).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for got in found:
+        for n, p in plain.named_parameters():
+            error, update = (got["after"][n] - p).norm(), (p - got["before"][n]).norm()
+            assert error <= 1e-5 * update, (n, error / update)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_engines_refuse_complex_parameters(stage):
+    for message in worlds.run(2, rereading.complex_parameter, stage):
+        assert "complex64" in message and "view_as_real" in message
