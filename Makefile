@@ -1,6 +1,7 @@
 # make demo    fine-tune a real language model (about five minutes on two cores)
 # make test    every test                  make check   lint, format, types, import walls
 # make matrix  the README's support matrix, from the tests that ran
+# make readme  the code that README.md and docs/ quote, from the package
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
 #
 # All of them make .venv first, where it is missing or older than the files that describe it.
@@ -19,7 +20,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test check matrix clean
+.PHONY: demo test check matrix readme clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -41,6 +42,9 @@ check: .venv/.test
 
 matrix: .venv/.test
 	$(BIN)/python -m tests.support README.md
+
+readme:
+	$(PYTHON) -m tests.snippets
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,75 @@
+"""Code that documents quote: made from the package, so that it says what the package does.
+
+A document marks the block that it quotes a function, method or class in:
+
+    <!-- code: ds_ext/rules/adalomo.py AdaLomo.step -->
+    ```python
+    ...
+    ```
+
+``make readme`` (``python -m tests.snippets``) writes these blocks anew in README.md and docs/; a
+test fails while they are not what the source says.
+"""
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+_MARKED = re.compile(
+    r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
+)
+_BLOCK = re.compile(r"(?m)^```python\n(.*?)^```$", re.S)
+
+
+def documents() -> list[Path]:
+    """All documents that may quote code."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+def source_of(path: str, name: str) -> str:
+    """The source of a function, method or class, such as ``AdaLomo.step``, without its margin.
+
+    Raises KeyError if the file has none of this name.
+    """
+    source = (ROOT / path).read_text()
+    node: ast.AST = ast.parse(source)
+    for part in name.split("."):
+        inner = {n.name: n for n in ast.iter_child_nodes(node) if isinstance(n, _DEFINITIONS)}
+        node = inner[part]
+    assert isinstance(node, _DEFINITIONS) and node.end_lineno is not None
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = source.splitlines()[first - 1 : node.end_lineno]
+    return textwrap.dedent("\n".join(lines)) + "\n"
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def renewed(text: str) -> str:
+    """A document whose marked blocks say what the source says."""
+
+    def block(found: re.Match[str]) -> str:
+        path, name = found["path"], found["name"]
+        return f"<!-- code: {path} {name} -->\n```python\n{source_of(path, name)}```"
+
+    return _MARKED.sub(block, text)
+
+
+def unmarked(text: str) -> Iterator[str]:
+    """Definitions in blocks without a mark that are headed like one of the package's."""
+    own = {
+        line.strip()
+        for path in (ROOT / "ds_ext").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.match(r"\s*(def|class) ", line)
+    }
+    for code in _BLOCK.findall(_MARKED.sub("", text)):
+        yield from (line for line in code.splitlines() if line.strip() in own)
+
+
+if __name__ == "__main__":
+    for document in documents():
+        document.write_text(renewed(document.read_text()))
