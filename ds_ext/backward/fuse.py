@@ -1,8 +1,10 @@
 """The step inside backward without an engine: one process, or the ranks of a process group."""
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -13,6 +15,7 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Replicated, everyone
 from ds_ext.optimizer import RuleOptimizer
 
+StepArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 # What else raises ValueError for a model that cannot be fused: ds_ext.engine adds its own.
 REFUSALS: list[Callable[[nn.Module], None]] = []
 
@@ -31,7 +34,8 @@ def fuse_into_backward(
 ) -> FusedBackward:
     """Makes ``loss.backward()`` step each parameter as its gradient appears, with no engine.
 
-    Go on calling ``optimizer.step()`` after backward: it ends the step, and the norm of all
+    Go on calling ``optimizer.step()`` after backward, or ``optimizer.step(closure)`` which calls
+    it: it ends the step, and the norm of all
     gradients is then ``.norm`` of what is returned; its ``remove()`` undoes this. Where
     torch.distributed is initialised, rank 0's weights are sent to all ranks of ``group`` and
     gradients are averaged, ``bucket_size`` elements at a time: do not wrap the model in DDP.
@@ -65,9 +69,17 @@ def fuse_into_backward(
     )
     fused = FusedBackward(model, optimizer.separate_experts(model), layout, how)
 
-    def end_step(*_: object) -> None:
+    def end_step(_: object, args: tuple[Any, ...], given: dict[str, Any]) -> StepArguments | None:
+        closure = given.get("closure", args[1] if args[1:] else None)
+        if closure is None:
+            fused.finish()
+            fused.end_step()
+            return None
+        with torch.enable_grad():
+            loss = closure()  # whose backward pass is of this step
         fused.finish()
         fused.end_step()
+        return (args[0], lambda: loss), {}
 
     if optimizer in _step_hooks:
         _step_hooks[optimizer].remove()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import meter, ops
-from ds_ext.backward import owners, settings
+from ds_ext.backward import owners, settings, torch_calls
 from ds_ext.backward.buckets import Buckets, Deliver, Run, apart
 from ds_ext.backward.rehearsal import Rehearsal
 from ds_ext.distributed.layout import Layout
@@ -102,6 +102,7 @@ class FusedBackward:
         self.is_replaced = False  # whether another owner has taken the parameters over
         self.leave: Callable[[], None] = self.buckets.remove  # the model, to another owner
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        torch_calls.watch()
         if how.measure_updates:
             optimizer.meter = meter.Meter(len(optimizer.param_groups))
 

@@ -1,0 +1,71 @@
+"""torch's functions that look for gradients in ``.grad``, told that some are taken inside backward.
+
+Each is replaced once, when a model is first stepped from hooks, and does what it did for all
+parameters that are not. A script may have imported a function before: what is replaced is then
+what it calls.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext.backward import owners
+from ds_ext.backward.rehearsal import nodes
+
+
+@functools.cache
+def watch() -> None:
+    """Makes torch's functions ask who steps a parameter; further calls change nothing."""
+    for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        cell = function.__closure__[function.__code__.co_freevars.index("func")]
+        cell.cell_contents = _clipping(cell.cell_contents)
+    torch.amp.GradScaler.scale = _scaling(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+
+
+def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(map(owners.owner, params)):
+            raise RuntimeError(
+                f"torch.nn.utils.{clip.__name__}: these gradients are used inside backward, and "
+                "there is nothing left to clip. Set what to clip by beforehand: "
+                "fuse_into_backward(..., max_grad_norm=...) or clip_value, with an engine "
+                '"gradient_clipping" or "ds_ext": {"clip_value"} of the config. The norm of all '
+                "gradients is .norm of what fuse_into_backward returned, "
+                "engine.get_global_grad_norm() of an engine."
+            )
+        return clip(params, *args, **kwargs)
+
+    return call
+
+
+def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scale)
+    def call(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        if self.is_enabled() and any(map(_is_stepped, _tensors(outputs))):
+            raise RuntimeError(
+                "torch.amp.GradScaler: gradients of this loss are used inside backward, before "
+                "scaler.step() could divide them by the scale. Use bfloat16, which needs no scale: "
+                "torch.autocast(dtype=torch.bfloat16); or, for float16, deepspeed.initialize with "
+                '"fp16" or "torch_autocast" in its config, which scales the loss itself.'
+            )
+        return scale(self, outputs)
+
+    return call
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    """The losses that are given to a scaler: one, or nested in lists and tuples."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return [x for each in outputs for x in _tensors(each)]
+
+
+def _is_stepped(loss: Tensor) -> bool:
+    """Whether a parameter of the graph of ``loss`` is stepped from hooks."""
+    leaves = (getattr(node, "variable", None) for node in nodes(loss))
+    return any(leaf is not None and owners.owner(leaf) is not None for leaf in leaves)

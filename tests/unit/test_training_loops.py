@@ -1,0 +1,94 @@
+"""Loops written for other optimizers: closures, gradient scalers, torch's own clipping."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import ds_ext
+
+STEPS = 3
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().sum()
+
+
+def assert_equal_updates(model: nn.Module, reference: nn.Module, start: nn.Module) -> None:
+    trios = zip(model.parameters(), reference.parameters(), start.parameters(), strict=True)
+    for p, q, before in trios:
+        assert (q - before).norm() > 0
+        assert (p - q).norm() <= 1e-5 * (q - before).norm()
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_a_closure_is_stepped_by_at_once(policy):
+    """As Lightning calls it: the backward pass runs inside step."""
+    model, reference = make(), make()
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.1)
+    fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
+    plain = ds_ext.AdaLomo(reference.parameters(), lr=0.1)
+    for step in range(STEPS):
+
+        def closure(model=model, optimizer=optimizer, step=step):
+            loss = loss_of(model, step)
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        told = optimizer.step(closure) if step else optimizer.step(closure=closure)
+        plain.zero_grad()
+        loss = loss_of(reference, step)
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
+        plain.step()
+        assert torch.equal(told, loss) or (told - loss).abs() <= 1e-6 * loss
+        assert fused.norm == pytest.approx(float(norm), rel=1e-5)
+        assert_equal_updates(model, reference, make())
+
+
+def test_a_gradient_scaler_is_refused_before_a_weight_moves():
+    model, other = make(), make()
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(RuntimeError, match="GradScaler.*bfloat16.*torch_autocast"):
+        scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.scale([loss_of(other, 0), (loss_of(model, 0),)])
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+    # Who does not scale, or scales the loss of another model, is left alone.
+    torch.amp.GradScaler("cpu", enabled=False).scale(loss_of(model, 0))
+    scaler.scale(loss_of(other, 0)).backward()
+    assert other[0].weight.grad.norm() > 0
+    fused.remove()
+    scaler.scale(loss_of(model, 0)).backward()
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_clipping_by_torch_is_refused_and_tells_what_to_set(policy):
+    model, other = make(), make()
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
+    loss_of(model, 0).backward()
+    for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_, clip_grad_value_):
+        with pytest.raises(RuntimeError, match="max_grad_norm.*gradient_clipping"):
+            clip(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="max_grad_norm"):
+        clip_grad_norm_(parameters=model[0].weight, max_norm=1.0)
+
+    loss_of(other, 0).backward()
+    before = other[0].weight.grad.norm()
+    assert clip_grad_norm_(other.parameters(), max_norm=1e-3) >= before
+    clip_grad_value_(other.parameters(), 1e-6)
+    assert other[0].weight.grad.abs().max() <= 1e-6
+    fused.remove()
+    clip_grad_norm_(model.parameters(), 1.0)
