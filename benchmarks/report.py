@@ -114,7 +114,7 @@ def write(
     tables: Mapping[str, Sequence[Mapping[str, object]]],
     draw: "Callable[[Figure], None] | None",
 ) -> None:
-    """Writes results/NAME.md, and NAME.png if there is something to ``draw``; prints the path.
+    """Writes results/{name}.md, and {name}.png if there is something to ``draw``; prints the path.
 
     ``tables`` go by their headings. On a GPU its name is added to the files', so that results of
     several machines stand side by side.

@@ -149,7 +149,7 @@ def megatron(shapes: Shapes, ranks: int, params: str, grads: str) -> Memory:
     """Megatron-LM's distributed optimizer with Adam: bytes per parameter from its documentation.
 
     fp16 with fp16 gradients 4 + 16/d, bf16 with fp32 gradients 6 + 12/d, fp32 8 + 8/d.
-    Source: docs/source/api-guide/dist_optimizer.md of Megatron-LM.
+    Source: Megatron-LM's API guide, "dist_optimizer".
     """
     n = elements(shapes)
     # weights, gradients; and divided by the ranks: moments, fp32 gradients, fp32 weights

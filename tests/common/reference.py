@@ -1,10 +1,10 @@
 """The optimizers to compare with: one process, whole parameters, no line shared with ds_ext.
 
 ``Authors(rule, params, **hypers)`` is the code of an algorithm's authors, and
-``Textbook(rule, params, **hypers)`` the formulas of RULES.md written out in plain torch. Both copy
+``Textbook(rule, params, **hypers)`` the formulas of docs/algorithms.md in plain torch. Both copy
 ``params`` (a list of tensors, fp32 or fp64), update their own ``.params`` at each ``.step(grads)``
 and compute in the dtype of the parameters. Hyper-parameters that are not given are the authors'
-defaults in the first and those of RULES.md in the second.
+defaults in the first and those of docs/algorithms.md in the second.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ def _in_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Textbook:
-    """The formulas of RULES.md on whole tensors."""
+    """The formulas of docs/algorithms.md on whole tensors."""
 
     def __init__(self, rule: str, params: list[Tensor], **hypers: Any) -> None:
         self.params = [p.detach().clone() for p in params]

@@ -387,7 +387,7 @@ def test_lists_and_whole_numbers_are_taken():
     assert group["beta1"] is None and group["lr"] is None
 
 
-# RULES.md
+# docs/algorithms.md
 DEFAULTS = {
     "lomo": {"lr": 1e-3, "weight_decay": 0.0},
     "adalomo": {

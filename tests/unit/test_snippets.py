@@ -1,8 +1,9 @@
-"""Code in README.md and docs/ is what the package says."""
+"""Documents: the code that they quote is the package's, and what refers to them finds them."""
 
 import ast
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,35 @@ def test_code_that_a_document_quotes_is_the_packages(document):
 def test_examples_can_be_read_by_a_machine(document):
     for kind, code in re.findall(r"(?ms)^```(python|json)\n(.*?)^```$", document.read_text()):
         ast.parse(code) if kind == "python" else json.loads(code)
+
+
+def _texts() -> list[Path]:
+    """Files that may name a document."""
+    kinds = ("ds_ext/**/*.py", "tests/**/*.py", "benchmarks/*.py", "examples/*.py", "configs/*")
+    own = ("Makefile", "setup.cfg", "pyproject.toml", ".ci/run", "README.md", "docs/**/*.md")
+    found = {path for kind in (*kinds, *own) for path in snippets.ROOT.glob(kind)}
+    return sorted(found - {Path(__file__)})
+
+
+def strangers(path: Path) -> list[str]:
+    """Names of documents in a file that neither lie beside it nor are paths in the repository.
+
+    Or files of the benchmarks' results, which may be named without their folder.
+    """
+    folders = (path.parent, snippets.ROOT, snippets.ROOT / "benchmarks/results")
+    names = re.findall(r"(?<![\w/.{}*-])(?:\.\./)*[\w/-]+\.md\b", path.read_text())
+    return [n for n in names if not any((folder / n).is_file() for folder in folders)]
+
+
+def test_documents_that_are_named_exist():
+    found = {str(path): strangers(path) for path in _texts()}
+    assert not {path: names for path, names in found.items() if names}
+
+
+def test_a_document_that_does_not_exist_is_found(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text("# as PLAN.md says, and README.md, docs/algorithms.md, ../up.md; not {x}.md\n")
+    assert strangers(path) == ["PLAN.md", "../up.md"]
 
 
 def test_a_rule_is_quoted():
