@@ -20,7 +20,7 @@ from benchmarks.memory import DTYPES, llama
 from benchmarks.train import MODELS, join_world_of_one
 from ds_ext.host_offload import HOST, Home
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS, Adafactor, RuleOptimizer, Update
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
 from ds_ext.planner.memory import KNOWN, nbytes
 from ds_ext.planner.memory import llama as shapes_of
 
@@ -108,7 +108,7 @@ class Layer:
             is_pinned = pins and way != PAGED
             self.runs = [p.pin_memory() if is_pinned else p.clone() for p in flat]
         self.landing = [torch.empty_like(p, pin_memory=pins) for p in flat if way == BY_HOST]
-        own = {"relative_step": False, "lr": 1e-3} if cls is Adafactor else {}
+        own = {"relative_step": False, "lr": 1e-3} if cls is OPTIMIZERS["adafactor"] else {}
         self.optimizer = cls([nn.Parameter(p) for p in self.runs], **own)
         self.optimizer.home = Home(pins) if way == BOTH else None
 

@@ -23,7 +23,7 @@ from benchmarks import report
 from benchmarks.memory import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from ds_ext.optimizer import OPTIMIZERS, GaLoreAdamW, RuleOptimizer, Update
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
 from ds_ext.planner.memory import KNOWN, llama
 from ds_ext.rules import lowrank
 
@@ -224,7 +224,7 @@ def device_copy(case: Case) -> Callable[[], object]:
 
 def ours(cls: type[RuleOptimizer], way: str) -> Make:
     def make(case: Case) -> Callable[[], object]:
-        if cls is not GaLoreAdamW:
+        if cls is not OPTIMIZERS["galoreadamw"]:
             optimizer = cls(case.params, weight_update=way)
         else:
             params = [p for p, _ in case.matrices]

@@ -8,16 +8,11 @@ import logging
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
-from ds_ext.optimizer import CAME, LAMB, LOMO, Adafactor, AdaLomo, GaLoreAdamW, RuleOptimizer
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.registration import register
 
 __all__ = [
-    "LOMO",
-    "AdaLomo",
-    "Adafactor",
-    "CAME",
-    "LAMB",
-    "GaLoreAdamW",
+    *(optimizer.__name__ for optimizer in OPTIMIZERS.values()),
     "RuleOptimizer",
     "fuse_into_backward",
     "newest_checkpoint",
@@ -25,6 +20,15 @@ __all__ = [
     "CheckpointError",
     "LostRankError",
 ]
+
+
+def __getattr__(name: str) -> type[RuleOptimizer]:
+    """The optimizer of a registered rule, ``ds_ext.AdaLomo``; of rules that are yours too."""
+    optimizer = OPTIMIZERS.get(name.lower())
+    if optimizer is None or optimizer.__name__ != name:
+        raise AttributeError(f"module 'ds_ext' has no attribute {name!r}")
+    return optimizer
+
 
 logger = logging.getLogger("ds_ext")
 if not logger.handlers:

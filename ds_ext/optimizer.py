@@ -1,9 +1,10 @@
 """torch.optim.Optimizer around a rule: parameter groups, state, and a plain ``step()``."""
 
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import make_dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,15 +38,15 @@ class Update(NamedTuple):
 class RuleOptimizer(torch.optim.Optimizer):
     """Steps every parameter by ``rule``; hyper-parameters are the fields of the rule's dataclass.
 
-    And those of ``precision.Writing``: how the weights are rounded. Raises ValueError for an
+    And those of ``weight_update.Writing``: how the weights are rounded. Raises ValueError for an
     unknown or ill-valued hyper-parameter, here and in groups.
 
     ``meter``, if it is set, sums up the sizes of updates and weights: 5 to 30 % of a step's time on
     a CPU, more for bf16 rounded to nearest.
     """
 
-    rule: ClassVar[type]
-    hypers: ClassVar[type]  # the rule, with the fields of ``precision.Writing`` after its own
+    rule: ClassVar[type[rules.Rule]]
+    hypers: ClassVar[type]  # the rule, with the fields of ``weight_update.Writing`` after its own
 
     def __init_subclass__(cls) -> None:
         bases = (weight_update.Writing, cls.rule)
@@ -293,45 +294,24 @@ def _to(value: Any, device: torch.device) -> Any:
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-class LOMO(RuleOptimizer):
-    """p ← p(1 − lr·wd) − lr·g: gradient descent without state (arXiv 2306.09782)."""
-
-    rule = rules.LOMO
-
-
-class AdaLomo(RuleOptimizer):
-    """Adafactor's update with its size relative to the weights' (arXiv 2310.10195)."""
-
-    rule = rules.AdaLomo
+@functools.cache
+def _optimizer_of(rule: type[rules.Rule]) -> type[RuleOptimizer]:
+    """The optimizer that steps by ``rule``, under the rule's name: ``ds_ext.AdaLomo``."""
+    body = {"rule": rule, "__doc__": rule.__doc__, "__module__": "ds_ext"}
+    return type(rule.__name__, (RuleOptimizer,), body)
 
 
-class Adafactor(RuleOptimizer):
-    """As transformers.Adafactor, flags included (arXiv 1804.04235)."""
+class _Optimizers(Mapping[str, type[RuleOptimizer]]):
+    """An optimizer for each registered rule, by the rule's name in lower case."""
 
-    rule = rules.Adafactor
+    def __getitem__(self, name: str) -> type[RuleOptimizer]:
+        return _optimizer_of(rules.REGISTRY[name].rule)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(rules.REGISTRY)
 
-class CAME(RuleOptimizer):
-    """Adafactor with momentum and a confidence factor (arXiv 2307.02047)."""
-
-    rule = rules.CAME
-
-
-class LAMB(RuleOptimizer):
-    """Adam whose update has the norm of the weights (arXiv 1904.00962)."""
-
-    rule = rules.LAMB
+    def __len__(self) -> int:
+        return len(rules.REGISTRY)
 
 
-class GaLoreAdamW(RuleOptimizer):
-    """AdamW on gradients projected to a low rank (arXiv 2403.03507).
-
-    A group with ``rank=None`` is stepped by plain AdamW, as is what is no matrix.
-    """
-
-    rule = rules.GaLoreAdamW
-
-
-OPTIMIZERS: dict[str, type[RuleOptimizer]] = {
-    cls.__name__.lower(): cls for cls in (LOMO, AdaLomo, Adafactor, CAME, LAMB, GaLoreAdamW)
-}
+OPTIMIZERS = _Optimizers()

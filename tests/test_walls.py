@@ -19,7 +19,7 @@ WALLS = {
     "backward": "ops distributed top",
     "checkpoint": "ops top",
     "config": "ops backward",
-    "engine": "ops distributed top backward checkpoint config",
+    "engine": "ops rules distributed top backward checkpoint config",
     "planner": "ops distributed top backward config",
     "__init__": "ops distributed top backward checkpoint registration",
     "registration": "engine",

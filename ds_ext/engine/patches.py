@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
-from ds_ext import param_groups
+from ds_ext import param_groups, rules
 from ds_ext.backward import fuse, owners, settings
 from ds_ext.config import offload
 from ds_ext.distributed import consensus
@@ -42,7 +42,7 @@ def register() -> None:
     if getattr(DeepSpeedEngine, "_ds_ext", False):
         return
     DeepSpeedEngine._ds_ext = True
-    DEEPSPEED_OPTIMIZERS.extend(name for name in OPTIMIZERS if name not in DEEPSPEED_OPTIMIZERS)
+    rules.base.subscribe(_name_to_deepspeed)
     # What DeepSpeed asks of its own FusedLamb (a dynamic loss scale) is not asked of ours.
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     fuse.REFUSALS.append(expert_parallel.refuse_spread_experts)
@@ -114,6 +114,12 @@ def register() -> None:
     DeepSpeedEngine._scheduler_from_config = _scheduler_from_config
     DeepSpeedEngine._configure_lr_scheduler = _configure_lr_scheduler
     DeepSpeedEngine._take_model_step = _take_model_step
+
+
+def _name_to_deepspeed(name: str) -> None:
+    """Lets a DeepSpeed config name an optimizer, in any case."""
+    if name not in DEEPSPEED_OPTIMIZERS:
+        DEEPSPEED_OPTIMIZERS.append(name)
 
 
 def _save_and_load() -> None:

@@ -316,7 +316,7 @@ class AdamStep:
     """
 
     u: RootQuotient
-    g: Gradient
+    g: Readable
     beta1: float
     beta2: float
 

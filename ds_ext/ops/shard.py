@@ -5,7 +5,9 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")  # a number, or a tensor of them
 
 # Elements of one scratch block: large enough to hide the cost of a call, small enough for a cache.
 BLOCK = 2**19
@@ -164,9 +166,9 @@ class Shard:
     def cols(self) -> int:
         return self.shape[-1] if self.is_matrix else self.numel
 
-    def rms(self, square_sum):
+    def rms(self, square_sum: T) -> T:
         """Root of the mean square, from a sum of squares over the whole parameter."""
-        return (square_sum / self.numel) ** 0.5
+        return (square_sum / self.numel) ** 0.5  # type: ignore[no-any-return, operator]
 
     def pieces(self) -> Iterator[tuple[Box, int, int]]:
         """The boxes that the run touches, and the numbers in it of the elements it begins and

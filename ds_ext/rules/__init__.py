@@ -2,9 +2,20 @@
 
 from ds_ext.rules.adafactor import Adafactor
 from ds_ext.rules.adalomo import AdaLomo
+from ds_ext.rules.base import REGISTRY, Rule, register
 from ds_ext.rules.came import CAME
 from ds_ext.rules.galore import GaLoreAdamW
 from ds_ext.rules.lamb import LAMB
 from ds_ext.rules.lomo import LOMO
 
-__all__ = ["LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW"]
+__all__ = [
+    "LOMO",
+    "AdaLomo",
+    "Adafactor",
+    "CAME",
+    "LAMB",
+    "GaLoreAdamW",
+    "REGISTRY",
+    "Rule",
+    "register",
+]

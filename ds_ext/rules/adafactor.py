@@ -1,20 +1,36 @@
 """Adafactor. Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5, as in transformers.Adafactor.
 
 With ``beta1`` the momentum is that of the update already scaled by the learning rate, as in
-transformers and unlike the paper. Leading dimensions of a tensor with more than two are separate
-matrices; RMS is taken over all.
+transformers and unlike the paper.
+
+    alpha = lr, or min(1e-2, 1 / sqrt(t)) with relative_step; · max(eps2, RMS(p)) if scale_parameter
+    row, col ← EMA, by 1 − t^decay_rate, of the means of g² + eps1 over each row and column
+    u = g / sqrt(row · col / mean(row)),  u ← u / max(1, RMS(u) / clip_threshold)
+    p ← p (1 − alpha · weight_decay) − alpha · u,  or − m, with m ← EMA, by beta1, of alpha · u
+
+State: ``v["row"]``, ``v["col"]`` and, of a vector, ``v["full"]`` are transformers' exp_avg_sq_row,
+exp_avg_sq_col and exp_avg_sq; ``m`` is its exp_avg. Leading dimensions of a tensor with more than
+two are separate matrices; RMS is taken over all.
 """
 
+import math
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Fraction, Negative, NonNegative, Positive
-from ds_ext.ops.state import Part
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part, Parts
 from ds_ext.rules import factored
+from ds_ext.rules.base import Kept, Rounds, register
 
 
+@register(paper="1804.04235", state="4/R + 4/C, and 4/d with `beta1`", rounds="1, or 2")
 @dataclass(frozen=True)
 class Adafactor:
+    """As transformers.Adafactor, flags included (arXiv 1804.04235)."""
+
     lr: NonNegative | None = None  # only with relative_step=False
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-3)  # added to g², least RMS(p)
     clip_threshold: Positive = 1.0  # largest RMS of the update
@@ -25,7 +41,7 @@ class Adafactor:
     relative_step: bool = True  # step size from t alone
     warmup_init: bool = False  # relative step size grows from 1e-6
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.relative_step and self.lr is not None:
             raise ValueError(
                 f"lr={self.lr} and relative_step=true exclude each other: with relative_step the "
@@ -36,17 +52,17 @@ class Adafactor:
         if self.warmup_init and not self.relative_step:
             raise ValueError("warmup_init=true needs relative_step=true.")
 
-    def keeps(self, shard):
-        s = {"v": factored.keeps(shard)}
+    def keeps(self, shard: Shard) -> Parts:
+        s: dict[str, Part | Parts] = {"v": factored.keeps(shard)}
         return s if self.beta1 is None else s | {"m": Part.like(shard)}
 
-    def step(self, p, g, s, t, shard):
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
         eps1, eps2 = self.eps
         beta2 = 1 - t**self.decay_rate
         u, (p_sq,) = yield from factored.normalize(
             g, s["v"], eps1, beta2, self.clip_threshold, shard, ops.square_sum(p, shard, g)
         )
-        alpha = self.step_size(t)
+        alpha: Tensor | float = self.step_size(t)
         if self.scale_parameter:
             alpha = alpha * shard.rms(p_sq).clamp(min=eps2)
         if self.beta1 is None:
@@ -55,7 +71,7 @@ class Adafactor:
             ops.lerp_(s["m"], u.times(alpha), 1 - self.beta1, shard)
             ops.apply_(p, s["m"], shard, lr=1, weight_decay=alpha * self.weight_decay)
 
-    def step_size(self, t):
-        if not self.relative_step:
+    def step_size(self, t: int) -> float:
+        if self.lr is not None:  # not relative_step
             return self.lr
-        return min(1e-6 * t if self.warmup_init else 1e-2, t**-0.5)
+        return min(1e-6 * t if self.warmup_init else 1e-2, 1 / math.sqrt(t))

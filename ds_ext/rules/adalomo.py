@@ -1,6 +1,14 @@
 """AdaLomo: Adafactor's update, its size relative to the weights'. Lv et al., arXiv 2310.10195,
-algorithm 1, with the decay of the second moment of the authors' code: beta2 = 1 - t**decay_rate.
+algorithm 1, with the decay of the second moment of the authors' code:
 
+    beta2 = 1 − t^decay_rate
+    row, col ← EMA, by beta2, of the means of g² + eps1 over each row and column
+    u = g / sqrt(row · col / mean(row)),  u ← u / max(1, RMS(u) / clip_threshold)
+    alpha = lr · max(eps2, RMS(p))
+    p ← p (1 − alpha · weight_decay) − alpha · u
+
+State: ``v["row"]`` is the authors' exp_avg_sq_row, ``v["col"]`` their exp_avg_sq_col; of a vector,
+``v["full"]`` is exp_avg_sq.
 Leading dimensions of a tensor with more than two are separate matrices; RMS is taken over all.
 """
 
@@ -8,21 +16,27 @@ from dataclasses import dataclass
 
 from ds_ext import ops
 from ds_ext.hyperparams import Negative, NonNegative, Positive
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
 from ds_ext.rules import factored
+from ds_ext.rules.base import Kept, Rounds, register
 
 
+@register(paper="2310.10195", state="4/R + 4/C", rounds="1, or 2")
 @dataclass(frozen=True)
 class AdaLomo:
+    """Adafactor's update with its size relative to the weights' (arXiv 2310.10195)."""
+
     lr: NonNegative = 1e-3  # relative to RMS(p); the authors fine-tune with 5e-4
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-3)  # added to g², least RMS(p)
     clip_threshold: Positive = 1.0  # largest RMS of the update
     decay_rate: Negative = -0.8
     weight_decay: NonNegative = 0.0  # decoupled, times lr · RMS(p)
 
-    def keeps(self, shard):
+    def keeps(self, shard: Shard) -> Parts:
         return {"v": factored.keeps(shard)}
 
-    def step(self, p, g, s, t, shard):
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
         eps1, eps2 = self.eps
         beta2 = 1 - t**self.decay_rate
         u, (p_sq,) = yield from factored.normalize(

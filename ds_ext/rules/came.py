@@ -2,6 +2,15 @@
 arXiv 2307.02047, algorithm 2, as in the authors' code: no bias correction, so warm the learning
 rate up (the first update has an RMS of about 11 · lr); a 1-D parameter takes the momentum alone.
 
+    row, col ← EMA, by beta2, of the means of g² + eps1 over each row and column
+    u = g / sqrt(row · col / mean(row)),  u ← u / max(1, RMS(u) / clip_threshold)
+    m ← EMA, by beta1, of u
+    r ← EMA, by beta3, of the means of (u − m)² + eps2 over each row and column
+    p ← p (1 − lr · weight_decay) − lr · m / sqrt(r_row · r_col / mean(r_row))
+
+State: ``v["row"]``, ``v["col"]``, of a vector ``v["full"]``, are the authors' exp_avg_sq_row,
+exp_avg_sq_col and exp_avg_sq; ``m`` is exp_avg; ``r["row"]``, ``r["col"]`` are exp_avg_res_row and
+exp_avg_res_col.
 Leading dimensions of a tensor with more than two are separate matrices; RMS is taken over all.
 """
 
@@ -9,23 +18,28 @@ from dataclasses import dataclass
 
 from ds_ext import ops
 from ds_ext.hyperparams import Fraction, NonNegative, Positive
-from ds_ext.ops.state import Part
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part, Parts
 from ds_ext.rules import factored
+from ds_ext.rules.base import Kept, Rounds, register
 
 
+@register(paper="2307.02047", state="4/d + 8/R + 8/C", rounds="2, or 3")
 @dataclass(frozen=True)
 class CAME:
+    """Adafactor with momentum and a confidence factor (arXiv 2307.02047)."""
+
     lr: NonNegative = 2e-4
     betas: tuple[Fraction, Fraction, Fraction] = (0.9, 0.999, 0.9999)  # momentum, g², residual
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-16)  # added to g², to the residual
     clip_threshold: Positive = 1.0  # largest RMS of an update before momentum
     weight_decay: NonNegative = 0.0  # decoupled, times lr
 
-    def keeps(self, shard):
-        s = {"v": factored.keeps(shard), "m": Part.like(shard)}
+    def keeps(self, shard: Shard) -> Parts:
+        s: dict[str, Part | Parts] = {"v": factored.keeps(shard), "m": Part.like(shard)}
         return s | {"r": factored.keeps(shard)} if shard.is_matrix else s
 
-    def step(self, p, g, s, t, shard):
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
         beta1, beta2, beta3 = self.betas
         eps1, eps2 = self.eps
         u, _ = yield from factored.normalize(g, s["v"], eps1, beta2, self.clip_threshold, shard)

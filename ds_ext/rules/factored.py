@@ -16,10 +16,12 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
+from ds_ext.rules.base import Sums
 
 Moment = dict[str, Tensor]
 Update: TypeAlias = ops.Quotient | ops.RunQuotient
-Rounds = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
+# An update, the sum of its squares over all ranks, and the totals that travelled along.
+Unbounded: TypeAlias = Generator[Sums, Sums, tuple[Update, Tensor, Sums]]
 
 
 def keeps(shard: Shard) -> dict[str, Part]:
@@ -56,29 +58,53 @@ def divide_(
 
 def normalize(
     g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
-) -> Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Update, tuple[Tensor, ...]]]:
+) -> Generator[Sums, Sums, tuple[Update, Sums]]:
     """Updates ``v`` by g and gives u = g / sqrt(v), its RMS bounded by ``clip``.
 
     ``more`` are further partial sums that travel with the first round; their totals are returned
-    beside u. What AdaLomo, Adafactor and CAME have in common. One round; two where the ranks hold
-    parts of rows. Whole rows have their new statistic before any sum is reduced, and
+    beside u. What AdaLomo, Adafactor and CAME have in common.
+    """
+    if shard.is_matrix and shard.holds_rows:
+        return (yield from _normalize_whole_rows(g, v, eps, beta, clip, shard, *more))
+    if shard.is_matrix:
+        u, u_sq, totals = yield from _normalize_cut_rows(g, v, eps, beta, shard, *more)
+    else:
+        u, u_sq, totals = yield from _normalize_vector(g, v, eps, beta, shard, *more)
+    return u.times((clip / shard.rms(u_sq)).clamp(max=1)), totals
+
+
+def _normalize_vector(
+    g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
+) -> Unbounded:
+    """u of a vector, whose v is a run like g; one round, for the sum of u²."""
+    ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
+    u = ops.RunQuotient(g, v["full"])
+    u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
+    return u, u_sq, tuple(totals)
+
+
+def _normalize_cut_rows(
+    g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
+) -> Unbounded:
+    """u of a matrix of whose rows ranks hold parts; two rounds, of statistics and of u²."""
+    row, col, *totals = yield (*sums(g, shard, g), *more)
+    u = divide_(g, v, (row, col), eps, beta, shard)
+    (u_sq,) = yield (ops.square_sum(u, shard, g),)
+    return u, u_sq, tuple(totals)
+
+
+def _normalize_whole_rows(
+    g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
+) -> Generator[Sums, Sums, tuple[Update, Sums]]:
+    """u, bounded, of a matrix of which ranks hold whole rows; one round.
+
+    A whole row has its new statistic before any sum is reduced, and
 
         sum of u² = mean(row) · sum over columns (1 / col · sum over rows (g² / row)),
 
     of which the inner sums, one for each column, travel with the statistics.
     """
-    u: Update
-    if not shard.is_matrix:
-        ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
-        u = ops.RunQuotient(g, v["full"])
-        u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
-    elif shard.holds_rows:
-        before, share = v["row"] * beta + (1 - beta) * eps, (1 - beta) / shard.cols
-        mine = ops.weighed_square_sums(g, before, share, shard, g)
-        row, col, weighed, *totals = yield (*mine, *more)
-        return divide_(g, v, (row, col, weighed), eps, beta, shard, clip), tuple(totals)
-    else:
-        row, col, *totals = yield (*sums(g, shard, g), *more)
-        u = divide_(g, v, (row, col), eps, beta, shard)
-        (u_sq,) = yield (ops.square_sum(u, shard, g),)
-    return u.times((clip / shard.rms(u_sq)).clamp(max=1)), tuple(totals)
+    before, share = v["row"] * beta + (1 - beta) * eps, (1 - beta) / shard.cols
+    mine = ops.weighed_square_sums(g, before, share, shard, g)
+    row, col, weighed, *totals = yield (*mine, *more)
+    return divide_(g, v, (row, col, weighed), eps, beta, shard, clip), tuple(totals)

@@ -13,18 +13,32 @@ of the gradient, and 1 or 2. Vectors, tensors of more than two dimensions and gr
 are stepped by AdamW: moments 8·numel / d, no rounds (8-bit: one if a cut goes through a block).
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from ds_ext import ops
 from ds_ext.hyperparams import Bits, Count, Fraction, NonNegative, Positive, Side, Size
 from ds_ext.ops import quantize
-from ds_ext.ops.shard import Shard, outward
-from ds_ext.ops.state import Part
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
 from ds_ext.rules import lowrank
+from ds_ext.rules.adam import Adam
+from ds_ext.rules.base import Kept, Rounds, Sums, register
 
 
+@register(
+    paper="2403.03507",
+    state="about 8·r/(L·d) for moments + 4·r/L for a replicated basis, r the rank, L the long "
+    "side; 2 instead of 8 with 8-bit moments",
+    rounds="1–2, more when the basis is renewed",
+)
 @dataclass(frozen=True)
 class GaLoreAdamW:
+    """AdamW on gradients projected to a low rank (arXiv 2403.03507).
+
+    A group with ``rank=None`` is stepped by plain AdamW, as is what is no matrix.
+    """
+
     lr: NonNegative = 1e-3
     rank: Count | None = 128  # dimensions of the projected gradient; null: plain AdamW
     update_proj_gap: Count = 200  # steps between renewals of the basis
@@ -37,74 +51,61 @@ class GaLoreAdamW:
     nbits: Bits = 32  # of the moments
     min_8bit_size: Size = 4096  # fewer moments than these stay fp32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.nbits == 8:
             quantize.functional()
 
-    def keeps(self, shard):
+    def keeps(self, shard: Shard) -> Parts:
         if not self.projects(shard):
-            total = shard.numel
-            return self.moments(outward(shard.start, shard.stop, self.unit(total), total), total)
+            return self.adam.keeps_of(shard)
         rank, right = self.space(shard)
         total = rank * (shard.rows if right else shard.cols)
-        part = lowrank.own_part(rank, right, shard, self.unit(total))
-        return self.moments(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
+        part = lowrank.own_part(rank, right, shard, self.adam.unit(total))
+        return self.adam.keeps(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
 
-    def step(self, p, g, s, t, shard):
-        beta1, beta2 = self.betas
-        factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) if self.correct_bias else 1.0
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        factor = self.adam.correction(t) if self.correct_bias else 1.0
         factor *= 1 - self.lr * self.weight_decay  # the decay is that of the updated weight
-        if not self.projects(shard):
-            if self.unit(shard.numel) > 1:
-                before, after = yield from quantize.complete(g, shard)
-                g, p = (ops.Extended(before, x, len(shard), after) for x in (g, p))
-                shard = Shard.whole((len(before) + len(shard) + len(after),))
-            flat = Shard.whole((len(shard),))
-            u = ops.Scaled(self.adam(s, g), factor)
-            ops.apply_(p, u, flat, lr=self.lr, weight_decay=self.weight_decay)
-            return
+        u: ops.Readable
+        if self.projects(shard):
+            u = yield from self.projected(g, s, t, shard)
+            factor *= self.scale
+        else:
+            u, p, shard = yield from self.adam.step(p, g, s, shard)
+        ops.apply_(p, ops.Scaled(u, factor), shard, lr=self.lr, weight_decay=self.weight_decay)
 
+    def projected(
+        self, g: ops.Gradient, s: Kept, t: int, shard: Shard
+    ) -> Generator[Sums, Sums, lowrank.Product]:
+        """Adam in the low-rank space, whose basis is renewed first if it is time, and back."""
         rank, right = self.space(shard)
         if (t - 1) % self.update_proj_gap == 0:
             s["q"] = yield from lowrank.basis(g, rank, right, shard)
         (r,) = yield (lowrank.project(g, s["q"], right, shard),)
-        part = lowrank.own_part(rank, right, shard, self.unit(r.numel()))
-        u = ops.evaluate(self.adam(s, r.view(-1)[part]), Shard.whole((part.stop - part.start,)), r)
-        first = shard.touched.start
+        part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
+        step = self.adam.advance(s, r.view(-1)[part])
+        u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r)
         if right:
             own = lowrank.own_part(rank, right, shard)
-            u = u[own.start - part.start : own.stop - part.start]
-            back = lowrank.Product(u.view(-1, rank), s["q"], first)
-        else:
-            (u,) = yield (ops.pad(u, part, r),)
-            back = lowrank.Product(s["q"], u, first)
-        u = ops.Scaled(back, factor * self.scale)
-        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+            u = u[own.start - part.start : own.stop - part.start].view(-1, rank)
+            return lowrank.Product(u, s["q"], shard.touched.start)
+        (u,) = yield (ops.pad(u, part, r),)
+        return lowrank.Product(s["q"], u, shard.touched.start)
 
-    def projects(self, shard):
+    def projects(self, shard: Shard) -> bool:
+        """Whether a parameter is stepped in a low-rank space."""
         return self.rank is not None and len(shard.shape) == 2 and shard.numel > 0
 
-    def space(self, shard):
-        """(dimensions, whether they are the right side's) of the whole matrix."""
+    def space(self, shard: Shard) -> tuple[int, bool]:
+        """Dimensions of a matrix's low-rank space, and whether it is that of the right side."""
+        assert self.rank is not None
         short_is_right = shard.rows >= shard.cols
-        right = {"std": short_is_right, "reverse_std": not short_is_right}
-        return min(self.rank, shard.rows, shard.cols), right.get(
-            self.proj_type, self.proj_type == "right"
-        )
+        sides = {"std": short_is_right, "reverse_std": not short_is_right}
+        right = sides.get(self.proj_type, self.proj_type == "right")
+        return min(self.rank, shard.rows, shard.cols), right
 
-    def unit(self, total):
-        """Moments that are kept together, of ``total``: the blocks of 8-bit ones."""
-        return quantize.SIZE if self.nbits == 8 and total >= self.min_8bit_size else 1
-
-    def moments(self, part, total):
-        """Moments of the elements ``part`` of ``total``."""
-        kept = quantize.keeps if self.unit(total) > 1 else Part.of
-        return {"m": kept(part, total), "v": kept(part, total)}
-
-    def adam(self, s, g):
-        """The update by a flat run ``g``; its blocks advance the moments and are read once."""
-        m, v = s["m"], s["v"]
-        if isinstance(m, dict):
-            m, v = quantize.Quantized(m, signed=True), quantize.Quantized(v, signed=False)
+    @property
+    def adam(self) -> Adam:
+        """The moments, of a parameter or of its projection."""
         eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)
-        return ops.AdamStep(ops.RootQuotient(m, v, eps), g, *self.betas)
+        return Adam(self.betas, eps, self.nbits, self.min_8bit_size)

@@ -1,19 +1,28 @@
 """LAMB: Adam whose update has the norm of the weights. You et al., arXiv 1904.00962, algorithm 2,
 with phi(x) = x and bias correction.
 
+    m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²
+    u = m̂ / (sqrt(v̂) + eps) + weight_decay · p
+    p ← p − lr · (‖p‖ / ‖u‖) · u,  the ratio 1 where either norm is 0
+
 Norms are those of the whole parameter, leading dimensions of a tensor with more than two included.
-The momenta are runs like the weights: nothing is replicated.
+State: ``m`` and ``v`` are runs like the weight, known elsewhere as exp_avg and exp_avg_sq.
 """
 
 from dataclasses import dataclass
 
 from ds_ext import ops
 from ds_ext.hyperparams import Fraction, NonNegative, Positive
-from ds_ext.ops.state import Part
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part, Parts
+from ds_ext.rules.base import Kept, Rounds, register
 
 
+@register(paper="1904.00962", state="8/d", rounds="1")
 @dataclass(frozen=True)
 class LAMB:
+    """Adam whose update has the norm of the weights (arXiv 1904.00962)."""
+
     lr: NonNegative = 1e-3  # relative to the norm of the weights
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: Positive = 1e-6
@@ -22,15 +31,15 @@ class LAMB:
     min_coeff: NonNegative | None = None  # least norm ratio; DeepSpeed's FusedLamb: 0.01
     max_coeff: Positive | None = None  # largest norm ratio; DeepSpeed's FusedLamb: 10
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         low, high = self.min_coeff, self.max_coeff
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_coeff={low} is larger than max_coeff={high}: swap them.")
 
-    def keeps(self, shard):
+    def keeps(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard), "v": Part.like(shard)}
 
-    def step(self, p, g, s, t, shard):
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
         beta1, beta2 = self.betas
         c1, c2 = (1 - beta1**t, 1 - beta2**t) if self.bias_correction else (1, 1)
         adam = ops.RootQuotient(s["m"], s["v"], self.eps, c1, c2)

@@ -15,13 +15,12 @@ from ds_ext import ops
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Block, Shard, outward
 from ds_ext.ops.state import Part
+from ds_ext.rules.base import Sums
 
 # Elements of the gradient that all ranks hold at a time while the basis is renewed.
 SLICE = 2**20
 # Singular values below this part of the largest one are noise in the Gram matrix.
 NOISE = 1e-6
-
-Rounds = Generator[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 
 
 def own_part(rank: int, right: bool, shard: Shard, unit: int = 1) -> slice:
@@ -82,7 +81,7 @@ class Product:
         return (self.left[rows] @ self.right[:, b.cols]).unsqueeze(0)
 
 
-def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Rounds:
+def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Sums, Sums, Tensor]:
     """The leading singular vectors of one side of the whole matrix: what this rank keeps of them.
 
     A run of a flattened matrix has neither whole rows nor whole columns, so the Gram matrix of the
@@ -91,8 +90,22 @@ def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Rounds:
     in fp64 for its condition is the square of G's, and sends the vectors to all. The long side's
     are G·w/σ; those without a gradient (σ = 0) are left 0, where an SVD would choose at random.
     """
-    like = torch.empty(0, dtype=ops.accumulator(g.dtype), device=g.device)
     tall = shard.rows > shard.cols or (shard.rows == shard.cols and right)
+    gram = yield from _gram(g, tall, shard)
+    w = torch.zeros(
+        min(shard.rows, shard.cols), rank, dtype=ops.accumulator(g.dtype), device=g.device
+    )
+    if gram is not None:
+        w.copy_(_leading(gram, rank, divided=right != tall))
+    (w,) = yield (w,)
+    if right != tall:  # from the short side's vectors to the long side's
+        (r,) = yield (project(g, own_basis(w, tall, shard), tall, shard),)
+        w = r if tall else r.T
+    return own_basis(w, right, shard)
+
+
+def _gram(g: ops.Gradient, tall: bool, shard: Shard) -> Generator[Sums, Sums, Tensor | None]:
+    """The Gram matrix of the short side, [short, short] in fp64, on the rank that adds it up."""
     short = min(shard.rows, shard.cols)
     is_owner = shard.start == 0 and len(shard) > 0
     gram = torch.zeros(short if is_owner else 0, short, dtype=torch.float64, device=g.device)
@@ -101,14 +114,7 @@ def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Rounds:
         if is_owner:
             x = x.double()
             gram.addmm_(x.T, x) if tall else gram.addmm_(x, x.T)
-    w = like.new_zeros(short, rank)
-    if is_owner:
-        w.copy_(_leading(gram, rank, divided=right != tall))
-    (w,) = yield (w,)
-    if right != tall:  # from the short side's vectors to the long side's
-        (r,) = yield (project(g, own_basis(w, tall, shard), tall, shard),)
-        w = r if tall else r.T
-    return own_basis(w, right, shard)
+    return gram if is_owner else None
 
 
 def _slices(shard: Shard, tall: bool) -> Iterator[tuple[slice, slice]]:
@@ -148,6 +154,8 @@ def _leading(gram: Tensor, rank: int, divided: bool) -> Tensor:
     Their largest component is positive, so that the moments of a direction keep their sign when
     the basis is renewed, which an SVD leaves to chance.
     """
+    values: Tensor
+    vectors: Tensor
     values, vectors = torch.linalg.eigh(gram)  # ascending
     values, vectors = values[-rank:].flip(0), vectors[:, -rank:].flip(1)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))

@@ -1,0 +1,106 @@
+"""What a rule is, and the registry of rules: an optimizer is a dataclass that is registered.
+
+A rule sees the step of one parameter from one rank: its own run ``p`` of the weight, the same run
+``g`` of the gradient and what it keeps ``s``. Where it needs a sum over the whole parameter it
+yields its partial sums, and is sent back the totals over all ranks.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
+
+Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
+Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, is sent their totals
+Kept: TypeAlias = dict[str, Any]  # the tensors of ``keeps``, nested as there
+
+
+class Rule(Protocol):
+    """An optimizer's algorithm: a frozen dataclass whose fields are its hyper-parameters.
+
+    ``weight_decay`` is a field of every rule; each field has a default and one of the types of
+    ``ds_ext.hyperparams``, from which values of the JSON config are checked.
+    """
+
+    weight_decay: float
+
+    def keeps(self, shard: Shard) -> Parts:
+        """Returns what a rank keeps of a parameter between steps, as parts of a whole state."""
+        ...
+
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        """Steps a run of the weight in place.
+
+        Whether and how often it yields depends on the parameter's shape, the hyper-parameters,
+        ``t`` and totals, never on ``len(shard)``: a rank with an empty run takes part.
+
+        Args:
+            p: this rank's run of the weight, flat, [len(shard)].
+            g: the same run of the gradient.
+            s: what ``keeps`` declared; zeros before the first step.
+            t: number of this step, from 1.
+            shard: which elements of the whole parameter the run is.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered rule, and what the tables of the documentation say of it."""
+
+    rule: type[Rule]
+    paper: str  # arXiv number
+    state: str  # bytes per parameter of a matrix [R, C] on each of d ranks
+    rounds: str  # all-reduces of a bucket's partial sums
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the rule's docstring."""
+        return (self.rule.__doc__ or "").strip().partition("\n")[0]
+
+
+REGISTRY: dict[str, Entry] = {}  # by the lower-case name of the rule
+_subscribers: list[Callable[[str], None]] = []
+
+R = TypeVar("R", bound=type)
+
+
+def register(*, paper: str, state: str, rounds: str) -> Callable[[R], R]:
+    """Makes a rule an optimizer: ``"type"`` in a DeepSpeed config, and in every table.
+
+    Args:
+        paper: the algorithm's arXiv number.
+        state: bytes per parameter of a matrix [R, C] on each of d ranks, as a formula.
+        rounds: all-reduces of a bucket's partial sums in a step.
+
+    Raises:
+        ValueError: another rule has this name.
+    """
+
+    def decorate(rule: R) -> R:
+        name = rule.__name__.lower()
+        known = REGISTRY.get(name)
+        if known is not None and _full_name(known.rule) != _full_name(rule):
+            raise ValueError(f"a rule named {rule.__name__} is registered already: rename one.")
+        REGISTRY[name] = Entry(rule, paper, state, rounds)
+        for tell in _subscribers:
+            tell(name)
+        return rule
+
+    return decorate
+
+
+def _full_name(rule: type) -> str:
+    return f"{rule.__module__}.{rule.__qualname__}"
+
+
+def subscribe(tell: Callable[[str], None]) -> None:
+    """Calls ``tell`` with the lower-case name of every rule: those registered, and later ones."""
+    _subscribers.append(tell)
+    for name in REGISTRY:
+        tell(name)
