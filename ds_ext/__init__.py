@@ -3,14 +3,13 @@
 Importing ds_ext makes its optimizers known to DeepSpeed by name.
 """
 
-import logging
-
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.registration import register
 
+__version__ = "0.1.0"
 __all__ = [
     *(optimizer.__name__ for optimizer in OPTIMIZERS.values()),
     "RuleOptimizer",
@@ -29,13 +28,5 @@ def __getattr__(name: str) -> type[RuleOptimizer]:
         raise AttributeError(f"module 'ds_ext' has no attribute {name!r}")
     return optimizer
 
-
-logger = logging.getLogger("ds_ext")
-if not logger.handlers:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[ds_ext] %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 register()

@@ -5,7 +5,6 @@ reduced in place, so that each rank's run of the summed gradient lies inside the
 memory, and these runs are delivered: to be stepped by, measured or kept (gradients.py).
 """
 
-import logging
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -17,10 +16,9 @@ from ds_ext.backward.owners import Hook
 from ds_ext.backward.reentrant import Uses
 from ds_ext.backward.streams import Beside, to_host
 from ds_ext.distributed.layout import Layout
+from ds_ext.logs import logger
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-
-logger = logging.getLogger("ds_ext")
 
 
 class Run(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_ext import logs
 from ds_ext.backward import owners, settings
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.distributed import consensus
@@ -49,6 +50,7 @@ def fuse_into_backward(
     """
     for refuse in REFUSALS:
         refuse(model)
+    logs.show_by_default()
     kind = {"optimizer": type(optimizer).__name__}
     consensus.agree(kind | consensus.facts(model, optimizer), group)
     _take_over(model, optimizer, group)

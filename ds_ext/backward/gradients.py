@@ -7,7 +7,6 @@ passes, and clips by scaling it. A step that is measured or kept is all or nothi
 is not finite skips it. Without, it skips its own parameter. Either way all ranks do alike.
 """
 
-import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +21,9 @@ from ds_ext.backward.buckets import Buckets, Deliver, Run, apart
 from ds_ext.backward.rehearsal import Rehearsal
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Replicated
+from ds_ext.logs import logger
 from ds_ext.ops.triton import launches
 from ds_ext.optimizer import RuleOptimizer, Update
-
-logger = logging.getLogger("ds_ext")
 
 
 class StepResult(NamedTuple):

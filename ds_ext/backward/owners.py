@@ -6,7 +6,6 @@ modules are ``Hook`` objects, which copies and files of a module do not contain.
 """
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -16,9 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ext.distributed import consensus
 from ds_ext.distributed.placement import Group
+from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer
-
-logger = logging.getLogger("ds_ext")
 
 
 class Hook:

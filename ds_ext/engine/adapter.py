@@ -13,9 +13,9 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScal
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor, nn
 
-from ds_ext import host_offload
+from ds_ext import host_offload, logs
 from ds_ext.backward import rehearsal, settings
-from ds_ext.backward.gradients import FusedBackward, logger
+from ds_ext.backward.gradients import FusedBackward
 from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.names import plain
 from ds_ext.checkpoint.resharding import Own, Pieces
@@ -378,5 +378,6 @@ def _loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
 
 def log(message: str) -> None:
     """Tells the user, once and not on every rank."""
+    logs.show_by_default()
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info(message)
+        logs.logger.info(message)

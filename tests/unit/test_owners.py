@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 
 import pytest
 import torch
@@ -33,20 +32,12 @@ def equal(a, b) -> bool:
     return all(map(torch.equal, a, b))
 
 
-@pytest.fixture
-def log(caplog):
-    logger = logging.getLogger("ds_ext")
-    logger.propagate = True
-    yield caplog
-    logger.propagate = False
-
-
 @pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
-def test_the_newer_takes_over_and_says_so(how, log):
+def test_the_newer_takes_over_and_says_so(how, caplog):
     model, plain = make(), make()
     older, first = fuse(model, lr=5.0, **how)
     newer, second = fuse(model, **how)
-    assert log.text.count("takes over") == 1
+    assert caplog.text.count("takes over") == 1
     expected, alone = fuse(plain, **how)
     for step in range(3):
         newer.backward(loss_of(model, step))
@@ -63,7 +54,7 @@ def test_the_newer_takes_over_and_says_so(how, log):
     assert equal(model.parameters(), before)
 
 
-def test_an_optimizer_may_be_fused_again(log):
+def test_an_optimizer_may_be_fused_again(caplog):
     model, plain = make(), make()
     _, optimizer = fuse(model, lr=0.1)
     _, other = fuse(model, lr=0.2)
@@ -74,14 +65,14 @@ def test_an_optimizer_may_be_fused_again(log):
         o.step()
     assert equal(model.parameters(), plain.parameters())
     newest.remove()
-    assert log.text.count("takes over") == 2
+    assert caplog.text.count("takes over") == 2
 
 
-def test_no_warning_after_remove(log):
+def test_no_warning_after_remove(caplog):
     model = make()
     fuse(model)[0].remove()
     fuse(model)
-    assert "takes over" not in log.text
+    assert "takes over" not in caplog.text
 
 
 def keep(fused, optimizer, model):
@@ -127,7 +118,7 @@ def test_two_optimizers_for_parts_of_one_model_are_refused():
         ds_ext.fuse_into_backward(model, other)
 
 
-def test_models_may_share_frozen_layers(log):
+def test_models_may_share_frozen_layers(caplog):
     body = nn.Linear(6, 6).requires_grad_(False)
     models = [nn.Sequential(body, nn.Linear(6, 2)) for _ in range(2)]
     for model in models:
@@ -136,7 +127,7 @@ def test_models_may_share_frozen_layers(log):
         loss_of(model).backward()
         optimizer.step()
         assert not equal(weights(model[1]), before)
-    assert "takes over" not in log.text
+    assert "takes over" not in caplog.text
     body.requires_grad_(True)
     loss_of(models[0]).backward()
     with pytest.raises(RuntimeError, match=r"0\.weight is stepped by two"):
