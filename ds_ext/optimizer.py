@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import make_dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ds_ext import expert_stacks, host_offload, hyperparams, ops, rules
 from ds_ext.distributed import lockstep
+from ds_ext.distributed.wrapped import refuse_cut
 from ds_ext.meter import Meter
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
@@ -46,6 +47,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[type[rules.Rule]]
+    fused: Container[Tensor] | None = None  # what is stepped inside backward, if it is
     hypers: ClassVar[type]  # the rule, with the fields of ``weight_update.Writing`` after its own
 
     def __init_subclass__(cls) -> None:
@@ -82,7 +84,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         checked = self.check(self.defaults | given)
         super().add_param_group(param_group | checked)
         try:
-            self.refuse_complex(p for p in self.param_groups[-1]["params"] if p.requires_grad)
+            self._check_params(self.param_groups[-1]["params"])
         except ValueError:
             del self.param_groups[-1]
             raise
@@ -97,6 +99,16 @@ class RuleOptimizer(torch.optim.Optimizer):
                     f"{param.dtype}, which no rule is made for: make its real and imaginary parts "
                     "the parameter (torch.view_as_real), or freeze it."
                 )
+
+    def _check_params(self, params: Sequence[Tensor]) -> None:
+        """Raises ValueError for parameters that cannot be stepped."""
+        refuse_cut(params)
+        self.refuse_complex(p for p in params if p.requires_grad)
+        if self.fused is not None and any(p not in self.fused for p in params):
+            raise ValueError(
+                "add_param_group: a parameter is not part of the model that is stepped inside "
+                "backward. Build the model with it, frozen if need be."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"meter": self.meter, "stacks": self.stacks, "home": self.home}
@@ -254,12 +266,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_whole(self, params: list[Tensor]) -> None:
-        if any(param.grad.is_sparse for param in params):
-            raise ValueError(f"{type(self).__name__} does not take sparse gradients.")
         updates = []
         for param in params:
             p = param.detach().contiguous().view(-1)
-            g = param.grad.contiguous().view(-1)
+            g = param.grad.to_dense().contiguous().view(-1)
             updates.append(Update(param, p, g, Shard.whole(param.shape)))
         self.update(updates, lambda total: None)
         for param, p, *_ in updates:

@@ -83,26 +83,46 @@ class Buckets:
         self.uses = Uses(module, leaves)
         self.size_of = {p: domain.numel(p) for p, domain in layout.of.items()}
         self.counted = {p: domain.counted(p) for p, domain in layout.of.items()}
-        self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach))]
         for leaf, params in leaves.items():
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
         self.attach()
+        self.hooks += [self._hooked(p) for p in layout.names if may_be_trained(p)]
+        self._drop_gradients()
+
+    def _hooked(self, param: Tensor) -> torch.utils.hooks.RemovableHandle:
+        """Hooks a parameter, frozen or not: whenever it is unfrozen, its gradients are taken."""
+        frozen = not param.requires_grad
+        if frozen:
+            param.requires_grad_(True)  # or torch hooks nothing
+        take = _leave if param in self.uses.together else self._take
+        handle = param.register_post_accumulate_grad_hook(take)
+        if frozen:
+            param.requires_grad_(False)
+        return handle
+
+    def _drop_gradients(self) -> None:
+        """Drops what earlier backward passes left in ``grad``: torch would add to it."""
+        left = [p for p in self.layout.names if p.grad is not None]
+        for param in left:
+            param.grad = None
+        if left and self.layout.rank == 0:
+            logger.warning("gradients of earlier backward passes are dropped (%d)", len(left))
 
     def attach(self, *_: object) -> None:
-        """Hooks parameters that have become trainable since; called before each forward pass."""
-        new = [p for p in self.layout.names if p.requires_grad and p not in self.hooked]
+        """Looks for parameters that have become trainable; called before each forward pass."""
+        new = [p for p in self.layout.names if p.requires_grad and p not in self.trained]
         for param in new:
             self.claim(param)
-            take = _leave if param in self.uses.together else self._take
-            self.hooked[param] = param.register_post_accumulate_grad_hook(take)
+        self.trained.update(new)
         names = ", ".join(self.layout.name(p) for p in new if not self.wanted(p))
         if names and self.layout.rank == 0:
             logger.warning("trainable but not given to the optimizer, not updated: %s", names)
 
     def remove(self) -> None:
         """Takes the hooks off the parameters and modules."""
-        for hook in (*self.hooked.values(), *self.hooks, *self.uses.hooks):
+        for hook in (*self.hooks, *self.uses.hooks):
             hook.remove()
 
     def holds(self) -> bool:
@@ -112,6 +132,8 @@ class Buckets:
     @torch.no_grad()
     def _take(self, param: Tensor) -> None:
         """Moves a parameter's gradient, which it may lack, into the bucket; the hook."""
+        if param not in self.trained:
+            self.attach()
         grad, param.grad = param.grad, None
         size = self.counted[param]
         if not self.wanted(param) or not size:
@@ -144,6 +166,8 @@ class Buckets:
         """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
         # Autograd may hand out a view of a gradient that other nodes still wait to read.
         is_shared = self.layout.of[param].is_summed and _storage_users(grad) > _SOLE_USER
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:
@@ -288,6 +312,11 @@ def apart(run: Run, dtype: torch.dtype) -> Run:
     g = run.g.to(dtype)
     is_part = g.untyped_storage().nbytes() > g.nbytes
     return run._replace(g=g.clone() if is_part or _storage_users(g) > _SOLE_USER else g)
+
+
+def may_be_trained(param: Tensor) -> bool:
+    """Whether a parameter can have gradients at all, now or later."""
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _leave(param: Tensor) -> None:

@@ -14,11 +14,12 @@ from ds_ext.backward.gradients import FusedBackward
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Replicated, everyone
+from ds_ext.distributed.wrapped import refuse_wrapped
 from ds_ext.optimizer import RuleOptimizer
 
 StepArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 # What else raises ValueError for a model that cannot be fused: ds_ext.engine adds its own.
-REFUSALS: list[Callable[[nn.Module], None]] = []
+REFUSALS: list[Callable[[nn.Module], None]] = [refuse_wrapped]
 
 
 def fuse_into_backward(
@@ -73,21 +74,31 @@ def fuse_into_backward(
 
     def end_step(_: object, args: tuple[Any, ...], given: dict[str, Any]) -> StepArguments | None:
         closure = given.get("closure", args[1] if args[1:] else None)
-        if closure is None:
-            fused.finish()
-            fused.end_step()
-            return None
-        with torch.enable_grad():
-            loss = closure()  # whose backward pass is of this step
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()  # whose backward pass is of this step
+        _check_gradients(optimizer, layout)
         fused.finish()
         fused.end_step()
-        return (args[0], lambda: loss), {}
+        return None if closure is None else ((args[0], lambda: loss), {})
 
     if optimizer in _step_hooks:
         _step_hooks[optimizer].remove()
     _step_hooks[optimizer] = optimizer.register_step_pre_hook(end_step)
     fused.hooks.append(_step_hooks[optimizer])
     return fused
+
+
+def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
+    """Raises RuntimeError for a gradient that no hook took, and no other rank has added to."""
+    for param in optimizer.group_of:
+        if param.grad is not None:
+            raise RuntimeError(
+                f"{layout.name(param)} has a gradient that did not come from backward: after "
+                "fuse_into_backward the gradients that parameters are stepped by are taken inside "
+                "backward. Assign none to .grad; or call .remove() of what fuse_into_backward "
+                "returned, and step as usual."
+            )
 
 
 # Of what an optimizer was fused into last: that of an older one would refuse to go on.

@@ -97,6 +97,7 @@ class FusedBackward:
             claim=lambda param: owners.claim(param, self, layout.name(param)),
         )
         self.rehearsal = Rehearsal(module, layout.device)
+        optimizer.fused = layout.names
         self.is_replaced = False  # whether another owner has taken the parameters over
         self.leave: Callable[[], None] = self.buckets.remove  # the model, to another owner
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -108,6 +109,8 @@ class FusedBackward:
         """Takes the hooks off the parameters, the modules and the optimizer."""
         self.buckets.remove()
         owners.release(self.layout.names, self)
+        if self.optimizer.fused is self.layout.names:
+            self.optimizer.fused = None
         for hook in self.hooks:
             hook.remove()
 

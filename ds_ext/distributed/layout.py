@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ext.distributed.lost import explained
-from ds_ext.distributed.placement import Group, Replicated, as_bytes, everyone, size_of
+from ds_ext.distributed.placement import Group, Replicated, broadcast, everyone, flat, size_of
 from ds_ext.ops.shard import Shard
 
 
@@ -47,8 +47,7 @@ class Layout:
         self.shards = {param: domain.shard(param) for param, domain in self.of.items()}
         self.bytes_sent = 0
         for param in names:
-            if not param.is_contiguous():
-                param.data = param.data.contiguous()  # a run is a view
+            flat(param)  # puts its elements in order, before the first step
 
     def _host_group(self) -> Group:
         """The same ranks, to agree from host to host: what a GPU computes is not waited for."""
@@ -90,7 +89,7 @@ class Layout:
         if self.group is not None and self.world > 1:
             source = dist.get_global_rank(self.group, 0)
             for value in (*module.parameters(), *module.buffers()):
-                dist.broadcast(as_bytes(value.detach()), source, group=self.group)
+                broadcast(value.detach(), source, self.group)
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
         """Modules whose parameters arrive together, used or not: ZeRO-3's leaf modules."""

@@ -90,7 +90,7 @@ class Replicated:
         """This rank's run of the weight, [len(shard)], to be updated in place."""
         shard, held = self.shard(param), self.held.get(param)
         first = shard.start - (held.split.first(held.part) if held else 0)
-        return param.data.view(-1)[first : first + len(shard)]
+        return flat(param)[first : first + len(shard)]
 
     def numel(self, param: Tensor) -> int:
         """Elements of a gradient, padded to equal parts."""
@@ -182,19 +182,44 @@ class Sharded(Replicated):
         with explained():
             self.group.allgather_into_tensor_coalesced(sent, parts).wait()  # type: ignore[union-attr]
         for param, whole in wholes.items():
-            flat = param.data.view(-1)
-            if len(whole) > len(flat):
-                flat.copy_(whole[: len(flat)])
+            values = flat(param)
+            if len(whole) > len(values):
+                values.copy_(whole[: len(values)])
 
     def _whole(self, param: Tensor) -> Tensor:
         """A parameter, flat, in equal parts for all ranks: itself, or a copy of this run in it."""
-        flat, size = param.data.view(-1), self.numel(param)
-        if size == len(flat):
-            return flat
-        whole = torch.empty(size, dtype=flat.dtype, device=flat.device)
+        values, size = flat(param), self.numel(param)
+        if size == len(values):
+            return values
+        whole = torch.empty(size, dtype=values.dtype, device=values.device)
         run = self.run(param)
         self._part(whole)[: len(run)].copy_(run)
         return whole
+
+
+def flat(param: Tensor) -> Tensor:
+    """The elements of a parameter, in their order: a view.
+
+    A parameter that lies in memory in another order (``channels_last``) is first put in this one.
+    """
+    if not param.is_contiguous():
+        param.data = param.data.contiguous()
+    return param.data.view(-1)
+
+
+def broadcast(x: Tensor, source: int, group: Group) -> None:
+    """Sends the values of ``x`` from the rank ``source`` to all others, however they lie in memory.
+
+    Of a dimension that was expanded, one is sent.
+    """
+    for dim in reversed(range(x.ndim)):
+        if x.stride(dim) == 0 and x.shape[dim]:
+            x = x.select(dim, 0)
+    values = x.contiguous()
+    with explained():
+        dist.broadcast(as_bytes(values), source, group=group)
+    if values is not x:
+        x.copy_(values)
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -171,14 +171,7 @@ class ZeroAdapter(ZeROOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Gives the optimizer further parameters, which must be part of the engine's module."""
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        if any(p not in self.layout.names for p in params):
-            raise ValueError(
-                "add_param_group: a parameter is not part of the model that the engine was "
-                "initialized with. Build the model with it, frozen if need be."
-            )
-        self.optimizer.add_param_group({**param_group, "params": params})
+        self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:

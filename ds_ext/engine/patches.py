@@ -25,6 +25,7 @@ from ds_ext.backward import fuse, owners, settings
 from ds_ext.config import offload
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
+from ds_ext.distributed.wrapped import refuse_wrapped
 from ds_ext.engine import expert_parallel, leftovers, save_load
 from ds_ext.engine.adapter import ZeroAdapter, effective, log
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape, whole_shape
@@ -251,6 +252,7 @@ def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:
 def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """Raises ValueError for what this engine was asked to do and ds_ext cannot."""
     leftovers.refuse_gradient_hooks(engine)
+    refuse_wrapped(engine.module)
     config = engine._config._param_dict | effective(engine)
     settings.refuse(config)
     settings.gradients(config)

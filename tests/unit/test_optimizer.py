@@ -206,13 +206,6 @@ def test_weights_and_gradients_that_are_not_contiguous(name):
     assert [(v.data_ptr(), v.stride()) for v in views] == places
 
 
-def test_sparse_gradients_are_refused():
-    embedding = nn.Embedding(5, 3, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="AdaLomo.*sparse"):
-        ds_ext.AdaLomo(embedding.parameters()).step()
-
-
 def tensors(state):
     """All tensors of a nested state."""
     if isinstance(state, torch.Tensor):

@@ -1,0 +1,118 @@
+"""Jobs without an engine on real ranks: parameters that come later, and buffers as they lie."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_ext
+
+STEPS = 4
+
+
+class Tower(nn.Module):
+    """Its layers are also called other than through ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 9)
+        self.second = nn.Linear(9, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+    def loss(self, step: int, rank: int) -> torch.Tensor:
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        return Tower.forward(self, x).square().mean()
+
+
+def make() -> Tower:
+    torch.manual_seed(3)
+    model = Tower()
+    model.first.requires_grad_(False)
+    model.scale.requires_grad_(False)
+    return model
+
+
+def groups(model: Tower) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What is trained from the beginning, though ``first`` is frozen then; and what comes later."""
+    return [*model.first.parameters(), *model.second.parameters()], [model.scale]
+
+
+def change(model: Tower, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """What the script does between steps."""
+    if step == 1:
+        model.first.requires_grad_(True)
+    if step == 2:
+        model.scale.requires_grad_(True)
+        optimizer.add_param_group({"params": groups(model)[1], "lr": 0.05})
+
+
+def train(how: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Trains with gradients left in ``grad`` from before, and never calls ``model(...)``."""
+    model, rank = make(), dist.get_rank()
+    model.loss(99, rank).backward()
+    optimizer = ds_ext.LOMO(groups(model)[0], lr=0.1)
+    fused = ds_ext.fuse_into_backward(model, optimizer, **how)
+    for step in range(STEPS):
+        change(model, optimizer, step)
+        fused.backward(model.loss(step, rank))
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def reference(world: int, max_norm: float) -> dict[str, torch.Tensor]:
+    model = make()
+    optimizer = torch.optim.SGD(groups(model)[0], 0.1)
+    for step in range(STEPS):
+        change(model, optimizer, step)
+        optimizer.zero_grad()
+        (sum(model.loss(step, rank) for rank in range(world)) / world).backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def strangers() -> dict[str, Any]:
+    """What happens to a parameter outside the model, and to a gradient written by hand."""
+    model, rank = make(), dist.get_rank()
+    optimizer = ds_ext.LOMO(groups(model)[0], lr=0.1)
+    ds_ext.fuse_into_backward(model, optimizer)
+    told = []
+    try:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    except ValueError as error:
+        told.append(str(error))
+    before = model.second.weight.detach().clone()
+    model.second.weight.grad = torch.full_like(model.second.weight, float(rank))
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        told.append(str(error))
+    return {"told": told, "unmoved": torch.equal(before, model.second.weight)}
+
+
+def buffers() -> dict[str, torch.Tensor]:
+    """Buffers that lie in memory in odd ways, as they arrive; each rank has others."""
+    model, rank = nn.Linear(2, 2), dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    whole = torch.randn(5, 6, generator=generator)
+    beside = whole.clone()
+    odd = {
+        "column": whole[:, 1:3],
+        "expanded": torch.randn(1, 4, generator=generator).expand(3, 4),
+        "number": torch.randn((), generator=generator).expand(2, 3),
+        "turned": torch.randn(3, 5, generator=generator).t(),
+        "windows": torch.randn(6, generator=generator).unfold(0, 3, 1),
+        "flags": torch.tensor([rank == 0, rank == 1]).expand(3, 2),
+        "halves": torch.randn(4, 4, generator=generator).half()[::2, ::2],
+        "none": torch.empty(0, 3),
+    }
+    for name, value in odd.items():
+        model.register_buffer(name, value)
+    ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.1))
+    kept = torch.equal(whole[:, 3:], beside[:, 3:]) and torch.equal(whole[:, :1], beside[:, :1])
+    return {n: b.clone() for n, b in model.named_buffers()} | {"kept": torch.tensor(kept)}

@@ -1,0 +1,41 @@
+"""``fuse_into_backward`` on two ranks: parameters that come later, and buffers as they lie."""
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.distributed import plain_jobs
+
+WORLD = 2
+HOW = {
+    "fused": {},
+    "small buckets": {"bucket_size": 10},
+    "sharded": {"gradient_policy": "sharded"},
+    "clipped": {"max_grad_norm": 0.3},
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_unfrozen_and_added_parameters_are_stepped_by_the_gradients_of_all_ranks(how):
+    before = dict(plain_jobs.make().state_dict())
+    expected = plain_jobs.reference(WORLD, how.get("max_grad_norm", 0.0))
+    first, second = worlds.run(WORLD, plain_jobs.train, how)
+    for name, p in expected.items():
+        assert torch.equal(first[name], second[name]), name
+        assert (first[name] - p).norm() <= 1e-5 * (p - before[name]).norm(), name
+        assert (p - before[name]).norm() > 0, name
+
+
+def test_what_no_hook_would_step_is_refused_on_all_ranks():
+    for got in worlds.run(WORLD, plain_jobs.strangers):
+        assert got["unmoved"] and len(got["told"]) == 2
+        assert "not part of the model" in got["told"][0]
+        assert "second.weight has a gradient that did not come from backward" in got["told"][1]
+
+
+def test_buffers_arrive_however_they_lie_in_memory():
+    first, second = worlds.run(WORLD, plain_jobs.buffers)
+    for name, value in first.items():
+        assert torch.equal(second[name], value), name
+    assert first["kept"]
+    assert first["flags"].tolist() == [[True, False]] * 3

@@ -1,0 +1,119 @@
+"""Models of unusual memory and gradients, and what other wrappers have made of a model."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_ext
+from ds_ext.optimizer import OPTIMIZERS
+
+HYPERS = {"adafactor": {"lr": 0.01, "relative_step": False}, "galoreadamw": {"rank": 2}}
+HOW = {
+    "fused": {},
+    "sharded": {"gradient_policy": "sharded"},
+    "clipped": {"max_grad_norm": 0.1, "clip_mode": "previous"},
+}
+
+
+def steps(model, optimizer, loss_of, count=3):
+    for step in range(count):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def tokens(step):
+    return torch.randint(0, 7, (4, 5), generator=torch.Generator().manual_seed(step))
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(7, 6, sparse=sparse)
+        self.bags = nn.EmbeddingBag(7, 6, sparse=sparse, mode="sum")
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.words(x).mean(1) + self.words(x + 0).sum(1) + self.bags(x))
+
+
+@pytest.mark.parametrize("how", ["plain", *HOW])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sparse_gradients_are_made_dense(name, how):
+    def trained(sparse):
+        model = Words(sparse)
+        optimizer = OPTIMIZERS[name](model.parameters(), **HYPERS.get(name, {"lr": 1e-2}))
+        if how != "plain":
+            fused = ds_ext.fuse_into_backward(model, optimizer, **HOW[how])
+            fused.previous_norm = 1.0
+        return steps(model, optimizer, lambda m, step: m(tokens(step)).square().mean())
+
+    start = list(Words(False).parameters())
+    for p, got, begun in zip(trained(False), trained(True), start, strict=True):
+        assert (got - p).norm() <= 1e-5 * (p - begun).norm()
+        assert not torch.equal(p, begun)
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_channels_last_after_fusing_changes_no_number(policy):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
+    plain, start = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
+    model.to(memory_format=torch.channels_last)
+    assert not model[0].weight.is_contiguous()
+
+    def loss_of(m, step):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        return m(x.to(memory_format=torch.channels_last)).square().mean()
+
+    expected = steps(plain, torch.optim.SGD(plain.parameters(), 0.1), loss_of)
+    for p, got, begun in zip(
+        expected, steps(model, optimizer, loss_of), start.parameters(), strict=True
+    ):
+        assert (got - p).norm() <= 1e-5 * (p - begun).norm()
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def wrapped(kind):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if kind == "FSDP2":
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    elif kind == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=kind == "FSDP1"
+        )
+    return model
+
+
+@pytest.mark.parametrize("kind", ["FSDP1", "FSDP2", "DDP"])
+def test_models_that_others_wrapped_are_refused(group, kind):
+    model = wrapped(kind)
+    whole = [p for p in model.parameters() if type(p) is nn.Parameter]
+    with pytest.raises(ValueError, match="pass the model itself"):
+        ds_ext.fuse_into_backward(model, ds_ext.LOMO(whole, lr=0.1))
+
+
+@pytest.mark.parametrize("kind", ["FSDP1 flat", "FSDP2"])
+def test_parts_of_parameters_are_refused(group, kind):
+    with pytest.raises(ValueError, match=r"FSDP.*ZeRO stage.*deepspeed\.initialize"):
+        ds_ext.LOMO(wrapped(kind).parameters(), lr=0.1)
