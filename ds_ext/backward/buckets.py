@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import ops
-from ds_ext.backward.owners import Hook
+from ds_ext.backward import owners
+from ds_ext.backward.owners import Hook, Owner
 from ds_ext.backward.reentrant import Uses
 from ds_ext.backward.streams import Beside, to_host
 from ds_ext.distributed.layout import Layout
@@ -63,15 +64,15 @@ class Buckets:
         comm_dtype: Callable[[Tensor], torch.dtype | None],
         wanted: Callable[[Tensor], bool],
         begin: Callable[[], Deliver],
+        owner: Owner,
         overlap: bool = False,
-        claim: Callable[[Tensor], None] = lambda param: None,
     ) -> None:
         self.layout = layout
         self.size = size
         self.comm_dtype = comm_dtype
         self.wanted = wanted
         self.begin = begin
-        self.claim = claim
+        self.owner = owner
         self.overlap = overlap and (layout.is_shared or layout.device.type == "cuda")
         self.beside = Beside(layout.device, overlap)
         self.sent: Sent | None = None  # the bucket that is on its way
@@ -114,7 +115,7 @@ class Buckets:
         """Looks for parameters that have become trainable; called before each forward pass."""
         new = [p for p in self.layout.names if p.requires_grad and p not in self.trained]
         for param in new:
-            self.claim(param)
+            owners.claim(param, self.owner, self.layout.name(param))
         self.trained.update(new)
         names = ", ".join(self.layout.name(p) for p in new if not self.wanted(p))
         if names and self.layout.rank == 0:
@@ -133,6 +134,8 @@ class Buckets:
     def _take(self, param: Tensor) -> None:
         """Moves a parameter's gradient, which it may lack, into the bucket; the hook."""
         if param not in self.trained:
+            if owners.owner(param) not in (None, self.owner):
+                return  # it is trained as a part of another model
             self.attach()
         grad, param.grad = param.grad, None
         size = self.counted[param]

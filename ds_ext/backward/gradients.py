@@ -94,7 +94,7 @@ class FusedBackward:
             wanted=self._wanted,
             begin=self._begin,
             overlap=how.overlap,
-            claim=lambda param: owners.claim(param, self, layout.name(param)),
+            owner=self,
         )
         self.rehearsal = Rehearsal(module, layout.device)
         optimizer.fused = layout.names

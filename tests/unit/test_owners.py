@@ -129,9 +129,13 @@ def test_models_may_share_frozen_layers(caplog):
         assert not equal(weights(model[1]), before)
     assert "takes over" not in caplog.text
     body.requires_grad_(True)
-    loss_of(models[0]).backward()
+    before = weights(body)
+    loss_of(models[1]).backward()  # steps it as a part of this one
+    assert not equal(weights(body), before)
+    before = weights(models[0])
     with pytest.raises(RuntimeError, match=r"0\.weight is stepped by two"):
-        loss_of(models[1])
+        loss_of(models[0])
+    assert equal(weights(models[0]), before)
 
 
 def duplicates(model):
