@@ -5,7 +5,8 @@ reduced in place, so that each rank's run of the summed gradient lies inside the
 memory, and these runs are delivered: to be stepped by, measured or kept (gradients.py).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -79,6 +80,8 @@ class Buckets:
         self.deliver: Deliver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat, in equal parts; None: has none
         self.elements = 0  # of gradients that wait
+        self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may have a part of
+        self.aside: dict[Tensor, None] | None = None  # what is not to be taken yet
         self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
         self.uses = Uses(module, leaves)
@@ -97,7 +100,7 @@ class Buckets:
         frozen = not param.requires_grad
         if frozen:
             param.requires_grad_(True)  # or torch hooks nothing
-        take = _leave if param in self.uses.together else self._take
+        take = _leave if param in self.uses.together else self.take
         handle = param.register_post_accumulate_grad_hook(take)
         if frozen:
             param.requires_grad_(False)
@@ -128,16 +131,38 @@ class Buckets:
 
     def holds(self) -> bool:
         """Whether gradients have come that are not delivered."""
-        return bool(self.waiting or self.parts or self.sent)
+        return bool(self.waiting or self.joining or self.parts or self.sent)
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[list[Tensor]]:
+        """Leaves gradients that come within to their parameters, which it lists: they are parts."""
+        outer, self.aside = self.aside, {}
+        left: list[Tensor] = []
+        try:
+            yield left
+        finally:
+            left += self.aside
+            self.aside = outer
 
     @torch.no_grad()
-    def _take(self, param: Tensor) -> None:
+    def join(self, param: Tensor, grad: Tensor) -> None:
+        """Adds a gradient to what autograd brings in this pass, which may be nothing."""
+        self.joining[param] = self.joining[param] + grad if param in self.joining else grad
+
+    @torch.no_grad()
+    def take(self, param: Tensor) -> None:
         """Moves a parameter's gradient, which it may lack, into the bucket; the hook."""
+        if self.aside is not None:
+            self.aside[param] = None
+            return
         if param not in self.trained:
             if owners.owner(param) not in (None, self.owner):
                 return  # it is trained as a part of another model
             self.attach()
         grad, param.grad = param.grad, None
+        if param in self.joining:
+            joining = self.joining.pop(param)
+            grad = joining if grad is None else grad + joining
         size = self.counted[param]
         if not self.wanted(param) or not size:
             return
@@ -161,7 +186,7 @@ class Buckets:
         def hook(*_: object) -> None:
             for param in params:
                 if param.requires_grad:
-                    self._take(param)
+                    self.take(param)
 
         return hook
 
@@ -211,6 +236,8 @@ class Buckets:
 
     def finish(self) -> None:
         """Ends a backward pass: delivers what waits on any rank, and what came in parts."""
+        for param in list(self.joining):
+            self.take(param)
         while not self.flush(ended=True):
             pass
         self._receive()

@@ -38,6 +38,7 @@ class Rehearsal:
         self.module = module
         self.devices = [] if device.type == "cpu" else [device]
         self.seen = self._versions()
+        self.is_running = False
         self.changed: str | None = None  # a function that wrote to what it had saved
 
     @contextlib.contextmanager
@@ -47,8 +48,12 @@ class Rehearsal:
         Random numbers and buffers are then as before.
         """
         before = _digests(loss)
-        with torch.random.fork_rng(self.devices), self._same_buffers():
-            yield
+        self.is_running = True
+        try:
+            with torch.random.fork_rng(self.devices), self._same_buffers():
+                yield
+        finally:
+            self.is_running = False
         self.changed = _first_change(before, _digests(loss))
 
     @contextlib.contextmanager

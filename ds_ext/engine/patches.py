@@ -26,7 +26,7 @@ from ds_ext.config import offload
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
 from ds_ext.distributed.wrapped import refuse_wrapped
-from ds_ext.engine import expert_parallel, leftovers, save_load
+from ds_ext.engine import expert_parallel, leftovers, save_load, tiled
 from ds_ext.engine.adapter import ZeroAdapter, effective, log
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape, whole_shape
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
@@ -52,6 +52,7 @@ def register() -> None:
     _save_and_load()
     _end_with_the_others()
     _keep_backward()
+    tiled.register()
     configure, build, check, wrap, make_scheduler, schedule, take_step = (
         DeepSpeedEngine._configure_optimizer,
         DeepSpeedEngine._configure_basic_optimizer,

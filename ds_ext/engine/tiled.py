@@ -1,0 +1,130 @@
+"""DeepSpeed's tiled functions, which run backward by themselves, a tile of the sequence at a time.
+
+Of the weights in them each tile brings a part of the gradient: it is taken when it is whole.
+``TiledFusedLogitsLoss`` has it in forward, where it waits for the backward pass to be multiplied by
+what the loss was multiplied by, which DeepSpeed does with the gradient of its input alone.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+    SequenceTiledCompute,
+    TiledFusedLogitsLoss,
+    TiledMLP,
+)
+from torch import Tensor, nn
+
+from ds_ext.backward import owners
+from ds_ext.backward.gradients import FusedBackward
+
+
+class Waiting(NamedTuple):
+    """The gradient that a loss has of a weight before anybody multiplied that loss."""
+
+    owner: FusedBackward
+    param: Tensor
+    grad: Tensor
+    is_called: bool  # whether the loss calls the weight's module
+
+
+def register() -> None:
+    """Makes the functions right where one of our optimizers has the weights."""
+    for function in (SequenceTiledCompute, TiledMLP):
+        _take_when_whole(function)
+    _wait_for_backward(TiledFusedLogitsLoss)
+
+
+def _take_when_whole(function: Any) -> None:
+    """For functions that run forward again in backward."""
+    forward, backward = function.forward, function.backward
+
+    @functools.wraps(forward)
+    def counted(ctx: Any, *args: Any) -> Any:
+        ctx.owners = _owners(args)
+        with _counted_once(ctx.owners):
+            return forward(ctx, *args)
+
+    @functools.wraps(backward)
+    def whole(ctx: Any, *grads: Any) -> Any:
+        with _set_aside(ctx.owners) as left:
+            result = backward(ctx, *grads)
+        for param, owner in left:
+            owner.buckets.take(param)
+        return result
+
+    function.forward, function.backward = staticmethod(counted), staticmethod(whole)
+
+
+def _wait_for_backward(function: Any) -> None:
+    """For a loss that runs backward in forward."""
+    forward, backward = function.forward, function.backward
+
+    @functools.wraps(forward)
+    def kept(ctx: Any, *args: Any) -> Any:
+        ctx.owners = _owners(args)
+        with _counted_once(ctx.owners) as called, _set_aside(ctx.owners) as left:
+            loss = forward(ctx, *args)
+        ctx.waiting = []
+        for param, owner in left:
+            grad, param.grad = param.grad, None
+            ctx.waiting.append(Waiting(owner, param, grad, param in called))
+        return loss
+
+    @functools.wraps(backward)
+    def joined(ctx: Any, *grads: Any) -> Any:
+        if not ctx.owners:
+            return backward(ctx, *grads)
+        if ctx.waiting is None:
+            raise RuntimeError(f"the graph of a {function.__name__} was run backward once more.")
+        (factor,) = grads
+        is_last = not any(owner.rehearsal.is_running for owner in ctx.owners)
+        for owner, param, grad, is_called in ctx.waiting:
+            grad = grad.mul_(factor) if is_last else grad * factor
+            owner.buckets.join(param, grad)
+            if is_called and owner.buckets.uses.count[param] == 1:  # nothing else brings a part
+                owner.buckets.take(param)
+        if is_last:
+            ctx.waiting = None
+        # By itself it would multiply in place what it has saved.
+        found = backward(ctx, torch.ones_like(factor))
+        return tuple(None if g is None else g * factor for g in found)
+
+    function.forward, function.backward = staticmethod(kept), staticmethod(joined)
+
+
+def _owners(args: Iterable[Any]) -> list[FusedBackward]:
+    """Who steps the weights among a function's arguments, or in modules or lists among them."""
+    params: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, nn.Module):
+            params += arg.parameters()
+        elif isinstance(arg, (list, tuple)):
+            params += [x for x in arg if isinstance(x, Tensor)]
+    found = dict.fromkeys(map(owners.owner, params))
+    return [owner for owner in found if isinstance(owner, FusedBackward)]
+
+
+@contextmanager
+def _set_aside(found: list[FusedBackward]) -> Iterator[list[tuple[Tensor, FusedBackward]]]:
+    """Leaves gradients where autograd adds them up; at the end, lists of whose parameters."""
+    left: list[tuple[Tensor, FusedBackward]] = []
+    with ExitStack() as stack:
+        aside = [(owner, stack.enter_context(owner.buckets.set_aside())) for owner in found]
+        yield left
+    left += [(param, owner) for owner, params in aside for param in params]
+
+
+@contextmanager
+def _counted_once(found: list[FusedBackward]) -> Iterator[set[Tensor]]:
+    """Counts all calls of a module within as one; at the end, lists its parameters."""
+    called: set[Tensor] = set()
+    counts = [(owner.buckets.uses.count, owner.buckets.uses.count.copy()) for owner in found]
+    yield called
+    for count, before in counts:
+        more = [param for param in count if count[param] > before[param]]
+        count.update({param: before[param] + 1 - count[param] for param in more})
+        called.update(more)

@@ -1,0 +1,41 @@
+"""DeepSpeed's tiled MLP and loss train as those that are not tiled do."""
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.distributed import tiling
+from tests.distributed.tiling import Case
+
+CLIP = 0.3
+CASES = [
+    *(Case(stage, max_norm) for stage in (None, 0, 2, 3) for max_norm in (0.0, CLIP)),
+    *(Case(stage, max_norm, factor=3.0) for stage in (None, 2, 3) for max_norm in (0.0, CLIP)),
+    Case(None, CLIP, tied=True, factor=3.0),
+    Case(2, tied=True),
+    Case(3, CLIP, tied=True),
+    Case(2, CLIP, outside=True, factor=3.0),
+    Case(3, outside=True),
+    Case(2, CLIP, "sharded", factor=3.0, accumulation=2),
+    Case(3, 0.0, "sharded", tied=True, accumulation=2),
+    *(Case(stage, CLIP, reentrant=reentrant) for stage in (2, 3) for reentrant in (True, False)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiled_functions_train_exactly(case):
+    world = 2
+    plain = tiling.make(case, tiled=False)
+    for step in range(tiling.STEPS):
+        parts = range(step * case.accumulation, (step + 1) * case.accumulation)
+        losses = [tiling.loss_of(plain, part, rank) for part in parts for rank in range(world)]
+        plain.zero_grad()
+        (sum(losses) / len(losses)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), case.max_norm or float("inf"))
+        assert norm > 1.1 * case.max_norm  # or it would show nothing
+        torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    for got in worlds.run(world, tiling.train, case):
+        for n, p in plain.named_parameters():
+            error, update = (got["after"][n] - p).norm(), (p - got["before"][n]).norm()
+            assert error <= 1e-5 * update, (n, float(error / update))
+        assert not got["held"]  # none waits for the end of backward because of its tiles
