@@ -211,7 +211,7 @@ def real_calls():
 def called(tmp_path_factory):
     """``real_calls`` of a process that has not run backward itself, and so can be forked."""
     out = tmp_path_factory.mktemp("scale") / "calls.pt"
-    code = "import sys, torch; from tests import test_scale as t; "
+    code = "import sys, torch; from tests.unit import test_scale as t; "
     code += "torch.save(t.real_calls(), sys.argv[1])"
     apart.python("-c", code, str(out), timeout=300)
     return torch.load(out, weights_only=False)
