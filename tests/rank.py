@@ -71,7 +71,7 @@ def serve(
         port: Where rank 0 listens.
         timeout: Seconds that a collective waits.
         output: The file that takes what the rank writes to stdout and stderr.
-        connection: Brings (job, args), or None as the last; takes the answers.
+        connection: Brings (paths to import from, job, arguments, whether it is the last).
     """
     code, clock = 1, Clock()
     try:
@@ -87,13 +87,15 @@ def serve(
         torch.set_num_threads(1)
         deepspeed.init_distributed("gloo", timeout=timedelta(seconds=timeout), verbose=False)
         surroundings = Surroundings()
-        while (sent := _receive(connection)) is not None:
-            paths, job, args = sent
+        is_last = False
+        while not is_last:
+            paths, job, args, is_last = _receive(connection)
             sys.path += [path for path in paths if path not in sys.path]
             _ftruncate(1, 0)
             surroundings.begin()
             result = _saved(_loaded(job)(*pickle.loads(args)))
-            surroundings.restore()
+            if not is_last:
+                surroundings.restore()
             _flush()
             connection.send((True, result, clock.lap()))
         dist.barrier()

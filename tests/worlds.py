@@ -12,6 +12,7 @@ failed is killed, and the next job gets a new one.
 """
 
 import atexit
+import contextlib
 import io
 import multiprocessing
 import os
@@ -117,11 +118,15 @@ def fresh(
     Returns:
         How each rank ended; code 1 if it raised.
     """
+    return begin(size, job, *args, timeout=timeout).end(limit)
+
+
+def begin(size: int, job: Callable[..., Any], *args: Any, timeout: float = 20) -> "World":
+    """The same, but does not wait: the world's ``end`` does."""
     world = World(size, timeout)
-    try:
-        return world.run_and_end(job, args, limit)
-    finally:
-        world.kill()
+    world.began = time.monotonic()
+    world.send(job, args, is_last=True)
+    return world
 
 
 class World:
@@ -129,6 +134,7 @@ class World:
 
     def __init__(self, size: int, timeout: float) -> None:
         start()
+        self.began = time.monotonic()
         self.folder = Path(tempfile.mkdtemp(prefix="world"))
         self.connections: list[Connection] = []
         self.processes: list[BaseProcess] = []
@@ -155,14 +161,12 @@ class World:
         """Whether all ranks are there."""
         return all(process.is_alive() for process in self.processes)
 
-    def send(self, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Gives all ranks a job."""
-        sent = sys.path, _name(job), pickle.dumps(args)
+    def send(self, job: Callable[..., Any], args: tuple[Any, ...], is_last: bool = False) -> None:
+        """Gives all ranks a job; after the last they end."""
+        sent = sys.path, _name(job), pickle.dumps(args), is_last
         for connection in self.connections:
-            try:
+            with contextlib.suppress(OSError):  # it has ended: seen when its answer is waited for
                 connection.send(sent)
-            except OSError:  # the rank has ended: seen when its answer is waited for
-                pass
 
     def run(self, job: Callable[..., Any], args: tuple[Any, ...], limit: float) -> list[Any]:
         """Runs a job -> its results by rank; AssertionError as for ``run`` above."""
@@ -216,22 +220,19 @@ class World:
             how = f"died with exit status {process.exitcode}"
         return f"rank {rank} {how}\n{self.told(rank)}"
 
-    def run_and_end(
-        self, job: Callable[..., Any], args: tuple[Any, ...], limit: float
-    ) -> list[Ended]:
-        """Runs a job, the last -> how the ranks ended."""
-        began = time.monotonic()
-        self.send(job, args)
-        for connection in self.connections:
-            try:
-                connection.send(None)
-            except OSError:
-                pass
+    def end(self, limit: float) -> list[Ended]:
+        """Waits for the ranks' last job -> how they ended; kills those that are late."""
+        try:
+            return self._ended(limit)
+        finally:
+            self.kill()
+
+    def _ended(self, limit: float) -> list[Ended]:
         results: dict[int, Any] = {}
         ended: dict[int, float] = {}
         reading = dict(enumerate(self.connections))
         while len(ended) < len(self):
-            left = began + limit - time.monotonic()
+            left = self.began + limit - time.monotonic()
             if left <= 0:
                 for process in self.processes:
                     process.kill()
@@ -246,7 +247,7 @@ class World:
                         del reading[rank]
             for rank in alive:
                 if not self.processes[rank].is_alive() and rank not in reading:
-                    ended[rank] = time.monotonic() - began
+                    ended[rank] = time.monotonic() - self.began
         return [
             Ended(p.exitcode or 0, ended[r], self.told(r), results.get(r))
             for r, p in enumerate(self.processes)

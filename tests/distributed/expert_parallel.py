@@ -1,11 +1,6 @@
-"""Runs of deepspeed.moe's layers on real ranks, some of whose experts get no token.
-
-Usage: python -m tests.distributed.expert_parallel OUT.pt [REGEX of runs]
-"""
+"""Runs of deepspeed.moe's layers on real ranks, some of whose experts get no token."""
 
 import re
-import sys
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +13,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
-from tests.distributed import forks
+from tests.common.ranks import shared_folder
 from tests.distributed.training import HYPERS
 
 STEPS = 6
@@ -194,15 +189,14 @@ def train(run: Run) -> dict[str, Any]:
 
 def moved(engine, run: Run):
     """What goes on from a checkpoint of ``engine``, its experts spread in another way."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    engine.save_checkpoint(folder[0])
     stage, size = run.then
-    other = start(run, stage, size)
-    with torch.no_grad():
-        for p in other.module.parameters():
-            p.zero_()
-    other.load_checkpoint(folder[0])
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
+        other = start(run, stage, size)
+        with torch.no_grad():
+            for p in other.module.parameters():
+                p.zero_()
+        other.load_checkpoint(folder)
     return other
 
 
@@ -265,20 +259,3 @@ def not_finite(stage: int) -> dict[str, Any]:
         "skipped": skipped,
         "finite": all(p.isfinite().all() for p in own.values()),
     }
-
-
-def main() -> None:
-    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
-    results = {}
-    for world in (2, 4):
-        runs = {n: r for n, r in RUNS.items() if r.world == world and chosen.search(n)}
-        if runs:
-            results |= forks.every(world, runs, train)
-    results["refusals"] = [end.result for end in forks.run(2, refusals)]
-    for stage in (0, 2):
-        results[f"not finite {stage}"] = [end.result for end in forks.run(2, not_finite, stage)]
-    torch.save(results, sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,5 @@
-"""Runs of Hugging Face's mixtures of experts on real ranks, whose routing leaves experts idle.
+"""Runs of Hugging Face's mixtures of experts on real ranks, whose routing leaves experts idle."""
 
-Usage: python -m tests.distributed.experts OUT.pt [REGEX of runs]
-"""
-
-import re
-import sys
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +18,7 @@ import ds_ext
 from ds_ext import expert_stacks
 from ds_ext.engine import expert_parallel
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common.ranks import whole
-from tests.distributed import forks
+from tests.common.ranks import shared_folder, whole
 from tests.distributed.training import HYPERS
 
 # What records the router's logits: DeepSpeed 0.19.8 stumbles over it with transformers 5.23.
@@ -208,11 +201,10 @@ def apart(name: str, stack: torch.Tensor, ep: int) -> dict[str, torch.Tensor]:
 
 def moved(engine, run: Run):
     """What goes on from a checkpoint of ``engine``."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    engine.save_checkpoint(folder[0])
-    other = start(run, make(run.kind), *run.then)
-    other.load_checkpoint(folder[0])
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
+        other = start(run, make(run.kind), *run.then)
+        other.load_checkpoint(folder)
     return other
 
 
@@ -254,17 +246,3 @@ def reference(
         optimizer.step()
     after = {n: p.detach() for n, p in named.items()}
     return before, after, norms, torch.stack(idle)
-
-
-def main() -> None:
-    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
-    results = {}
-    for world in (2, 4):
-        runs = {n: r for n, r in RUNS.items() if r.world == world and chosen.search(n)}
-        if runs:
-            results |= forks.every(world, runs, train)
-    torch.save(results, sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

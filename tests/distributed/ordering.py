@@ -1,9 +1,5 @@
-"""Ranks that go through the model in different ways: what each stage makes of it.
+"""Ranks that go through the model in different ways: what each stage makes of it."""
 
-Usage: python -m tests.distributed.ordering OUT.pt
-"""
-
-import sys
 import time
 from typing import Any
 
@@ -14,7 +10,6 @@ from torch import nn
 
 import ds_ext
 from tests.common.ranks import whole
-from tests.distributed import forks
 
 STEPS, FROM = 4, 2  # steps, and the first in which rank 1 goes its own way where it does so late
 
@@ -96,14 +91,3 @@ CASES = {
 }
 # Here DeepSpeed waits for weights that other ranks do not gather.
 WAITING, TIMEOUT = ("swapped", 3, FROM), 5
-
-
-def main() -> None:
-    seen = {}
-    for name, case in CASES.items():
-        seen[name] = forks.run(2, train, *case, timeout=TIMEOUT if name == WAITING else 60)
-    torch.save(seen, sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

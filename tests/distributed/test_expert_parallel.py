@@ -3,25 +3,18 @@
 import pytest
 import torch
 
-from tests.common import apart, authors
+from tests import worlds
+from tests.common import authors
 from tests.distributed import expert_parallel
 from tests.distributed.expert_parallel import RUNS, STEPS, values
 from tests.support import of
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="session")
-def got(tmp_path_factory):
-    out = tmp_path_factory.mktemp("experts") / "results.pt"
-    apart.python("-m", "tests.distributed.expert_parallel", str(out), timeout=600)
-    return torch.load(out, weights_only=False)
-
 
 @pytest.mark.supports("`deepspeed.moe`, expert parallelism", **of(RUNS))
 @pytest.mark.parametrize("name", RUNS)
-def test_equals_one_process_that_has_all_experts(got, name):
-    run, ranks, before = RUNS[name], got[name], values()
+def test_equals_one_process_that_has_all_experts(name):
+    run, before = RUNS[name], values()
+    ranks = worlds.once(run.world, expert_parallel.train, run)
     model, norms, idle = expert_parallel.reference(run, authors.ordinary)
     after = {n: p.detach() for n, p in model.named_parameters()}
     held = set()
@@ -44,15 +37,15 @@ def test_equals_one_process_that_has_all_experts(got, name):
     assert some.any() and idle.all(1).any() and not idle[0].all(0).any()
 
 
-def test_what_is_not_supported_is_refused_on_every_rank(got):
-    for stage3, fused in got["refusals"]:
+def test_what_is_not_supported_is_refused_on_every_rank():
+    for stage3, fused in worlds.once(2, expert_parallel.refusals):
         assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
         assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_an_expert_whose_gradient_is_not_finite_is_skipped_on_all_ranks(got, stage):
+def test_an_expert_whose_gradient_is_not_finite_is_skipped_on_all_ranks(stage):
     """And so is the expert that another rank has in its place."""
-    for rank, ended in enumerate(got[f"not finite {stage}"]):
+    for rank, ended in enumerate(worlds.once(2, expert_parallel.not_finite, stage)):
         assert ended["same"] == {f"layers.0.experts.{2 * rank + 1}.0.weight"}
         assert ended["skipped"] == 1 and ended["finite"]

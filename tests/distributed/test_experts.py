@@ -3,19 +3,11 @@
 import pytest
 import torch
 
-from tests.common import apart, authors
+from tests import worlds
+from tests.common import authors
 from tests.distributed import experts
 from tests.distributed.experts import RUNS, STEPS
 from tests.support import of
-
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="session")
-def got(tmp_path_factory):
-    out = tmp_path_factory.mktemp("experts") / "results.pt"
-    apart.python("-m", "tests.distributed.experts", str(out), timeout=600)
-    return torch.load(out, weights_only=False)
 
 
 def _feature(name):
@@ -24,8 +16,9 @@ def _feature(name):
 
 @pytest.mark.supports(_feature, **of(RUNS))
 @pytest.mark.parametrize("name", RUNS)
-def test_equals_one_process_whose_experts_are_parameters_of_their_own(got, name):
-    run, ranks = RUNS[name], got[name]
+def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
+    run = RUNS[name]
+    ranks = worlds.once(run.world, experts.train, run)
     before, after, norms, idle = experts.reference(run, authors.ordinary)
     held = set()
     for rank in ranks:

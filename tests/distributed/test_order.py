@@ -1,22 +1,14 @@
 """Buckets come in the same order on every rank; ranks that differ are told so and do not hang."""
 
 import pytest
-import torch
 import transformers
 
-from tests.common import apart
+from tests import worlds
 from tests.distributed import ordering
 from tests.distributed.ordering import CASES, FROM, STEPS, TIMEOUT, WAITING
 
 EXACT = [case for case in CASES if case[1] != 3 or not case[0]]
 TOLD = [case for case in CASES if case not in EXACT and case != WAITING]
-
-
-@pytest.fixture(scope="session")
-def seen(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ordering") / "results.pt"
-    apart.python("-m", "tests.distributed.ordering", str(out), timeout=300)
-    return torch.load(out, weights_only=False)
 
 
 @pytest.mark.supports(
@@ -25,19 +17,18 @@ def seen(tmp_path_factory):
     optimizer="AdaLomo",
 )
 @pytest.mark.parametrize("case", EXACT, ids=str)
-def test_any_order_is_exact_below_stage_3_and_one_order_at_it(seen, case):
+def test_any_order_is_exact_below_stage_3_and_one_order_at_it(case):
     model, before = ordering.make(), ordering.make()
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
     for step in range(STEPS):
         optimizer.zero_grad()
         (sum(ordering.loss_of(model, step, rank, case[0]) for rank in (0, 1)) / 2).backward()
         optimizer.step()
-    for rank in seen[case]:
-        assert rank.code == 0, rank.output[-2000:]
-        assert rank.result["error"] == ""
+    for got in worlds.once(2, ordering.train, *CASES[case]):
+        assert got["error"] == ""
         old = dict(before.named_parameters())
         for n, p in model.named_parameters():
-            error = (rank.result["after"][n] - p).norm()
+            error = (got["after"][n] - p).norm()
             assert error <= max(1e-5 * (p - old[n]).norm(), STEPS * 2**-24 * p.norm()), n
 
 
@@ -54,17 +45,17 @@ NEXT = {
 
 
 @pytest.mark.parametrize("case", TOLD, ids=str)
-def test_ranks_that_differ_at_stage_3_are_all_told_so_at_once(seen, case):
+def test_ranks_that_differ_at_stage_3_are_all_told_so_at_once(case):
     way, _, since = case
-    for rank in seen[case]:
-        assert rank.code == 0, rank.output[-2000:]
+    for rank in worlds.fresh(2, ordering.train, *CASES[case], timeout=60):
+        assert rank.code == 0, rank.output
         got = rank.result
         assert f"next is {NEXT[way, since]}" in got["error"], got["error"]
         assert "zero_optimization.stage 3" in got["error"]
         assert got["step"] == since and got["seconds"] < 10
 
 
-def test_ranks_that_wait_for_other_weights_end_at_the_time_limit(seen):
-    for rank in seen[WAITING]:
+def test_ranks_that_wait_for_other_weights_end_at_the_time_limit():
+    for rank in worlds.fresh(2, ordering.train, *CASES[WAITING], timeout=TIMEOUT):
         assert rank.result["error"].startswith("LostRankError"), rank.result["error"]
         assert rank.result["step"] == FROM and rank.result["seconds"] < TIMEOUT + 10

@@ -4,22 +4,13 @@ import pytest
 import torch
 import transformers
 
-from tests.common import apart, authors
+from tests import worlds
+from tests.common import authors
 from tests.distributed import training, unusual
 from tests.distributed.unusual import COMPILED
 
-HPZ = {"hpz adalomo": (4, "adalomo"), "hpz came": (2, "came")}  # ranks, rule
-
-
-@pytest.fixture(scope="session")
-def seen(tmp_path_factory):
-    out = tmp_path_factory.mktemp("unusual") / "results.pt"
-    apart.python("-m", "tests.distributed.unusual", str(out), timeout=600)
-    found = torch.load(out, weights_only=False)
-    for name, ranks in found.items():
-        for rank, ended in enumerate(ranks):
-            assert ended.code == 0, f"{name}, rank {rank}: {ended.output[-3000:]}"
-    return {name: [ended.result for ended in ranks] for name, ranks in found.items()}
+# Ranks, rule, parameters of up to so many elements stay gathered.
+HPZ = {"hpz adalomo": (4, "adalomo", 0), "hpz came": (2, "came", 30)}
 
 
 def error(after, model, before) -> float:
@@ -32,12 +23,12 @@ def error(after, model, before) -> float:
 
 @pytest.mark.supports("ZeRO++ hpZ", stage=3, optimizer=lambda name: HPZ[name][1])
 @pytest.mark.parametrize("name", HPZ)
-def test_second_copies_of_the_weights_never_go_stale(seen, name):
-    world, rule = HPZ[name]
+def test_second_copies_of_the_weights_never_go_stale(name):
+    world, rule, persist = HPZ[name]
     reference = training.Reference(training.Training(rule, 3), authors.ordinary)
     for step in range(training.STEPS):
         reference.step(step, world)
-    for rank in seen[name]:
+    for rank in worlds.once(world, unusual.second_copies, rule, persist):
         assert error(rank["after"], reference.model, rank["before"]) <= 1e-5
         for held, parts, left, frozen in rank["copies"]:
             assert held > 10 and parts == {world // 2}  # made in forward, of these runs each
@@ -46,7 +37,7 @@ def test_second_copies_of_the_weights_never_go_stale(seen, name):
 
 @pytest.mark.supports("`torch.compile`", stage=lambda case: case[0], optimizer="AdaLomo")
 @pytest.mark.parametrize("case", COMPILED, ids=str)
-def test_a_compiled_model_is_trained_exactly(seen, case):
+def test_a_compiled_model_is_trained_exactly(case):
     model, max_norm = unusual.net(), case[3]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
@@ -56,8 +47,7 @@ def test_a_compiled_model_is_trained_exactly(seen, case):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
         assert norm > 1.5 * max_norm  # or it would show nothing
         optimizer.step()
-    for rank in seen["compiled"]:
-        got = rank[COMPILED.index(case)]
+    for got in worlds.once(2, unusual.compiled, *case):
         assert got["graphs"] > 0
         assert error(got["after"], model, before) <= 1e-5
 
@@ -99,7 +89,7 @@ def refused(name: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=refused(n)) for n in TOLD])
-def test_what_is_not_supported_is_refused_on_every_rank(seen, name):
-    for rank in seen["refused"]:
+def test_what_is_not_supported_is_refused_on_every_rank(name):
+    for rank in worlds.once(3, unusual.refusals):
         assert all(part in rank[name] for part in TOLD[name]), rank[name]
         assert rank[name].count(". ") <= 1  # one sentence

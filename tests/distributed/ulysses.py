@@ -1,10 +1,6 @@
-"""Four forked ranks, sequences divided over two of them by DeepSpeed's Ulysses, two such pairs.
+"""Four ranks, sequences divided over two of them by DeepSpeed's Ulysses, two such pairs."""
 
-Usage: python -m tests.distributed.ulysses OUT.pt
-"""
-
-import sys
-import traceback
+import functools
 from typing import Any
 
 import deepspeed
@@ -17,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.common.authors import ordinary
-from tests.distributed import forks
 
 VOCAB, WIDTH, HEADS, LENGTH, STEPS = 29, 24, 4, 10, 6
 CLIP = 0.05
@@ -65,6 +60,7 @@ def loss_of(model, step: int, pair: int, part: slice) -> torch.Tensor:
     return (model(tokens[part]) - target[part]).square().sum() / target.numel()
 
 
+@functools.cache
 def whole(rule: str) -> dict[str, dict[str, torch.Tensor]]:
     """Weights before and after in one process that has whole sequences."""
     model = make()
@@ -88,8 +84,7 @@ def train(rule: str, stage: int) -> dict[str, torch.Tensor]:
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500},
         "optimizer": {"type": rule, "params": params},
     }
-    if sequences._SEQUENCE_PARALLEL_GROUP is None:
-        sequences.initialize_sequence_parallel(2)
+    sequences.initialize_sequence_parallel(2)
     group = sequences.get_sequence_parallel_group()
     engine, *_ = deepspeed.initialize(model=make(group), config=config, mpu=sequences)
     pair, place = divmod(dist.get_rank(), 2)
@@ -102,16 +97,6 @@ def train(rule: str, stage: int) -> dict[str, torch.Tensor]:
         after = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     engine.destroy()
     return after
-
-
-def all_cases() -> dict[tuple[str, int], Any]:
-    found: dict[tuple[str, int], Any] = {}
-    for case in CASES:
-        try:
-            found[case] = train(*case)
-        except Exception:
-            found[case] = traceback.format_exc()
-    return found
 
 
 def by_config() -> str:
@@ -127,9 +112,3 @@ def by_config() -> str:
     except ValueError as error:
         return str(error)
     return "nothing"
-
-
-if __name__ == "__main__":
-    ended = forks.run(4, all_cases)
-    references = {rule: whole(rule) for rule in HYPERS}
-    torch.save((ended, references, forks.run(2, by_config)), sys.argv[1])

@@ -1,10 +1,5 @@
-"""What needs ranks of its own to be shown: hpZ, torch.compile, and refusals on every rank.
+"""What needs ranks of its own to be shown: hpZ, torch.compile, and refusals on every rank."""
 
-Usage: python -m tests.distributed.unusual OUT.pt [REGEX of jobs]
-"""
-
-import re
-import sys
 from typing import Any
 
 import deepspeed
@@ -18,7 +13,7 @@ import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.ranks import whole
-from tests.distributed import forks, training
+from tests.distributed import training
 from tests.distributed.training import Training
 
 
@@ -108,10 +103,6 @@ def compiled(stage: int | None, how: str, backend: str, max_norm: float) -> dict
     return {"after": whole(model), "graphs": counter.frame_count}
 
 
-def compiling() -> list[dict[str, Any]]:
-    return [compiled(*case) for case in COMPILED]
-
-
 def base(stage: int, **zero: Any) -> dict[str, Any]:
     zero |= {"stage": stage, "stage3_param_persistence_threshold": 5}
     return {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
@@ -153,19 +144,3 @@ def refusals() -> dict[str, str]:
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
-
-
-def main() -> None:
-    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
-    jobs: dict[str, Any] = {
-        "hpz adalomo": (4, second_copies, "adalomo", 0),
-        "hpz came": (2, second_copies, "came", 30),
-        "compiled": (2, compiling),
-        "refused": (3, refusals),
-    }
-    found = {n: forks.run(*job, timeout=60) for n, job in jobs.items() if chosen.search(n)}
-    torch.save(found, sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

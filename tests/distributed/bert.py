@@ -1,11 +1,6 @@
-"""One rank of the nine BERT classes under every stage with every optimizer, each against the same
-training in one process; rank 0 saves the errors.
+"""The nine BERT classes under every stage with every optimizer, and the same in one process."""
 
-Usage: torchrun --nproc_per_node N -m tests.distributed.bert_worker OUT.pt
-"""
-
-import sys
-import traceback
+import functools
 from typing import Any
 
 import deepspeed
@@ -15,9 +10,8 @@ import transformers
 from transformers import BertConfig
 
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common.leave import leave
+from tests.common.ranks import whole
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 CLASSES = (
     "BertModel",
     "BertForPreTraining",
@@ -68,6 +62,7 @@ def optimizer_of(rule: str, model: torch.nn.Module):
     return OPTIMIZERS[rule](model.parameters(), **HYPERS.get(rule, {"lr": 1e-3}))
 
 
+@functools.cache
 def reference(name: str, rule: str, world: int) -> tuple[dict, dict]:
     """Weights before and after, in one process with all ranks' data."""
     model = make(name)
@@ -98,39 +93,16 @@ def sharded(name: str, rule: str, stage: int) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         engine.backward(loss_of(engine, name, step, dist.get_rank()))
         engine.step()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    after = whole(model)
     engine.destroy()
     return after
 
 
-def error(name: str, rule: str, stage: int, known: tuple[dict, dict]) -> float:
+def error(name: str, rule: str, after: dict, world: int) -> float:
     """‖difference‖ / ‖update‖ over the model, without the key biases, whose gradient is 0: what
     they move by is rounding."""
-    before, expected = known
-    after = sharded(name, rule, stage)
+    before, expected = reference(name, rule, world)
     counted = [n for n in before if not n.endswith("attention.self.key.bias")]
     difference = torch.cat([(after[n] - expected[n]).flatten() for n in counted]).norm()
     update = torch.cat([(expected[n] - before[n]).flatten() for n in counted]).norm()
     return float(difference / update)
-
-
-def main() -> None:
-    deepspeed.init_distributed("gloo")
-    torch.set_num_threads(1)
-    errors: dict[tuple[str, str, int], Any] = {}
-    for name in CLASSES:
-        for rule in OPTIMIZERS:
-            known = reference(name, rule, dist.get_world_size())
-            for stage in STAGES:
-                try:
-                    errors[name, rule, stage] = error(name, rule, stage, known)
-                except Exception:
-                    errors[name, rule, stage] = traceback.format_exc()
-    if dist.get_rank() == 0:
-        torch.save(errors, sys.argv[1])
-    leave()
-
-
-if __name__ == "__main__":
-    main()
