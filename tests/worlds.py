@@ -242,7 +242,8 @@ class World:
                 if connection.poll():
                     try:
                         is_well, result = self._received(rank)
-                        results[rank] = _loaded(result) if is_well else None
+                        if is_well:  # else a failure, perhaps after the result was sent
+                            results[rank] = _loaded(result)
                     except (EOFError, OSError):
                         del reading[rank]
             for rank in alive:

@@ -1,6 +1,7 @@
 """What jobs on real ranks share."""
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,20 @@ def shared_folder() -> Iterator[str]:
         dist.broadcast_object_list(folder)
         yield folder[0]
         dist.barrier()
+
+
+@contextlib.contextmanager
+def logged(name: str = "ds_ext") -> Iterator[list[str]]:
+    """What is logged under a name within the context."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def message(action: Callable[[], Any], *kinds: type[Exception]) -> str:

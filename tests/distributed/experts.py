@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
 from ds_ext import expert_stacks
-from ds_ext.engine import expert_parallel
+from ds_ext.engine import autotp, expert_parallel
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import shared_folder, whole
 from tests.distributed.training import HYPERS
@@ -167,21 +167,23 @@ def train(run: Run) -> dict[str, Any]:
     return {
         "before": by_matrix(model, before),
         "after": by_matrix(model, whole(model)),
-        "kept": {
-            len(optimizer.state[p].get(expert_stacks.EXPERTS, ()))
-            for p in expert_stacks.find(model)
-        },
+        "kept": {len(optimizer.state[p].get(expert_stacks.EXPERTS, ())) for p in stacked(model)},
         "norm": (engine if run.stage is None else engine.optimizer.fused).norm,
     }
 
 
+def stacked(model: nn.Module) -> set[torch.Tensor]:
+    """The parameters that stack experts, partitioned or not."""
+    return expert_stacks.find(model, autotp.unpartitioned_shape)
+
+
 def by_matrix(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights under Hugging Face's names, stacked experts apart and numbered over all ranks."""
-    stacked = {n: p for n, p in model.named_parameters() if p in expert_stacks.find(model)}
+    stacks = {n: p for n, p in model.named_parameters() if p in stacked(model)}
     found = {}
     for name, w in weights.items():
-        if name in stacked:
-            place = expert_parallel.place(stacked[name])
+        if name in stacks:
+            place = expert_parallel.place(stacks[name])
             found |= {f"{name}.{e}": own for e, own in enumerate(w, place[0] if place else 0)}
         else:
             found[name.replace("router.gate", "gate")] = w

@@ -1,7 +1,4 @@
-"""What goes wrong with real ranks: killed, late, out of disk, different, or given damaged files.
-
-Usage: python -m tests.distributed.faults OUT.pt [REGEX of faults] [KILLS]
-"""
+"""What goes wrong with real ranks: killed, late, out of disk, different, or given damaged files."""
 
 import errno
 import gc
@@ -13,7 +10,6 @@ import resource
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,8 @@ import torch.distributed as dist
 import ds_ext
 from ds_ext.checkpoint import folder as folders
 from ds_ext.optimizer import RuleOptimizer
-from tests.distributed import forks
+from tests import worlds
+from tests.common.ranks import shared_folder
 from tests.distributed.resuming import message, start, steps, whole
 
 KIND, TOTAL, WHEN = "came", 6, 3
@@ -44,6 +41,12 @@ def train(folder: str, stage: int, fault: str = "", tag: str | None = None) -> d
         told.append(message(lambda: engine.save_checkpoint(folder, tag=tag)))
         restore_limits()
     return {"first": first, "weights": whole(engine), "told": told}
+
+
+def unbroken() -> dict[str, Any]:
+    """The same without a fault."""
+    with shared_folder() as folder:
+        return train(folder, 3)
 
 
 def sabotage(fault: str, engine: deepspeed.DeepSpeedEngine) -> None:
@@ -136,9 +139,9 @@ def suffer(folder: str, fault: str, stage: int) -> dict[str, Any]:
     """A run with a fault, what is on the disk after it, and the same run started again."""
     tag = "last" if fault == "replaced" else None  # the same at each save
     timeout = 6 if fault == "late" else 60
-    failed = forks.run(2, train, folder, stage, fault, tag, timeout=timeout, limit=120)
+    failed = worlds.fresh(2, train, folder, stage, fault, tag, timeout=timeout, limit=120)
     found = ds_ext.newest_checkpoint(folder)
-    again = forks.run(2, train, folder, stage, "", tag, timeout=60)
+    again = worlds.fresh(2, train, folder, stage, "", tag, timeout=60)
     return {"failed": failed, "found": found, "again": again, "left": os.listdir(folder)}
 
 
@@ -320,24 +323,20 @@ def soak(folder: str, kills: int, seed: int = 0) -> dict[str, Any]:
     saved = 0
     while done < kills:
         world = chance.choice((1, 2, 2))
-        with tempfile.TemporaryDirectory() as out:
-            pids = forks.start(world, run_on, (folder, chance.randrange(4)), Path(out), 60)
-            time.sleep(chance.uniform(0.5, 3))
-            victim = chance.choice(pids)
-            os.kill(victim, signal.SIGKILL)
-            ended = forks.wait(pids, 90)
-            outputs = [Path(out, f"{r}.txt").read_text(errors="replace") for r in range(world)]
+        running = worlds.begin(world, run_on, folder, chance.randrange(4), timeout=60)
+        time.sleep(chance.uniform(0.5, 3))
+        chance.choice(running.processes).kill()
+        ended = running.end(limit=90)
         done += 1
         found = ds_ext.newest_checkpoint(folder)
         reached.append(found.steps if found else 0)
-        told = [int(n) for text in outputs for n in re.findall(r"^saved (\d+)", text, re.M)]
+        told = [int(n) for rank in ended for n in re.findall(r"^saved (\d+)", rank.output, re.M)]
         saved = max([saved, *told])
         if reached[-1] < saved:
             lost.append((done, reached[-1], saved))
-        codes = [code for code, _ in ended]
-        moments.append((world, codes, [text[-800:] for text in outputs]))
-    ended = forks.run(1, finish, folder, timeout=60)
-    return {"lost": lost, "reached": reached, "moments": moments, "final": ended[0]}
+        moments.append(ended)
+    final = worlds.fresh(1, finish, folder, timeout=60)[0]
+    return {"lost": lost, "reached": reached, "moments": moments, "final": final}
 
 
 SOAKED = 10**6
@@ -371,29 +370,3 @@ def finish(folder: str) -> dict[str, Any]:
         "exact": whole(other),
         "before": before,
     }
-
-
-def main() -> None:
-    out, chosen = sys.argv[1], re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
-    kills = int(sys.argv[3]) if len(sys.argv) > 3 else 3
-    results: dict[str, Any] = {}
-    jobs: dict[str, Any] = {"whole": lambda f: forks.run(2, train, f, 3, timeout=60)}
-    for fault in FAULTS:
-        jobs[fault] = lambda f, fault=fault: suffer(f, fault, stage_of(fault))
-    jobs |= {
-        "damage": lambda f: forks.run(2, damage, f, timeout=60),
-        "plain": lambda f: forks.run(2, plain, timeout=60),
-        "differ": lambda f: forks.run(2, differ, timeout=60),
-        "endure": lambda f: forks.run(1, endure, 1000, timeout=60),
-        "soak": lambda f: soak(f, kills),
-    }
-    for name, job in jobs.items():
-        if chosen.search(name):
-            began = time.monotonic()
-            results[name] = job(f"{out}.{name}".replace(" ", "-"))
-            print(name, f"{time.monotonic() - began:.1f} s", flush=True)
-    torch.save(results, out)
-
-
-if __name__ == "__main__":
-    main()

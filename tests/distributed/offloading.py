@@ -9,7 +9,6 @@ from unittest import mock
 
 import deepspeed
 import torch
-import torch._dynamo  # before the ranks are forked, each of which would import it
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from ds_ext import host_offload
 from ds_ext.ops import quantize, scratch, weight_update
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import pretend
+from tests.common.ranks import shared_folder, whole
 
 STEPS = 3
 SLACK = 64  # bytes of scalars: a loss, a norm
@@ -92,10 +92,9 @@ def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> list[float]:
     return norms
 
 
-def whole(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    params = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
-        return {n: p.detach().cpu().clone() for n, p in engine.module.named_parameters()}
+def weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    """The whole weights by name, on the host."""
+    return {n: p.cpu() for n, p in whole(engine.module).items()}
 
 
 Case = tuple[str, int, str, tuple[str, ...]]  # optimizer, stage, how, kinds of offload
@@ -128,7 +127,6 @@ HOW: dict[str, dict[str, Any]] = {
 @contextlib.contextmanager
 def place(pretended: bool) -> Iterator[pretend.Memory | None]:
     """Where all runs of a process are; however small a state is, it is offloaded."""
-    gc.freeze()  # what was imported is not looked through again
     device = pretend.device() if pretended else contextlib.nullcontext()
     with mock.patch.object(host_offload, "SMALL", 0), device as memory:
         if memory is not None:  # constants that the first run would make
@@ -157,7 +155,7 @@ def trained(
         gc.collect()
         kept = kept_on_device(engine)
         found |= {"kept": kept, "alive": settled(memory, kept), "peak": peak}
-    found["weights"] = whole(engine)
+    found["weights"] = weights(engine)
     engine.destroy()
     return found
 
@@ -208,14 +206,20 @@ def on_host(engine: deepspeed.DeepSpeedEngine) -> dict[str, int]:
     }
 
 
-def compared(case: Case, memory: pretend.Memory | None) -> dict[str, dict[str, Any]]:
+def compared(case: Case, pretended: bool) -> dict[str, dict[str, Any]]:
     """A case's run without offload, and with each kind of it."""
     optimizer, stage, how, kinds = case
-    return {k: trained(optimizer, stage, KINDS[k], how, memory) for k in ("none", *kinds)}
+    with place(pretended) as memory:
+        return {k: trained(optimizer, stage, KINDS[k], how, memory) for k in ("none", *kinds)}
 
 
-def resumed(optimizer: str, how: str, folder: str) -> dict[str, Any]:
+def resumed(optimizer: str, how: str) -> dict[str, Any]:
     """Weights of a run without a break, and of runs saved and gone on from with other offload."""
+    with shared_folder() as folder, place(pretended=True):
+        return _resumed(optimizer, how, folder)
+
+
+def _resumed(optimizer: str, how: str, folder: str) -> dict[str, Any]:
     found = {}
     for kind, before, after in (("to", {}, BOTH), ("from", BOTH, {}), ("param", PARAM, PARAM)):
         first = start(optimizer, 3, before, HOW[how])
@@ -223,19 +227,24 @@ def resumed(optimizer: str, how: str, folder: str) -> dict[str, Any]:
         first.save_checkpoint(folder, tag=kind)
         if kind == "to":
             steps(first, range(1, STEPS))
-            found["none"] = whole(first)
+            found["none"] = weights(first)
         second = start(optimizer, 3, after, HOW[how])
         second.load_checkpoint(folder, tag=kind)
         found[f"where {kind}"] = where(second)
         steps(second, range(1, STEPS))
-        found[kind] = whole(second)
+        found[kind] = weights(second)
         for engine in (first, second):
             engine.destroy()
     return found
 
 
-def midway(folder: str) -> dict[str, Any]:
+def midway() -> dict[str, Any]:
     """The same of a run saved between the micro-batches of a step."""
+    with shared_folder() as folder, place(pretended=True):
+        return _midway(folder)
+
+
+def _midway(folder: str) -> dict[str, Any]:
     found = {}
     for kind, offload in (("none", {}), ("both", BOTH)):
         engine = start("came", 3, offload, HOW["accumulated"])
@@ -247,7 +256,7 @@ def midway(folder: str) -> dict[str, Any]:
         engine.load_checkpoint(folder, tag="none")
         engine.backward(engine(x))
         engine.step()
-        found[kind] = whole(engine)
+        found[kind] = weights(engine)
         engine.destroy()
     return found
 
@@ -259,18 +268,3 @@ def refused() -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def together(
-    cases: list[Case], folder: str, saved: list[tuple[str, str]], pretended: bool
-) -> dict[Any, Any]:
-    """All jobs of one world -> the results of cases; of runs saved, by (optimizer, how)."""
-    with place(pretended) as memory:
-        if not pretended:
-            return {case[:3]: compared(case, memory) for case in cases} | {"refused": refused()}
-        found: dict[Any, Any] = {case[:3]: compared(case, memory) for case in cases}
-        for kind in saved:
-            found[kind] = resumed(*kind, f"{folder}/{kind}")
-        if saved:
-            found["midway"] = midway(f"{folder}/midway")
-    return found

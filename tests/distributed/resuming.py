@@ -1,11 +1,6 @@
-"""Runs that are saved and gone on from: as they were, elsewhere, by DeepSpeed's tools.
+"""Runs that are saved and gone on from: as they were, elsewhere, by DeepSpeed's tools."""
 
-Usage: python -m tests.distributed.resuming OUT.pt [REGEX of phases]
-"""
-
-import re
-import sys
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +12,9 @@ from transformers import TrainingArguments
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models
-from tests.distributed import forks
-from tests.integration import own_loops, trainer_jobs, trainer_worker
+from tests.common import models, ranks
+from tests.common.ranks import logged, shared_folder
+from tests.integration import trainer_jobs, trainer_worker
 
 ROWS = 6  # of a step, over all ranks
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -116,8 +111,7 @@ def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> None:
 
 
 def whole(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    return ranks.whole(engine.module)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -133,48 +127,36 @@ def error(
     return float((off / update).sqrt())
 
 
-# Phases: what each number of ranks does, in turn.
+def write(folder: str, kind: str, stage: int) -> dict[str, Any]:
+    """6 steps without a break and, gone on from a checkpoint of step 3, the same."""
+    engine = start(kind, stage)
+    before = whole(engine)
+    steps(engine, range(3))
+    engine.save_checkpoint(folder, client_state={"told": stage})
+    steps(engine, range(3, 6))
+    other = start(kind, stage, seed=8)
+    _, client = other.load_checkpoint(folder)
+    steps(other, range(3, 6))
+    return {
+        "before": before,
+        "after": whole(engine),
+        "same": same(whole(engine), whole(other)),
+        "lr": (engine.get_lr(), other.get_lr()),
+        "counts": (engine.global_steps, other.global_steps),
+        "client": client,
+        "buffers": [b.clone() for b in other.module.buffers()],
+    }
 
 
-def write(folder: str) -> dict[str, Any]:
-    """Two ranks: 6 steps without a break and, gone on from a checkpoint of step 3, the same."""
-    results = {}
-    for kind in KINDS:
-        for stage in STAGES:
-            engine = start(kind, stage)
-            before = whole(engine)
-            steps(engine, range(3))
-            engine.save_checkpoint(f"{folder}/{kind} {stage}", client_state={"told": stage})
-            steps(engine, range(3, 6))
-            other = start(kind, stage, seed=8)
-            _, client = other.load_checkpoint(f"{folder}/{kind} {stage}")
-            steps(other, range(3, 6))
-            results[kind, stage] = {
-                "before": before,
-                "after": whole(engine),
-                "same": same(whole(engine), whole(other)),
-                "lr": (engine.get_lr(), other.get_lr()),
-                "counts": (engine.global_steps, other.global_steps),
-                "client": client,
-                "buffers": [b.clone() for b in other.module.buffers()],
-            }
-            engine.destroy()
-            other.destroy()
-    return results
-
-
-def elsewhere(source: str, target: str, shift: int, numbers: range) -> dict[str, Any]:
-    """Goes on from another number of ranks' checkpoints, at another stage, and saves again."""
-    results = {}
-    for kind in KINDS:
-        for stage in STAGES:
-            engine = start(kind, (stage + shift) % 4, seed=8)
-            engine.load_checkpoint(f"{source}/{kind} {stage}")
-            steps(engine, numbers)
-            engine.save_checkpoint(f"{target}/{kind} {stage}")
-            results[kind, stage] = whole(engine)
-            engine.destroy()
-    return results
+def elsewhere(
+    source: str, target: str, kind: str, stage: int, numbers: range
+) -> dict[str, torch.Tensor]:
+    """Goes on from another number of ranks' checkpoint, at this stage, and saves again."""
+    engine = start(kind, stage, seed=8)
+    engine.load_checkpoint(source)
+    steps(engine, numbers)
+    engine.save_checkpoint(target)
+    return whole(engine)
 
 
 HALF = {"bf16": {"enabled": True}}
@@ -185,29 +167,31 @@ BITS = {
 }
 
 
-def bits(folder: str) -> dict[str, Any]:
-    """bf16 weights in all ways, at each stage: gone on from, bit for bit, and masters in fp32."""
-    results = {}
-    kinds = ("adalomo", "came", "lamb", "lomo", "galore 8-bit", "adafactor")
-    for (way, (hypers, more)), kind in zip([*BITS.items()] * 2, kinds, strict=True):
-        for stage in (0, 2, 3):
-            name = f"{folder}/{way} {kind} {stage}"
-            runs = [start(kind, stage, seed, hypers, **more) for seed in (7, 8)]
-            steps(runs[0], range(3))
-            runs[0].save_checkpoint(name)
-            held = fp32_of(runs[0])
-            runs[1].load_checkpoint(name)
-            loaded = fp32_of(runs[1])
-            for engine in runs:
-                steps(engine, range(3, 6))
-            results[way, kind, stage] = {
-                "same": same(whole(runs[0]), whole(runs[1])),
-                "held": all(torch.equal(a, b) for a, b in zip(held, loaded, strict=True)),
-                "residual": any((a != a.bfloat16()).any() for a in held),
-            }
-            for engine in runs:
-                engine.destroy()
-    return results
+KINDS_OF_BITS = ("adalomo", "came", "lamb", "lomo", "galore 8-bit", "adafactor")
+IN_BITS = [
+    (way, kind, stage)
+    for way, kind in zip([*BITS] * 2, KINDS_OF_BITS, strict=True)
+    for stage in (0, 2, 3)
+]
+
+
+def bits(way: str, kind: str, stage: int) -> dict[str, bool]:
+    """bf16 weights: gone on from, bit for bit, and masters in fp32."""
+    hypers, more = BITS[way]
+    runs = [start(kind, stage, seed, hypers, **more) for seed in (7, 8)]
+    steps(runs[0], range(3))
+    with shared_folder() as folder:
+        runs[0].save_checkpoint(folder)
+        held = fp32_of(runs[0])
+        runs[1].load_checkpoint(folder)
+    loaded = fp32_of(runs[1])
+    for engine in runs:
+        steps(engine, range(3, 6))
+    return {
+        "same": same(whole(runs[0]), whole(runs[1])),
+        "held": all(torch.equal(a, b) for a, b in zip(held, loaded, strict=True)),
+        "residual": any((a != a.bfloat16()).any() for a in held),
+    }
 
 
 def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
@@ -254,158 +238,101 @@ def accumulate(folder: str, stage: int, way: str) -> dict[str, Any]:
     return results
 
 
-def message(action) -> str:
+def message(action: Callable[[], Any]) -> str:
     """The error of an action, or ""."""
-    try:
-        action()
-    except (ds_ext.CheckpointError, ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
+    return ranks.message(action, ds_ext.CheckpointError, ValueError, RuntimeError)
 
 
-def tools(folder: str) -> dict[str, Any]:
-    """What DeepSpeed's own tools make of checkpoints of ours."""
-    results = {}
-    for stage in STAGES:
-        for way in ("fp32", "master"):
-            hypers, more = BITS[way]
-            name = f"{folder}/{way} {stage}"
-            gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-            engine = start("came", stage, 7, hypers, **more, zero_optimization=gather)
-            engine.module.frozen.weight.requires_grad_(False)
-            steps(engine, range(3))
-            engine.save_checkpoint(name)
-            engine.save_16bit_model(name, "model.bin")
-            weights = whole(engine)
-            other = start("lamb", stage, 8, hypers, **more)
-            other.load_checkpoint(name, load_module_only=True)
-            third = start("lamb", (stage + 1) % 4, 8, hypers, **more)
-            steps(third, range(1))
-            third.load_checkpoint(name, load_optimizer_states=False)
-            if dist.get_rank() == 0:
-                found = {}
-                if stage:
-                    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(name)
-                plain = [
-                    torch.load(file, weights_only=True) is not None
-                    for file in Path(name).glob("*/*.pt")
-                ]
-                saved = torch.load(f"{name}/model.bin", weights_only=True)
-                results[way, stage] = {
-                    "zero_to_fp32": {n: found[n] for n in found if n in weights},
-                    "weights": weights,
-                    "16bit": {n: saved[n] for n in weights},
-                    "plain": plain,
-                }
-            parts = whole(other), whole(third), len(third.optimizer.state), third.global_steps
-            if dist.get_rank() == 0:
-                results[way, stage] |= {"module only": parts[0], "no state": parts[1:]}
-    return results
+def tools(way: str, stage: int) -> dict[str, Any]:
+    """What DeepSpeed's own tools make of a checkpoint of ours."""
+    with shared_folder() as folder:
+        return _tools(folder, way, stage)
 
 
-def adamw(folder: str) -> dict[str, Any]:
+def _tools(name: str, way: str, stage: int) -> dict[str, Any]:
+    hypers, more = BITS[way]
+    gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = start("came", stage, 7, hypers, **more, zero_optimization=gather)
+    engine.module.frozen.weight.requires_grad_(False)
+    steps(engine, range(3))
+    engine.save_checkpoint(name)
+    engine.save_16bit_model(name, "model.bin")
+    weights = whole(engine)
+    other = start("lamb", stage, 8, hypers, **more)
+    other.load_checkpoint(name, load_module_only=True)
+    third = start("lamb", (stage + 1) % 4, 8, hypers, **more)
+    steps(third, range(1))
+    third.load_checkpoint(name, load_optimizer_states=False)
+    parts = whole(other), whole(third), len(third.optimizer.state), third.global_steps
+    if dist.get_rank():
+        return {}
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(name) if stage else {}
+    saved = torch.load(f"{name}/model.bin", weights_only=True)
+    return {
+        "zero_to_fp32": {n: found[n] for n in found if n in weights},
+        "weights": weights,
+        "16bit": {n: saved[n] for n in weights},
+        "plain": [torch.load(f, weights_only=True) is not None for f in Path(name).glob("*/*.pt")],
+        "module only": parts[0],
+        "no state": parts[1:],
+    }
+
+
+def adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
     """DeepSpeed's own AdamW saves."""
-    results = {}
-    for stage in STAGES:
-        for dtype in ("fp32", "bf16"):
-            model = model_of("flat")  # AdamW's clipping fails on scalars
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            made = {
-                "train_micro_batch_size_per_gpu": 1,
-                "bf16": {"enabled": dtype == "bf16"},
-                "zero_optimization": {"stage": stage},
-                "zero_allow_untested_optimizer": True,
-            }
-            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-            steps(engine, range(1, 4))
-            engine.save_checkpoint(f"{folder}/adamw {stage} {dtype}")
-            results[stage, dtype] = whole(engine)
-            engine.destroy()
-    return results
+    model = model_of("flat")  # AdamW's clipping fails on scalars
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    steps(engine, range(1, 4))
+    engine.save_checkpoint(folder)
+    return whole(engine)
 
 
-def from_adamw(folder: str) -> dict[str, Any]:
-    results = {}
-    for stage in STAGES:
-        for dtype in ("fp32", "bf16"):
-            engine = start("flat", (stage + 2) % 4, 8, bf16={"enabled": dtype == "bf16"})
-            steps(engine, range(1))
-            path, _ = engine.load_checkpoint(f"{folder}/adamw {stage} {dtype}")
-            weights, states = whole(engine), len(engine.optimizer.state)
-            steps(engine, range(1, 3))
-            results[stage, dtype] = {"weights": weights, "states": states, "path": path}
-            engine.destroy()
-    return results
+def from_adamw(folder: str, stage: int, dtype: str) -> dict[str, Any]:
+    """What CAME makes of it, and what it logs."""
+    engine = start("flat", (stage + 2) % 4, 8, bf16={"enabled": dtype == "bf16"})
+    steps(engine, range(1))
+    with logged() as said:
+        path, _ = engine.load_checkpoint(folder)
+    weights, states = whole(engine), len(engine.optimizer.state)
+    steps(engine, range(1, 3))
+    return {"weights": weights, "states": states, "path": path, "said": said}
 
 
 TRAINERS = {"adalomo": 3, "came": 2, "lora adalomo": 3}  # config, stage
 
 
-def trainer(folder: str, way: str) -> dict[str, Any]:
+def trainer(folder: str, name: str, way: str) -> dict[str, Any]:
     """HF Trainer, unchanged, that saves every four steps; and one that resumes from the fourth."""
-    results = {}
-    for name, stage in TRAINERS.items():
-        config = name.split()[-1]
-        arguments = trainer_jobs.ARGUMENTS | trainer_jobs.RATES.get(config, {})
-        output = f"{folder}/{name}"
+    results: dict[str, Any] = {}
+    stage, config = TRAINERS[name], name.split()[-1]
+    arguments = trainer_jobs.ARGUMENTS | trainer_jobs.RATES.get(config, {})
 
-        def make(output=output, arguments=arguments, name=name, stage=stage, config=config):
-            given = TrainingArguments(
-                output_dir=output,
-                per_device_train_batch_size=trainer_jobs.BATCH // dist.get_world_size(),
-                deepspeed=trainer_worker.config(config, stage),
-                **(arguments | {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}),
-            )
-            model = trainer_jobs.model()
-            if "lora" in name:
-                model = trainer_jobs.adapted(model)
-            return trainer_jobs.Sequential(
-                model=model, args=given, train_dataset=trainer_jobs.data()
-            )
+    def make(output: str) -> trainer_jobs.Sequential:
+        given = TrainingArguments(
+            output_dir=output,
+            per_device_train_batch_size=trainer_jobs.BATCH // dist.get_world_size(),
+            deepspeed=trainer_worker.config(config, stage),
+            **(arguments | {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}),
+        )
+        model = trainer_jobs.model()
+        if "lora" in name:
+            model = trainer_jobs.adapted(model)
+        return trainer_jobs.Sequential(model=model, args=given, train_dataset=trainer_jobs.data())
 
-        if way == "write":
-            first = make()
-            before = own_loops.whole(first.model)
-            first.train()
-            results[name, "first"] = own_loops.whole(first.model_wrapped.module)
-            results[name, "before"] = before
-        second = make(output=f"{output} {way}")
-        second.train(resume_from_checkpoint=f"{output}/checkpoint-4")
-        results[name, "second"] = own_loops.whole(second.model_wrapped.module)
-        results[name, "steps"] = [log["step"] for log in second.state.log_history if "loss" in log]
+    if way == "write":
+        first = make(folder)
+        results["before"] = ranks.whole(first.model)
+        first.train()
+        results["first"] = ranks.whole(first.model_wrapped.module)
+    second = make(f"{folder} {way}")
+    second.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+    results["second"] = ranks.whole(second.model_wrapped.module)
+    results["steps"] = [log["step"] for log in second.state.log_history if "loss" in log]
     return results
-
-
-def phases(folder: str) -> dict[str, Any]:
-    """Each phase: the number of ranks, and what they do."""
-    return {
-        "write": (2, write, f"{folder}/two"),
-        "three": (3, elsewhere, f"{folder}/two", f"{folder}/three", 1, range(3, 5)),
-        "one": (1, elsewhere, f"{folder}/three", f"{folder}/one", 2, range(5, 6)),
-        "two again": (2, elsewhere, f"{folder}/two", f"{folder}/again", 3, range(3, 6)),
-        "bits": (2, bits, f"{folder}/bits"),
-        **{f"accumulated {s}": (2, accumulate, f"{folder}/kept {s}", s, "write") for s in STAGES},
-        **{f"accumulated one {s}": (1, accumulate, f"{folder}/kept {s}", s, "") for s in STAGES},
-        "trainer": (2, trainer, f"{folder}/trainer", "write"),
-        "trainer one": (1, trainer, f"{folder}/trainer", "one"),
-        "tools": (2, tools, f"{folder}/tools"),
-        "adamw": (2, adamw, folder),
-        "from adamw": (1, from_adamw, folder),
-    }
-
-
-def main() -> None:
-    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
-    results = {}
-    for name, (world, job, *args) in phases(sys.argv[1] + ".folder").items():
-        if chosen.search(name):
-            try:
-                results[name] = forks.run(world, job, *args, timeout=120)
-            except Exception:
-                results[name] = traceback.format_exc()
-            print(name, [e.code for e in results[name]], f"{results[name][0].seconds:.1f} s")
-    torch.save(results, sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,7 @@
-"""One of four ranks, two of tensor parallelism by two of data parallelism, or of two of the former
-alone: Llama and BERT at every stage, against the same training by the authors' optimizers in one
-process with whole matrices.
-
-Usage: torchrun --nproc_per_node 4 -m tests.distributed.tensor_worker OUT.pt [REGEX of cases]
-"""
+"""Ranks of tensor parallelism, two by two of data parallelism or two alone: Llama and BERT at every
+stage, against the same training by the authors' optimizers in one process with whole matrices."""
 
 import json
-import re
-import sys
-import tempfile
-import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +24,8 @@ from transformers import (
 
 import ds_ext  # noqa: F401
 from tests.common.authors import ordinary
-from tests.common.leave import leave
+from tests.common.ranks import shared_folder, whole
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 ROOT = Path(__file__).parents[2]
 VOCAB, STEPS = 37, 4
 HYPERS: dict[str, dict[str, Any]] = {
@@ -155,14 +146,14 @@ def reference(case: Case) -> tuple[dict, dict, float]:
     """
     key = repr(replace(case, stage=0, saved=False))
     if key not in known:
-        known[key] = whole(case)
+        known[key] = alone(case)
     return known[key]
 
 
 known: dict[str, tuple[dict, dict, float]] = {}
 
 
-def whole(case: Case) -> tuple[dict, dict, float]:
+def alone(case: Case) -> tuple[dict, dict, float]:
     model = make(case.model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     params = [p for p in model.parameters()]
@@ -213,8 +204,7 @@ def train(engine, case: Case, steps) -> None:
 def weights(engine) -> tuple[dict, bool]:
     """Whole weights, put together by DeepSpeed's maps; and whether all ranks have the same."""
     model = engine.module
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        own = {n: p.detach().clone() for n, p in model.named_parameters()}
+    own = whole(model)
     held = [None] * dist.get_world_size()
     dist.all_gather_object(held, own)
     found, alike = {}, True
@@ -231,26 +221,25 @@ def weights(engine) -> tuple[dict, bool]:
     return found, alike
 
 
-def error(case: Case) -> dict[str, Any]:
+def error(name: str) -> dict[str, Any]:
     """‖difference‖ / ‖update‖ over the model, without the key biases, whose gradient is 0."""
+    case = CASES[name]
     engine = start(case)
     half = case.steps // 2
     train(engine, case, range(half))
     if case.saved:
-        with tempfile.TemporaryDirectory() as own:
-            folder = [own]
-            dist.broadcast_object_list(folder)
-            engine.save_checkpoint(folder[0])
+        with shared_folder() as folder:
+            engine.save_checkpoint(folder)
             engine.destroy()
             engine = start(case)
-            engine.load_checkpoint(folder[0])
-            dist.barrier()
+            engine.load_checkpoint(folder)
     train(engine, case, range(half, case.steps))
     layout = engine.optimizer.layout
     held = {layout.names[p]: h.split.boxes for d in layout.domains for p, h in d.held.items()}
     after, alike = weights(engine)
     norm = engine.get_global_grad_norm()
     engine.destroy()
+    assert groups.get_tensor_model_parallel_world_size() == 2
     result = {"alike": alike, "norm": norm, "held": held}
     if not case.dropout and dist.get_rank() == 0:
         before, expected, result["expected norm"] = reference(case)
@@ -263,25 +252,3 @@ def error(case: Case) -> dict[str, Any]:
             for d, u, n in zip(difference, update, counted, strict=True)
         )
     return result
-
-
-def main() -> None:
-    deepspeed.init_distributed("gloo", verbose=False)
-    torch.set_num_threads(1)
-    chosen = re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
-    found: dict[str, Any] = {"held": (boxes := {})}
-    for name, case in CASES.items():
-        if chosen.search(name):
-            try:
-                found[name] = error(case)
-                boxes |= found[name].pop("held")
-            except Exception:
-                found[name] = traceback.format_exc()
-    assert groups.get_tensor_model_parallel_world_size() == 2
-    if dist.get_rank() == 0:
-        torch.save(found, sys.argv[1])
-    leave()
-
-
-if __name__ == "__main__":
-    main()

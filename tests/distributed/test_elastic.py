@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.common import apart
 from tests.distributed import elastic
 from tests.distributed.resuming import error
 
@@ -89,25 +88,5 @@ def test_a_run_survives_a_killed_rank_and_a_lost_host(tmp_path):
     assert worlds[0] == "2" and worlds[-1] == "1" and worlds.count("2") >= 2
     assert firsts == sorted(firsts) and firsts[-1] >= reached - 1
     found = torch.load(folder / "weights.pt")
-    alone = reference(tmp_path)
+    alone = worlds.run(2, elastic.whole_run)[0]
     assert error(found, alone["after"], alone["before"]) < 1e-5
-
-
-def reference(folder: Path):
-    """The same run on two ranks without a break."""
-    code = (
-        "import sys, torch; from tests.distributed import forks, test_elastic;"
-        "torch.save(forks.run(2, test_elastic.whole_run)[0].result, sys.argv[1])"
-    )
-    out = folder / "whole.pt"
-    apart.python("-c", code, str(out), timeout=300)
-    return torch.load(out)
-
-
-def whole_run():
-    from tests.distributed.resuming import start, steps, whole
-
-    engine = start("came", 3)
-    before = whole(engine)
-    steps(engine, range(elastic.TOTAL))
-    return {"before": before, "after": whole(engine)}

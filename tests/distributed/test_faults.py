@@ -1,14 +1,16 @@
 """Ranks that are killed, late, out of disk or different, and files that are damaged: faults.py.
 
-Real processes; ``--kills 100`` makes the soak as long as that.
+``--kills 100`` makes the soak as long as that.
 """
 
+import functools
 import re
 
 import pytest
-import torch
 
-from tests.common import apart
+from tests import worlds
+from tests.common.choose import params
+from tests.distributed import faults
 from tests.distributed.faults import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
 from tests.distributed.resuming import error, same
 
@@ -17,35 +19,46 @@ LOST = "LostRankError: another rank has ended, or did not come within the time l
 AFTER = {"latest": WHEN + 1, "disk full": TOTAL, "no folder": TOTAL}
 
 
+# A rank killed, late, out of disk, and while a checkpoint is replaced.
+QUICK = ["backward", "save", "late", "disk full", "replaced"]
+
+
 @pytest.fixture(scope="session")
-def faults(tmp_path_factory, request):
-    out = tmp_path_factory.mktemp("faults") / "results.pt"
-    kills = str(request.config.getoption("kills"))
-    apart.python(
-        "-m", "tests.distributed.faults", str(out), "", kills, timeout=600 + 10 * int(kills)
-    )
-    return torch.load(out, weights_only=False)
+def suffered(tmp_path_factory):
+    """What becomes of a fault, by its name."""
+
+    @functools.cache
+    def suffer(fault):
+        return faults.suffer(str(tmp_path_factory.mktemp("fault")), fault, stage_of(fault))
+
+    return suffer
+
+
+@pytest.fixture(scope="session")
+def damage(tmp_path_factory):
+    """What each rank is told of damaged checkpoints."""
+    return worlds.once(2, faults.damage, str(tmp_path_factory.mktemp("damage") / "run"))
 
 
 @pytest.mark.supports(
     "killed ranks, lost hosts, full disks", stage=lambda fault: stage_of(fault), optimizer=KIND
 )
-@pytest.mark.parametrize("fault", FAULTS)
-def test_after_a_fault_the_newest_complete_checkpoint_is_gone_on_from(faults, fault):
-    whole, got = faults["whole"], faults[fault]
-    assert [e.code for e in whole] == [0, 0]
+@pytest.mark.parametrize("fault", params(FAULTS, QUICK))
+def test_after_a_fault_the_newest_complete_checkpoint_is_gone_on_from(suffered, fault):
+    got = suffered(fault)
+    whole = worlds.once(2, faults.unbroken)
     assert got["found"].steps == AFTER.get(fault, WHEN)
     first = WHEN if fault == "latest" else got["found"].steps  # "latest" names the one before
     for rank, again in enumerate(got["again"]):
         assert again.code == 0, again.output[-2000:]
         assert again.result["first"] == first
-        assert same(again.result["weights"], whole[rank].result["weights"])
+        assert same(again.result["weights"], whole[rank]["weights"])
     assert not [name for name in got["left"] if name.startswith(".")]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_other_ranks_end_with_a_clear_error_in_time(faults, fault):
-    failed = faults[fault]["failed"]
+@pytest.mark.parametrize("fault", params(FAULTS, QUICK))
+def test_the_other_ranks_end_with_a_clear_error_in_time(suffered, fault):
+    failed = suffered(fault)["failed"]
     if fault in ("disk full", "no folder"):  # training goes on
         for rank in failed:
             assert rank.code == 0, rank.output[-2000:]
@@ -61,8 +74,8 @@ def test_the_other_ranks_end_with_a_clear_error_in_time(faults, fault):
         assert "this rank's forward fails" in failed[victim].output
 
 
-def test_a_lost_rank_is_told_without_an_engine_too(faults):
-    other, victim = faults["plain"]
+def test_a_lost_rank_is_told_without_an_engine_too():
+    other, victim = worlds.fresh(2, faults.plain, timeout=60)
     assert (other.code, victim.code) == (1, -9)
     assert LOST in other.output and other.seconds < 30
 
@@ -79,8 +92,8 @@ FILES = [
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("way", SPOIL)
-def test_a_damaged_file_is_named_and_nothing_is_loaded(faults, way, file):
-    first, second = (rank.result[f"{way} {file}"] for rank in faults["damage"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(damage, way, file):
+    first, second = (rank[f"{way} {file}"] for rank in damage)
     told, unchanged, seconds = first
     assert told == second[0] and unchanged and second[1] and seconds < 10
     what = {"truncated": "is damaged", "flipped": "is damaged", "missing": "is missing"}[way]
@@ -101,15 +114,15 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_checkpoint_of_something_else_is_refused(faults, case):
-    for rank in faults["damage"]:
-        told, unchanged, _ = rank.result[case]
+def test_a_checkpoint_of_something_else_is_refused(damage, case):
+    for rank in damage:
+        told, unchanged, _ = rank[case]
         assert re.search(OTHERS[case], told), told
         assert unchanged
 
 
-def test_the_undamaged_checkpoint_still_loads(faults):
-    assert [rank.result["good"] for rank in faults["damage"]] == [True, True]
+def test_the_undamaged_checkpoint_still_loads(damage):
+    assert [rank["good"] for rank in damage] == [True, True]
 
 
 DIFFERENT = {
@@ -126,15 +139,16 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ_are_told_so_at_once(faults, case):
-    for rank in faults["differ"]:
-        told, seconds = rank.result[case]
+def test_ranks_that_differ_are_told_so_at_once(case):
+    for rank in worlds.once(2, faults.differ):
+        told, seconds = rank[case]
         assert re.search(f"the ranks were started with {DIFFERENT[case]}", told), told
         assert seconds < 10
 
 
-def test_a_thousand_steps_take_no_memory(faults):
-    for rank in faults["endure"]:
+@pytest.mark.slow
+def test_a_thousand_steps_take_no_memory():
+    for rank in worlds.fresh(1, faults.endure, 1000, timeout=60):
         assert rank.code == 0, rank.output[-2000:]
         seen = rank.result["seen"]
         assert len(seen) == 10
@@ -143,15 +157,17 @@ def test_a_thousand_steps_take_no_memory(faults):
         assert resident[-1] - resident[1] < 2048
 
 
+@pytest.mark.slow
 @pytest.mark.soak
-def test_kills_at_random_moments_lose_nothing_that_was_saved(faults, request):
-    got = faults["soak"]
-    assert len(got["reached"]) == request.config.getoption("kills")
+def test_kills_at_random_moments_lose_nothing_that_was_saved(tmp_path, request):
+    kills = request.config.getoption("kills")
+    got = faults.soak(str(tmp_path), kills)
+    assert len(got["reached"]) == kills
     assert not got["lost"] and got["reached"] == sorted(got["reached"])
-    for world, codes, outputs in got["moments"]:
-        assert codes.count(-9) == 1 and len(codes) == world
-        for code, output in zip(codes, outputs, strict=True):
-            assert code == -9 or (code == 1 and re.search(LOST, output)), output
+    for ranks in got["moments"]:
+        assert [rank.code for rank in ranks].count(-9) == 1
+        for rank in ranks:
+            assert rank.code == -9 or (rank.code == 1 and re.search(LOST, rank.output)), rank.output
     final = got["final"]
     assert final.code == 0, final.output[-2000:]
     run = final.result

@@ -5,7 +5,6 @@ Ranks over gloo, on a pretended device (pretend.py); some on the CPU alone.
 
 import gc
 import math
-import tempfile
 from typing import Any
 
 import pytest
@@ -15,8 +14,10 @@ from ds_ext import host_offload
 from ds_ext.config import offload
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
-from tests.common import apart, pretend
-from tests.distributed import forks, offloading
+from tests import worlds
+from tests.common import pretend
+from tests.common.choose import params
+from tests.distributed import offloading
 from tests.distributed.offloading import Case
 
 HOST, DEVICE = str(pretend.HOST), str(pretend.DEVICE)
@@ -38,36 +39,25 @@ FEW: list[Case] = [
     ("came", 3, "clipped", ("both",)),
     ("galore", 3, "fp32", ("both",)),
 ]
-WORLDS = {  # ranks, cases, what is saved, whether the device is pretended
-    "2": (2, CASES, SAVED, True),
-    "1": (1, FEW, [], True),
-    "3": (3, FEW, [], True),
-    "cpu": (2, FEW, [], False),
+WORLDS = {  # ranks, cases, whether the device is pretended
+    "2": (2, CASES, True),
+    "1": (1, FEW, True),
+    "3": (3, FEW, True),
+    "cpu": (2, FEW, False),
 }
-CHECKED = [(world, case) for world, (_, cases, *_) in WORLDS.items() for case in cases]
+CHECKED = [(world, *case) for world, (_, cases, _) in WORLDS.items() for case in cases]
+QUICK = [case for case in CASES if case[2] not in ("bf16 master", "accumulated")]
 
 
-def every_world() -> dict[str, list[dict[Any, Any]]]:
-    """What each rank of each world finds."""
-    made = {}
-    for name, (world, cases, saved, pretended) in WORLDS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            ended = forks.run(world, offloading.together, cases, folder, saved, pretended)
-        assert all(rank.code == 0 for rank in ended), "\n".join(rank.output for rank in ended)
-        made[name] = [rank.result for rank in ended]
-    return made
+def is_quick(checked: tuple[Any, ...]) -> bool:
+    world, *case = checked
+    return (*case,) in (QUICK if world == "2" else FEW[1:])
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, list[dict[Any, Any]]]:
-    """The same, made once, by a process that has not run backward (see forks.py)."""
-    out = tmp_path_factory.mktemp("offload") / "found.pt"
-    code = (
-        "import sys, torch; from tests.distributed.test_offload import every_world;"
-        "torch.save(every_world(), sys.argv[1])"
-    )
-    apart.python("-c", code, str(out), timeout=600)
-    return torch.load(out, weights_only=False)
+def found(world: str, *case: Any) -> list[dict[str, Any]]:
+    """What each rank of a world finds of a case."""
+    ranks, _, pretended = WORLDS[world]
+    return worlds.once(ranks, offloading.compared, case, pretended)
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -80,23 +70,17 @@ def _features(kinds):
 
 
 @pytest.mark.supports(_features, stage="stage", optimizer=lambda optimizer: NAMES[optimizer])
-@pytest.mark.parametrize(
-    "world, optimizer, stage, how, kinds", [(world, *case) for world, case in CHECKED]
-)
-def test_offload_changes_no_bit(found, world, optimizer, stage, how, kinds):
-    for rank in found[world]:
-        runs = rank[optimizer, stage, how]
+@pytest.mark.parametrize("world, optimizer, stage, how, kinds", params(CHECKED, is_quick))
+def test_offload_changes_no_bit(world, optimizer, stage, how, kinds):
+    for runs in found(world, optimizer, stage, how, kinds):
         for kind in kinds:
             assert same_bits(runs["none"]["weights"], runs[kind]["weights"]), kind
             assert runs["none"]["norms"] == runs[kind]["norms"]
 
 
-@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
-def test_what_is_offloaded_lies_on_the_host_and_the_rest_on_the_device(
-    found, optimizer, stage, how, kinds
-):
-    for rank in found["2"]:
-        runs = rank[optimizer, stage, how]
+@pytest.mark.parametrize("optimizer, stage, how, kinds", params(CASES, QUICK))
+def test_what_is_offloaded_lies_on_the_host_the_rest_on_the_device(optimizer, stage, how, kinds):
+    for runs in found("2", optimizer, stage, how, kinds):
         for kind in ("none", *kinds):
             where = runs[kind]["where"]
             weights_leave, states_leave = kind[:5] in ("param", "both"), kind in ("state", "both")
@@ -105,11 +89,10 @@ def test_what_is_offloaded_lies_on_the_host_and_the_rest_on_the_device(
             assert where["states"] or optimizer == "lomo"
 
 
-@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
-def test_memory_of_the_device(found, optimizer, stage, how, kinds):
+@pytest.mark.parametrize("optimizer, stage, how, kinds", params(CASES, QUICK))
+def test_memory_of_the_device(optimizer, stage, how, kinds):
     """What is alive between steps is what is kept there, and what travels comes a bucket a time."""
-    for rank in found["2"]:
-        runs = rank[optimizer, stage, how]
+    for runs in found("2", optimizer, stage, how, kinds):
         for kind in kinds:
             ours, without = runs[kind], runs["none"]
             freed = without["kept"] - ours["kept"]
@@ -118,18 +101,17 @@ def test_memory_of_the_device(found, optimizer, stage, how, kinds):
                 assert 0 <= run["alive"] - run["kept"] <= offloading.SLACK
 
 
-@pytest.mark.parametrize("optimizer, stage, how, kinds", FEW)
-def test_the_most_that_is_on_the_device_is_less(found, optimizer, stage, how, kinds):
+@pytest.mark.parametrize("optimizer, stage, how, kinds", params(FEW, FEW[:2]))
+def test_the_most_that_is_on_the_device_is_less(optimizer, stage, how, kinds):
     """On one rank, where no thread of gloo's holds on to what it sent."""
-    runs = found["1"][0][optimizer, stage, how]
+    runs = found("1", optimizer, stage, how, kinds)[0]
     assert runs[kinds[0]]["peak"] < runs["none"]["peak"]
 
 
-@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
-def test_bytes_that_travel(found, optimizer, stage, how, kinds):
+@pytest.mark.parametrize("optimizer, stage, how, kinds", params(CASES, QUICK))
+def test_bytes_that_travel(optimizer, stage, how, kinds):
     """Out: what was stepped, once a step. In: that as well, but for a state's first step."""
-    for rank in found["2"]:
-        runs = rank[optimizer, stage, how]
+    for runs in found("2", optimizer, stage, how, kinds):
         for kind in kinds:
             ours, without = runs[kind], runs["none"]["copied"]
             more = {way: ours["copied"][way] - without[way] for way in ("in", "out")}
@@ -139,10 +121,10 @@ def test_bytes_that_travel(found, optimizer, stage, how, kinds):
             assert gathered > 0 if ours["stepped"] else gathered == 0
 
 
-@pytest.mark.parametrize("optimizer, stage, how, kinds", CASES)
-def test_weights_are_pinned_unless_they_are_not_to_be(found, optimizer, stage, how, kinds):
-    for rank in found["2"]:
-        for kind, run in rank[optimizer, stage, how].items():
+@pytest.mark.parametrize("optimizer, stage, how, kinds", params(CASES, QUICK))
+def test_weights_are_pinned_unless_they_are_not_to_be(optimizer, stage, how, kinds):
+    for runs in found("2", optimizer, stage, how, kinds):
+        for kind, run in runs.items():
             assert run["pinned"] == (0 if "not" in kind else run["partitions"])
 
 
@@ -198,7 +180,7 @@ def test_a_pretended_device_keeps_to_itself():
         assert alive - device.alive() == 12
 
 
-def test_the_planner_counts_what_stays(found, monkeypatch):
+def test_the_planner_counts_what_stays(monkeypatch):
     """Beside the share of a bucket, the largest parameter here, of what is offloaded."""
     monkeypatch.setattr(memory, "PERSIST", 45)
     shapes = {n: tuple(p.shape) for n, p in offloading.Tower().named_parameters()}
@@ -209,7 +191,7 @@ def test_the_planner_counts_what_stays(found, monkeypatch):
     )
     runs = 2 * sum(-(-math.prod(shape) // 2) for shape in shapes.values())
     share = 41 * 41 / memory.elements(shapes)
-    measured = max(rank["came", 3, "bf16"]["both"]["kept"] for rank in found["2"])
+    measured = max(runs["both"]["kept"] for runs in found("2", *CASES[0]))
     assert one.weights == both.weights == pytest.approx(measured + share * runs, abs=2)
     assert plain.weights == measured + runs
     assert (one.state, one.gradients) == (plain.state, plain.gradients)
@@ -224,9 +206,9 @@ def test_the_planner_counts_what_stays(found, monkeypatch):
     assert held.state == pytest.approx(small + share * (whole.state - small))
 
 
-def test_an_optimizer_without_state_is_refused_on_every_rank(found):
-    for rank in found["cpu"]:
-        assert "offload_optimizer.device" in rank["refused"] and "AdaLomo" in rank["refused"]
+def test_an_optimizer_without_state_is_refused_on_every_rank():
+    for told in worlds.once(2, offloading.refused):
+        assert "offload_optimizer.device" in told and "AdaLomo" in told
 
 
 def config(name: str, stage: int = 3, **section: Any) -> dict[str, Any]:
@@ -287,14 +269,13 @@ def test_states_are_offloaded_where_there_are_any(optimizer):
 
 @pytest.mark.parametrize("optimizer, how", SAVED)
 @pytest.mark.parametrize("way", ["to", "from", "param"])
-def test_runs_are_gone_on_from_with_and_without_offload(found, optimizer, how, way):
-    for rank in found["2"]:
-        runs = rank[optimizer, how]
+def test_runs_are_gone_on_from_with_and_without_offload(optimizer, how, way):
+    for runs in worlds.once(2, offloading.resumed, optimizer, how):
         assert same_bits(runs["none"], runs[way])
         places = {"to": (HOST, HOST), "from": (DEVICE, DEVICE), "param": (HOST, DEVICE)}[way]
         assert runs[f"where {way}"] == {"runs": {places[0]}, "states": {places[1]}}
 
 
-def test_a_run_saved_between_micro_batches_is_gone_on_from(found):
-    for rank in found["2"]:
-        assert same_bits(rank["midway"]["none"], rank["midway"]["both"])
+def test_a_run_saved_between_micro_batches_is_gone_on_from():
+    for runs in worlds.once(2, offloading.midway):
+        assert same_bits(runs["none"], runs["both"])

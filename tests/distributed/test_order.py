@@ -57,5 +57,6 @@ def test_ranks_that_differ_at_stage_3_are_all_told_so_at_once(case):
 
 def test_ranks_that_wait_for_other_weights_end_at_the_time_limit():
     for rank in worlds.fresh(2, ordering.train, *CASES[WAITING], timeout=TIMEOUT):
+        assert rank.result, rank.output
         assert rank.result["error"].startswith("LostRankError"), rank.result["error"]
         assert rank.result["step"] == FROM and rank.result["seconds"] < TIMEOUT + 10

@@ -1,16 +1,26 @@
-"""Runs that are gone on from: on the same ranks bit for bit, elsewhere as if nothing had been.
-
-Real ranks, forked by resuming.py; what they saw is compared here.
-"""
+"""Runs that are gone on from: on the same ranks bit for bit, elsewhere as if nothing had been."""
 
 import pytest
 import torch
 
-from tests.common import apart
-from tests.distributed.resuming import BITS, KINDS, STAGES, TRAINERS, error, same
+from tests import worlds
+from tests.common.choose import params
+from tests.distributed import resuming
+from tests.distributed.resuming import IN_BITS, KINDS, STAGES, TRAINERS, error, same
 
 EXACT = 1e-6  # of the update of the whole model
 ALL = [(kind, stage) for kind in KINDS for stage in STAGES]
+
+
+# What `make test` runs: each kind of run at two stages, or one.
+QUICK = [
+    *(("lomo", 0), ("lomo", 3), ("adalomo", 1), ("adalomo", 3), ("adafactor", 2), ("came", 0)),
+    *(("came", 3), ("lamb", 1), ("lamb", 2), ("galore", 3), ("galore left", 1)),
+    *(("galore 8-bit", 0), ("galore 8-bit", 2)),
+]
+QUICK_BITS = [case for case in IN_BITS if case[2] == (3 if case[0] == "master" else 2)]
+TOOLS = [(way, stage) for way in ("fp32", "master") for stage in STAGES]
+ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
 
 
 def optimizer(kind: str) -> str:
@@ -19,22 +29,16 @@ def optimizer(kind: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def seen(tmp_path_factory):
-    """What each phase's ranks returned."""
-    out = tmp_path_factory.mktemp("resuming") / "results.pt"
-    apart.python("-m", "tests.distributed.resuming", str(out), timeout=900)
-    phases = torch.load(out, weights_only=False)
-    for name, ranks in phases.items():
-        for rank, ended in enumerate(ranks):
-            assert ended.code == 0, f"{name}, rank {rank}: {ended.output[-3000:]}"
-    return phases
+def folder(tmp_path_factory):
+    """For each run a folder that all of its worlds share."""
+    base = tmp_path_factory.mktemp("resume")
+    return lambda *names: str(base / " ".join(map(str, names)))
 
 
 @pytest.mark.supports("save and resume, bit for bit", stage="stage", optimizer=optimizer)
-@pytest.mark.parametrize("kind, stage", ALL)
-def test_gone_on_from_on_the_same_ranks_bit_for_bit(seen, kind, stage):
-    for rank in seen["write"]:
-        got = rank.result[kind, stage]
+@pytest.mark.parametrize("kind, stage", params(ALL, QUICK))
+def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, kind, stage):
+    for got in worlds.once(2, resuming.write, folder(kind, stage), kind, stage):
         assert got["same"]
         assert got["lr"][0] == got["lr"][1] and got["counts"] == (6, 6)
         assert got["client"] == {"told": stage}
@@ -43,33 +47,38 @@ def test_gone_on_from_on_the_same_ranks_bit_for_bit(seen, kind, stage):
 
 
 @pytest.mark.supports("resume on other ranks and another stage", stage="stage", optimizer=optimizer)
-@pytest.mark.parametrize("kind, stage", ALL)
-def test_gone_on_from_on_another_number_of_ranks_and_stage(seen, kind, stage):
-    whole = seen["write"][0].result[kind, stage]
-    for phase in ("one", "two again"):  # 2 -> 3 -> 1 ranks, each at another stage; 2 -> 2
-        got = seen[phase][0].result[kind, stage]
-        assert error(got, whole["after"], whole["before"]) <= EXACT, phase
-    three = seen["three"]
-    assert all(same(three[0].result[kind, stage], r.result[kind, stage]) for r in three)
+@pytest.mark.parametrize("kind, stage", params(ALL, QUICK))
+def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
+    """2 -> 3 -> 1 ranks, each at another stage; 2 -> 2."""
+    two, three, one, again = (folder(kind, stage, *more) for more in ("", "3", "1", "2"))
+    whole = worlds.once(2, resuming.write, two.strip(), kind, stage)[0]
+
+    def on(ranks, source, target, shift, numbers):
+        job = resuming.elsewhere, source.strip(), target, kind, (stage + shift) % 4, numbers
+        return worlds.once(ranks, *job)
+
+    first, *others = on(3, two, three, 1, range(3, 5))
+    assert all(same(first, other) for other in others)
+    for got in (on(1, three, one, 3, range(5, 6)), on(2, two, again, 3, range(3, 6))):
+        assert error(got[0], whole["after"], whole["before"]) <= EXACT
 
 
-@pytest.mark.parametrize("way", BITS)
-def test_weights_of_16_bits_and_their_masters_bit_for_bit(seen, way):
-    for rank in seen["bits"]:
-        cases = {k: v for k, v in rank.result.items() if k[0] == way}
-        assert len(cases) == 6
-        assert all(case["same"] and case["held"] for case in cases.values())
+@pytest.mark.parametrize("way, kind, stage", params(IN_BITS, QUICK_BITS))
+def test_weights_of_16_bits_and_their_masters_bit_for_bit(way, kind, stage):
+    for got in worlds.once(2, resuming.bits, way, kind, stage):
+        assert got["same"] and got["held"]
         if way == "master":  # what is held is more than bf16
-            assert all(case["residual"] for case in cases.values())
+            assert got["residual"]
 
 
 @pytest.mark.supports("resume between micro-batches", stage="stage", optimizer="CAME")
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_that_wait_are_gone_on_from(seen, stage):
-    for rank in seen[f"accumulated {stage}"]:
-        assert rank.result["same"] and rank.result["kept"] > 10
-        assert "1 of 3 micro-batches" in rank.result["message"]
-    whole, one = (seen[f"accumulated{n} {stage}"][0].result for n in ("", " one"))
+@pytest.mark.parametrize("stage", params(STAGES, (0, 2, 3)))
+def test_gradients_that_wait_are_gone_on_from(folder, stage):
+    two = worlds.once(2, resuming.accumulate, folder("kept", stage), stage, "write")
+    for got in two:
+        assert got["same"] and got["kept"] > 10
+        assert "1 of 3 micro-batches" in got["message"]
+    whole, one = two[0], worlds.once(1, resuming.accumulate, folder("kept", stage), stage, "")[0]
     assert error(one["after"], whole["after"], whole["before"]) <= EXACT
     assert whole["micro"] == one["micro"] == 3
 
@@ -79,14 +88,14 @@ def test_gradients_that_wait_are_gone_on_from(seen, stage):
     stage=lambda name: TRAINERS[name],
     optimizer=lambda name: name.split()[-1],
 )
-@pytest.mark.parametrize("name", TRAINERS)
-def test_hf_trainer_resumes_unchanged(seen, name):
-    for rank in seen["trainer"]:
-        got = rank.result
-        assert same(got[name, "first"], got[name, "second"])
-        assert got[name, "steps"] == list(range(1, 9))
-    (one,) = seen["trainer one"]  # of twice the batch
-    off = error(one.result[name, "second"], got[name, "first"], got[name, "before"])
+@pytest.mark.parametrize("name", params(TRAINERS, ["came", "lora adalomo"]))
+def test_hf_trainer_resumes_unchanged(folder, name):
+    two = worlds.once(2, resuming.trainer, folder("trainer", name), name, "write")
+    for got in two:
+        assert same(got["first"], got["second"])
+        assert got["steps"] == list(range(1, 9))
+    (one,) = worlds.once(1, resuming.trainer, folder("trainer", name), name, "one")
+    off = error(one["second"], two[0]["first"], two[0]["before"])  # of twice the batch
     # Small steps: next to the weights' own resolution in fp32, 1e-6 of such an update.
     assert off <= 2 * EXACT
 
@@ -94,10 +103,9 @@ def test_hf_trainer_resumes_unchanged(seen, name):
 @pytest.mark.supports(
     lambda stage: "`zero_to_fp32.py`" if stage else [], stage="stage", optimizer="CAME"
 )
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("way", ["fp32", "master"])
-def test_tools_of_deepspeed_read_our_checkpoints(seen, way, stage):
-    got = seen["tools"][0].result[way, stage]
+@pytest.mark.parametrize("way, stage", params(TOOLS, [("master", 3), ("fp32", 1), ("master", 0)]))
+def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
+    got = worlds.once(2, resuming.tools, way, stage)[0]
     weights = got["weights"]
     assert all(got["plain"])  # torch.load(weights_only=True)
     assert same(got["16bit"], weights)
@@ -113,12 +121,11 @@ def test_tools_of_deepspeed_read_our_checkpoints(seen, way, stage):
         assert finer  # masters in fp32
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_weights_of_a_model_trained_by_deepspeeds_adamw(seen, dtype, stage):
-    trained = seen["adamw"][0].result[stage, dtype]
-    (rank,) = seen["from adamw"]
-    assert same(trained, rank.result[stage, dtype]["weights"])
-    assert rank.result[stage, dtype]["states"] == 0
-    path = rank.result[stage, dtype]["path"]
-    assert f"{path}: weights are taken, the state of CAME starts anew" in rank.output
+@pytest.mark.parametrize("dtype, stage", params(ADAMW, [("fp32", 3), ("bf16", 1), ("bf16", 0)]))
+def test_weights_of_a_model_trained_by_deepspeeds_adamw(folder, dtype, stage):
+    trained = worlds.once(2, resuming.adamw, folder("adamw", stage, dtype), stage, dtype)[0]
+    (got,) = worlds.once(1, resuming.from_adamw, folder("adamw", stage, dtype), stage, dtype)
+    assert same(trained, got["weights"])
+    assert got["states"] == 0
+    told = f"{got['path']}: weights are taken, the state of CAME starts anew"
+    assert any(told in line for line in got["said"])

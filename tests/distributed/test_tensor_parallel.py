@@ -1,37 +1,25 @@
 """DeepSpeed's AutoTP on four real ranks, two by two, against one process with whole matrices."""
 
 import re
-from pathlib import Path
 
 import pytest
-import torch
 
 from ds_ext.engine import autotp
-from tests.common import apart
-from tests.distributed.tensor_worker import CASES
+from tests import worlds
+from tests.common.choose import params
+from tests.distributed import tensor_parallel
+from tests.distributed.tensor_parallel import CASES
 from tests.support import of
 
-pytestmark = pytest.mark.slow
 EXACT = 1e-5  # of the update of the whole model
-
-
-ALONE = "(llama-came|accumulate|clip)-"
-
-
-def run(ranks: int, chosen: str, out: Path):
-    """The results of the worker's cases on real ranks."""
-    apart.python(*apart.ranks(ranks), "-m", "tests.distributed.tensor_worker", str(out), chosen)
-    return torch.load(out, weights_only=False)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run(4, "", tmp_path_factory.mktemp("tensor") / "found.pt")
-
-
-@pytest.fixture(scope="module")
-def found_alone(tmp_path_factory):
-    return run(2, ALONE, tmp_path_factory.mktemp("tensor") / "alone.pt")
+ALONE = [name for name in CASES if re.match("(llama-came|accumulate|clip)-", name)]
+# What `make test` runs: each optimizer, and each way of dividing, at most stages.
+QUICK = [
+    *("llama-adalomo-0", "llama-came-1", "llama-lamb-2", "llama-galoreadamw-3", "llama-lomo-3"),
+    *("bert-adafactor-0", "bert-adalomo-1", "bert-came-2", "bert-lamb-3", "fused-0", "fused-3"),
+    *("tied-1", "tied-3", "shipped-config", "clip-0", "clip-2", "clip-3", "accumulate-0"),
+    *("accumulate-3", "resume-1", "resume-3", "dropout-2", "dropout-3", "bert-galoreadamw-1"),
+]
 
 
 def _feature(name):
@@ -40,28 +28,28 @@ def _feature(name):
 
 
 @pytest.mark.supports(_feature, **of(CASES))
-@pytest.mark.parametrize("name", CASES)
-def test_four_ranks_equal_one_process(found, name):
-    result = found[name]
-    assert isinstance(result, dict), result
+@pytest.mark.parametrize("name", params(CASES, QUICK))
+def test_four_ranks_equal_one_process(name):
+    result = worlds.once(4, tensor_parallel.error, name)[0]
     assert result["alike"]  # replicated parameters on all ranks, the others on their twins
     if not CASES[name].dropout:
         assert result["error"] <= EXACT, result
         assert result["norm"] == pytest.approx(result["expected norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if re.match(ALONE, name)])
-def test_two_ranks_without_data_parallelism_equal_one_process(found_alone, name):
-    result = found_alone[name]
-    assert isinstance(result, dict), result
+@pytest.mark.parametrize("name", params(ALONE, ["llama-came-3", "accumulate-2", "clip-0"]))
+def test_two_ranks_without_data_parallelism_equal_one_process(name):
+    result = worlds.once(2, tensor_parallel.error, name)[0]
     assert result["alike"]
     assert result["error"] <= EXACT, result
     assert result["norm"] == pytest.approx(result["expected norm"], rel=1e-5)
 
 
-def test_the_cases_divide_unevenly_and_in_every_way(found):
+def test_the_cases_divide_unevenly_and_in_every_way():
     """Rows, columns, a fused matrix, biases of both kinds, a vocabulary."""
-    boxes = found["held"]
+    boxes = {}
+    for name in ("llama-came-1", "bert-came-2", "fused-0", "tied-1"):
+        boxes |= worlds.once(4, tensor_parallel.error, name)[0]["held"]
     sizes = {n: [sum(b.numel for b in part) for part in parts] for n, parts in boxes.items()}
     assert any(a != b for a, b in sizes.values())
     assert any(len(part) > 1 for parts in boxes.values() for part in parts)

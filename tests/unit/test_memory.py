@@ -1,18 +1,10 @@
-"""The planner's arithmetic against the tensors that are really alive, and known closed forms.
+"""The planner's arithmetic against the tensors that are really alive, and known closed forms."""
 
-Run as a script under torchrun it is one rank that measures real engines of DeepSpeed.
-"""
-
-import gc
-import json
 import math
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from ds_ext.backward import settings
 from ds_ext.backward.buckets import Buckets
@@ -20,12 +12,10 @@ from ds_ext.backward.gradients import FusedBackward
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
-from ds_ext.ops import scratch, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.planner import memory
-from tests.common import apart, models
-from tests.common.leave import leave
+from tests.common import models
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -284,120 +274,3 @@ def test_known_models_have_their_parameters():
         "llama-65b": 65_285_660_672,
         "llama-70b": 68_976_648_192,
     }
-
-
-# Real engines.
-
-KINDS = ["adamw", "adalomo", "came"]
-CASES = [(kind, stage, dtype) for kind in KINDS for stage in range(4) for dtype in DTYPES]
-RANKS, REAL_BUCKET = 2, 2**17
-MOST_SCRATCH = 8 * 2**20
-QUIET = 0.3  # seconds
-# On both sides of PERSIST; halves alike, for DeepSpeed rounds ZeRO-2's runs up to whole parameters.
-SIZES = [(256, 256), *[(512, 256), (256, 512)] * 4, (256, 256)]
-
-
-@pytest.fixture(scope="session")
-def measured(tmp_path_factory):
-    out = tmp_path_factory.mktemp("memory") / "bytes.json"
-    apart.python(*apart.ranks(RANKS), "-m", "tests.unit.test_memory", str(out))
-    return json.loads(out.read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, stage, dtype", CASES)
-def test_deepspeed_holds_what_is_planned(measured, kind, stage, dtype):
-    shapes = shapes_of(network())
-    if kind == "adamw":
-        planned = memory.adamw(shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET).total
-    else:  # between steps no gradient is alive
-        rule = OPTIMIZERS[kind].hypers()
-        ours = memory.ours(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
-        planned = ours.total - ours.gradients
-    assert close(planned, measured[f"{kind} {stage} {dtype}"])
-
-
-def network():
-    return nn.Sequential(*(nn.Linear(cols, rows) for rows, cols in SIZES))
-
-
-def alive():
-    """Bytes of all tensors that are not frozen, and of their gradients."""
-    gc.collect()
-    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
-    return held([*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)])
-
-
-def settled():
-    """``alive`` once gloo's threads let go of what they sent: nothing was freed for a while."""
-    least, since = alive(), time.monotonic()
-    while time.monotonic() - since < QUIET:
-        time.sleep(0.02)
-        now = alive()
-        if now < least:
-            least, since = now, time.monotonic()
-    return least
-
-
-def measure(kind, stage, dtype):
-    """Bytes alive on this rank: AdamW's at most, ours between steps."""
-    import deepspeed
-
-    gc.collect()
-    gc.freeze()  # what there is now is not looked at
-    module = network()
-    zero = {"stage": stage, "reduce_bucket_size": REAL_BUCKET}
-    params = {"lr": 1e-3, "torch_adam": True} if kind == "adamw" else {}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0,
-        "bf16": {"enabled": dtype == "bf16"},
-        "zero_optimization": zero,
-        "optimizer": {"type": kind, "params": params},
-    }
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=list(module.parameters()), config=config
-    )
-    seen = []
-
-    def look(*_, **__):
-        seen.append(settled())
-
-    if kind == "adamw":
-        engine.basic_optimizer.register_step_pre_hook(look)
-        if stage in (1, 2):  # a gradient has just come, and those before it may still be there
-            name = "reduce_independent_p_g_buckets_and_remove_grads"
-            reduce = getattr(engine.optimizer, name)
-            setattr(engine.optimizer, name, lambda *args: (seen.append(alive()), reduce(*args)))
-    for _ in range(2):  # the first step makes the state
-        loss = engine(torch.ones(1, 256, dtype=DTYPES[dtype])).float().sum()
-        engine.backward(loss)
-        del loss
-        engine.step()
-    if kind != "adamw":
-        assert scratch.nbytes() <= MOST_SCRATCH
-        scratch.clear()  # not counted, nor is the table of noise
-        weight_update._noise.cache_clear()
-        look()
-    engine.destroy()
-    return max(seen)
-
-
-def main(out):
-    import deepspeed
-
-    import ds_ext  # noqa: F401
-
-    torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
-    deepspeed.init_distributed("gloo", verbose=False)
-    results = {
-        f"{kind} {stage} {dtype}": measure(kind, stage, dtype) for kind, stage, dtype in CASES
-    }
-    if torch.distributed.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
-    leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,0 +1,31 @@
+"""What real engines hold against what is planned for them."""
+
+import itertools
+
+import pytest
+
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import memory as planner
+from tests import worlds
+from tests.common.choose import params
+from tests.distributed import memory
+from tests.distributed.memory import DTYPES, REAL_BUCKET
+from tests.unit.test_memory import close, shapes_of
+
+RANKS = 2
+KINDS = ["adamw", "adalomo", "came"]
+CASES = list(itertools.product(KINDS, range(4), DTYPES))
+QUICK = [("adamw", 2, "bf16"), ("adamw", 3, "fp32"), ("adalomo", 3, "bf16"), ("adalomo", 0, "fp32")]
+QUICK += [("came", 1, "fp32"), ("came", 2, "bf16"), ("came", 3, "fp32")]
+
+
+@pytest.mark.parametrize("kind, stage, dtype", params(CASES, QUICK))
+def test_deepspeed_holds_what_is_planned(kind, stage, dtype):
+    shapes = shapes_of(memory.network())
+    if kind == "adamw":
+        planned = planner.adamw(shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET).total
+    else:  # between steps no gradient is alive
+        rule = OPTIMIZERS[kind].hypers()
+        ours = planner.ours(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
+        planned = ours.total - ours.gradients
+    assert close(planned, worlds.once(RANKS, memory.measure, kind, stage, dtype)[0])
