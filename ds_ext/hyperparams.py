@@ -45,7 +45,7 @@ def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params")
     checked = {}
     for key, value in given.items():
         try:
-            adapter: TypeAdapter = TypeAdapter(_strict_bool(hints[key]))
+            adapter: TypeAdapter[Any] = TypeAdapter(_strict_bool(hints[key]))
             checked[key] = adapter.validate_python(value)
         except ValidationError:
             raise ValueError(
@@ -62,7 +62,7 @@ def describe(hint: Any) -> str:
     """What a field's type allows, in words."""
     for extra in getattr(hint, "__metadata__", ()):
         if getattr(extra, "description", None):
-            return extra.description
+            return str(extra.description)
     options = get_args(hint)
     if NoneType in options:
         return " or ".join(describe(o) for o in options if o is not NoneType) + " or null"

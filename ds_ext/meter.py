@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Block, Shard
-from ds_ext.ops.weight_update import Weight
+from ds_ext.ops.weight_update import CopiedWeight, SplitWeight, StochasticWeight, Weight
 
 
 class Meter:
@@ -38,8 +38,9 @@ class Meter:
         key = group, copies, run.device
         if key not in self.squares:
             self.squares[key] = torch.zeros(2, dtype=torch.float64, device=run.device)
-        kind = MeteredTensor if isinstance(p, Tensor) else MeteredWeight
-        return kind(p, *self.squares[key])
+        if isinstance(p, Tensor):
+            return MeteredTensor(p, *self.squares[key])
+        return MeteredWeight(p, *self.squares[key])
 
     def sums(self) -> Tensor:
         """Squares of changes, squares of new weights, elements -> [groups, 3] fp64.
@@ -47,7 +48,8 @@ class Meter:
         On the device of the weights, on the CPU if none was stepped.
         """
         devices = [device for *_, device in self.squares]
-        total = torch.zeros(self.groups, 3, dtype=torch.float64, device=(devices or ["cpu"])[0])
+        device = devices[0] if devices else torch.device("cpu")
+        total = torch.zeros(self.groups, 3, dtype=torch.float64, device=device)
         for (group, copies), n in self.elements.items():
             total[group, 2] += n / copies
         for (group, copies, _), squares in self.squares.items():
@@ -96,7 +98,9 @@ class MeteredTensor:
 class MeteredWeight:
     """A run kept in another form, which tells what it holds when it was written."""
 
-    def __init__(self, run, moved: Tensor, weight: Tensor) -> None:
+    def __init__(
+        self, run: StochasticWeight | SplitWeight | CopiedWeight, moved: Tensor, weight: Tensor
+    ) -> None:
         self.run, self.moved, self.weight = run, moved, weight
         self.last: tuple[Block, Tensor] | None = None
 

@@ -18,6 +18,7 @@ from ds_ext.meter import Meter
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
+from ds_ext.rules import Rule
 
 # Elements of parameters that a plain step takes together, at least.
 TOGETHER = 2**22
@@ -220,7 +221,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             return p
         return self.meter.watch(p, self.row_of[u.param], run, u.copies)
 
-    def keeps(self, param: Tensor, shard: Shard, rule: Any) -> Parts:
+    def keeps(self, param: Tensor, shard: Shard, rule: Rule) -> Parts:
         """What ``rule`` keeps of a parameter."""
         if param not in self.stacks:
             return rule.keeps(shard)
@@ -266,10 +267,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_whole(self, params: list[Tensor]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
         updates = []
-        for param in params:
+        for param, grad in zip(params, grads, strict=True):
             p = param.detach().contiguous().view(-1)
-            g = param.grad.to_dense().contiguous().view(-1)
+            g = grad.to_dense().contiguous().view(-1)
             updates.append(Update(param, p, g, Shard.whole(param.shape)))
         self.update(updates, lambda total: None)
         for param, p, *_ in updates:

@@ -135,8 +135,9 @@ def _embeddings(module: nn.Module, embeddings: Types) -> set[Tensor]:
     """Weights of embeddings and of the output head."""
     spared = [m for m in module.modules() if isinstance(m, embeddings)]
     spared += [m for name, m in module.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    if callable(getattr(module, "get_output_embeddings", None)):
-        spared.append(module.get_output_embeddings())
+    output_embeddings = getattr(module, "get_output_embeddings", None)
+    if callable(output_embeddings):
+        spared.append(output_embeddings())
     return {p for m in spared if m is not None for p in m.parameters()}
 
 

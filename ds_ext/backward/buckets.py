@@ -101,6 +101,7 @@ class Buckets:
         if frozen:
             param.requires_grad_(True)  # or torch hooks nothing
         take = _leave if param in self.uses.together else self.take
+        handle: torch.utils.hooks.RemovableHandle
         handle = param.register_post_accumulate_grad_hook(take)
         if frozen:
             param.requires_grad_(False)
@@ -334,7 +335,7 @@ class Buckets:
         low, high = torch.aminmax(flat)
         squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
         bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.of[param].losses
-        return (high <= bound) & (low >= -bound)
+        return torch.logical_and(high <= bound, low >= -bound)
 
 
 def apart(run: Run, dtype: torch.dtype) -> Run:

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext import logs
@@ -56,7 +56,7 @@ def fuse_into_backward(
     consensus.agree(kind | consensus.facts(model, optimizer), group)
     _take_over(model, optimizer, group)
     domain = Replicated(group or everyone())
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     layout = Layout(domain.group, names, lambda param: domain)
     layout.broadcast(model)
     if bucket_size is None:

@@ -28,7 +28,9 @@ class Uses:
         self.together = {p for params in together.values() for p in params}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         for owner in module.modules():
-            own = [p for p in owner.parameters(recurse=False) if p not in self.together]
+            own: list[Tensor] = [
+                p for p in owner.parameters(recurse=False) if p not in self.together
+            ]
             if next(owner.parameters(), None) is not None:
                 enter = Hook(self._enter(together.get(owner, own)))
                 leave = Hook(self._leave)

@@ -8,7 +8,7 @@ version counter sees, so that a second backward pass would multiply them again.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -98,11 +98,15 @@ def _digests(loss: Tensor) -> Digests:
     """Of all tensors that functions written in Python hold in the graph of ``loss``."""
     return {
         (node, name): _digest(x).to(loss.device)
-        for node in nodes(loss)
-        if isinstance(node, BackwardCFunction)
+        for node in filter(_is_of_python, nodes(loss))
         for name, x in _held(node)
         if type(x) is Tensor and x.layout is torch.strided  # not a parameter
     }
+
+
+def _is_of_python(node: Node) -> TypeGuard[BackwardCFunction]:
+    """Whether a node of a graph is a function written in Python."""
+    return isinstance(node, BackwardCFunction)
 
 
 def _held(node: BackwardCFunction) -> Iterator[tuple[str, Any]]:
@@ -135,4 +139,4 @@ def _first_change(before: Digests, after: Digests) -> str | None:
     if there:
         then, now = (torch.stack([each[key] for key in there]) for each in (before, after))
         lost += [key for key, same in zip(there, (then == now).tolist(), strict=True) if not same]
-    return lost[0][0]._forward_cls.__name__ if lost else None
+    return type(lost[0][0]).__name__.removesuffix("Backward") if lost else None

@@ -42,7 +42,7 @@ def _off(value: Any) -> bool:
 
 
 def _one(value: Any) -> bool:
-    return value == 1
+    return bool(value == 1)
 
 
 _REMOVE = "remove it."

@@ -20,6 +20,7 @@ from ds_ext.backward.rehearsal import nodes
 def watch() -> None:
     """Makes torch's functions ask who steps a parameter; further calls change nothing."""
     for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        assert function.__closure__ is not None
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _clipping(cell.cell_contents)
     torch.amp.GradScaler.scale = _scaling(torch.amp.GradScaler.scale)  # type: ignore[method-assign]

@@ -128,7 +128,7 @@ def manifest(path: Path) -> dict[str, Any] | None:
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        said = json.loads((path / MANIFEST).read_text())
+        said: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         damaged = said.pop("crc32") != _checksum(said)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         damaged = True

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ class Layout:
         if self.world == 1 or self.device.type == "cpu":
             return self.group
         ranks = dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return cast(Group, dist.new_group(ranks, "gloo", use_local_synchronization=True))
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:

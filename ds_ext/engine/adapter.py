@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from ds_ext.errors import CheckpointError
 from ds_ext.optimizer import RuleOptimizer
 
 
-class ZeroAdapter(ZeROOptimizer):
+class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no types
     """What DeepSpeedEngine talks to: it drives a RuleOptimizer from hooks, at any ZeRO stage."""
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
@@ -84,14 +84,15 @@ class ZeroAdapter(ZeROOptimizer):
     def _comm_dtype(self, param: Tensor) -> torch.dtype:
         """What the gradient of a parameter is reduced in."""
         autocast = self.engine.torch_autocast_enabled()
-        return get_comm_dtype(param) if autocast else self.engine.communication_data_type
+        dtype = get_comm_dtype(param) if autocast else self.engine.communication_data_type
+        return cast(torch.dtype, dtype)
 
     def _is_boundary(self) -> bool:
         engine = self.engine
-        return engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt
+        return bool(engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt)
 
     def needs_scaler(self) -> bool:
-        return self.loss_scale != 1
+        return bool(self.loss_scale != 1)
 
     def scale_if_loss(self, value: Any) -> Any:
         """The loss times the loss scale, on which gradients have been measured if they have to be.
@@ -144,7 +145,7 @@ class ZeroAdapter(ZeROOptimizer):
         """Ends a step, most of which was made in backward; a second call changes nothing."""
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
-        self.optimizer._opt_called = True  # torch's schedulers look for a step, made in backward
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for a step, made in backward
         self.fused.finish()
         result = self.fused.end_step()
         self.overflow = result is not None and result.skipped
@@ -240,7 +241,7 @@ class ZeroAdapter(ZeROOptimizer):
     @property
     def _losses(self) -> int:
         """How many mean losses a gradient is summed over, but for tensor parallelism."""
-        return self.layout.world // self.engine.sequence_parallel_size
+        return self.layout.world // int(self.engine.sequence_parallel_size)
 
     def _accumulated(self, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
         """The gradients that wait for the rest of their step's micro-batches."""
@@ -332,6 +333,7 @@ def _share_time_limit(layout: Layout) -> None:
     DeepSpeed makes its groups with torch's default, half an hour.
     """
     everyone = dist.group.WORLD
+    assert everyone is not None
     for group in layout.groups | expert_parallel.exchanges():
         limit = everyone._get_backend(layout.device).options._timeout
         dist.distributed_c10d._set_pg_timeout(limit, group)

@@ -6,6 +6,7 @@ of them does not depend on how many ranks they are spread over.
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 from deepspeed.checkpoint.constants import (
     AUTOEP_PARAM_LOCAL_EXPERTS,
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ds_ext.distributed.placement import Group
+from ds_ext.engine.parameters import deepspeed_parameter
 
 
 def is_expert(param: Tensor) -> bool:
@@ -36,7 +38,8 @@ def refuse_spread_experts(model: nn.Module) -> None:
 
 def group(param: Tensor) -> Group:
     """The ranks that have the same experts as this one."""
-    return groups._get_expert_data_parallel_group(param.group_name)
+    name = deepspeed_parameter(param).group_name
+    return cast(Group, groups._get_expert_data_parallel_group(name))
 
 
 def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:

@@ -4,6 +4,7 @@ tensor parallelism.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -24,6 +25,7 @@ from ds_ext.distributed.placement import (
     size_of,
 )
 from ds_ext.engine import autotp, expert_parallel, leftovers
+from ds_ext.engine.parameters import deepspeed_parameter
 
 
 class Partitioned(Sharded):
@@ -35,10 +37,10 @@ class Partitioned(Sharded):
     twins: Group = None
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
-        return tuple(param.ds_shape)
+        return tuple(deepspeed_parameter(param).ds_shape)
 
     def run(self, param: Tensor) -> Tensor:
-        return param.ds_tensor[: len(self.shard(param))]
+        return deepspeed_parameter(param).ds_tensor[: len(self.shard(param))]
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         runs, wait = super().reduce(flats)
@@ -122,7 +124,7 @@ class Partitions(Layout):
         """
         self.offload.partition_all_parameters()
         for param in self.updated:
-            param.ds_secondary_tensor = None
+            deepspeed_parameter(param).ds_secondary_tensor = None
         self.updated.clear()
         persistent = self.offload.persistent_parameters
         if persistent:
@@ -181,7 +183,7 @@ def _losses(engine: DeepSpeedEngine) -> int:
                 "deepspeed.runtime.sequence_parallel.parallel_state_sp, and give that module to "
                 "deepspeed.initialize as mpu."
             )
-    return size_of(group) // size
+    return size_of(group) // int(size)
 
 
 def _domains(
@@ -229,7 +231,7 @@ def _secondary_group(engine: DeepSpeedEngine) -> Group:
             f"zero_optimization.zero_hpz_partition_size = {size}, where another engine of this "
             f"process has {there}: DeepSpeed takes one for all."
         )
-    return groups._get_zero_param_intra_parallel_group()
+    return cast(Group, groups._get_zero_param_intra_parallel_group())
 
 
 def _partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:

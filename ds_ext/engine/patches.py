@@ -29,6 +29,7 @@ from ds_ext.distributed.wrapped import refuse_wrapped
 from ds_ext.engine import expert_parallel, leftovers, save_load, tiled
 from ds_ext.engine.adapter import ZeroAdapter, effective, log
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape, whole_shape
+from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 
 # Names that DeepSpeed knew without ds_ext, and what it made of them.
@@ -349,7 +350,7 @@ def _accept_scalars() -> None:
         shape = param.shape
         with _as_vectors([param]):
             convert(self, param)
-        param.ds_shape = shape  # in which it is gathered
+        deepspeed_parameter(param).ds_shape = shape  # in which it is gathered
 
     @functools.wraps(leave)
     def _exit(self: GatheredParameters, *error: Any) -> None:

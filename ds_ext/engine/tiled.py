@@ -71,6 +71,7 @@ def _wait_for_backward(function: Any) -> None:
         ctx.waiting = []
         for param, owner in left:
             grad, param.grad = param.grad, None
+            assert grad is not None
             ctx.waiting.append(Waiting(owner, param, grad, param in called))
         return loss
 

@@ -8,7 +8,7 @@ is both. What ``block`` returns is the caller's to overwrite.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -157,7 +157,7 @@ class Extended:
     """A flat run of ``size`` elements between others, which are read and never written."""
 
     before: Tensor
-    x: Readable
+    x: Readable  # Writable, where it is written
     size: int
     after: Tensor
 
@@ -169,7 +169,11 @@ class Extended:
     def write_(self, b: Block, new: Tensor) -> None:
         before, own, _ = self._cut(b)
         first = before.stop - before.start
-        write_(self.x, own, new.reshape(-1)[first : first + own.shape[2]].view(own.shape))
+        write_(
+            cast(Writable, self.x),
+            own,
+            new.reshape(-1)[first : first + own.shape[2]].view(own.shape),
+        )
 
     def _cut(self, b: Block) -> tuple[slice, Block, slice]:
         """The elements of a block that lie before, in and after the run."""
@@ -353,14 +357,15 @@ def times(x: Readable, factor: Tensor | float) -> Readable:
 
 def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """Sum of the squares of a run -> []. ``like`` gives device and dtype where the run is empty."""
-    return square_sums((x,), shard, like)[0]
+    (total,) = square_sums((x,), shard, like)
+    return cast(Tensor, total)
 
 
 @launches.tried(launches.square_sums)
 def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> list[Tensor]:
     """Sums of the squares of several runs, in one pass over what they have in common -> [] each."""
-    zero = {"dtype": accumulator(like.dtype), "device": like.device}
-    totals = [torch.zeros((), **zero) for _ in runs]
+    dtype = accumulator(like.dtype)
+    totals = [torch.zeros((), dtype=dtype, device=like.device) for _ in runs]
     for b in scratch.blocks(shard):
         for x, total in zip(runs, totals, strict=True):
             v = read(x, b).reshape(-1)
@@ -414,7 +419,7 @@ def weighed_square_sums(
         weights = col.new_ones(mats, 2, rows)
         torch.add(before[b.mats, b.rows], sums, alpha=share, out=weights[:, 1]).reciprocal_()
         both[b.mats].baddbmm_(weights, square)
-    return row, *both.unbind(1)
+    return row, both[:, 0], both[:, 1]
 
 
 @launches.tried(launches.factors_)
@@ -445,8 +450,9 @@ def factors_(
 
 def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     """Sums over rows and over columns of nothing."""
-    new = {"dtype": accumulator(like.dtype), "device": like.device}
-    return torch.zeros(shard.mats, shard.rows, **new), torch.zeros(shard.mats, shard.cols, **new)
+    dtype = accumulator(like.dtype)
+    row = torch.zeros(shard.mats, shard.rows, dtype=dtype, device=like.device)
+    return row, torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
 
 
 def squared(x: Readable, b: Block) -> Tensor:
@@ -525,7 +531,7 @@ def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     return values
 
 
-def pad(x: Tensor, part: slice, like: Gradient) -> Tensor:
+def pad(x: Tensor, part: slice, like: Tensor) -> Tensor:
     """Zeros shaped as ``like`` with ``x`` as the elements ``part``, counted flat."""
     whole = torch.zeros_like(like)
     whole.view(-1)[part] = x

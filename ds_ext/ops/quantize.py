@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,11 +54,11 @@ def complete(g: passes.Gradient, shard: Shard) -> Edges:
     """
     cuts = itertools.chain(*shard.cuts)
     shared = sorted({at // SIZE for at in cuts if at % SIZE})
-    new = {"dtype": passes.accumulator(g.dtype), "device": g.device}
-    before = after = torch.zeros(0, **new)
+    dtype = passes.accumulator(g.dtype)
+    before = after = torch.zeros(0, dtype=dtype, device=g.device)
     if not shared:
         return before, after
-    edges = torch.zeros(len(shared), SIZE, **new)
+    edges = torch.zeros(len(shared), SIZE, dtype=dtype, device=g.device)
     ends = {shard.start // SIZE, (shard.stop - 1) // SIZE} & set(shared) if len(shard) else set()
     for block in ends:
         start, stop = max(block * SIZE, shard.start), min((block + 1) * SIZE, shard.stop)
@@ -85,7 +86,7 @@ class Quantized:
         code, absmax = self._parts(b)
         book = _book(self.signed, code.device)
         x = functional().dequantize_blockwise(code, absmax=absmax, code=book, blocksize=SIZE)
-        return x.view(b.shape)
+        return cast(Tensor, x.view(b.shape))
 
     def write_(self, b: Block, new: Tensor) -> None:
         code, absmax = self._parts(b)
@@ -105,4 +106,5 @@ class Quantized:
 def _book(signed: bool, device: torch.device) -> Tensor:
     """The values of the codes: bitsandbytes' dynamic map, as its Adam8bit takes it."""
     with torch.device("cpu"):  # it is made where the user's tensors are, by default
-        return functional().create_dynamic_map(signed=signed).to(device)
+        book: Tensor = functional().create_dynamic_map(signed=signed)
+    return book.to(device)

@@ -128,7 +128,8 @@ def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: in
     (stage 3 compares a device with its name, which are never equal), and buckets.
     """
     n, size = elements(shapes), dtype.itemsize
-    run = n / ranks if stage else n
+    run: float = n / ranks if stage else n
+    gradients: float
     if stage == 0:  # in the step; fp32 needs no copy
         gradients = 4 * n if size == 4 else size * n + 4 * n
     elif stage == 1:  # when backward ends, all are there, and then move to a bucket or the run

@@ -64,6 +64,6 @@ class Adam:
             before, after = yield from quantize.complete(g, shard)
             n = len(shard)
             whole = Shard.whole((len(before) + n + len(after),))
-            update = self.advance(s, ops.Extended(before, g, n, after))
+            update = self.advance(s, ops.Extended(before, g, n, after))  # g is read alone
             return update, ops.Extended(before, p, n, after), whole
         return self.advance(s, g), p, Shard.whole((len(shard),))

@@ -349,8 +349,10 @@ def _pass(
         own, rows, cols = _alone(shard)
         geometry, programs = _by_rows(own, kernels.STRIP if is_strip else 0)
         geometry["origin"] = shard.start
-        parts = {"row": (slice(None), rows), "col": (..., cols)}
-        tensors |= {name: tensors[name][at] for name, at in parts.items() if name in tensors}
+        if "row" in tensors:
+            tensors["row"] = tensors["row"][:, rows]
+        if "col" in tensors:
+            tensors["col"] = tensors["col"][..., cols]
     else:
         geometry, programs = _flat(shard)
     geometry["key"] = 0 if kept is None else kept.key

@@ -1,0 +1,20 @@
+"""What DeepSpeed sets on parameters, by its own names and with types."""
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+class DeepSpeedParameter(Protocol):
+    """A parameter that DeepSpeed has partitioned (ZeRO-3), or marked as an expert's."""
+
+    ds_shape: torch.Size  # of the whole parameter
+    ds_tensor: Tensor  # this rank's run, [ceil(numel / ranks)], the tail padded
+    ds_secondary_tensor: Tensor | None  # hpZ's second copy
+    group_name: str  # of its ranks, where it belongs to an expert
+
+
+def deepspeed_parameter(param: Tensor) -> DeepSpeedParameter:
+    """The same parameter, for a reader of types."""
+    return cast(DeepSpeedParameter, param)
