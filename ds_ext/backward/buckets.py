@@ -6,7 +6,7 @@ memory, and these runs are delivered: to be stepped by, measured or kept (gradie
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -246,6 +246,24 @@ class Buckets:
         if parts:
             with self.beside.work():
                 self._receiver()(parts)
+        self.deliver = None
+        self.beside.join()
+
+    def discard(self, params: Collection[Tensor] | None = None) -> None:
+        """Drops gradients that are not delivered: of ``params``, or all and the pass with them."""
+        if params is not None:
+            self._receive()
+            for param in params:
+                self._removed(param)
+                self.parts.pop(param, None)
+                self.joining.pop(param, None)
+            return
+        sent, self.sent = self.sent, None
+        if sent is not None:
+            with self.beside.work():
+                sent.arrived()  # its memory is written to until then
+        self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
+        self.uses.forget(now=self.deliver is not None)
         self.deliver = None
         self.beside.join()
 

@@ -100,6 +100,7 @@ class FusedBackward:
         optimizer.fused = layout.names
         self.is_replaced = False  # whether another owner has taken the parameters over
         self.leave: Callable[[], None] = self.buckets.remove  # the model, to another owner
+        self.discarded: Callable[[], None] = lambda: None  # called when a step was dropped whole
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         torch_calls.watch()
         if how.measure_updates:
@@ -198,8 +199,42 @@ class FusedBackward:
             tally.norm = self._norm(tally.square)
         return self._conclude(tally)
 
+    @torch.no_grad()
+    def discard(self, params: Collection[Tensor]) -> None:
+        """Drops what has come of the gradients of ``params`` since the last step, on all ranks.
+
+        What was stepped in backward stays so, and a warning tells. Dropped whole, a step in
+        progress has no effect on the next one, also if its backward pass has failed half-way.
+        """
+        if self.is_replaced:
+            return
+        stepped = self.tally.stepped and self.tally.used_up.intersection(params)
+        if stepped and self.layout.rank == 0:
+            logger.warning(_STEPPED, len(stepped), len(self.optimizer.group_of))
+        given, trained = set(params), self.buckets.trained.intersection(self.optimizer.group_of)
+        if any(owners.owner(p) is self for p in trained - given):
+            self.buckets.discard(given)
+            for param in given:
+                self.tally.kept.pop(param, None)
+            return
+        was_begun = self.is_begun
+        self.buckets.discard()
+        self.tally = Tally()
+        if self.optimizer.meter is not None:
+            self.optimizer.meter.clear()
+        if was_begun:
+            self.discarded()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether gradients have come since the last step."""
+        buckets, tally = self.buckets, self.tally
+        is_held = buckets.deliver is not None or buckets.holds() or bool(tally.kept)
+        return is_held or bool(tally.used_up) or tally.square is not None
+
     def begin_with(self, kept: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
         """Begins a step, with gradients of earlier micro-batches: runs, and if they are bad."""
+        self.buckets.discard()
         self.tally = Tally()
         for param, (values, bad) in kept.items():
             size = self.buckets.size_of[param] // self.layout.of[param].parts
@@ -421,6 +456,12 @@ _CANNOT_REPEAT = (
     "cross-entropy) whose result is multiplied by anything but 1. Another backward pass, which "
     'exact clipping needs, would be wrong. Set "ds_ext": {"gradient_policy": "sharded"}, which '
     'clips exactly without, or "gradient_clipping": 0 (max_grad_norm of fuse_into_backward).'
+)
+_STEPPED = (
+    "zero_grad() discards gradients by which %d of %d parameters were updated already, inside "
+    "backward: these updates stay. To discard a batch whole, do it before its backward pass, or "
+    'keep gradients until the step: "ds_ext": {"gradient_policy": "sharded"}, or '
+    'fuse_into_backward(..., gradient_policy="sharded").'
 )
 _MEASURE_FIRST = (
     "gradient_clipping needs the norm of all gradients before the first of them is used: call "

@@ -7,7 +7,7 @@ modules are ``Hook`` objects, which copies and files of a module do not contain.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -40,6 +40,9 @@ class Owner(Protocol):
 
     def unfinished(self) -> str:
         """What would be lost of the step in progress if it ended now; empty if nothing."""
+
+    def discard(self, params: Collection[Tensor]) -> None:
+        """Drops what has come of the gradients of ``params`` since the last step."""
 
     def give_way(self) -> None:
         """Takes the hooks off, for another owner of the same parameters."""

@@ -24,6 +24,7 @@ class Uses:
     def __init__(self, module: nn.Module, together: Mapping[nn.Module, list[Tensor]]) -> None:
         self.count: Counter[Tensor] = Counter()
         self.in_segment: set[Tensor] = set()  # used in a segment that is run again in backward
+        self.is_stale = False  # whether the next forward pass begins another step
         self.calls: list[bool] = []  # in progress, outermost first: made with gradients?
         self.together = {p for params in together.values() for p in params}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -32,7 +33,7 @@ class Uses:
                 p for p in owner.parameters(recurse=False) if p not in self.together
             ]
             if next(owner.parameters(), None) is not None:
-                enter = Hook(self._enter(together.get(owner, own)))
+                enter = Hook(self._enter(together.get(owner, own), owner is module))
                 leave = Hook(self._leave)
                 self.hooks.append(owner.register_forward_pre_hook(enter))
                 self.hooks.append(owner.register_forward_hook(leave, always_call=True))
@@ -41,16 +42,28 @@ class Uses:
         """Whether the gradient of ``param`` may come in more than one part."""
         return self.count[param] > 1 and (param in self.in_segment or param in self.together)
 
+    def forget(self, now: bool) -> None:
+        """Drops the uses so far: ``now``, or when ``module`` is called with gradients again.
+
+        Until then the backward pass of the last call may still follow.
+        """
+        self.is_stale = True
+        if now:
+            self.clear()
+
     def clear(self) -> None:
+        self.is_stale = False
         self.count.clear()
         self.in_segment.clear()
         self.calls.clear()
 
-    def _enter(self, params: list[Tensor]) -> Callable[..., None]:
+    def _enter(self, params: list[Tensor], is_whole: bool) -> Callable[..., None]:
         def hook(*_: object) -> None:
             if _in_backward():  # a repetition
                 return
             grads = torch.is_grad_enabled()
+            if grads and is_whole and self.is_stale:
+                self.clear()
             if grads or any(self.calls):
                 self.count.update(params)
             if not grads and any(self.calls):

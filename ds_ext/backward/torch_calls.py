@@ -23,7 +23,31 @@ def watch() -> None:
         assert function.__closure__ is not None
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _clipping(cell.cell_contents)
-    torch.amp.GradScaler.scale = _scaling(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+    scaler: Any = torch.amp.GradScaler
+    scaler.scale = _scaling(scaler.scale)
+    module: Any = nn.Module
+    module.zero_grad = _discarding(module.zero_grad, lambda self: self.parameters())
+    optimizer: Any = torch.optim.Optimizer
+    optimizer.zero_grad = _discarding(
+        optimizer.zero_grad,
+        lambda self: (p for group in self.param_groups for p in group["params"]),
+    )
+
+
+def _discarding(
+    zero_grad: Callable[..., None], params_of: Callable[[Any], Iterable[Tensor]]
+) -> Callable[..., None]:
+    @functools.wraps(zero_grad)
+    def call(self: Any, set_to_none: bool = True) -> None:
+        zero_grad(self, set_to_none)
+        found: dict[owners.Owner, list[Tensor]] = {}
+        for param in params_of(self):
+            if (owner := owners.owner(param)) is not None:
+                found.setdefault(owner, []).append(param)
+        for owner, params in found.items():
+            owner.discard(params)
+
+    return call
 
 
 def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:

@@ -202,5 +202,8 @@ class Layout:
     def end_backward(self) -> None:
         """Called when a backward pass has ended."""
 
+    def discard(self) -> None:
+        """Called when a step was dropped, perhaps in the middle of a backward pass."""
+
     def end_step(self) -> None:
         """Called when a step has ended that changed weights."""

@@ -59,6 +59,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self._is_boundary,
         )
         self.fused.leave = self._leave
+        self.fused.discarded = self._discarded
         leftovers.hide_from_copies(engine)
         self.loss_scaler = _loss_scaler(engine)
         self.overflow = False
@@ -175,9 +176,19 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
+        """Drops the step in progress: see ``FusedBackward.discard``. All ranks call it."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def _discarded(self) -> None:
+        """A step in progress was dropped, perhaps in the middle of a backward pass."""
+        self._backward_active_depth = 0
+        self.clear_backward_seen_flag()
+        self.layout.discard()
+        engine, steps = self.engine, self.engine.gradient_accumulation_steps()
+        if engine.managed_gradient_accumulation() and engine.micro_steps % steps:
+            log("zero_grad() discards the micro-batches of this step so far: it begins anew")
+            engine.micro_steps -= engine.micro_steps % steps
+        engine._unmanaged_backward_count = 0
 
     # For zero_to_fp32.py: runs of one parameter by all ranks are what it puts together.
     round_robin_bit16_groups = property(lambda self: [[p] for p in self._stepped()])

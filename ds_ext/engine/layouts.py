@@ -27,6 +27,9 @@ from ds_ext.distributed.placement import (
 from ds_ext.engine import autotp, expert_parallel, leftovers
 from ds_ext.engine.parameters import deepspeed_parameter
 
+# DeepSpeed counts the uses of each module down to know when to gather and to release it.
+_COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+
 
 class Partitioned(Sharded):
     """Parameters of which a rank holds its run alone, ``ds_tensor`` less the padding: ZeRO-3.
@@ -98,10 +101,8 @@ class Partitions(Layout):
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        # DeepSpeed counts the uses of each module down to know when to gather and to release it.
-        keys = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
         modules = [m.__dict__ for m in self.offload.module.modules()]
-        counts = [{k: m[k] for k in keys if k in m} for m in modules]
+        counts = [{k: m[k] for k in _COUNTS if k in m} for m in modules]
         yield
         for m, count in zip(modules, counts, strict=True):
             m.update(count)
@@ -115,6 +116,13 @@ class Partitions(Layout):
     def end_backward(self) -> None:
         # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
         self.offload.release_backward_leftovers()
+
+    def discard(self) -> None:
+        """Partitions what a failed backward pass has left gathered, and forgets its modules."""
+        for m in self.offload.module.modules():
+            m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
+        self.offload.release_backward_leftovers()
+        self.end_step()
 
     def end_step(self) -> None:
         """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions.

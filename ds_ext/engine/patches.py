@@ -52,6 +52,7 @@ def register() -> None:
     _accept_objects()
     _save_and_load()
     _end_with_the_others()
+    _discard()
     _keep_backward()
     tiled.register()
     configure, build, check, wrap, make_scheduler, schedule, take_step = (
@@ -169,6 +170,19 @@ def _end_with_the_others() -> None:
     DeepSpeedEngine._configure_distributed_model = _configure_distributed_model
     for name in ("forward", "backward", "step", "save_checkpoint", "load_checkpoint"):
         setattr(DeepSpeedEngine, name, explaining(getattr(DeepSpeedEngine, name)))
+
+
+def _discard() -> None:
+    """Lets engine.zero_grad() drop gradients that are not in ``.grad``."""
+    zero_grad = DeepSpeedEngine.zero_grad
+
+    @functools.wraps(zero_grad)
+    def call(self: DeepSpeedEngine) -> None:
+        zero_grad(self)
+        if isinstance(self.optimizer, ZeroAdapter):
+            self.optimizer.zero_grad()
+
+    DeepSpeedEngine.zero_grad = call
 
 
 def _keep_backward() -> None:
