@@ -24,8 +24,10 @@ def lockstep(rules: Iterable[Rule]) -> Flat:
     while waiting:
         total = yield torch.cat([x.reshape(-1) for _, sums in waiting for x in sums])
         answers = iter(total.split([x.numel() for _, sums in waiting for x in sums]))
+        # Where a parameter is fp64, sums of others travel as fp64 too.
         waiting = _advance_all(
-            (rule, tuple(next(answers).view(x.shape) for x in sums)) for rule, sums in waiting
+            (rule, tuple(next(answers).view(x.shape).to(x.dtype) for x in sums))
+            for rule, sums in waiting
         )
 
 
