@@ -338,6 +338,9 @@ class FusedBackward:
         """The first ``n`` elements of a run as the rule is to see them."""
         factor = self.unscale(self.layout.of[param]) * self.tally.coefficient
         g = run.g[:n]
+        wide = ops.accumulator(param.dtype)
+        if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32
+            g = g.to(wide)
         bound = self.how.max_value or None
         return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
 

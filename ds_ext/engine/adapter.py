@@ -84,9 +84,12 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def _comm_dtype(self, param: Tensor) -> torch.dtype:
         """What the gradient of a parameter is reduced in."""
-        autocast = self.engine.torch_autocast_enabled()
-        dtype = get_comm_dtype(param) if autocast else self.engine.communication_data_type
-        return cast(torch.dtype, dtype)
+        engine = self.engine
+        if engine.torch_autocast_enabled():
+            return cast(torch.dtype, get_comm_dtype(param))
+        if param.dtype == torch.float64 and engine._config.communication_data_type is None:
+            return torch.float64  # DeepSpeed's choice is fp32 for all but 16 bits
+        return cast(torch.dtype, engine.communication_data_type)
 
     def _is_boundary(self) -> bool:
         engine = self.engine

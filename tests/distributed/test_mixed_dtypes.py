@@ -1,0 +1,36 @@
+"""Engines over fp64 models, and over models of several dtypes, against one process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.distributed import mixed_dtypes
+from tests.unit.test_dtypes_mixed import F32, F64, make, optimizer_of
+
+IN_FP32: dict[str, Any] = {"communication_data_type": "fp32"}
+CASES = [
+    *(("came", stage, [F64, F64], "fused", 0.0, {}) for stage in range(4)),
+    *(("adalomo", stage, [F32, F64, F32], "fused", 0.01, {}) for stage in range(4)),
+    *(("galoreadamw", stage, [F64, F32], "sharded", 0.01, {}) for stage in (1, 3)),
+    *(("came", 2, [F64, F64], policy, 0.0, IN_FP32) for policy in ("fused", "sharded")),
+]
+
+
+@pytest.mark.parametrize("name, stage, dtypes, policy, max_norm, more", CASES, ids=str)
+def test_engines_train_fp64_and_mixed_models(name, stage, dtypes, policy, max_norm, more):
+    plain = make(dtypes)
+    optimizer = optimizer_of(name, plain.parameters())
+    for step in range(mixed_dtypes.STEPS):
+        plain.zero_grad()
+        (sum(plain(mixed_dtypes.data(step, rank)) for rank in range(2)) / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm or torch.inf)
+        optimizer.step()
+    bound = 1e-11 if set(dtypes) == {F64} and not more else 1e-5
+    for got in worlds.run(2, mixed_dtypes.train, name, stage, dtypes, policy, max_norm, more):
+        assert got["norm"] == pytest.approx(float(norm), rel=bound)
+        for n, p in plain.named_parameters():
+            error, update = (got["after"][n] - p).norm(), (p - got["before"][n]).norm()
+            assert got["after"][n].dtype == p.dtype
+            assert error <= bound * update, (n, float(error / update))
