@@ -193,10 +193,10 @@ class Buckets:
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
-        # Autograd may hand out a view of a gradient that other nodes still wait to read.
-        is_shared = self.layout.of[param].is_summed and _storage_users(grad) > _SOLE_USER
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
+        # Autograd may hand out a view of a gradient that other nodes still wait to read.
+        is_shared = self.layout.of[param].is_summed and _storage_users(grad) > _SOLE_USER
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:

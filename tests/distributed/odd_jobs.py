@@ -1,0 +1,83 @@
+"""Engines on models of unusual memory and gradients, on real ranks."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_ext
+from tests.distributed.training import whole
+
+STEPS = 4
+
+
+class Odd(nn.Module):
+    """Sparse embeddings and convolutions, a part of which is frozen at the beginning."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.words = nn.Embedding(9, 12, sparse=sparse)
+        self.conv = nn.Conv2d(3, 5, 2)
+        self.late = nn.Linear(5, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = self.words(x).view(-1, 3, 2, 2)
+        return self.late(torch.tanh(self.conv(images)).flatten(1)).square().mean()
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randint(0, 9, (6,), generator=generator))
+
+
+def train(stage: int, extra: dict[str, Any]) -> dict[str, Any]:
+    """An engine's steps; gradients were left by an earlier pass, and layers are unfrozen later."""
+    model, rank = Odd(sparse=True), dist.get_rank()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss_of(model, 99, rank).backward()
+    config = {
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+        **extra,
+    }
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.2)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    model.to(memory_format=torch.channels_last)
+    for step in range(STEPS):
+        if step == 2:
+            model.late.requires_grad_(True)
+        engine.backward(loss_of(engine, step, rank))
+        engine.step()
+    return {"before": before, "after": whole(model)}
+
+
+def reference(world: int, max_norm: float) -> dict[str, torch.Tensor]:
+    model = Odd(sparse=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    for step in range(STEPS):
+        if step == 2:
+            model.late.requires_grad_(True)
+        optimizer.zero_grad()
+        (sum(loss_of(model, step, rank) for rank in range(world)) / world).backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def wrapped() -> str:
+    """What an engine says to a model in DDP."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    try:
+        deepspeed.initialize(
+            model=model,
+            optimizer=ds_ext.LOMO(model.parameters(), lr=0.1),
+            config={"train_micro_batch_size_per_gpu": 1},
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
