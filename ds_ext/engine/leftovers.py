@@ -39,6 +39,16 @@ def refuse_module_hooks(engine: DeepSpeedEngine) -> None:
     _refuse(engine.module._forward_pre_hooks.values())
 
 
+def refuse_partitions(engine: DeepSpeedEngine) -> None:
+    """Raises ValueError if ranks hold parts of the parameters and the stage is not ZeRO-3."""
+    stage = int(engine.zero_optimization_stage())
+    if stage < 3 and any(hasattr(p, "ds_tensor") for p in engine.module.parameters()):
+        raise ValueError(
+            f"zero_optimization.stage = {stage}: the model's parameters are partitioned, by "
+            "deepspeed.zero.Init or by an engine at stage 3: set stage 3, or load the model anew."
+        )
+
+
 def _refuse(hooks: Iterable[Any]) -> None:
     if any(getattr(hook, "__qualname__", "").startswith(_THEIRS) for hook in hooks):
         raise ValueError(

@@ -268,6 +268,7 @@ def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:
 def _refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """Raises ValueError for what this engine was asked to do and ds_ext cannot."""
     leftovers.refuse_gradient_hooks(engine)
+    leftovers.refuse_partitions(engine)
     refuse_wrapped(engine.module)
     config = engine._config._param_dict | effective(engine)
     settings.refuse(config)

@@ -213,3 +213,14 @@ def after_adamw(stage: int) -> dict[str, Any]:
     older.destroy()
     after = steps(start(model, stage, 40), range(STEPS))
     return {"refused": refused, "unmoved": unmoved, "before": before, "after": after}
+
+
+def changed_stage(first: int, second: int) -> dict[str, Any]:
+    """An engine at another stage than the one whose model it takes over."""
+    model = make()
+    steps(start(model, first, 10), range(1))
+    before = whole(model)
+    try:
+        return {"before": before, "after": steps(start(model, second, 10), range(STEPS))}
+    except ValueError as error:
+        return {"refused": str(error)}

@@ -48,6 +48,19 @@ def test_a_copy_of_the_module_is_an_ordinary_model(stage):
         assert all(got.values()), got
 
 
+@pytest.mark.parametrize("first, second", [(1, 3), (2, 0)])
+def test_the_newer_engine_may_have_another_stage(first, second):
+    for got in worlds.run(WORLD, owner_jobs.changed_stage, first, second):
+        check(got, ours=True)
+
+
+@pytest.mark.parametrize("second", range(3))
+def test_partitions_of_another_engine_are_refused_below_stage_3(second):
+    for got in worlds.run(WORLD, owner_jobs.changed_stage, 3, second):
+        assert f"zero_optimization.stage = {second}" in got["refused"]
+        assert "set stage 3" in got["refused"]
+
+
 def test_a_second_trainer_takes_over():
     for got in worlds.run(WORLD, owner_jobs.trainers, "ours", "trainer"):
         assert got == {"moved": [True, True], "error": ""}
