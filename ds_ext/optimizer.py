@@ -18,6 +18,7 @@ from ds_ext.meter import Meter
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
+from ds_ext.ops.triton import launches
 from ds_ext.rules import Rule
 
 # Elements of parameters that a plain step takes together, at least.
@@ -168,15 +169,31 @@ class RuleOptimizer(torch.optim.Optimizer):
     def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
         """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds.
 
-        Runs and states that lie elsewhere than their gradients visit these for it.
+        Runs and states that lie elsewhere than their gradients visit these for it. Gradients on
+        several devices are stepped device by device, in rounds of their own.
         """
+        on: dict[torch.device, list[Update]] = {}
+        for u in updates:
+            on.setdefault(u.g.device, []).append(u)
+        return sum(self._update(alike, all_reduce) for alike in on.values())
+
+    def _update(self, updates: list[Update], all_reduce: Callable[[Tensor], None]) -> int:
+        """The same for gradients on one device."""
         at_home = [(u, self.state[u.param]) for u in updates]
         visits = [
             (u._replace(p=host_offload.visit(u.p, u.g.device)), self._visiting(state, u.g.device))
             for u, state in at_home
         ]
-        begun = [rule for u, state in visits for rule in self.rules(u, state)]
+        begun: list[lockstep.Rule] = []
+        with launches.together() as next_parameter:
+            for u, state in visits:
+                begun += self.rules(u, state)
+                next_parameter()
         taken = lockstep.run(begun, all_reduce)
+        with launches.together() as next_parameter:
+            for u, state in visits:
+                weight_update.mark(u.p, state)
+                next_parameter()
         for (u, state), (visitor, stepped) in zip(at_home, visits, strict=True):
             if visitor.p is not u.p:
                 u.p.copy_(visitor.p, non_blocking=True)
@@ -234,7 +251,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """The weights of a run ``p``, [len(shard)]: in fp32 if there is a master of them."""
-        masters = {k: v for k, v in self.state.get(param, {}).items() if k == "master"}
+        masters = {k: v for k, v in self.state.get(param, {}).items() if k in ("master", "marks")}
         return weight_update.values(p, host_offload.brought(masters, p.device), shard)
 
     @torch.no_grad()

@@ -4,7 +4,8 @@ Rounded to nearest, a bf16 weight does not move by less than half its spacing (1
 small updates are lost; rounded up or down at random it moves by them on average. The random bits
 come from a counter (seed, parameter, step, element), so that they are the same however the
 parameter is sharded, and again after a resume. A master keeps, beside the weight, what rounding
-takes from it: a bf16 weight is stepped as if it were fp32 for two bytes more.
+takes from it: a bf16 weight is stepped as if it were fp32 for two bytes more. Weights that others
+change between steps are taken as they are: see ``edits``.
 """
 
 import functools
@@ -17,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ext.hyperparams import Size
-from ds_ext.ops import scratch
+from ds_ext.ops import edits, scratch
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.triton.launches import Kept
 
@@ -134,15 +135,24 @@ def weight(
     where it is not asked for. ``number`` tells parameters apart and ``s["step"]`` their steps.
     Other ranks have ``before`` elements of it, which precede the shard's.
     """
+    marked = s.pop("marks", None)  # until ``mark`` is called after the step
     if how.weight_update != "master":
         s.pop("master", None)
     elif "master" not in s:
-        s.update(master(p, how))
+        s |= {k: x for k, x in master(p, how).items() if k == "master"}
+    elif p.dtype == torch.bfloat16:
+        edits.mend_(p, s["master"], marked)
     if p.dtype not in ROUND or how.weight_update == "nearest":
         return p
     if how.weight_update == "stochastic":
         return StochasticWeight(p, key(how.seed, number, s["step"]), before + shard.start)
     return _with_master(p, s)
+
+
+def mark(p: Tensor, s: dict[str, Any]) -> None:
+    """Notes in the state ``s`` that its master belongs to what the run ``p`` is now."""
+    if "master" in s and p.dtype == torch.bfloat16:
+        s["marks"] = edits.marks(p)
 
 
 def part(p: Weight, run: slice) -> Weight:
@@ -151,11 +161,14 @@ def part(p: Weight, run: slice) -> Weight:
 
 
 def master(p: Tensor, how: Writing) -> dict[str, Tensor]:
-    """What is kept beside a run to have its weights in fp32: 2 bytes for a bf16, 4 for an fp16."""
+    """What is kept beside a run to have its weights in fp32: 2 bytes for a bf16, 4 for an fp16.
+
+    And 2 for every ``edits.GROUP`` bf16 weights.
+    """
     if p.dtype not in ROUND or how.weight_update != "master":
         return {}
     if p.dtype == torch.bfloat16:
-        return {"master": torch.zeros_like(p, dtype=torch.int16)}
+        return {"master": torch.zeros_like(p, dtype=torch.int16), "marks": edits.room(p)}
     return {"master": p.float()}
 
 
@@ -163,6 +176,9 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
     """What a run ``p`` is: fp32 where it has a master, or itself."""
     if "master" not in s:
         return p
+    if p.dtype == torch.bfloat16:
+        s = {"master": s["master"].clone(), "marks": s.get("marks")}
+        edits.mend_(p, s["master"], s["marks"])
     held = _with_master(p, s)
     new = torch.empty(len(p), dtype=torch.float32, device="cpu")
     for b in scratch.blocks(shard):
@@ -172,7 +188,8 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
 
 def set_(p: Tensor, s: dict[str, Any], how: Writing, shard: Shard, new: Tensor) -> None:
     """Makes ``new``, [len(p)], what a run is; with a state ``s``, also what its master holds."""
-    s.pop("master", None)
+    for key in ("master", "marks"):
+        s.pop(key, None)
     made = master(p, how)
     if not s or not made:
         p.copy_(new)
@@ -181,6 +198,7 @@ def set_(p: Tensor, s: dict[str, Any], how: Writing, shard: Shard, new: Tensor) 
     held = _with_master(p, s)
     for b in scratch.blocks(shard):
         held.write_(b, new[b.run].to(p.device, torch.float32).view(b.shape))
+    mark(p, s)
 
 
 def _with_master(p: Tensor, s: dict[str, Any]) -> SplitWeight | CopiedWeight:

@@ -10,6 +10,7 @@ import torch
 
 from ds_ext import ops
 from ds_ext.distributed import lockstep
+from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS, Update
@@ -55,24 +56,28 @@ def asked_for(monkeypatch) -> list:
 
 
 def step(name, dtype, mode, shapes):
-    """One step, whose kernels do nothing; ranks hold parts of rows of the last matrix."""
+    """Two steps, whose kernels do nothing; ranks hold parts of rows of the last matrix."""
     params = [torch.nn.Parameter(torch.ones(s, dtype=dtype)) for s in (*shapes, shapes[0])]
     optimizer = OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode)
     shards = [Shard.whole(tuple(p.shape)) for p in params]
     shards[-1] = Shard(tuple(params[-1].shape), 0, params[-1].numel() // 8 * 4, 16)
-    rules = []
-    for p, s in zip(params, shards, strict=True):
-        run = torch.ones(len(s), dtype=dtype)
-        bound = 1.0 if s is shards[-1] else None
-        rules.append(optimizer.rules(Update(p, run, ops.Scaled(run, 0.5, bound), s))[0])
-    with torch.no_grad():
-        lockstep.simulate([rules])
+    runs = [torch.ones(len(s), dtype=dtype) for s in shards]
+    for _ in range(2):
+        rules = []
+        for p, s, run in zip(params, shards, runs, strict=True):
+            bound = 1.0 if s is shards[-1] else None
+            rules.append(optimizer.rules(Update(p, run, ops.Scaled(run, 0.5, bound), s))[0])
+        with torch.no_grad():
+            lockstep.simulate([rules])
+        for p, run in zip(params, runs, strict=True):
+            weight_update.mark(run, optimizer.state[p])
 
 
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
     asked = asked_for(monkeypatch)
     assert {kernel for kernel, _, _ in asked} == {
-        *("squares", "statistics", "weighed", "advance", "apply", "fold", "factors")
+        *("squares", "statistics", "weighed", "advance", "apply", "fold", "factors"),
+        *("mark", "mend"),
     }
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -57,6 +57,7 @@ ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for eve
 STRIP, STAGES = 64, 3
 NARROWEST, WIDEST = 2**10, 2**14
 WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
+GROUP = 256  # elements that share a mark: see edits.py
 LONG, LONG_WARPS = 2**12, 8  # ``factors``: as many rows or columns at a time
 
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
@@ -140,14 +141,16 @@ def _weight(
     t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr
 ):
     """Weights, in fp32."""
-    run = tl.load(_run(t, W, WD, e, TC, ALIGNED), mask=ok, other=0.0)
-    x = run.to(tl.float32)
     if KEPT == SPLIT:
+        upper = tl.load(_run(t, W, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
         rest = tl.load(_run(t, AUX, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
-        x = (x.to(tl.int32, bitcast=True) + rest).to(tl.float32, bitcast=True)
-    if KEPT == COPIED:
-        copy = tl.load(_run(t, AUX, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
-        x = tl.where(copy.to(WD) == run, copy, x)
+        x = ((upper << 16) + rest).to(tl.float32, bitcast=True)
+    else:
+        run = tl.load(_run(t, W, WD, e, TC, ALIGNED), mask=ok, other=0.0)
+        x = run.to(tl.float32)
+        if KEPT == COPIED:
+            copy = tl.load(_run(t, AUX, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
+            x = tl.where(copy.to(WD) == run, copy, x)
     return x
 
 
@@ -479,6 +482,66 @@ def factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr, CLIPS: tl.const
         for c in range(0, mats * rows, TC):
             has = c + k < mats * rows
             tl.store(out + c + k, tl.load(out + c + k, mask=has, other=0.0) * ratio, mask=has)
+
+
+@triton.jit
+def _factor(k):
+    """edits._factors: an odd number for each element of a group."""
+    h = (k + 1).to(tl.uint32) * 0x9E3779B1
+    h = (h ^ (h >> 15)) * 0x85EBCA77
+    return (h | 1).to(tl.int32)
+
+
+@triton.jit
+def _hashed(t, table_tile, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """TR groups of a bf16 run -> its bits [TR, TC], which elements those are, which of them it
+    has, the groups [TR], which of them it has, their marks."""
+    n = tl.load(t + N)
+    group = table_tile * TR + tl.arange(0, TR)
+    begin = group * TC
+    high = tl.minimum(tl.maximum(n - begin, 0), TC).to(tl.int32)
+    k = tl.arange(0, TC)
+    e = _hinted(begin, ALIGNED)[:, None] + k[None, :]
+    ok = k[None, :] < _hinted(high, ALIGNED)[:, None]
+    bits = tl.load(_vectors(t, W, tl.int16, ALIGNED) + e, mask=ok, other=0)
+    sums = tl.sum(bits.to(tl.int32) * _factor(k)[None, :], axis=1)
+    return bits, e, ok, group, begin < n, (sums >> 16).to(tl.int16)
+
+
+@triton.jit
+def mark(
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """out ← the marks of a bf16 run w."""
+    t, tile = _parameter(table, count, COUNT)
+    _, _, _, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
+    tl.store(_pointer(t, OUT, tl.int16) + group, found, mask=has)
+
+
+@triton.jit
+def mend(
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    MARKED: tl.constexpr,
+):  # fmt: skip
+    """aux ← 0 where w was changed: edits.mend_. What is left is read only where it may be."""
+    t, tile = _parameter(table, count, COUNT)
+    bits, e, ok, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
+    size = bits.to(tl.int32) & 0x7FFF
+    odd = (size == 0) | (size >= 0x7F80)
+    at = _vectors(t, AUX, tl.int16, ALIGNED) + e
+    if MARKED:
+        differs = found != tl.load(_pointer(t, BEFORE, tl.int16) + group, mask=has, other=0)
+        differs = (differs & has)[:, None]
+        rest = tl.load(at, mask=ok & (odd | differs), other=0)
+        zeroed = differs & (size == 0) & (rest != 0)
+        some = tl.max(zeroed.to(tl.int32), axis=1)[:, None] > 0
+        drop = zeroed | (differs & (some == 0))
+    else:
+        rest = tl.load(at, mask=ok & odd, other=0)
+        drop = rest != rest
+    drop |= ((size == 0) & (rest < 0)) | ((size == 0x7F80) & (rest > 0))
+    drop |= (size > 0x7F80) & (rest != 0)
+    tl.store(at, tl.zeros([TR, TC], dtype=tl.int16), mask=ok & drop & (rest != 0))
 
 
 @triton.jit

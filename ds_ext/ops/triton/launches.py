@@ -82,6 +82,10 @@ class Request:
     numbers: Mapping[str, Number]
 
     @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    @property
     def is_aligned(self) -> bool:
         """Whether no vector of the kernel's runs crosses the end of a row or of the run."""
         at, unit = self.geometry, kernels.ALIGNMENT
@@ -134,11 +138,12 @@ def launch() -> None:
     for i in range(max(map(len, rules))):
         alike: dict[tuple[Any, ...], list[Request]] = {}
         for request in (requests[i] for requests in rules if i < len(requests)):
-            kind = (request.kernel, request.constants, request.is_aligned)
+            kind = request.device, request.kernel, request.constants, request.is_aligned
             alike.setdefault(kind, []).append(request)
         for group in alike.values():
             _run(group)
-    _run(folds)
+    for device in dict.fromkeys(fold.device for fold in folds):
+        _run([fold for fold in folds if fold.device == device])
 
 
 def _ask(request: Request, folds: Sequence[Request] = ()) -> None:
@@ -319,6 +324,32 @@ def apply_(p: Any, u: Any, shard: Shard, *, lr: Number, weight_decay: Number = 0
     _ask(replace(made, numbers={**made.numbers, "lr": lr}))
 
 
+def mark_(run: Tensor, out: Tensor) -> Any:
+    return _of_groups("mark", run, {"out": out})
+
+
+def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> Any:
+    before = {} if marked is None else {"before": marked}
+    constants = (("MARKED", marked is not None),)
+    return _of_groups("mend", run, {"aux": residual, **before}, constants)
+
+
+def _of_groups(
+    kernel: str,
+    run: Tensor,
+    tensors: Mapping[str, Tensor],
+    constants: tuple[tuple[str, Any], ...] = (),
+) -> Any:
+    """A pass over a bf16 run as groups of elements that share a mark."""
+    if run.device.type not in DEVICES or not _are_there():
+        return NotImplemented
+    width = kernels.GROUP
+    geometry = {"start": 0, "n": len(run), "cols": width}
+    programs = -(-len(run) // (width * kernels.TR))
+    made = Request(kernel, (("TC", width), *constants), programs, geometry, {"w": run}, {})
+    return _ask(replace(made, tensors={**made.tensors, **tensors}))
+
+
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MATRIX_FORMS = ("IS_QUOTIENT", "IS_RESIDUAL")
 
@@ -400,7 +431,10 @@ def _fold(part: Tensor, stride: int, out: Tensor) -> Request:
 
 
 def _run(requests: Sequence[Request]) -> None:
-    """Launches one kernel over the parameters of ``requests``, which are alike but for them."""
+    """Launches one kernel over the parameters of ``requests``, which are alike but for them.
+
+    On the device that they lie on, which need not be the current one.
+    """
     if not requests:
         return
     table: list[dict[str, int]] = []
@@ -421,7 +455,7 @@ def _run(requests: Sequence[Request]) -> None:
                 floats.append(number)
         table.append(line)
         first += request.programs
-    device = next(iter(requests[0].tensors.values())).device
+    device = requests[0].device
     held = torch.empty(base + len(floats) // 2 + 1, dtype=torch.int64, device=device)
     here = held.data_ptr() + 8 * base
     lines = [[x if x >= 0 else here + 4 * (-1 - x) for x in line.values()] for line in table]
@@ -430,7 +464,9 @@ def _run(requests: Sequence[Request]) -> None:
     held.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
 
     named, warps = constants(requests)
-    getattr(kernels, requests[0].kernel)[(first,)](held, len(requests), **named, num_warps=warps)
+    kernel = getattr(kernels, requests[0].kernel)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(first,)](held, len(requests), **named, num_warps=warps)
 
 
 def _on_host(values: Sequence[Any], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,93 @@
+"""Which weights were changed by others since they were written, where a master is kept of them.
+
+A bf16 weight and the 16 bits that it lacks to an fp32 have no bit to spare: a weight that someone
+sets (a row to zero, a mask, a loaded model) looks like any other beside what was left of the one
+before. So every ``GROUP`` elements of a run have a mark of 16 bits, a hash of their weights as
+they were written. Where it differs at the next step, their remainders are dropped: of a weight
+that was set to zero its own alone (a weight that is written as zero has none, but for numbers
+below 1e-40), else of the whole group, which then stands where the model has computed with it.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops import scratch
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
+
+GROUP = 256  # elements
+INFINITE = 0x7F80  # the bits of a bf16 infinity; those of a NaN are more
+
+
+def marks(run: Tensor) -> Tensor:
+    """The marks of a bf16 run [n], on its device -> [ceil(n / GROUP)] int16."""
+    out = room(run)
+    _mark_(run, out)
+    return out
+
+
+def room(run: Tensor) -> Tensor:
+    """Where the marks of a run may be written."""
+    return torch.empty(-(-len(run) // GROUP), dtype=torch.int16, device=run.device)
+
+
+@launches.tried(launches.mark_)
+def _mark_(run: Tensor, out: Tensor) -> None:
+    """out ← the marks of a run."""
+    for b in scratch.blocks(Shard.whole((len(run),))):
+        found = _hashes(run[b.run])
+        out[b.run.start // GROUP :][: len(found)] = found
+
+
+@launches.tried(launches.mend_)
+def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> None:
+    """Drops, in place, what is left in ``residual``, [n] int16, of weights that were changed.
+
+    ``marked`` are the marks of the run as it was written. With None, of a state that has none, only
+    pairs that stand for no number are found: 0 less something, inf or NaN and something.
+    """
+    for b in scratch.blocks(Shard.whole((len(run),))):
+        bits, rest = run[b.run].view(torch.int16), residual[b.run]
+        size = torch.bitwise_and(bits, 0x7FFF, out=scratch.like(bits))
+        least, most = size.aminmax()
+        differs = None
+        if marked is not None:
+            found = _hashes(run[b.run])
+            differs = found != marked[b.run.start // GROUP :][: len(found)]
+            if least > 0 and most < INFINITE and not differs.any():
+                continue
+        # what stands for no number, also in a group whose mark is the same by chance
+        drop = ((size == 0) & (rest < 0)) | ((size == INFINITE) & (rest > 0))
+        drop |= (size > INFINITE) & (rest != 0)
+        if differs is not None:
+            drop |= _changed((size == 0) & (rest != 0), differs)
+        rest.masked_fill_(drop, 0)
+
+
+def _changed(zeroed: Tensor, differs: Tensor) -> Tensor:
+    """What was changed in groups that differ: what was zeroed, or all if nothing was. [n] bool."""
+    n = len(zeroed)
+    groups = torch.nn.functional.pad(zeroed, (0, -n % GROUP)).view(-1, GROUP)
+    whole = ~groups.any(dim=1, keepdim=True)
+    return ((groups | whole) & differs.unsqueeze(1)).view(-1)[:n]
+
+
+def _hashes(run: Tensor) -> Tensor:
+    """The marks of a block of a run, [n] bf16 -> [ceil(n / GROUP)] int16."""
+    n = len(run)
+    x = scratch.empty((-(-n // GROUP) * GROUP,), torch.int32, run.device)
+    x[n:] = 0
+    x[:n].copy_(run.view(torch.int16))
+    x = x.view(-1, GROUP).mul_(_factors(run.device))
+    return x.sum(dim=1, dtype=torch.int32).bitwise_right_shift_(16).to(torch.int16)
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """An odd number for each element of a group, [GROUP] int32."""
+    k = torch.arange(1, GROUP + 1, dtype=torch.int64, device="cpu")
+    h = k * 0x9E3779B1 & 0xFFFFFFFF
+    h = (h ^ (h >> 15)) * 0x85EBCA77 & 0xFFFFFFFF
+    return (h | 1).to(torch.int32).to(device)

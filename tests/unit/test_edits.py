@@ -1,0 +1,158 @@
+"""A bf16 weight that someone sets between steps is what it was set to; others keep their bits."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ext.ops import edits
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import needs, table
+from tests.unit.test_precision import SETTINGS
+
+SHAPES = ((600,), (13, 290), (3, 40, 30))
+paths = pytest.mark.parametrize("path", ["ops", pytest.param("kernels", marks=needs.triton)])
+
+
+@pytest.fixture
+def path(request, monkeypatch):
+    monkeypatch.setattr(launches, "DEVICES", {"cpu"} if request.param == "kernels" else set())
+
+
+def twins(name, shapes=SHAPES):
+    """Weights in bf16 with a master, and in fp32 -> parameters, a step of each by its gradients."""
+    before = table.weights(shapes, torch.bfloat16)
+    kept = [nn.Parameter(p.clone()) for p in before]
+    exact = [nn.Parameter(p.float()) for p in before]
+    made = [
+        OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode)
+        for params, mode in ((kept, "master"), (exact, "nearest"))
+    ]
+
+    def step(gradients):
+        for p, q, g in zip(kept, exact, gradients, strict=True):
+            p.grad, q.grad = g.clone(), g.float()
+        for optimizer in made:
+            optimizer.step()
+
+    return kept, exact, made[0], step
+
+
+def held(optimizer, p):
+    """What a checkpoint saves of a parameter."""
+    run = p.detach().reshape(-1)
+    return optimizer.weights(p, run, Shard.whole(tuple(p.shape))).view(p.shape)
+
+
+def zero_rows(p):
+    p[1::3] = 0
+
+
+def prune(p):
+    p.mul_((torch.arange(p.numel()).view(p.shape) % 3 > 0).to(p.dtype))
+
+
+def negate_nothing_to_zero(p):
+    p.copy_(-0.0 * p.abs())
+
+
+def load(p):
+    p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(7)))
+
+
+def blow_up(p):
+    p.fill_(float("inf"))
+
+
+EDITS = {f.__name__: f for f in (zero_rows, prune, negate_nothing_to_zero, load)}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize("name", ["lomo", "adalomo", "came"])
+@pytest.mark.parametrize("path", ["ops"], indirect=True)
+def test_a_step_after_an_edit_is_that_of_fp32(name, edit, path):
+    kept, exact, optimizer, step = twins(name)
+    for gradients in table.gradients(4, SHAPES, torch.bfloat16):
+        step(gradients)
+        for p, q in zip(kept, exact, strict=True):
+            assert held(optimizer, p).equal(q)
+            edit(p.data)  # which version counters do not see
+            edit(q.data)
+            if edit is load:
+                q.data.copy_(p)
+            assert held(optimizer, p).equal(q)
+
+
+@needs.triton
+@pytest.mark.parametrize("path", ["kernels"], indirect=True)
+def test_kernels_mark_and_mend_as_the_ops_do(path, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 255, 256, 257, 9001):
+        bits = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16)
+        rest = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16)
+        run = bits.view(torch.bfloat16)
+        marked = edits.marks(run)
+        changed = run.clone()
+        changed[: n // 3] = torch.randn(n // 3, generator=generator).bfloat16()
+        changed[n // 3 : n // 2 : 7] = 0
+        found = [rest.clone() for _ in range(3)]
+        before = copy.deepcopy(found)
+        for r, (w, m) in zip(found, ((run, None), (run, marked), (changed, marked)), strict=True):
+            edits.mend_(w, r, m)
+        monkeypatch.setattr(launches, "DEVICES", set())
+        assert edits.marks(run).equal(marked)
+        for r, (w, m) in zip(before, ((run, None), (run, marked), (changed, marked)), strict=True):
+            edits.mend_(w, r, m)
+        assert all(a.equal(b) for a, b in zip(found, before, strict=True))
+        monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+
+
+@paths
+def test_no_pair_is_a_nan_where_the_weight_is_none(path, monkeypatch):
+    """With every weight and what may be left, also of a state without marks: an older file's."""
+    monkeypatch.setattr(launches, "DEVICES", {"cpu"} if path == "kernels" else set())
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    for left in (-(2**15), -1, 1, 2**15 - 1):
+        p = nn.Parameter(every.clone())
+        optimizer = OPTIMIZERS["lomo"]([p], lr=0.0, weight_update="master")
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.state[p]["master"].fill_(left)
+        for marked in (None, optimizer.state[p]["marks"]):
+            optimizer.state[p]["marks"] = marked
+            assert held(optimizer, p).isnan().equal(p.isnan())
+        optimizer.state[p].pop("marks")
+        optimizer.step()
+        assert p.isnan().equal(every.isnan())
+
+
+def test_a_changed_weight_takes_its_group_along_and_zeroed_ones_themselves_alone():
+    kept, _, optimizer, step = twins("lomo", [(4 * edits.GROUP,)])
+    (gradients,) = table.gradients(1, [(4 * edits.GROUP,)], torch.bfloat16)
+    step(gradients)
+    (p,) = kept
+    before = held(optimizer, p)
+    assert (before.bfloat16() == p).all() and (before != p).float().mean() > 0.9
+    p.data[3] = 0.125
+    p.data[edits.GROUP + 3] = 0.0
+    after = held(optimizer, p)
+    g = edits.GROUP
+    assert after[:g].equal(p[:g].float())
+    same = after == before
+    assert same[g:].sum() == 3 * g - 1 and after[g + 3] == 0
+
+
+def test_weights_that_are_put_back_keep_what_is_left_of_them():
+    """As those of an average that is swapped in for an evaluation."""
+    kept, exact, optimizer, step = twins("adalomo")
+    for gradients in table.gradients(3, SHAPES, torch.bfloat16):
+        saved = [p.detach().clone() for p in kept]
+        for p in kept:
+            load(p.data)
+        for p, x in zip(kept, saved, strict=True):
+            p.data.copy_(x)
+        step(gradients)
+    assert all(held(optimizer, p).equal(q) for p, q in zip(kept, exact, strict=True))
