@@ -52,8 +52,15 @@ def fuse_into_backward(
     for refuse in REFUSALS:
         refuse(model)
     logs.show_by_default()
-    kind = {"optimizer": type(optimizer).__name__}
+    devices = sorted({str(p.device) for p in model.parameters()})
+    kind = {"optimizer": type(optimizer).__name__, "device count": len(devices)}
     consensus.agree(kind | consensus.facts(model, optimizer), group)
+    if len(devices) > 1:
+        raise ValueError(
+            f"fuse_into_backward: the model's parameters are on {', '.join(devices)}. Move it to "
+            "one device; or do not fuse it: optimizer.step() after backward steps a model that is "
+            "spread over several."
+        )
     _take_over(model, optimizer, group)
     domain = Replicated(group or everyone())
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}

@@ -465,8 +465,13 @@ def _run(requests: Sequence[Request]) -> None:
 
     named, warps = constants(requests)
     kernel = getattr(kernels, requests[0].kernel)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with current(device):
         kernel[(first,)](held, len(requests), **named, num_warps=warps)
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU the current one, which Triton launches on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _on_host(values: Sequence[Any], dtype: torch.dtype) -> Tensor:

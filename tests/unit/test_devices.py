@@ -1,0 +1,80 @@
+"""Kernels launch where their tensors are, whichever device is the current one."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext import ops
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
+from ds_ext.optimizer import Update
+from tests.common import needs
+
+HERE, THERE = torch.device("cpu"), torch.device("meta")
+
+
+@needs.triton
+def test_one_launch_has_the_tensors_of_one_device(monkeypatch):
+    """``meta`` is the second device of a machine that has none."""
+    launched = []
+    monkeypatch.setattr(launches, "DEVICES", {"cpu", "meta"})
+    monkeypatch.setattr(launches, "_run", lambda requests: launched.append(requests))
+    with launches.together() as next_rule:
+        for device in (HERE, THERE, HERE, THERE):
+            x = torch.ones(300, device=device)
+            ops.square_sum(x, Shard.whole((300,)), x)
+            ops.apply_(x, x, Shard.whole((300,)), lr=0.1)
+            next_rule()
+    devices = [{x.device for r in requests for x in r.tensors.values()} for requests in launched]
+    assert all(len(found) == 1 for found in devices)
+    assert sorted(len(requests) for requests in launched) == [2] * 6  # as few launches as can be
+
+
+@needs.triton
+def test_the_current_device_is_the_tensors_own(monkeypatch):
+    entered = []
+
+    class Tensors:
+        device = torch.device("cuda", 1)
+
+    @contextlib.contextmanager
+    def device(given):
+        entered.append(given)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with launches.current(Tensors.device):
+        pass
+    with launches.current(HERE):
+        pass
+    assert entered == [torch.device("cuda", 1)]
+
+
+def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):
+    """Their sums are not put together: no tensor lies on both."""
+    stepped = []
+    original = ds_ext.AdaLomo._update
+
+    def note(self, updates, all_reduce):
+        stepped.append([u.g.device for u in updates])
+        here = [u for u in updates if u.g.device == HERE]
+        return original(self, here, all_reduce)
+
+    monkeypatch.setattr(ds_ext.AdaLomo, "_update", note)
+    params = [nn.Parameter(torch.ones(3, device=d)) for d in (HERE, THERE, HERE, THERE)]
+    optimizer = ds_ext.AdaLomo(params)
+    updates = [
+        Update(p, p.detach(), torch.ones(3, device=p.device), Shard.whole((3,))) for p in params
+    ]
+    assert optimizer.update(updates, lambda total: None) == 1
+    assert stepped == [[HERE, HERE], [THERE, THERE]]
+
+
+def test_a_model_on_several_devices_is_stepped_after_backward_alone():
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3, device=THERE)])
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    with pytest.raises(ValueError, match=r"cpu.*meta.*optimizer\.step\(\)"):
+        ds_ext.fuse_into_backward(model, optimizer)
