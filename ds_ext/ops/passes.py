@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch
+from ds_ext.ops import scratch, small
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.triton import launches
 from ds_ext.ops.triton.launches import Source, kept_of, source_of
@@ -206,11 +206,17 @@ class Quotient:
         return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
 
     def _rows(self, b: Block) -> Tensor:
-        return self.row[b.mats, b.rows] * self.scale
+        row = self.row[b.mats, b.rows] * self.scale
+        return small.of_rows(row.squeeze(2), b.shape[2]) if self._is_small(b) else row
 
     def _by_column(self, b: Block) -> Tensor:
-        x = read(self.x, b)
-        return torch.mul(x, self.col[b.mats, :, b.cols], out=room(x, self.x))
+        x, col = read(self.x, b), self.col[b.mats, :, b.cols]
+        if self._is_small(b):
+            col = small.of_cols(col.squeeze(1), b.shape[1])
+        return torch.mul(x, col, out=room(x, self.x))
+
+    def _is_small(self, b: Block) -> bool:
+        return small.holds_whole(b, len(self.row), self.row.shape[1], self.col.shape[2])
 
     def times(self, factor: Tensor | float) -> "Quotient":
         return replace(self, scale=self.scale * factor)
@@ -393,6 +399,10 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
     for b in scratch.blocks(shard):
         square = squared(x, b)
         mats, rows, cols = b.shape
+        if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
+            row[b.mats].add_(small.row_sums(square))
+            col[b.mats].add_(small.col_sums(square))
+            continue
         # products with ones are faster by far than sums over a dimension
         row[b.mats, b.rows].add_(square @ ones[:cols])
         col[b.mats, b.cols].add_(ones[:rows] @ square)
@@ -415,6 +425,12 @@ def weighed_square_sums(
     for b in scratch.blocks(shard):
         square = squared(x, b)
         mats, rows, _ = b.shape
+        if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
+            sums = row[b.mats].copy_(small.row_sums(square))
+            weights = torch.add(before[b.mats], sums, alpha=share).reciprocal_()
+            both[b.mats, 0] += small.col_sums(square)
+            both[b.mats, 1] += small.col_sums(square.mul_(small.of_rows(weights, shard.cols)))
+            continue
         sums = torch.matmul(square, ones, out=row[b.mats, b.rows])
         weights = col.new_ones(mats, 2, rows)
         torch.add(before[b.mats, b.rows], sums, alpha=share, out=weights[:, 1]).reciprocal_()
@@ -440,12 +456,18 @@ def factors_(
     """
     row.lerp_(sums[0] / shard.cols + eps, 1 - beta)
     col.lerp_(sums[1] / shard.rows + eps, 1 - beta)
-    mean = row.mean(dim=-1, keepdim=True)
+    add_up = small.sums if small.is_small(shard) else _sums
+    mean = add_up(row) / shard.rows
     by_row = (row / mean).rsqrt_().unsqueeze(-1)
     if len(sums) > 2:
-        u_sq = (mean.squeeze(-1) * (sums[2] / col).sum(dim=-1)).sum()
+        u_sq = (mean * add_up(sums[2] / col)).sum()
         by_row = by_row * (clip / shard.rms(u_sq)).clamp(max=1)
     return by_row, col.rsqrt().unsqueeze(-2)
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Sums over the last dimension -> [mats, 1]."""
+    return x.sum(dim=-1, keepdim=True)
 
 
 def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the kernel runs
 DEVICES = {"cuda"}  # whose tensors kernels take
+MATRICES = 128  # of a parameter, at most, whose rows and columns kernels add up
+TOGETHER = 1024  # parameters of a launch at most: each program looks for its own among them
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,14 @@ def launch() -> None:
             kind = request.device, request.kernel, request.constants, request.is_aligned
             alike.setdefault(kind, []).append(request)
         for group in alike.values():
-            _run(group)
+            _run_in_parts(group)
     for device in dict.fromkeys(fold.device for fold in folds):
-        _run([fold for fold in folds if fold.device == device])
+        _run_in_parts([fold for fold in folds if fold.device == device])
+
+
+def _run_in_parts(requests: Sequence[Request]) -> None:
+    for first in range(0, len(requests), TOGETHER):
+        _run(requests[first : first + TOGETHER])
 
 
 def _ask(request: Request, folds: Sequence[Request] = ()) -> None:
@@ -187,6 +194,20 @@ def _are_there() -> bool:
     return True
 
 
+def _takes_matrices(like: Any, shard: Shard) -> bool:
+    """The same of sums over rows and columns, and of quotients by them.
+
+    Each matrix has tiles of its own and sums to be folded up: the ops are better at stacks of many.
+    """
+    return shard.mats <= MATRICES and _takes(like, shard)
+
+
+def _reads(source: Source | None, like: Any, shard: Shard) -> bool:
+    """Whether a kernel can read this."""
+    is_matrix = source is not None and source.form in _MATRIX_FORMS
+    return source is not None and (_takes_matrices if is_matrix else _takes)(like, shard)
+
+
 def _alone(shard: Shard) -> tuple[Shard, slice, slice]:
     """A run as that of a matrix of its own, and the rows and columns which that is of the whole.
 
@@ -215,7 +236,7 @@ def _zeros(shard: Shard, device: torch.device, *sizes: int) -> list[Tensor]:
 
 def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
     sources = [s for x in runs if (s := source_of(x)) is not None]
-    if not _takes(like, shard) or len(sources) < len(runs):
+    if len(sources) < len(runs) or not all(_reads(s, like, shard) for s in sources):
         return NotImplemented
     totals = list(_new(len(runs), device=like.device).zero_().unbind())
     for source, total in zip(sources, totals, strict=True):
@@ -227,7 +248,7 @@ def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
 
 def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
     source = source_of(x)
-    if not _takes(like, shard) or source is None:
+    if not _takes_matrices(like, shard) or source is None:
         return NotImplemented
     row, col = _zeros(shard, like.device, shard.rows, shard.cols)
     made = _pass("statistics", source, shard, is_matrix=True)
@@ -251,7 +272,7 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
 
 def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like: Any) -> Any:
     source = source_of(x)
-    if not _takes(like, shard) or source is None or source.form != "IS_RUN":
+    if not _takes_matrices(like, shard) or source is None or source.form != "IS_RUN":
         return NotImplemented
     if shard.cols > kernels.WIDEST:
         return NotImplemented
@@ -281,7 +302,7 @@ def factors_(
     clip: float,
     shard: Shard,
 ) -> Any:
-    if not _takes(row, shard) or not shard.numel:
+    if not _takes_matrices(row, shard) or not shard.numel:
         return NotImplemented
     by_row, by_col = torch.empty_like(row), torch.empty_like(col)
     names = ("part", "part2", "x")[: len(sums)]
@@ -305,7 +326,7 @@ def square_lerp_(v: Any, x: Any, eps: float, weight: float, shard: Shard) -> Any
 
 def _advance(m: Any, x: Any, eps: float | None, weight: float, shard: Shard) -> Any:
     source = source_of(x)
-    if not isinstance(m, Tensor) or not _takes(m, shard) or source is None:
+    if not isinstance(m, Tensor) or source is None or not _reads(source, m, shard):
         return NotImplemented
     made = _pass("advance", source, shard, more=(("SQUARED", eps is not None),))
     numbers = {**made.numbers, "share": weight, "b": eps or 0.0}
@@ -314,7 +335,7 @@ def _advance(m: Any, x: Any, eps: float | None, weight: float, shard: Shard) -> 
 
 def apply_(p: Any, u: Any, shard: Shard, *, lr: Number, weight_decay: Number = 0.0) -> Any:
     source, kept = source_of(u), kept_of(p)
-    if source is None or kept is None or not _takes(kept.run, shard):
+    if source is None or kept is None or not _reads(source, kept.run, shard):
         return NotImplemented
     if isinstance(weight_decay, Tensor) or weight_decay != 0:
         if source.kept is not None:

@@ -1,0 +1,97 @@
+"""Stacks of small matrices, as weights of convolutions are: passes of a few calls for all."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ext import ops
+from ds_ext.ops import passes, small
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import needs, table
+
+SHAPES = [(8, 5, 3, 3), (6, 4, 1, 1), (3, 2, 7, 7), (4, 6, 5), (2, 3, 1, 4), (2, 1, 16, 16)]
+
+
+def exact(x, before, share, shard):
+    """Sums of squares over rows, columns, and those over columns of what is divided by row."""
+    square = torch.zeros(shard.numel, dtype=torch.float64)
+    square[shard.start : shard.stop] = x.double().square()
+    square = square.view(shard.mats, shard.rows, shard.cols)
+    row = square.sum(-1)
+    return row, square.sum(-2), (square / (before.double() + share * row).unsqueeze(-1)).sum(-2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_over_rows_and_columns(shape, monkeypatch):
+    monkeypatch.setattr("ds_ext.ops.shard.BLOCK", 60)  # several blocks, some of parts of a matrix
+    ((whole,),) = table.gradients(1, [shape])
+    shard = Shard.whole(shape)
+    rows = shard.cols * 3 % shard.numel
+    for start, stop in ((0, shard.numel), (rows, shard.numel - shard.cols), (7, 8), (9, 9)):
+        run = Shard(shape, start, stop, shard.cols)
+        x = whole.view(-1)[start:stop].float()
+        before = torch.rand(run.mats, run.rows) + 0.5
+        expected = exact(x, before, 0.1, run)
+        found = ops.matrix_square_sums(x, run, x)
+        if run.holds_rows and start % shard.cols == 0 == stop % shard.cols:
+            found = *found, ops.weighed_square_sums(x, before, 0.1, run, x)[2]
+        for a, b in zip(found, expected, strict=False):
+            assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_quotient_is_that_of_each_element(shape):
+    ((x,),) = table.gradients(1, [shape])
+    shard = Shard.whole(shape)
+    row, col = (torch.rand(shard.mats, n, dtype=torch.float64) for n in (shard.rows, shard.cols))
+    u = ops.Quotient(x.view(-1), row.unsqueeze(2), col.unsqueeze(1), 0.5)
+    expected = x.view(shard.mats, shard.rows, shard.cols)
+    expected = expected * row.unsqueeze(2) * col.unsqueeze(1) * 0.5
+    assert passes.evaluate(u, shard, x).view_as(expected).allclose(expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["adalomo", "adafactor", "came"])
+def test_the_bits_of_a_stack_are_those_of_its_blocks(name, monkeypatch):
+    """Small matrices by the calls for many, and each by those for large ones."""
+
+    def trained(most):
+        monkeypatch.setattr(small, "MOST", most)
+        params = [nn.Parameter(p) for p in table.weights(SHAPES)]
+        optimizer = OPTIMIZERS[name](params)
+        for gradients in table.gradients(3, SHAPES):
+            for p, g in zip(params, gradients, strict=True):
+                p.grad = g
+            optimizer.step()
+        return torch.cat([p.detach().view(-1) for p in params])
+
+    start = torch.cat([p.view(-1) for p in table.weights(SHAPES)])
+    found, expected = trained(256), trained(0)
+    assert (found - expected).norm() <= 1e-12 * (expected - start).norm()
+
+
+@needs.triton
+@pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])
+def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypatch):
+    """One of 512 x 512 x 3 x 3 took 500,000 rows of a table, which no kernel compiled for."""
+    launched = []
+    monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+    monkeypatch.setattr(launches, "_run", lambda requests: launched.append(len(requests)))
+    p = nn.Parameter(torch.ones(64, 64, 3, 3))
+    p.grad = torch.ones_like(p)
+    OPTIMIZERS[name]([p, nn.Parameter(torch.ones(3, 2))]).step()
+    assert sum(launched) <= 8
+
+
+@needs.triton
+def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatch):
+    launched = []
+    monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+    monkeypatch.setattr(launches, "_run", lambda requests: launched.append(len(requests)))
+    x = torch.ones(2, 4)
+    with launches.together() as next_rule:
+        for _ in range(launches.TOGETHER + 5):
+            ops.apply_(x.view(-1), x.view(-1), Shard.whole((8,)), lr=0.1)
+            next_rule()
+    assert launched == [launches.TOGETHER, 5]
