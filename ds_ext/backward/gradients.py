@@ -245,7 +245,7 @@ class FusedBackward:
         """Makes ``run``, [len(shard)], the kept gradient; its norm tells whether it is finite."""
         g = self.tally.kept[param].g
         g[: len(run)].copy_(run)
-        self.tally.kept[param] = Run(g, torch.tensor(False, device="cpu"))
+        self.tally.kept[param] = Run(g, torch.tensor(False, dtype=torch.bool, device="cpu"))
 
     def _wanted(self, param: Tensor) -> bool:
         """Whether the optimizer has the parameter. Raises ValueError if it could not step it."""

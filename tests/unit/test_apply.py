@@ -1,19 +1,12 @@
 """Weight decay has one convention: p ← p (1 − lr · weight_decay) − lr · u, wherever it is used."""
 
-import inspect
-import re
-import textwrap
-from pathlib import Path
-
 import pytest
 import torch
 
-from ds_ext import ops, rules
+from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
 from tests.common import needs
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("path", ["ops", pytest.param("kernels", marks=needs.triton)])
@@ -27,9 +20,3 @@ def test_decay_is_a_share_of_the_weight_times_lr(path, as_tensor, weight_decay, 
     ops.apply_(new, u, shard, lr=lr, weight_decay=weight_decay)
     expected = p.double() * (1 - 0.125 * weight_decay) - 0.125 * u.double()
     assert (new - expected).norm() <= 1e-6 * (expected - p).norm()
-
-
-def test_quoted_rules_are_what_the_files_say():
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for quoted in re.findall(r"```python\n(def step\(self.*?)```", page.read_text(), re.DOTALL):
-            assert quoted == textwrap.dedent(inspect.getsource(rules.AdaLomo.step)), page.name
