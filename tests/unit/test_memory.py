@@ -12,7 +12,7 @@ from ds_ext.backward.gradients import FusedBackward
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
-from ds_ext.ops import edits, scratch, weight_update
+from ds_ext.ops import edits, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.planner import memory
