@@ -150,15 +150,15 @@ class Watch:
 
     def hook(self):
         """A hook that counts around FusedBackward's."""
-        original = buckets.Buckets._take
+        original = buckets.Buckets.take
 
-        def _take(fused: buckets.Buckets, param: torch.Tensor) -> None:
+        def take(fused: buckets.Buckets, param: torch.Tensor) -> None:
             self.refs.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.numel()))
             self._count(fused)
             original(fused, param)
             self._count(fused)
 
-        return mock.patch.object(buckets.Buckets, "_take", _take)
+        return mock.patch.object(buckets.Buckets, "take", take)
 
     def _count(self, fused: buckets.Buckets) -> None:
         for _ in range(20):

@@ -1,0 +1,107 @@
+"""What an engine was asked to do and ds_ext cannot: ValueError, by the name of the setting."""
+
+import inspect
+from typing import Any
+
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch._dynamo import OptimizedModule
+
+from ds_ext.backward import settings
+from ds_ext.config import offload
+from ds_ext.distributed import consensus
+from ds_ext.distributed.wrapped import refuse_wrapped
+from ds_ext.engine import leftovers
+from ds_ext.engine.adapter import effective
+from ds_ext.engine.autotp import whole_shape
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+
+# What may differ from rank to rank: it is about what is written and shown.
+_LOCAL = {
+    *("tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "dump_state"),
+    *("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger"),
+}
+
+
+def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
+    """Raises ValueError for what this engine was asked to do and ds_ext cannot."""
+    leftovers.refuse_gradient_hooks(engine)
+    leftovers.refuse_partitions(engine)
+    refuse_wrapped(engine.module)
+    config = engine._config._param_dict | effective(engine)
+    settings.refuse(config)
+    settings.gradients(config)
+    firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
+    offload.check(config, map(optimizer.rule_of, firsts), {p.dtype for p in optimizer.group_of})
+    if isinstance(engine.module, PipelineModule):
+        raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
+    if engine.autotp_size() > 1 and engine.sequence_parallel_size > 1:
+        raise ValueError(
+            "ds_ext cannot honour tensor_parallel.autotp_size together with sequence_parallel_size "
+            "yet: remove one of them."
+        )
+    compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
+    if compiled and engine.zero_optimization_stage() == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3 cannot partition what torch.compile has wrapped: give "
+            "deepspeed.initialize the model itself, and call engine.compile() after it."
+        )
+    if engine.has_moe_layers:
+        _refuse_experts(engine)
+    scheduled = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
+    if scheduled and any(group["lr"] is None for group in optimizer.param_groups):
+        raise ValueError(
+            "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
+            'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
+            "always has a scheduler), or remove the scheduler."
+        )
+
+
+def _refuse_experts(engine: DeepSpeedEngine) -> None:
+    """Raises ValueError for experts spread in a way that is not supported."""
+    if max(engine.autotp_size(), engine.mp_world_size, engine.sequence_parallel_size) > 1:
+        raise ValueError(
+            "ds_ext does not support expert_parallel, or deepspeed.moe layers, together with "
+            "tensor or sequence parallelism yet: remove tensor_parallel, sequence_parallel_size "
+            "and mpu."
+        )
+    native = any(isinstance(module, MoE) for module in engine.module.modules())
+    if native and engine.zero_optimization_stage() == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3: DeepSpeed does not partition deepspeed.moe layers. Use "
+            'stage 0, 1 or 2, or "expert_parallel" (AutoEP) with the experts of the model itself.'
+        )
+
+
+def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
+    """Raises ValueError if a scheduler has set too few betas: DeepSpeed's OneCycle, with CAME."""
+    needed = len(optimizer.defaults.get("betas", ()))
+    for group in optimizer.param_groups:
+        if len(group.get("betas", ())) != needed:
+            raise ValueError(
+                f"{type(optimizer).__name__} has {needed} betas; {type(scheduler).__name__} sets "
+                f'{group["betas"]}: put "cycle_momentum": false into scheduler.params.'
+            )
+
+
+def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
+    """Raises ValueError for a scheduler whose metric, missing, would be the batch size."""
+    if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in given:
+        raise ValueError(
+            f"{type(scheduler).__name__} needs a metric, for which DeepSpeed would take the batch "
+            'size: call engine.step(lr_kwargs={"metrics": ...}), or step it yourself and keep it '
+            "from DeepSpeed. In HF Trainer, choose another lr_scheduler_type."
+        )
+
+
+def facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
+    """What all ranks must have been started with alike, if one of them uses ds_ext."""
+    client = engine.client_optimizer
+    ours = isinstance(client, RuleOptimizer)
+    name = type(client).__name__ if client is not None else engine.optimizer_name()
+    if not ours and name not in OPTIMIZERS:
+        return {"optimizer": name}
+    config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
+    told = consensus.facts(model, client if ours else None, whole_shape)
+    return {"optimizer": name, "config": config, **told}
