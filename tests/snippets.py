@@ -59,7 +59,10 @@ def renewed(text: str) -> str:
 
 
 def unmarked(text: str) -> Iterator[str]:
-    """Definitions in blocks without a mark that are headed like one of the package's."""
+    """Definitions in blocks without a mark that are headed like one of the package's.
+
+    Those inside a class of the block's own are not meant.
+    """
     own = {
         line.strip()
         for path in (ROOT / "ds_ext").rglob("*.py")
@@ -67,7 +70,7 @@ def unmarked(text: str) -> Iterator[str]:
         if re.match(r"\s*(def|class) ", line)
     }
     for code in _BLOCK.findall(_MARKED.sub("", text)):
-        yield from (line for line in code.splitlines() if line.strip() in own)
+        yield from (line for line in code.splitlines() if line in own)
 
 
 if __name__ == "__main__":
