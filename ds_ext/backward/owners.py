@@ -88,7 +88,7 @@ def check_finished(params: Iterable[Tensor], group: Group = None) -> list[Owner]
         raise RuntimeError(
             "this model is in the middle of a step of another engine, or call of "
             f"fuse_into_backward, which has {told[0]}: end that step, or discard it by "
-            "engine.destroy(), or by .remove() of what fuse_into_backward returned."
+            "zero_grad(), by engine.destroy(), or by .remove() of what fuse_into_backward returned."
         )
     return olders
 
