@@ -44,11 +44,14 @@ def logged(name: str = "ds_ext") -> Iterator[list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         yield said
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def message(action: Callable[[], Any], *kinds: type[Exception]) -> str:

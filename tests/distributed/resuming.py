@@ -14,7 +14,8 @@ import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models, ranks
 from tests.common.ranks import logged, shared_folder
-from tests.integration import trainer_jobs, trainer_worker
+from tests.integration import trainer_jobs
+from tests.integration.trainer import config as shipped
 
 ROWS = 6  # of a step, over all ranks
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -318,7 +319,7 @@ def trainer(folder: str, name: str, way: str) -> dict[str, Any]:
         given = TrainingArguments(
             output_dir=output,
             per_device_train_batch_size=trainer_jobs.BATCH // dist.get_world_size(),
-            deepspeed=trainer_worker.config(config, stage),
+            deepspeed=shipped(config, stage),
             **(arguments | {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}),
         )
         model = trainer_jobs.model()

@@ -15,6 +15,7 @@ from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common.ranks import whole
 from tests.integration.trainer_jobs import data
 
 EPOCHS = 4
@@ -45,12 +46,6 @@ GROUPED = {
         "lr": (1e-3, 3e-4, 1e-3),
     },
 }
-
-
-def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The whole weights by name, whatever the stage."""
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 def accelerated(loop: Loop, config: dict[str, Any], load) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from benchmarks import __main__ as command
 from benchmarks import comm, memory, offload, report, step, train
 from ds_ext import host_offload
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import apart, authors, pretend
+from tests import worlds
+from tests.common import authors, pretend
 
 CPU = torch.device("cpu")
 
@@ -549,15 +550,8 @@ def _trained(kinds: list[str]) -> list[dict[str, object]]:
     return [job.row(job.measure()) for job in jobs]
 
 
-def test_every_kind_of_offload_can_be_trained_with(tmp_path):
-    code = (
-        "import sys, torch; from tests import forks, test_benchmarks as t;"
-        "(rank,) = forks.run(1, t._trained, list(t.offload.OFFLOADS));"
-        "assert rank.code == 0, rank.output;"
-        "torch.save(rank.result, sys.argv[1])"
-    )
-    apart.python("-c", code, str(tmp_path / "rows.pt"))
-    rows = torch.load(tmp_path / "rows.pt", weights_only=False)
+def test_every_kind_of_offload_can_be_trained_with():
+    (rows,) = worlds.run(1, _trained, list(offload.OFFLOADS))
     assert [row["offload"] for row in rows] == list(offload.OFFLOADS)
     assert all(row["s"] > 0 for row in rows)
     possible = [offload.Job("1B", "adalomo", kind, "bf16", 8, 2) for kind in offload.OFFLOADS]

@@ -1,4 +1,4 @@
-"""The HF Trainer runs of trainer_worker.py, their data, and a model small enough to repeat them."""
+"""The HF Trainer runs of trainer.py, their data, and a model small enough to repeat them."""
 
 from dataclasses import dataclass, field
 from typing import Any

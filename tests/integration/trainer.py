@@ -1,0 +1,86 @@
+"""HF Trainer and accelerate runs with the shipped configs: jobs of test_trainer.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import ds_ext  # noqa: F401 (registers the optimizers, all that a script has to do)
+from tests.common.ranks import logged, whole
+from tests.integration import own_loops
+from tests.integration.trainer_jobs import BATCH, JOBS, Job, Sequential, adapted, data
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(name: str, stage: int = 3) -> dict[str, Any]:
+    """A shipped config, with buckets and partitions of a small model's size."""
+    made = json.loads((ROOT / "configs" / f"{name}_zero3.json").read_text())
+    made["zero_optimization"] |= {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 100,
+        "reduce_bucket_size": 5000,
+    }
+    return made
+
+
+def load(folder: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+
+
+def train(folder: str, name: str) -> dict[str, Any]:
+    """HF Trainer, unchanged, with a config from configs/; saves to ``folder``/``name``."""
+    # Some CPUs do not hurry with fp16, that is all.
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        return _train(folder, name, JOBS[name])
+
+
+def _train(folder: str, name: str, job: Job) -> dict[str, Any]:
+    ranks = dist.get_world_size()
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/{name}",
+        per_device_train_batch_size=BATCH // (ranks * job.accumulation),
+        deepspeed=config(job.config, job.stage) | job.changes,
+        **job.all_arguments,
+    )
+    model = load(folder)
+    if job.lora:
+        model = adapted(model)
+    trainer = Sequential(
+        model=model, args=arguments, train_dataset=data(), eval_dataset=data()[:BATCH]
+    )
+    with logged() as said:
+        trainer.train()
+    trainer.save_model(f"{folder}/{name}")
+    engine = trainer.model_wrapped
+    return {
+        "after": whole(engine.module),
+        "said": said,
+        "log": trainer.state.log_history,
+        "decays": {
+            engine.param_names[p]: group["weight_decay"]
+            for group in engine.optimizer.param_groups
+            for p in group["params"]
+        },
+        "kept": sum(p.grad is not None for p in model.parameters()),
+        "policy": engine.optimizer.fused.how.policy,
+        "state": len(engine.optimizer.state),
+        "scale": engine.optimizer.loss_scale,
+        "skipped": engine.skipped_steps,
+    }
+
+
+def accelerate(folder: str, name: str) -> dict[str, Any]:
+    """A loop of accelerate's."""
+    loop = own_loops.LOOPS[name]
+    return own_loops.accelerated(loop, config(loop.config), lambda: load(folder))
+
+
+def grouped(folder: str, name: str) -> dict[str, Any]:
+    """An engine's loop with an optimizer of several parameter groups."""
+    return own_loops.grouped(name, config(name), lambda: load(folder))
