@@ -1,5 +1,7 @@
 # make demo    fine-tune a real language model (about five minutes on two cores)
-# make test    every test                  make check   lint, format, types, import walls
+# make test    what each change has to pass (six minutes on two cores); ARGS="-k lomo" for a part
+# make test-all    the other tests, marked slow
+# make check   lint, format, types, import walls
 # make matrix  the README's support matrix, from the tests that ran
 # make readme  the code that README.md and docs/ quote, from the package
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
@@ -20,7 +22,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test check matrix readme clean
+.PHONY: demo test test-all check matrix readme clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -28,11 +30,14 @@ demo: .venv/.demo
 
 # DeepSpeed looks for an accelerator itself, and on a machine without one may not settle on the
 # CPU: name it there, and only there.
-test: .venv/.test
+test test-all: .venv/.test
 	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
 	fi; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKED)" $(ARGS) tests
+
+test: MARKED = not slow
+test-all: MARKED = slow
 
 check: .venv/.test
 	$(BIN)/ruff check .

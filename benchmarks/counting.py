@@ -176,7 +176,10 @@ def reduced(
             layout.publish(runs)
             note(tuple(names[p] for p in runs))
 
-        buckets = Buckets(model, layout, size, lambda p: None, names.__contains__, lambda: deliver)
+        owner = _Owner()
+        buckets = Buckets(
+            model, layout, size, lambda p: None, names.__contains__, lambda: deliver, owner
+        )
         # What ranks tell each other of their gradients is asked for on the host: all are good.
         with mock.patch.object(Tensor, "cpu", lambda x: torch.zeros(x.shape, dtype=x.dtype)):
             backward(model)
@@ -188,6 +191,21 @@ def reduced(
     for hook in hooks:
         hook.remove()
     return found
+
+
+class _Owner:
+    """Whose parameters are counted: nobody steps them."""
+
+    optimizer: Any = None
+
+    def unfinished(self) -> str:
+        return ""
+
+    def discard(self, params: Collection[Tensor]) -> None:
+        pass
+
+    def give_way(self) -> None:
+        pass
 
 
 # Rounds: what the rules ask to have summed.

@@ -11,7 +11,8 @@ A test says what it shows:
 A function is called with the test's parameters that it names, and gives one value or a list (an
 empty one: nothing is shown). Features are those of ``FEATURES``, where a new one takes its place.
 What ran is in build/support.json. ``python -m tests.support README.md`` makes tests/support.json
-and the README's table of it; at the end of a full run both are compared with what it showed.
+and the README's table of it. When all tests have run, by `make test` and then `make test-all`, both
+are compared with what they showed.
 """
 
 import inspect
@@ -80,6 +81,7 @@ FEATURES = (
 )
 OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW")
 STAGES = {None: "plain", 0: "0", 1: "1", 2: "2", 3: "3"}
+WHOLE, QUICK, SLOW = "", "not slow", "slow"  # the expressions of `-m` for all tests, and two parts
 REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer
 BEGIN, END = "<!-- support matrix: made by `make matrix` -->", "<!-- end of support matrix -->"
 
@@ -144,14 +146,18 @@ class Collector:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if hasattr(self.config, "workerinput") or not self.ended:
             return
-        full = self._is_full(exitstatus)
+        part = self._part(exitstatus)
         path, root = self.config.rootpath / "build" / "support.json", self.config.rootpath
-        ran = json.loads(path.read_text()) if path.exists() and not full else {"tests": {}}
-        ran = {"full": full, "tests": ran["tests"] | self.ended}
+        ran = json.loads(path.read_text()) if path.exists() else {"tests": {}}
+        if part in (QUICK, WHOLE):  # a new record begins
+            ran = {"tests": {}}
+        parts = {*ran.get("parts", ()), part} if part is not None else set()
+        full = WHOLE in parts or parts >= {QUICK, SLOW}
+        ran = {"full": full, "parts": sorted(parts), "tests": ran["tests"] | self.ended}
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(ran))
         claims = root / "tests" / "support.json"
-        if full and claims.exists():
+        if part is not None and full and claims.exists():
             self.said, wrong = compare(json.loads(claims.read_text()), summary(ran))
             if wrong:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -162,15 +168,16 @@ class Collector:
             for line in self.said:
                 terminalreporter.line(line)
 
-    def _is_full(self, exitstatus: int) -> bool:
-        """Whether every test was run, or a part that somebody chose."""
+    def _part(self, exitstatus: int) -> str | None:
+        """Which of the parts that make up all tests was run; None: what somebody chose."""
         option, here = self.config.option, self.config.invocation_params.dir
-        names = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
-        if any(getattr(option, name, None) for name in (*names, "collectonly")):
-            return False
+        names = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly")
+        if any(getattr(option, name, None) for name in names):
+            return None
         everything = {(here / arg).resolve() for arg in self.config.args}
         ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        return ended and everything == {self.config.rootpath / "tests"}
+        is_part = ended and everything == {self.config.rootpath / "tests"}
+        return option.markexpr if is_part and option.markexpr in (WHOLE, QUICK, SLOW) else None
 
 
 def summary(ran: Mapping[str, Any]) -> dict[str, Any]:
