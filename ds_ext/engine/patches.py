@@ -15,10 +15,11 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext.backward import fuse, owners
+from ds_ext.backward import fuse, owners, rehearsal
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
 from ds_ext.engine import build, expert_parallel, leftovers, refusals, save_load, tiled
@@ -74,6 +75,7 @@ def register() -> None:
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     fuse.REFUSALS.append(expert_parallel.refuse_spread_experts)
     tiled.register()
+    rehearsal.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear layer
     for patch in PATCHES:
         patch.apply()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ds_ext
 from tests.common import fused_losses
 from tests.distributed.training import whole
+from tests.unit.test_rehearsal import Normed
 
 CLIP = 0.05
 
@@ -94,3 +95,15 @@ def trainer(stage: int, policy: str) -> dict[str, Any]:
         except RuntimeError as error:
             message = str(error)
     return {"message": message, "before": before, "after": whole(model), "rank": rank}
+
+
+def normed(stage: int, reentrant: bool, policy: str) -> dict[str, Tensor]:
+    """Weights and buffers after training with a checkpointed batch norm."""
+    torch.manual_seed(5)
+    model = Normed(reentrant)
+    engine = start(model, stage, ds_ext={"gradient_policy": policy})
+    for step in range(3):
+        seed = 10 * step + dist.get_rank()
+        engine.backward(engine(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))))
+        engine.step()
+    return whole(model) | {n: x.clone() for n, x in model.named_buffers()}

@@ -47,3 +47,16 @@ def test_hf_trainer_clips_such_a_loss_exactly_or_says_what_to_set(world, policy)
             assert mean_step(plain, losses, max_norm=1.0) > 1.2
         assert not got["message"]
         assert_updates_equal(got["after"], plain.state_dict(), got["before"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_measuring_leaves_the_buffers_of_checkpointed_segments_alone(stage, reentrant):
+    once, twice = (
+        worlds.run(2, rehearsing.normed, stage, reentrant, policy)
+        for policy in ("sharded", "fused")
+    )
+    for expected, got in zip(once, twice, strict=True):
+        assert got["second.1.num_batches_tracked"] == 6
+        for name, x in expected.items():
+            torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-6, msg=name)

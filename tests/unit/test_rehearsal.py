@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
+from ds_ext.backward import rehearsal
 from tests.common import fused_losses
 
 CLIP = 0.05
@@ -96,3 +97,16 @@ def test_the_buffers_of_a_checkpointed_segment_end_as_without_clipping(reentrant
     assert_updates_equal(model, plain, before)
     assert model.second[1].num_batches_tracked == 6 and model.calls == 6
     assert model.first[1].num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_any_change_of_a_saved_tensor_is_found(dtype):
+    whole = torch.arange(40).to(dtype).view(5, 8)
+    for x in (whole, whole[1:, 1:], whole.t(), whole[0, :3], whole[0, 0], whole.flatten()[1:]):
+        before = rehearsal._digest(x)
+        assert before == rehearsal._digest(x.clone())
+        last = tuple(n - 1 for n in x.shape)
+        kept = x[last].clone()
+        x[last] = ~kept if dtype == torch.bool else kept + 1
+        assert before != rehearsal._digest(x)
+        x[last] = kept
