@@ -14,11 +14,12 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor, nn
 
 from ds_ext import host_offload, logs
-from ds_ext.backward import rehearsal, settings
+from ds_ext.backward import rehearsal
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.names import plain
 from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import expert_parallel, leftovers, safe_access
 from ds_ext.engine.autotp import unpartitioned_shape
@@ -40,9 +41,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         zero = engine._config._param_dict.get("zero_optimization", {})
         optimizer.home = host_offload.Home.of(zero.get("offload_optimizer") or {})
         _share_time_limit(self.layout)
-        how = settings.gradients(
-            engine._config._param_dict | effective(engine), engine.monitor.enabled
-        )
+        how = gradients.read(engine._config._param_dict | effective(engine), engine.monitor.enabled)
         optimizer._index()  # DeepSpeed may have put other parameters in the place of experts
         places = {p: expert_parallel.place(p) for p in self.layout.names}
         optimizer.separate_experts(
@@ -73,7 +72,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         engine.enable_backward_allreduce = False
         engine._config.gradient_clipping = 0.0
         safe_access.give(self.fused)
-        for line in settings.report(how, engine._config._param_dict):
+        for line in gradients.report(how, engine._config._param_dict):
             log(f"{type(optimizer).__name__}: {line}")
 
     loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)

@@ -8,8 +8,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch._dynamo import OptimizedModule
 
-from ds_ext.backward import settings
-from ds_ext.config import offload
+from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_wrapped
 from ds_ext.engine import leftovers
@@ -30,8 +29,8 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     leftovers.refuse_partitions(engine)
     refuse_wrapped(engine.module)
     config = engine._config._param_dict | effective(engine)
-    settings.refuse(config)
-    settings.gradients(config)
+    refused.refuse(config)
+    gradients.read(config)
     firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
     offload.check(config, map(optimizer.rule_of, firsts), {p.dtype for p in optimizer.group_of})
     if isinstance(engine.module, PipelineModule):

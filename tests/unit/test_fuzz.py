@@ -14,9 +14,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_ext.backward import settings as config_settings
 from ds_ext.checkpoint import folder, resharding
 from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.config import gradients as config_gradients
+from ds_ext.config import refused
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, Update
@@ -257,7 +258,7 @@ def test_16_bit_weights_move_to_other_ranks_bit_for_bit(data):
         ranks = moved
 
 
-KEYS = [key for key, *_ in config_settings._HONOURED] + [
+KEYS = [key for key, *_ in refused._HONOURED] + [
     *("gradient_clipping", "gradient_accumulation_steps", "managed_gradient_accumulation"),
     *("ds_ext.gradient_policy", "ds_ext.clip_mode", "ds_ext.clip_value", "ds_ext.measure_updates"),
     *("data_types.grad_accum_dtype", "zero_optimization.reduce_bucket_size", "ds_ext", "ds_ext.x"),
@@ -285,8 +286,8 @@ def test_a_config_is_honoured_or_refused_with_a_message(given_):
                 return
         inner[last] = value
     try:
-        config_settings.refuse(config)
-        how = config_settings.gradients(config)
+        refused.refuse(config)
+        how = config_gradients.read(config)
     except ValueError as error:
         assert any(part in str(error) for key in given_ for part in key.split("."))
         return

@@ -6,6 +6,7 @@ from torch import nn
 
 from ds_ext import param_groups
 from ds_ext.backward import settings
+from ds_ext.config import gradients, refused
 from ds_ext.engine.autotp import unpartitioned_shape
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
@@ -45,25 +46,25 @@ def config(key, value):
 
 
 def test_the_table_holds_every_setting():
-    assert [key for key, *_ in settings._HONOURED if key not in {k for k, *_ in SETTINGS}] == []
-    assert len(settings._HONOURED) == len(SETTINGS)
+    assert [key for key, *_ in refused._HONOURED if key not in {k for k, *_ in SETTINGS}] == []
+    assert len(refused._HONOURED) == len(SETTINGS)
 
 
 @pytest.mark.parametrize("key, value, advice", REFUSED)
 def test_a_setting_that_cannot_be_honoured_is_refused_by_name(key, value, advice):
     with pytest.raises(ValueError) as caught:
-        settings.refuse(config(key, value))
+        refused.refuse(config(key, value))
     message = str(caught.value)
     assert f" {key} = {value!r} " in message and advice in message
 
 
 @pytest.mark.parametrize("key, value", HONOURED)
 def test_a_setting_that_is_honoured_passes(key, value):
-    settings.refuse(config(key, value))
+    refused.refuse(config(key, value))
 
 
 def test_a_usual_config_passes():
-    settings.refuse(
+    refused.refuse(
         {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 4,
@@ -79,28 +80,28 @@ def test_a_usual_config_passes():
             },
         }
     )
-    settings.refuse({})
+    refused.refuse({})
 
 
 def test_gradients_are_kept_where_they_have_to_be_and_nowhere_else():
-    assert settings.gradients({}) == settings.Gradients()
-    assert settings.gradients({"gradient_accumulation_steps": 1}).policy == "fused"
+    assert gradients.read({}) == settings.Gradients()
+    assert gradients.read({"gradient_accumulation_steps": 1}).policy == "fused"
     for kept in (
         {"gradient_accumulation_steps": 2},
         {"managed_gradient_accumulation": False},
         {"ds_ext": {"gradient_policy": "sharded"}},
     ):
-        assert settings.gradients(kept).policy == "sharded"
+        assert gradients.read(kept).policy == "sharded"
 
 
 def test_clipping_and_the_dtype_of_kept_gradients():
-    clipped = settings.gradients({"gradient_clipping": 1})
+    clipped = gradients.read({"gradient_clipping": 1})
     assert (clipped.max_norm, clipped.max_value, clipped.clip_mode) == (1.0, 0.0, "exact")
     section = {"clip_value": 0.5, "gradient_policy": "sharded"}
-    bounded = settings.gradients({"ds_ext": section, "data_types": {"grad_accum_dtype": "bf16"}})
+    bounded = gradients.read({"ds_ext": section, "data_types": {"grad_accum_dtype": "bf16"}})
     assert (bounded.max_norm, bounded.max_value) == (0.0, 0.5)
     assert bounded.accumulate_in == torch.bfloat16
-    assert settings.gradients({"gradient_clipping": None}).max_norm == 0
+    assert gradients.read({"gradient_clipping": None}).max_norm == 0
 
 
 CONTRADICTIONS = [
@@ -142,30 +143,30 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize("given, parts", CONTRADICTIONS)
 def test_contradictions_are_refused_by_name(given, parts):
     with pytest.raises(ValueError) as caught:
-        settings.gradients(given)
+        gradients.read(given)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
 def test_a_section_that_is_no_section_is_not_searched():
-    settings.refuse({"fp16": None, "zero_optimization": True, "compile": []})
+    refused.refuse({"fp16": None, "zero_optimization": True, "compile": []})
 
 
 def test_bucket_size():
-    assert settings.bucket_size({}) == settings.bucket_size({"zero_optimization": {}}) == 2**24
+    assert gradients.bucket_size({}) == gradients.bucket_size({"zero_optimization": {}}) == 2**24
     assert settings.BUCKET_SIZE * 2 < 5e8 * 2 / 20  # bytes of bf16, against DeepSpeed's default
-    given = settings.bucket_size(config("zero_optimization.reduce_bucket_size", 5e8))
+    given = gradients.bucket_size(config("zero_optimization.reduce_bucket_size", 5e8))
     assert given == 500_000_000 and isinstance(given, int)
-    assert settings.bucket_size(config("zero_optimization.reduce_bucket_size", 1)) == 1
+    assert gradients.bucket_size(config("zero_optimization.reduce_bucket_size", 1)) == 1
 
 
 def test_a_bucket_of_nothing_is_each_parameter_by_itself():
-    assert settings.bucket_size(config("zero_optimization.reduce_bucket_size", 0)) == 0
+    assert gradients.bucket_size(config("zero_optimization.reduce_bucket_size", 0)) == 0
 
 
 @pytest.mark.parametrize("size", ["auto", -1, True, [], float("inf")])
 def test_a_bucket_size_that_is_none_is_refused(size):
     with pytest.raises(ValueError, match="zero_optimization.reduce_bucket_size is .*; allowed"):
-        settings.bucket_size(config("zero_optimization.reduce_bucket_size", size))
+        gradients.bucket_size(config("zero_optimization.reduce_bucket_size", size))
 
 
 class RMSNorm(nn.Module):

@@ -1,0 +1,78 @@
+"""Settings of a DeepSpeed config that cannot be honoured: refused by name."""
+
+from typing import Any
+
+
+def refuse(config: dict[str, Any]) -> None:
+    """Raises ValueError, on every rank alike, naming the first setting that cannot be honoured."""
+    for key, honoured, advice in _HONOURED:
+        value = lookup(config, key)
+        if value is not None and not honoured(value):
+            raise ValueError(f"ds_ext cannot honour {key} = {value!r} yet: {advice}")
+    copies = lookup(config, "zero_optimization.zero_hpz_partition_size")
+    stage = lookup(config, "zero_optimization.stage")
+    if isinstance(copies, int) and copies > 1 and stage != 3:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {copies} copies what stage 3 partitions, "
+            f"but zero_optimization.stage is {stage}: remove it."
+        )
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _one(value: Any) -> bool:
+    return bool(value == 1)
+
+
+_REMOVE = "remove it."
+_MASTER = (
+    'remove it. "weight_update" in optimizer.params says how 16-bit weights are written, with no '
+    'copy in fp32 unless it is "master"; data_types.grad_accum_dtype, what gradients are kept in; '
+    "statistics are fp32."
+)
+
+_ANY = (
+    "remove it, and load what engine.save_checkpoint wrote, or a checkpoint of DeepSpeed's AdamW, "
+    "as it is: it loads on any number of ranks and at any ZeRO stage without ds_to_universal."
+)
+_OFFLOAD = (
+    'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
+    "pin_memory."
+)
+_SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
+
+# (key, what is honoured, what to do otherwise)
+_HONOURED = [
+    ("zero_optimization.zenflow", _off, _REMOVE),
+    ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
+    ("zero_optimization.reduce_scatter", lambda v: v is True, _REMOVE),
+    ("zero_optimization.cpu_offload", _off, _OFFLOAD),
+    ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
+    ("zero_optimization.cpu_offload_use_pin_memory", lambda v: False, _OFFLOAD),
+    ("zero_optimization.zero_quantized_weights", _off, _REMOVE),
+    ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
+    ("zero_optimization.zero_quantized_gradients", _off, _REMOVE),
+    ("fp16.fp16_master_weights_and_grads", _off, _MASTER),
+    ("bf16.bf16_master_weights_and_grads", _off, _MASTER),
+    ("bf16.bf16_optimizer_states", _off, _MASTER),
+    ("prescale_gradients", _off, _REMOVE),
+    ("gradient_predivide_factor", _one, _REMOVE),
+    ("expert_parallel.expert_tensor_parallel_size", _one, _REMOVE),
+    ("compile.deepcompile", _off, "remove it; engine.compile() compiles the model."),
+    ("checkpoint.load_universal", _off, _ANY),
+    ("checkpoint.use_node_local_storage", _off, _SHARED),
+    ("checkpoint.writer", _off, _REMOVE),
+    ("checkpoint.checkpoint_serialization", lambda v: v is True, _REMOVE),
+    ("datastates_ckpt", lambda v: v is False, _REMOVE),
+]
+
+
+def lookup(config: Any, key: str) -> Any:
+    """The value of a dotted key; None where a section on the way is missing."""
+    for part in key.split("."):
+        if not isinstance(config, dict):
+            return None
+        config = config.get(part)
+    return config
