@@ -86,6 +86,7 @@ class FusedBackward:
         self.skipped_steps = 0  # steps that updated nothing
         self.metrics: dict[str, float] = {}  # of the last step
         self.told_cost = False  # of gradients that are kept
+        self.is_asked = False  # whether the next backward pass is of a loss of this model
         self.buckets = Buckets(
             module,
             layout,
@@ -100,7 +101,8 @@ class FusedBackward:
         optimizer.fused = layout.names
         self.is_replaced = False  # whether another owner has taken the parameters over
         self.leave: Callable[[], None] = self.buckets.remove  # the model, to another owner
-        self.discarded: Callable[[], None] = lambda: None  # called when a step was dropped whole
+        # called when a step was dropped whole, and told whether gradients of it had come
+        self.discarded: Callable[[bool], None] = lambda had_begun: None
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         torch_calls.watch()
         if how.measure_updates:
@@ -145,6 +147,7 @@ class FusedBackward:
 
     def backward(self, loss: Tensor) -> None:
         """Runs ``loss`` backward: once, or twice where gradients are clipped exactly."""
+        self.is_asked = True
         self.rehearse(loss)
         loss.backward()
 
@@ -165,7 +168,7 @@ class FusedBackward:
         if self.tally.used_up:
             raise RuntimeError(f"gradient_clipping: a parameter {_SECOND_GRADIENT}")
         self.buckets.deliver = self._measure
-        with self.layout.rehearsal(), self.rehearsal.of(loss):
+        with self.layout.rehearsal(), self.rehearsal.of(loss), owners.measuring(self):
             loss.backward(retain_graph=True)
             self.buckets.finish()
         if self.layout.any(self.rehearsal.changed is not None):
@@ -182,6 +185,7 @@ class FusedBackward:
         self.check_owner()
         self.buckets.finish()
         self.buckets.uses.clear()
+        self.is_asked = False
 
     @torch.no_grad()
     def end_step(self) -> StepResult | None:
@@ -217,13 +221,22 @@ class FusedBackward:
             for param in given:
                 self.tally.kept.pop(param, None)
             return
-        was_begun = self.is_begun
+        had_begun, self.is_asked = self.is_begun, False
         self.buckets.discard()
         self.tally = Tally()
         if self.optimizer.meter is not None:
             self.optimizer.meter.clear()
-        if was_begun:
-            self.discarded()
+        self.discarded(had_begun)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the model was called with gradients since its last backward pass."""
+        return bool(self.buckets.uses.count)
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether reentrant checkpointing runs parts of the model again in that pass."""
+        return bool(self.buckets.uses.in_segment)
 
     @property
     def is_begun(self) -> bool:
@@ -258,9 +271,17 @@ class FusedBackward:
         """Whether gradients wait for the step."""
         return self.how.policy == "sharded" or bool(self.tally.kept) or not self.is_boundary()
 
+    def _is_passed_through(self) -> bool:
+        """Whether the backward pass in progress may be of another model's loss.
+
+        As a generator's is, which reaches the discriminator: zero_grad() discards the gradients of
+        that before it is trained. So they wait for its step.
+        """
+        return not self.is_asked and (owners.others_reached(self) or owners.others_hidden(self))
+
     def _begin(self) -> Deliver:
         """Who takes the gradients of the backward pass that begins."""
-        if self._keeps():
+        if self._is_passed_through() or self._keeps():
             if not self.told_cost and self.layout.rank == 0:
                 logger.info(settings.cost(self.kept_bytes()))
             self.told_cost = True

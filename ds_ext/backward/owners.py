@@ -7,10 +7,12 @@ modules are ``Hook`` objects, which copies and files of a module do not contain.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ext.distributed import consensus
@@ -38,6 +40,14 @@ class Owner(Protocol):
 
     optimizer: RuleOptimizer
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the model was called with gradients since its last backward pass."""
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether reentrant checkpointing runs parts of the model again in that pass."""
+
     def unfinished(self) -> str:
         """What would be lost of the step in progress if it ended now; empty if nothing."""
 
@@ -49,6 +59,8 @@ class Owner(Protocol):
 
 
 _owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Owner
+_live: "weakref.WeakSet[Owner]" = weakref.WeakSet()
+_measuring: list[Owner] = []  # whose gradients a backward pass in progress only measures
 
 
 def owner(param: Tensor) -> Owner | None:
@@ -67,10 +79,12 @@ def claim(param: Tensor, by: Owner, name: str) -> None:
             "fuse_into_backward returned)."
         )
     _owners[param] = weakref.ref(by)
+    _live.add(by)
 
 
 def release(params: Iterable[Tensor], by: Owner) -> None:
     """Leaves those of ``params`` without an owner that are ``by``'s."""
+    _live.discard(by)
     for param in params:
         if owner(param) is by:
             del _owners[param]
@@ -107,3 +121,43 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
             "this model was stepped by another engine, or call of fuse_into_backward, which was "
             "not destroyed: the new one takes over, and the older one cannot be used any more."
         )
+
+
+@contextlib.contextmanager
+def measuring(by: Owner) -> Iterator[None]:
+    """A backward pass runs within that only measures the gradients of ``by``."""
+    _measuring.append(by)
+    try:
+        yield
+    finally:
+        _measuring.pop()
+
+
+def others_reached(by: Owner) -> bool:
+    """Whether the backward pass in progress reaches parameters that others than ``by`` step.
+
+    Raises RuntimeError if it only measures the gradients of one of these: it comes twice.
+    """
+    if _measuring and _measuring[-1] is not by:
+        raise RuntimeError(
+            "gradient_clipping: this loss reaches two models that are trained, and its gradients "
+            "are measured for one of them by a backward pass that the other one must not see. "
+            "Freeze the other one meanwhile (requires_grad_(False)), or set "
+            '"ds_ext": {"gradient_policy": "sharded"} for the one whose backward is called.'
+        )
+    return any(
+        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        for other in _live
+        if other is not by
+        for param in other.optimizer.group_of
+        if param.requires_grad and owner(param) is other
+    )
+
+
+def others_hidden(by: Owner) -> bool:
+    """Whether the backward pass in progress may reach others' parameters in checkpointed segments.
+
+    A segment's own backward pass does not tell what the whole one reaches, nor the reverse.
+    """
+    others = [other for other in _live if other is not by and other.is_used]
+    return any(by.has_segments or other.has_segments for other in others)

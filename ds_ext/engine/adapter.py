@@ -105,6 +105,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.fused.check_owner()
         loss = self.loss_scaler.scale_loss(value)
         self.fused.loss_scale = self.loss_scale
+        self.fused.is_asked = True
         if self.fused.must_measure:
             if not self._can_repeat:
                 _refuse_to_repeat(loss)
@@ -181,9 +182,12 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Drops the step in progress: see ``FusedBackward.discard``. All ranks call it."""
         self.optimizer.zero_grad(set_to_none)
 
-    def _discarded(self) -> None:
+    def _discarded(self, had_begun: bool) -> None:
         """A step in progress was dropped, perhaps in the middle of a backward pass."""
-        self._backward_active_depth = 0
+        state = self._backward_hook_state
+        if not had_begun and not state.backward_active_depth:
+            return  # between steps, or between forward and backward
+        state.backward_active_depth = 0
         self.clear_backward_seen_flag()
         self.layout.discard()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()

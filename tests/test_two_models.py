@@ -1,0 +1,80 @@
+"""Two models trained in turn, whose losses go through both: each is stepped by its own alone."""
+
+import pytest
+import torch
+
+import ds_ext
+from tests import two_models, worlds
+
+
+def assert_equal_updates(got, wanted, start) -> None:
+    for p, q, before in zip(got, wanted, start, strict=True):
+        assert (q - before).norm() > 0
+        assert (p - q).norm() <= 1e-5 * (q - before).norm() + 2**-22 * q.norm()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_a_gan_as_usual(policy, detach, is_checkpointed):
+    g, d = two_models.make()
+    if is_checkpointed:  # what a segment's own backward pass reaches ends with the segment
+        d = two_models.Checkpointed(d)
+    optimizers = [ds_ext.LOMO(m.parameters(), lr=two_models.LR) for m in (g, d)]
+    fused = [
+        ds_ext.fuse_into_backward(m, optimizer, gradient_policy=policy)
+        for m, optimizer in zip((g, d), optimizers, strict=True)
+    ]
+    for step in range(two_models.STEPS):
+        optimizers[1].zero_grad()
+        two_models.discriminating(g, d, step, 0, detach).backward()
+        if not is_checkpointed:
+            assert bool(fused[1].tally.kept) == (policy == "sharded" or not detach)
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        two_models.generating(g, d, step, 0).backward()
+        optimizers[0].step()
+    for each in fused:
+        each.remove()
+    params = [*g.parameters(), *d.parameters()]
+    start = [p for m in two_models.make() for p in m.parameters()]
+    assert_equal_updates(params, two_models.reference(1, detach), start)
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_two_models_of_one_loss_are_both_stepped(policy):
+    models, plain = two_models.make(), two_models.make()
+    optimizers = [ds_ext.LOMO(m.parameters(), lr=two_models.LR) for m in models]
+    fused = [
+        ds_ext.fuse_into_backward(m, optimizer, gradient_policy=policy)
+        for m, optimizer in zip(models, optimizers, strict=True)
+    ]
+    sgd = torch.optim.SGD([p for m in plain for p in m.parameters()], two_models.LR)
+    for step in range(two_models.STEPS):
+        sgd.zero_grad()
+        two_models.generating(*plain, step, 0).backward()
+        sgd.step()
+        two_models.generating(*models, step, 0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for each in fused:
+        each.remove()
+    params, wanted, start = (
+        [p for m in both for p in m.parameters()] for both in (models, plain, two_models.make())
+    )
+    assert_equal_updates(params, wanted, start)
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_gan_of_two_engines(stage, policy):
+    for got in worlds.run(2, two_models.engines, stage, policy):
+        assert got["message"] == ""
+        assert_equal_updates(got["after"], two_models.reference(2, True), got["before"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_measured_gradients_that_pass_another_model_are_refused(stage):
+    for got in worlds.run(2, two_models.engines, stage, "fused", 0.1):
+        assert "reaches two models" in got["message"] and "sharded" in got["message"]
+        assert all(map(torch.equal, got["after"], got["before"]))

@@ -1,0 +1,101 @@
+"""Jobs that train two models: a generator and a discriminator, as users write it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
+
+import ds_ext
+from tests.discarding import whole
+
+STEPS = 3
+LR = 0.1
+Backward = Callable[[nn.Module, torch.Tensor], object]
+
+
+def make() -> tuple[nn.Module, nn.Module]:
+    """A generator and a discriminator."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
+    return generator, nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Checkpointed(nn.Module):
+    """A model all of which is run again in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(
+            self.inner, x if x.requires_grad else x.clone().requires_grad_(), use_reentrant=True
+        )
+
+
+def noise(step: int, rank: int, width: int) -> torch.Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def discriminating(g: nn.Module, d: nn.Module, step: int, rank: int, detach: bool) -> torch.Tensor:
+    fake = g(noise(step, rank, 3))
+    both = torch.cat([noise(step, rank, 5), fake.detach() if detach else fake])
+    score = d(both)
+    return softplus(-score[:4]).mean() + softplus(score[4:]).mean()
+
+
+def generating(g: nn.Module, d: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return softplus(-d(g(noise(step + 50, rank, 3)))).mean()
+
+
+def reference(world: int, detach: bool) -> list[torch.Tensor]:
+    """By SGD on the mean over ranks -> the parameters of both models."""
+    g, d = make()
+    optimizers = [torch.optim.SGD(m.parameters(), LR) for m in (g, d)]
+    for step in range(STEPS):
+        optimizers[1].zero_grad()
+        sum(discriminating(g, d, step, r, detach) for r in range(world)).div(world).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        sum(generating(g, d, step, r) for r in range(world)).div(world).backward()
+        optimizers[0].step()
+    return [p.detach() for m in (g, d) for p in m.parameters()]
+
+
+def engines(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
+    """Two engines -> the parameters of both models, before and after; an error's text."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": max_norm,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+        "ds_ext": {"gradient_policy": policy},
+    }
+    models = make()
+    g, d = (
+        deepspeed.initialize(model=m, optimizer=ds_ext.LOMO(m.parameters(), lr=LR), config=config)[
+            0
+        ]
+        for m in models
+    )
+    before = [p for m in models for p in whole(m)]
+    rank, message = dist.get_rank(), ""
+    try:
+        for step in range(STEPS):
+            if not max_norm:
+                d.zero_grad()
+                d.backward(discriminating(g, d, step, rank, detach=True))
+                d.step()
+            g.zero_grad()
+            g.backward(generating(g, d, step, rank))
+            g.step()
+    except RuntimeError as error:
+        message = str(error)
+        for engine in (g, d):
+            engine.zero_grad()
+    after = [p for m in models for p in whole(m)]
+    return {"before": before, "after": after, "message": message}
