@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_ext import meter, ops
 from ds_ext.backward import owners, settings, torch_calls
 from ds_ext.backward.buckets import Buckets, Deliver, Run, apart
+from ds_ext.backward.reentrant import Uses
 from ds_ext.backward.rehearsal import Rehearsal
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Replicated
@@ -229,14 +230,9 @@ class FusedBackward:
         self.discarded(had_begun)
 
     @property
-    def is_used(self) -> bool:
-        """Whether the model was called with gradients since its last backward pass."""
-        return bool(self.buckets.uses.count)
-
-    @property
-    def has_segments(self) -> bool:
-        """Whether reentrant checkpointing runs parts of the model again in that pass."""
-        return bool(self.buckets.uses.in_segment)
+    def uses(self) -> Uses:
+        """Of the model, since the last backward pass."""
+        return self.buckets.uses
 
     @property
     def is_begun(self) -> bool:

@@ -8,7 +8,7 @@ modules are ``Hook`` objects, which copies and files of a module do not contain.
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from ds_ext.distributed import consensus
 from ds_ext.distributed.placement import Group
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer
+
+if TYPE_CHECKING:
+    from ds_ext.backward.reentrant import Uses
 
 
 class Hook:
@@ -41,12 +44,8 @@ class Owner(Protocol):
     optimizer: RuleOptimizer
 
     @property
-    def is_used(self) -> bool:
-        """Whether the model was called with gradients since its last backward pass."""
-
-    @property
-    def has_segments(self) -> bool:
-        """Whether reentrant checkpointing runs parts of the model again in that pass."""
+    def uses(self) -> "Uses":
+        """Of its model, since the last backward pass."""
 
     def unfinished(self) -> str:
         """What would be lost of the step in progress if it ended now; empty if nothing."""
@@ -159,5 +158,6 @@ def others_hidden(by: Owner) -> bool:
 
     A segment's own backward pass does not tell what the whole one reaches, nor the reverse.
     """
-    others = [other for other in _live if other is not by and other.is_used]
-    return any(by.has_segments or other.has_segments for other in others)
+    own = by.uses
+    others = [o.uses for o in _live if o is not by and o.uses.used_at > own.made_at]
+    return any(own.in_segment or uses.in_segment for uses in others)

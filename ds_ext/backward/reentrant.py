@@ -5,6 +5,7 @@ each has a backward pass of its own, in which the hook of every parameter of the
 weights of modules that are taken together (ZeRO-3's leaf modules) and are called again.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.backward.owners import Hook
+
+_clock = itertools.count(1)
 
 
 class Uses:
@@ -24,6 +27,8 @@ class Uses:
     def __init__(self, module: nn.Module, together: Mapping[nn.Module, list[Tensor]]) -> None:
         self.count: Counter[Tensor] = Counter()
         self.in_segment: set[Tensor] = set()  # used in a segment that is run again in backward
+        self.made_at = next(_clock)
+        self.used_at = 0  # when a call was counted last; 0: none is
         self.is_stale = False  # whether the next forward pass begins another step
         self.calls: list[bool] = []  # in progress, outermost first: made with gradients?
         self.together = {p for params in together.values() for p in params}
@@ -52,7 +57,10 @@ class Uses:
             self.clear()
 
     def clear(self) -> None:
+        self.made_at = next(_clock)
+        self.used_at = 0  # when a call was counted last; 0: none is
         self.is_stale = False
+        self.used_at = 0
         self.count.clear()
         self.in_segment.clear()
         self.calls.clear()
@@ -66,6 +74,7 @@ class Uses:
                 self.clear()
             if grads or any(self.calls):
                 self.count.update(params)
+                self.used_at = next(_clock)
             if not grads and any(self.calls):
                 self.in_segment.update(params)
             self.calls.append(grads)
