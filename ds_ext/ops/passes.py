@@ -199,20 +199,23 @@ class Quotient:
     scale: Tensor | float = 1.0
 
     def block(self, b: Block) -> Tensor:
-        return self._by_column(b).mul_(self._rows(b))
+        x, row = self._by_column(b), self._rows(b)
+        return small.scale_rows(x, row.squeeze(2), x) if self._is_small(b) else x.mul_(row)
 
     def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
         """old ← old − factor · this, with one pass less than in two steps."""
-        return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
+        x, row = self._by_column(b), self._rows(b)
+        if self._is_small(b):
+            return small.subtract_(old, x, row.squeeze(2), factor)
+        return old.addcmul_(x, row, value=-factor)
 
     def _rows(self, b: Block) -> Tensor:
-        row = self.row[b.mats, b.rows] * self.scale
-        return small.of_rows(row.squeeze(2), b.shape[2]) if self._is_small(b) else row
+        return self.row[b.mats, b.rows] * self.scale
 
     def _by_column(self, b: Block) -> Tensor:
         x, col = read(self.x, b), self.col[b.mats, :, b.cols]
         if self._is_small(b):
-            col = small.of_cols(col.squeeze(1), b.shape[1])
+            return small.scale_cols(x, col.squeeze(1), room(x, self.x))
         return torch.mul(x, col, out=room(x, self.x))
 
     def _is_small(self, b: Block) -> bool:
@@ -400,8 +403,8 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
         square = squared(x, b)
         mats, rows, cols = b.shape
         if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
-            row[b.mats].add_(small.row_sums(square))
-            col[b.mats].add_(small.col_sums(square))
+            row[b.mats].add_(small.sums(square, 2))
+            col[b.mats].add_(small.sums(square, 1))
             continue
         # products with ones are faster by far than sums over a dimension
         row[b.mats, b.rows].add_(square @ ones[:cols])
@@ -426,10 +429,10 @@ def weighed_square_sums(
         square = squared(x, b)
         mats, rows, _ = b.shape
         if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
-            sums = row[b.mats].copy_(small.row_sums(square))
+            sums = row[b.mats].copy_(small.sums(square, 2))
             weights = torch.add(before[b.mats], sums, alpha=share).reciprocal_()
-            both[b.mats, 0] += small.col_sums(square)
-            both[b.mats, 1] += small.col_sums(square.mul_(small.of_rows(weights, shard.cols)))
+            both[b.mats, 0].add_(small.sums(square, 1))
+            both[b.mats, 1].add_(small.sums(small.scale_rows(square, weights, square), 1))
             continue
         sums = torch.matmul(square, ones, out=row[b.mats, b.rows])
         weights = col.new_ones(mats, 2, rows)
@@ -456,18 +459,17 @@ def factors_(
     """
     row.lerp_(sums[0] / shard.cols + eps, 1 - beta)
     col.lerp_(sums[1] / shard.rows + eps, 1 - beta)
-    add_up = small.sums if small.is_small(shard) else _sums
-    mean = add_up(row) / shard.rows
+    mean = _sums(row, shard) / shard.rows
     by_row = (row / mean).rsqrt_().unsqueeze(-1)
     if len(sums) > 2:
-        u_sq = (mean * add_up(sums[2] / col)).sum()
+        u_sq = (mean * _sums(sums[2] / col, shard)).sum()
         by_row = by_row * (clip / shard.rms(u_sq)).clamp(max=1)
     return by_row, col.rsqrt().unsqueeze(-2)
 
 
-def _sums(x: Tensor) -> Tensor:
-    """Sums over the last dimension -> [mats, 1]."""
-    return x.sum(dim=-1, keepdim=True)
+def _sums(x: Tensor, shard: Shard) -> Tensor:
+    """Sums over each matrix of a number of its rows or columns, [mats, n] -> [mats, 1]."""
+    return small.sums(x, 1).unsqueeze(1) if small.is_small(shard) else x.sum(-1, keepdim=True)
 
 
 def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:

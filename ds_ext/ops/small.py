@@ -1,8 +1,7 @@
 """Stacks of matrices of a few elements each, as the weights of convolutions are [out, in, h, w].
 
-Torch adds up and multiplies along dimensions of three elements an element at a time. A stack is
-therefore one matrix here, a row for each of its matrices, and sums over their rows and columns
-are products with a matrix of zeros and ones: a call for all.
+Torch passes along dimensions of three elements an element at a time. Here it passes along the
+stack: a call for each row or column, over those of all matrices.
 """
 
 import functools
@@ -12,51 +11,40 @@ from torch import Tensor
 
 from ds_ext.ops.shard import Block, Shard
 
-MOST = 256  # elements of a small matrix
+MOST = 16  # rows, and columns, of a small matrix
 
 
 def is_small(shard: Shard) -> bool:
     """Whether a parameter is a stack of small matrices."""
-    return shard.mats > 1 and 0 < shard.rows * shard.cols <= MOST
+    return shard.mats > 1 and 0 < shard.rows <= MOST and 0 < shard.cols <= MOST
 
 
 def holds_whole(b: Block, mats: int, rows: int, cols: int) -> bool:
     """Whether a block is whole matrices of a stack of ``mats`` small ones."""
-    return mats > 1 and rows * cols <= MOST and b.shape[1:] == (rows, cols)
+    return mats > 1 and rows <= MOST and cols <= MOST and b.shape[1:] == (rows, cols)
 
 
-def row_sums(x: Tensor) -> Tensor:
-    """Sums over the rows of matrices, [mats, rows, cols] -> [mats, rows]."""
-    return x.view(len(x), -1) @ _places(0, *x.shape[1:], x.dtype, x.device)
+def sums(x: Tensor, dim: int) -> Tensor:
+    """Sums over a short dimension, which goes; a part of ``x`` itself where it has one element."""
+    return functools.reduce(torch.add, x.unbind(dim))
 
 
-def col_sums(x: Tensor) -> Tensor:
-    """Sums over their columns -> [mats, cols]."""
-    return x.view(len(x), -1) @ _places(1, *x.shape[1:], x.dtype, x.device)
+def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """out ← x · the factor of the row, [mats, rows, cols] · [mats, rows]."""
+    for j in range(x.shape[2]):
+        torch.mul(x[:, :, j], factor, out=out[:, :, j])
+    return out
 
 
-def of_rows(x: Tensor, cols: int) -> Tensor:
-    """A number of each row for all of its elements, [mats, rows] -> [mats, rows, cols]."""
-    places = _places(0, x.shape[1], cols, x.dtype, x.device)
-    return (x @ places.T).view(*x.shape, cols)
+def scale_cols(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """out ← x · the factor of the column, [mats, rows, cols] · [mats, cols]."""
+    for i in range(x.shape[1]):
+        torch.mul(x[:, i], factor, out=out[:, i])
+    return out
 
 
-def of_cols(x: Tensor, rows: int) -> Tensor:
-    """A number of each column for all of its elements, [mats, cols] -> [mats, rows, cols]."""
-    mats, cols = x.shape
-    return (x @ _places(1, rows, cols, x.dtype, x.device).T).view(mats, rows, cols)
-
-
-def sums(x: Tensor) -> Tensor:
-    """Sums over the last dimension, [mats, n] -> [mats, 1]."""
-    return x @ torch.ones(x.shape[1], 1, dtype=x.dtype, device=x.device)
-
-
-@functools.lru_cache(maxsize=64)
-def _places(side: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1 where an element of a matrix is in a row (side 0) or column (1) -> [rows * cols, n]."""
-    n = (rows, cols)[side]
-    at = torch.arange(rows * cols, dtype=torch.int64, device=device)
-    number = at % cols if side else at // cols
-    every = torch.arange(n, dtype=torch.int64, device=device)
-    return (number.unsqueeze(1) == every).to(dtype)
+def subtract_(old: Tensor, x: Tensor, factor: Tensor, weight: float) -> Tensor:
+    """old ← old − weight · x · the factor of the row."""
+    for j in range(x.shape[2]):
+        old[:, :, j].addcmul_(x[:, :, j], factor, value=-weight)
+    return old
