@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
-from ds_ext.backward.buckets import Buckets, Run
+from ds_ext.backward.buckets import Buckets
+from ds_ext.backward.runs import Run
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.engine.layouts import Partitioned

@@ -7,7 +7,7 @@ memory, and these runs are delivered: to be stepped by, measured or kept (gradie
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +15,12 @@ from torch import Tensor, nn
 from ds_ext import ops
 from ds_ext.backward import owners
 from ds_ext.backward.owners import Hook, Owner
+from ds_ext.backward.reduction import Reduction
 from ds_ext.backward.reentrant import Uses
-from ds_ext.backward.streams import Beside, to_host
+from ds_ext.backward.runs import Receiver, Run, apart, has_other_users
+from ds_ext.backward.streams import Beside
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
-
-
-class Run(NamedTuple):
-    """This rank's run of a gradient summed over the ranks, padded, and what all ranks say of it."""
-
-    g: Tensor
-    bad: Tensor  # [] on the host, whether any rank's part was not finite
-    square: Tensor | None = None  # [], the sum of its squares if that is known
-
-    def plus(self, other: "Run") -> "Run":
-        """The sum with a further part, in the memory of this one."""
-        return Run(self.g.add_(other.g), self.bad | other.bad)
 
 
 class Sent(NamedTuple):
@@ -40,9 +28,6 @@ class Sent(NamedTuple):
 
     arrived: Callable[[], dict[Tensor, Run]]  # waits for it
     in_parts: set[Tensor]  # parameters of which a further part may come
-
-
-Deliver: TypeAlias = Callable[[dict[Tensor, Run]], None]
 
 
 class Buckets:
@@ -64,7 +49,7 @@ class Buckets:
         size: int,
         comm_dtype: Callable[[Tensor], torch.dtype | None],
         wanted: Callable[[Tensor], bool],
-        begin: Callable[[], Deliver],
+        begin: Callable[[], Receiver],
         owner: Owner,
         overlap: bool = False,
     ) -> None:
@@ -77,7 +62,7 @@ class Buckets:
         self.overlap = overlap and (layout.is_shared or layout.device.type == "cuda")
         self.beside = Beside(layout.device, overlap)
         self.sent: Sent | None = None  # the bucket that is on its way
-        self.deliver: Deliver | None = None  # the receiver of this backward pass
+        self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat, in equal parts; None: has none
         self.elements = 0  # of gradients that wait
         self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may have a part of
@@ -87,6 +72,9 @@ class Buckets:
         self.uses = Uses(module, leaves)
         self.size_of = {p: domain.numel(p) for p, domain in layout.of.items()}
         self.counted = {p: domain.counted(p) for p, domain in layout.of.items()}
+        self.reduction = Reduction(
+            layout, self.beside, self.size_of, comm_dtype, self.uses.together
+        )
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach))]
         for leaf, params in leaves.items():
@@ -167,7 +155,7 @@ class Buckets:
         size = self.counted[param]
         if not self.wanted(param) or not size:
             return
-        self._receiver()
+        self._find_receiver()
         if param not in self.waiting:
             if self.elements + size > self.size:
                 self.flush()
@@ -196,7 +184,7 @@ class Buckets:
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         # Autograd may hand out a view of a gradient that other nodes still wait to read.
-        is_shared = self.layout.of[param].is_summed and _storage_users(grad) > _SOLE_USER
+        is_shared = self.layout.of[param].is_summed and has_other_users(grad)
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:
@@ -210,7 +198,7 @@ class Buckets:
         more = {p: self.uses.in_parts(p) for p in self.waiting}
         agreed = self.layout.agree(more, ended)
         for piece in self.pieces(agreed.ready):
-            sent = self._send({p: self._removed(p) for p in piece})
+            sent = self.reduction.begin({p: self._removed(p) for p in piece})
             self._receive()
             self.sent = Sent(sent, agreed.in_parts)
             if not self.overlap:
@@ -233,7 +221,7 @@ class Buckets:
             for param in [p for p in runs if p in sent.in_parts]:  # in the order of all ranks
                 self._hold(param, runs.pop(param))
             if runs:
-                self._receiver()(runs)
+                self._find_receiver().receive(runs)
 
     def finish(self) -> None:
         """Ends a backward pass: delivers what waits on any rank, and what came in parts."""
@@ -245,8 +233,8 @@ class Buckets:
         parts, self.parts = self.parts, {}
         if parts:
             with self.beside.work():
-                self._receiver()(parts)
-        self.deliver = None
+                self._find_receiver().receive(parts)
+        self.receiver = None
         self.beside.join()
 
     def discard(self, params: Collection[Tensor] | None = None) -> None:
@@ -263,15 +251,19 @@ class Buckets:
             with self.beside.work():
                 sent.arrived()  # its memory is written to until then
         self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
-        self.uses.forget(now=self.deliver is not None)
-        self.deliver = None
+        self.uses.forget(now=self.receiver is not None)
+        self.receiver = None
         self.beside.join()
 
-    def _receiver(self) -> Deliver:
+    def begin_with(self, receiver: Receiver) -> None:
+        """Begins a backward pass whose runs ``receiver`` takes, without asking ``begin``."""
+        self.receiver = receiver
+
+    def _find_receiver(self) -> Receiver:
         """Who takes the runs of this pass, of which this rank may have had no gradient itself."""
-        if self.deliver is None:
-            self.deliver = self.begin()
-        return self.deliver
+        if self.receiver is None:
+            self.receiver = self.begin()
+        return self.receiver
 
     def pieces(self, params: list[Tensor]) -> list[list[Tensor]]:
         """Cuts what is ready into pieces of at most ``size`` elements: this rank may lack some."""
@@ -291,77 +283,6 @@ class Buckets:
         else:
             self.parts[param] = apart(run, ops.accumulator(run.g.dtype))
 
-    def _send(self, grads: dict[Tensor, Tensor | None]) -> Callable[[], dict[Tensor, Run]]:
-        """Begins to reduce gradients -> what gives this rank's runs of them, in their memory.
-
-        Every rank also tells every other whether it has a gradient, and whether that has values
-        that are not finite or may not stay so when summed: all agree, whichever run they lie in.
-        """
-        flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
-        self.beside.follow(list(flats.values()))
-        with self.beside.work():
-            squares, votes = self._votes(flats, [flat is not None for flat in grads.values()])
-            runs, votes, wait = self.layout.reduce(flats, votes)
-            told = None
-            if self.beside.stream is not None:
-                wait()
-                told = to_host(votes)
-
-        def arrived() -> dict[Tensor, Run]:
-            if told is None:
-                wait()
-            found = votes.cpu() if told is None else told()
-            made = map(Run, runs.values(), (found >= _BAD).unbind(), squares)
-            reduced = dict(zip(grads, made, strict=True))
-            if not self.uses.together.isdisjoint(grads):
-                used = dict(zip(grads, found.tolist(), strict=True))
-                reduced = {p: run for p, run in reduced.items() if used[p]}
-            return reduced
-
-        return arrived
-
-    def _votes(
-        self, flats: dict[Tensor, Tensor], has: list[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
-        """Sums of squares, None where more ranks add to them; and votes on all gradients.
-
-        1 for a gradient, ``_BAD`` if it, its sum over the ranks or its square may overflow, and 0
-        for none: in the dtype of the first, to be reduced together with it.
-        """
-        squares: list[Tensor | None] = [None] * len(flats)
-        if not self.layout.is_shared:
-            with launches.together():
-                sums = [ops.square_sum(f, Shard.whole((len(f),)), f) for f in flats.values()]
-            most = [torch.finfo(ops.accumulator(f.dtype)).max / len(f) for f in flats.values()]
-            good = torch.stack([x <= bound for x, bound in zip(sums, most, strict=True)])
-            squares = [*sums]
-        else:
-            good = torch.stack([self._stays_finite(p, flat) for p, flat in flats.items()])
-        present = torch.tensor(has, dtype=torch.bool, device="cpu")
-        present = present.to(good.device, non_blocking=True)
-        votes = torch.full(good.shape, _BAD, dtype=torch.float32, device=good.device)
-        votes = votes.masked_fill_(good, 1).to(next(iter(flats.values())).dtype)
-        return squares, torch.where(present, votes, 0)
-
-    def _zeros(self, param: Tensor) -> Tensor:
-        """What a rank adds to the sum that has no gradient of a parameter."""
-        dtype = self.comm_dtype(param) or param.dtype
-        return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
-
-    def _stays_finite(self, param: Tensor, flat: Tensor) -> Tensor:
-        """Whether a gradient, its sum over the ranks and the squares of that do -> []."""
-        low, high = torch.aminmax(flat)
-        squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
-        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.of[param].losses
-        return torch.logical_and(high <= bound, low >= -bound)
-
-
-def apart(run: Run, dtype: torch.dtype) -> Run:
-    """A run in memory of its own: it can be added to, and the rest of the gradient be freed."""
-    g = run.g.to(dtype)
-    is_part = g.untyped_storage().nbytes() > g.nbytes
-    return run._replace(g=g.clone() if is_part or _storage_users(g) > _SOLE_USER else g)
-
 
 def may_be_trained(param: Tensor) -> bool:
     """Whether a parameter can have gradients at all, now or later."""
@@ -370,11 +291,3 @@ def may_be_trained(param: Tensor) -> bool:
 
 def _leave(param: Tensor) -> None:
     """The hook of a parameter whose module takes it."""
-
-
-def _storage_users(x: Tensor) -> int:
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-
-
-_SOLE_USER = _storage_users(torch.empty(1, dtype=torch.uint8, device="cpu"))
-_BAD = 2.0**20  # beyond any number of ranks

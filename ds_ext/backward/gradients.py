@@ -1,30 +1,32 @@
-"""What becomes of gradients: stepped by in backward, kept for later, or measured and clipped.
+"""The step inside backward: from the hooks' gradients to updates, by one of two policies.
 
-Two policies. ``fused`` steps a parameter as soon as its gradient is reduced, so that no gradient
-is kept; to clip exactly, the graph is run backward twice, first only to measure the norm.
-``sharded`` keeps this rank's run of each gradient until the step, over any number of backward
-passes, and clips by scaling it. A step that is measured or kept is all or nothing: a gradient that
-is not finite skips it. Without, it skips its own parameter. Either way all ranks do alike.
+``fused`` steps a parameter as soon as its gradient is reduced, so that no gradient is kept; to
+clip exactly, the graph is run backward twice, first only to measure the norm. ``sharded`` keeps
+this rank's run of each gradient until the step, over any number of backward passes, and clips by
+scaling it. A step that is measured or kept is all or nothing: a gradient that is not finite skips
+it. Without, it skips its own parameter. Either way all ranks do alike.
 """
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ds_ext import meter, ops
+from ds_ext import meter
 from ds_ext.backward import owners, settings, torch_calls
-from ds_ext.backward.buckets import Buckets, Deliver, Run, apart
+from ds_ext.backward.buckets import Buckets
+from ds_ext.backward.reading import GradientReader
+from ds_ext.backward.receivers import Keeping, Measuring, Stepper, Stepping, SteppingMeasured
 from ds_ext.backward.reentrant import Uses
 from ds_ext.backward.rehearsal import Rehearsal
+from ds_ext.backward.runs import Receiver, Run
+from ds_ext.backward.tally import SECOND_GRADIENT, Clipping, Tally
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Replicated
 from ds_ext.logs import logger
-from ds_ext.ops.triton import launches
-from ds_ext.optimizer import RuleOptimizer, Update
+from ds_ext.optimizer import RuleOptimizer
 
 
 class StepResult(NamedTuple):
@@ -33,24 +35,6 @@ class StepResult(NamedTuple):
     norm: float  # of all gradients before clipping; not finite if one of them was not
     overflow: bool  # whether a gradient was not finite
     skipped: bool  # whether no parameter was stepped because of that
-
-
-@dataclass
-class Tally:
-    """What is known of the step in progress."""
-
-    # of the elements of the mean gradient that this rank has, or counts for itself
-    square: Tensor | None = None  # []
-    beyond: Tensor | None = None  # [2], those outside ± max_value, and all
-    kept: dict[Tensor, Run] = field(default_factory=dict)
-    suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
-    norm: float | None = None
-    coefficient: float = 1.0  # that gradients are clipped by
-    verdict: Deliver | None = None  # on the gradients of the next backward pass, once measured
-    used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
-    stepped: int = 0  # parameters
-    overflow: bool = False  # whether a gradient was not finite
-    bad: list[Tensor] = field(default_factory=list)  # parameters of such gradients
 
 
 class FusedBackward:
@@ -79,10 +63,11 @@ class FusedBackward:
         self.layout = layout
         self.how = how
         self.is_boundary = is_boundary
-        self.loss_scale = 1.0  # what the loss was multiplied by before backward
-        self.tally = Tally()
+        self.reader = GradientReader(layout, how)
+        self.stepper = Stepper(optimizer, layout)
+        self.clipping = Clipping(how.max_norm, how.clip_mode)
+        self.tally = Tally(self.reader)
         self.norm: float | None = None  # of all gradients of the last step
-        self.previous_norm: float | None = None  # the last one that was finite
         self.skipped = 0  # parameters not updated because of their gradient, in all steps
         self.skipped_steps = 0  # steps that updated nothing
         self.metrics: dict[str, float] = {}  # of the last step
@@ -128,7 +113,7 @@ class FusedBackward:
         """What would be lost of the step in progress if it ended now; empty if nothing."""
         if self.tally.kept:
             return "gradients that wait for the rest of their micro-batches"
-        if self.tally.verdict is not None:
+        if self.tally.is_measured:
             return "measured gradients that it has not stepped by"
         return "gradients that it has not stepped by" if self.buckets.holds() else ""
 
@@ -153,10 +138,31 @@ class FusedBackward:
         loss.backward()
 
     @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward."""
+        return self.reader.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.reader.loss_scale = scale
+
+    @property
+    def previous_norm(self) -> float | None:
+        """The norm of the last step whose gradients were finite."""
+        return self.clipping.previous_norm
+
+    @previous_norm.setter
+    def previous_norm(self, norm: float | None) -> None:
+        self.clipping.previous_norm = norm
+
+    def unscale(self, placement: Replicated) -> float:
+        """What makes a summed gradient of the scaled loss the mean gradient of the loss."""
+        return self.reader.unscale(placement)
+
+    @property
     def must_measure(self) -> bool:
         """Whether the next backward pass would step by gradients that have to be measured first."""
-        unknown = self.how.clip_mode == "exact" or self.previous_norm is None
-        return bool(self.how.max_norm) and unknown and not self._keeps()
+        return self.clipping.needs_norm and not self._keeps()
 
     def rehearse(self, loss: Tensor) -> None:
         """Measures gradients by a backward pass of its own, if they have to be.
@@ -167,18 +173,18 @@ class FusedBackward:
         if not self.must_measure:
             return
         if self.tally.used_up:
-            raise RuntimeError(f"gradient_clipping: a parameter {_SECOND_GRADIENT}")
-        self.buckets.deliver = self._measure
+            raise RuntimeError(f"gradient_clipping: a parameter {SECOND_GRADIENT}")
+        self.buckets.begin_with(Measuring(self.tally))
         with self.layout.rehearsal(), self.rehearsal.of(loss), owners.measuring(self):
             loss.backward(retain_graph=True)
             self.buckets.finish()
         if self.layout.any(self.rehearsal.changed is not None):
-            self.tally = Tally()
+            self.tally = Tally(self.reader)
             who = self.rehearsal.changed or "A function, on another rank,"
             raise RuntimeError(f"gradient_clipping: {who} {_CANNOT_REPEAT}")
         self.tally.used_up.clear()
-        self._judge()
-        self.tally.verdict = self._drop if self.tally.overflow else self._update
+        self.tally.judge(self.clipping)
+        self.tally.is_measured = True
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -193,16 +199,12 @@ class FusedBackward:
         """Ends a step, by now stepping what was kept; None if there were no gradients."""
         tally = self.tally
         if tally.kept:
-            self._record(tally.kept)
-            self._judge()
+            tally.record(tally.kept)
+            tally.judge(self.clipping)
             if not tally.overflow:
-                self._step_kept(tally.kept)
-        self.tally = Tally()
-        if tally.square is None:
-            return None
-        if tally.norm is None:
-            tally.norm = self._norm(tally.square)
-        return self._conclude(tally)
+                self._step_kept(tally)
+        self.tally = Tally(self.reader)
+        return None if tally.square is None else self._conclude(tally)
 
     @torch.no_grad()
     def discard(self, params: Collection[Tensor]) -> None:
@@ -224,7 +226,7 @@ class FusedBackward:
             return
         had_begun, self.is_asked = self.is_begun, False
         self.buckets.discard()
-        self.tally = Tally()
+        self.tally = Tally(self.reader)
         if self.optimizer.meter is not None:
             self.optimizer.meter.clear()
         self.discarded(had_begun)
@@ -238,13 +240,13 @@ class FusedBackward:
     def is_begun(self) -> bool:
         """Whether gradients have come since the last step."""
         buckets, tally = self.buckets, self.tally
-        is_held = buckets.deliver is not None or buckets.holds() or bool(tally.kept)
+        is_held = buckets.receiver is not None or buckets.holds() or bool(tally.kept)
         return is_held or bool(tally.used_up) or tally.square is not None
 
     def begin_with(self, kept: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
         """Begins a step, with gradients of earlier micro-batches: runs, and if they are bad."""
         self.buckets.discard()
-        self.tally = Tally()
+        self.tally = Tally(self.reader)
         for param, (values, bad) in kept.items():
             size = self.buckets.size_of[param] // self.layout.of[param].parts
             g = nn.functional.pad(values, (0, size - len(values)))
@@ -275,159 +277,32 @@ class FusedBackward:
         """
         return not self.is_asked and (owners.others_reached(self) or owners.others_hidden(self))
 
-    def _begin(self) -> Deliver:
+    def _begin(self) -> Receiver:
         """Who takes the gradients of the backward pass that begins."""
+        tally = self.tally
         if self._is_passed_through() or self._keeps():
             if not self.told_cost and self.layout.rank == 0:
                 logger.info(settings.cost(self.kept_bytes()))
             self.told_cost = True
-            return self._keep
-        verdict, self.tally.verdict = self.tally.verdict, None
-        if verdict is not None:
-            return verdict
+            return Keeping(tally, self.how.accumulate_in)
+        if tally.is_measured:
+            tally.is_measured = False  # a further pass would have to be measured anew
+            return SteppingMeasured(self.stepper, tally)
         if self.must_measure:
             raise RuntimeError(_MEASURE_FIRST)
-        self.tally.coefficient = self._coefficient(self.previous_norm)
-        return self._step
+        tally.coefficient = self.clipping.coefficient(self.previous_norm)
+        return Stepping(self.stepper, tally)
 
-    def _measure(self, runs: dict[Tensor, Run]) -> None:
-        """Takes the norm of gradients, and nothing else."""
-        self._use_up(runs)
-        self._record(runs)
-
-    def _keep(self, runs: dict[Tensor, Run]) -> None:
-        """Adds gradients to those that wait for the step."""
-        kept = self.tally.kept
-        for param, run in runs.items():
-            dtype = self.how.accumulate_in or ops.accumulator(run.g.dtype)
-            kept[param] = kept[param].plus(run) if param in kept else apart(run, dtype)
-
-    def _step(self, runs: dict[Tensor, Run]) -> None:
-        """Steps parameters whose gradients were not measured, but those where it is bad."""
-        self._record(runs)
-        bad = self._bad()
-        self._update({p: run for p, run in runs.items() if p not in bad})
-        self._use_up(bad)
-
-    def _drop(self, runs: dict[Tensor, Run]) -> None:
-        """Lets go of the gradients of a step that is skipped."""
-
-    def _step_kept(self, kept: dict[Tensor, Run]) -> None:
+    def _step_kept(self, tally: Tally) -> None:
         """Steps parameters by their kept gradients, a bucket at a time, and frees these."""
-        for piece in self.buckets.pieces(sorted(kept, key=self.optimizer.number_of.__getitem__)):
-            self._update({p: kept.pop(p) for p in piece})
-
-    def _update(self, runs: dict[Tensor, Run]) -> None:
-        """Steps parameters by their gradients."""
-        self._use_up(runs)
-        for all_reduce, some in self._by_holders(runs):
-            updates = []
-            for param in some:
-                shard = self.layout.shard(param)
-                g = self._gradient(param, runs[param], len(shard))
-                copies = self.layout.copies(self.layout.of[param])
-                updates.append(Update(param, self.layout.run(param), g, shard, copies))
-            self.optimizer.update(updates, all_reduce)
-        self.layout.publish(runs)
-        self.tally.stepped += len(runs)
-
-    def _by_holders(
-        self, runs: Collection[Tensor]
-    ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
-        """Parameters whose partial sums are added up over the same ranks, and how."""
-        found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
-        for domain, some in self.layout.by_domain(runs):
-            found.setdefault(domain.holders, (domain.all_reduce, []))[1].extend(some)
-        return list(found.values())
-
-    def _use_up(self, runs: Collection[Tensor]) -> None:
-        """Raises RuntimeError for a second gradient of a parameter, on all ranks alike."""
-        again = self.tally.used_up.intersection(runs)
-        if again:
-            raise RuntimeError(f"{self.layout.name(again.pop())} {_SECOND_GRADIENT}")
-        self.tally.used_up.update(runs)
-
-    def unscale(self, domain: Replicated) -> float:
-        """What makes a summed gradient of the scaled loss the mean gradient of the loss."""
-        return 1 / (self.loss_scale * (domain.losses if self.how.average else 1))
-
-    def _gradient(self, param: Tensor, run: Run, n: int) -> ops.Gradient:
-        """The first ``n`` elements of a run as the rule is to see them."""
-        factor = self.unscale(self.layout.of[param]) * self.tally.coefficient
-        g = run.g[:n]
-        wide = ops.accumulator(param.dtype)
-        if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32
-            g = g.to(wide)
-        bound = self.how.max_value or None
-        return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
-
-    def _record(self, runs: dict[Tensor, Run]) -> None:
-        """Adds gradients to the norm, and notes which may not be finite."""
-        tally = self.tally
-        for domain, params in self.layout.by_domain(runs):
-            unscale = self.unscale(domain)
-            with launches.together():
-                squares = [self._square(param, runs[param]) for param in params]
-            square = torch.stack(squares).double().sum() * (unscale**2 / self.layout.copies(domain))
-            tally.square = square if tally.square is None else tally.square + square
-            if self.how.max_value:
-                bound = self.how.max_value / unscale
-                counts = [self._beyond(param, runs[param], bound) for param in params]
-                beyond = torch.stack(counts).sum(0) / self.layout.copies(domain)
-                tally.beyond = beyond if tally.beyond is None else tally.beyond + beyond
-        tally.suspects += ((param, run.bad) for param, run in runs.items())
-
-    def _square(self, param: Tensor, run: Run) -> Tensor:
-        """The sum of the squares of a run -> []."""
-        if run.square is not None:
-            return run.square
-        shard = self.layout.shard(param)
-        g = run.g[: len(shard)]
-        return ops.square_sum(g, shard, g)
-
-    def _beyond(self, param: Tensor, run: Run, bound: float) -> Tensor:
-        """How many elements of a run lie outside ± ``bound``, and how many there are -> [2]."""
-        shard = self.layout.shard(param)
-        g = run.g[: len(shard)]
-        beyond = ops.count_beyond(g, bound, shard, g)
-        return torch.stack([beyond, torch.full_like(beyond, len(shard))])
-
-    def _bad(self) -> set[Tensor]:
-        """Finds which gradients recorded since the last call are bad."""
-        suspects, self.tally.suspects = self.tally.suspects, []
-        if not suspects:
-            return set()
-        verdicts = torch.stack([bad for _, bad in suspects]).tolist()
-        found = {param for (param, _), bad in zip(suspects, verdicts, strict=True) if bad}
-        self.tally.bad += found
-        self.tally.overflow |= bool(found)
-        return found
-
-    def _judge(self) -> None:
-        """Finds the norm of all gradients of the step, what to clip them by, and the bad ones."""
-        tally = self.tally
-        if tally.square is None:
-            return
-        tally.norm = self._norm(tally.square)
-        tally.coefficient = self._coefficient(tally.norm)
-        self._bad()
-        tally.overflow |= not math.isfinite(tally.norm)  # sums may overflow where no part did
-
-    def _norm(self, square: Tensor) -> float:
-        """The 2-norm over all ranks."""
-        return float(self.layout.total(square).sqrt())
-
-    def _coefficient(self, norm: float | None) -> float:
-        """What gradients are clipped by if this is their norm; torch's formula."""
-        if not self.how.max_norm or norm is None:
-            return 1.0
-        return min(1.0, self.how.max_norm / (norm + 1e-6))
+        order = sorted(tally.kept, key=self.optimizer.number_of.__getitem__)
+        for piece in self.buckets.pieces(order):
+            self.stepper.step({p: tally.kept.pop(p) for p in piece}, tally)
 
     def _conclude(self, tally: Tally) -> StepResult:
-        assert tally.norm is not None
-        self.norm = tally.norm
-        if math.isfinite(tally.norm):
-            self.previous_norm = tally.norm
+        self.norm = norm = tally.find_norm()
+        if math.isfinite(norm):
+            self.previous_norm = norm
         skipped = tally.overflow and not tally.stepped
         self.skipped += len(tally.bad)
         self.skipped_steps += skipped
@@ -436,18 +311,14 @@ class FusedBackward:
             what = "the step is skipped" if skipped else "not updated in this step"
             logger.warning("gradients that are not finite, or too large: %s; %s", names, what)
         self.metrics = self._measurements(tally)
-        return StepResult(tally.norm, tally.overflow, skipped)
+        return StepResult(norm, tally.overflow, skipped)
 
     def _measurements(self, tally: Tally) -> dict[str, float]:
         """What ``metrics`` tells of a step."""
-        clipped = float(tally.coefficient < 1)
-        if tally.beyond is not None:
-            beyond, elements = self.layout.total(tally.beyond).tolist()
-            clipped = beyond / elements
         return {
-            "grad_norm": math.nan if tally.norm is None else tally.norm,
+            "grad_norm": tally.find_norm(),
             "clip_coefficient": tally.coefficient,
-            "clipped_fraction": clipped,
+            "clipped_fraction": tally.clipped_fraction(),
             "skipped_parameters": len(tally.bad),
             "skipped_steps": self.skipped_steps,
             **self._sizes(),
@@ -464,13 +335,6 @@ class FusedBackward:
         return {f"{key}/{i}": value for i, group in figures for key, value in group.items()}
 
 
-_SECOND_GRADIENT = (
-    "got a second gradient after its update and before engine.step(). Gradients are used up "
-    "inside backward: call backward once a step (add losses up before), or keep gradients until "
-    'the step by gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}; use '
-    "checkpointing with use_reentrant=False where a weight is reached by two checkpointed "
-    "segments other than through its module."
-)
 _CANNOT_REPEAT = (
     "writes, in backward, to what its forward pass saved, as fused losses do (Liger's linear "
     "cross-entropy) whose result is multiplied by anything but 1. Another backward pass, which "

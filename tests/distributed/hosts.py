@@ -17,7 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ds_ext.backward import buckets
+from ds_ext.backward import reduction
 from ds_ext.distributed import placement
 from tests.common import models
 from tests.common.leave import leave
@@ -37,13 +37,13 @@ RUNS = {
 def train(run: Training) -> dict[str, Any]:
     """Trains -> weights, and the buckets of every rank in the order in which they were sent."""
     order: list[list[str]] = []
-    send = buckets.Buckets._send
+    send = reduction.Reduction.begin
 
-    def noting(self: buckets.Buckets, grads: Any) -> Any:
+    def noting(self: reduction.Reduction, grads: Any) -> Any:
         order.append([self.layout.name(param) for param in grads])
         return send(self, grads)
 
-    with mock.patch.object(buckets.Buckets, "_send", noting):
+    with mock.patch.object(reduction.Reduction, "begin", noting):
         found = training.train(run)
     return found | {"orders": everyones(order)}
 

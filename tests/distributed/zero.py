@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ext
-from ds_ext.backward import buckets
+from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
@@ -203,7 +203,7 @@ class Watch:
             spy(dist, "all_reduce", "all_reduce"),
             spy(placement.Replicated, "_begin", "all_reduce"),
             spy(placement.Sharded, "_begin", "reduce_scatter"),
-            spy(buckets.Buckets, "_send", "bucket"),
+            spy(reduction.Reduction, "begin", "bucket"),
         ):
             yield
 

@@ -1,0 +1,103 @@
+"""What becomes of the gradients of a backward pass: each way is an object that receives runs.
+
+A backward pass has one receiver. ``Stepping`` and ``SteppingMeasured`` are the policy ``fused``:
+they use gradients at once, and keep none. ``Keeping`` is ``sharded``: it adds this rank's runs up
+until the step. ``Measuring`` is the first of the two passes of exact clipping.
+"""
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.backward.reading import Runs
+from ds_ext.backward.runs import Run, apart
+from ds_ext.backward.tally import Tally
+from ds_ext.distributed.layout import Layout
+from ds_ext.optimizer import RuleOptimizer, Update
+
+
+class Stepper:
+    """Steps ``optimizer`` by runs of gradients, and publishes what was stepped."""
+
+    def __init__(self, optimizer: RuleOptimizer, layout: Layout) -> None:
+        self.optimizer = optimizer
+        self.layout = layout
+
+    def step(self, runs: Runs, tally: Tally) -> None:
+        """Steps parameters by their gradients, which ``tally`` notes as used."""
+        tally.use_up(runs.keys())
+        for all_reduce, params in self._by_statistics_group(runs.keys()):
+            updates = [self._update(param, runs[param], tally) for param in params]
+            self.optimizer.update(updates, all_reduce)
+        self.layout.publish(runs)
+        tally.stepped += len(runs)
+
+    def _update(self, param: Tensor, run: Run, tally: Tally) -> Update:
+        """This rank's part in the step of a parameter."""
+        g = tally.reader.gradient(param, run, tally.coefficient)
+        copies = self.layout.copies(self.layout.of[param])
+        return Update(param, self.layout.run(param), g, self.layout.shard(param), copies)
+
+    def _by_statistics_group(
+        self, params: Collection[Tensor]
+    ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
+        """Parameters whose partial sums are added up over the same ranks, and how."""
+        found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
+        for placement, some in self.layout.by_domain(params):
+            found.setdefault(placement.holders, (placement.all_reduce, []))[1].extend(some)
+        return list(found.values())
+
+
+class Stepping:
+    """Steps parameters by gradients that nobody measured before, but for those that are bad."""
+
+    def __init__(self, stepper: Stepper, tally: Tally) -> None:
+        self.stepper, self.tally = stepper, tally
+
+    def receive(self, runs: dict[Tensor, Run]) -> None:
+        """Steps by the finite ones of the runs."""
+        self.tally.record(runs)
+        bad = self.tally.find_bad()
+        self.stepper.step({p: run for p, run in runs.items() if p not in bad}, self.tally)
+        self.tally.use_up(bad)
+
+
+class SteppingMeasured:
+    """Steps parameters by gradients that an earlier pass has measured: all of them, or none."""
+
+    def __init__(self, stepper: Stepper, tally: Tally) -> None:
+        self.stepper, self.tally = stepper, tally
+
+    def receive(self, runs: dict[Tensor, Run]) -> None:
+        """Steps by the runs, unless a gradient of the step is bad."""
+        if not self.tally.overflow:
+            self.stepper.step(runs, self.tally)
+
+
+class Measuring:
+    """Takes the norm of gradients, and nothing else."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+
+    def receive(self, runs: dict[Tensor, Run]) -> None:
+        """Adds the runs to the norm."""
+        self.tally.use_up(runs)
+        self.tally.record(runs)
+
+
+class Keeping:
+    """Adds gradients to those that wait for the step, in ``dtype``, None for the accumulator's."""
+
+    def __init__(self, tally: Tally, dtype: torch.dtype | None) -> None:
+        self.kept, self.dtype = tally.kept, dtype
+
+    def receive(self, runs: dict[Tensor, Run]) -> None:
+        """Adds the runs to the kept ones."""
+        for param, run in runs.items():
+            if param in self.kept:
+                self.kept[param] = self.kept[param].plus(run)
+            else:
+                self.kept[param] = apart(run, self.dtype or ops.accumulator(run.g.dtype))

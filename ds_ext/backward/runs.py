@@ -1,0 +1,44 @@
+"""This rank's runs of gradients, and who receives them."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Run(NamedTuple):
+    """This rank's run of a gradient summed over the ranks, padded, and what all ranks say of it."""
+
+    g: Tensor
+    bad: Tensor  # [] on the host, whether any rank's part was not finite
+    square: Tensor | None = None  # [], the sum of its squares if that is known
+
+    def plus(self, other: "Run") -> "Run":
+        """The sum with a further part, in the memory of this one."""
+        return Run(self.g.add_(other.g), self.bad | other.bad)
+
+
+class Receiver(Protocol):
+    """Takes the runs of a backward pass, a bucket at a time, alike on all ranks."""
+
+    def receive(self, runs: dict[Tensor, Run]) -> None:
+        """Takes this rank's runs of summed gradients, which it may keep and write to."""
+
+
+def apart(run: Run, dtype: torch.dtype) -> Run:
+    """A run in memory of its own: it can be added to, and the rest of the gradient be freed."""
+    g = run.g.to(dtype)
+    is_part = g.untyped_storage().nbytes() > g.nbytes
+    return run._replace(g=g.clone() if is_part or has_other_users(g) else g)
+
+
+def has_other_users(x: Tensor) -> bool:
+    """Whether anybody but ``x`` holds its storage, autograd among them."""
+    return _storage_users(x) > _SOLE_USER
+
+
+def _storage_users(x: Tensor) -> int:
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+_SOLE_USER = _storage_users(torch.empty(1, dtype=torch.uint8, device="cpu"))

@@ -1,0 +1,125 @@
+"""What is known of the step in progress: the norm, which gradients are bad, what has been used."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_ext.backward.reading import GradientReader, Runs
+from ds_ext.backward.runs import Run
+from ds_ext.ops.triton import launches
+
+
+@dataclass
+class Clipping:
+    """What gradients are multiplied by so that their norm is ``max_norm`` at most.
+
+    Exactly, by the norm of the step itself; or, in the mode "previous", by that of the step before.
+    """
+
+    max_norm: float  # 0: not clipped
+    mode: str
+    previous_norm: float | None = None  # the last one that was finite
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the norm of the step itself has to be known."""
+        return bool(self.max_norm) and (self.mode == "exact" or self.previous_norm is None)
+
+    def coefficient(self, norm: float | None) -> float:
+        """min(1, max_norm / (norm + 1e-6)), torch's formula; 1 where no norm is known."""
+        if not self.max_norm or norm is None:
+            return 1.0
+        return min(1.0, self.max_norm / (norm + 1e-6))
+
+
+@dataclass
+class Tally:
+    """What is known of the step in progress; dropped as a whole when the step ends."""
+
+    reader: GradientReader
+    # of the elements of the mean gradient that this rank has, or counts for itself
+    square: Tensor | None = None  # []
+    beyond: Tensor | None = None  # [2], those outside ± max_value, and all
+    kept: dict[Tensor, Run] = field(default_factory=dict)  # gradients that wait for the step
+    norm: float | None = None  # over all ranks, once it is known
+    coefficient: float = 1.0  # that gradients are clipped by
+    is_measured: bool = False  # whether a backward pass has measured what the next one brings
+    used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
+    stepped: int = 0  # parameters
+    overflow: bool = False  # whether a gradient was not finite
+    bad: list[Tensor] = field(default_factory=list)  # parameters of such gradients
+    suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
+
+    def use_up(self, params: Collection[Tensor]) -> None:
+        """Notes that gradients were taken.
+
+        Raises:
+            RuntimeError: a parameter has a second gradient; on all ranks alike.
+        """
+        again = self.used_up.intersection(params)
+        if again:
+            name = self.reader.layout.name(again.pop())
+            raise RuntimeError(f"{name} {SECOND_GRADIENT}")
+        self.used_up.update(params)
+
+    def record(self, runs: Runs) -> None:
+        """Adds gradients to the norm, and notes which may not be finite."""
+        reader, layout = self.reader, self.reader.layout
+        for placement, params in layout.by_domain(runs):
+            unscale, copies = reader.unscale(placement), layout.copies(placement)
+            with launches.together():
+                squares = [reader.square(param, runs[param]) for param in params]
+            square = torch.stack(squares).double().sum() * (unscale**2 / copies)
+            self.square = square if self.square is None else self.square + square
+            if reader.how.max_value:
+                bound = reader.how.max_value / unscale
+                counts = [reader.beyond(param, runs[param], bound) for param in params]
+                beyond = torch.stack(counts).sum(0) / copies
+                self.beyond = beyond if self.beyond is None else self.beyond + beyond
+        self.suspects += ((param, run.bad) for param, run in runs.items())
+
+    def find_bad(self) -> set[Tensor]:
+        """Finds which gradients recorded since the last call are not finite."""
+        suspects, self.suspects = self.suspects, []
+        if not suspects:
+            return set()
+        verdicts = torch.stack([bad for _, bad in suspects]).tolist()
+        found = {param for (param, _), bad in zip(suspects, verdicts, strict=True) if bad}
+        self.bad += found
+        self.overflow |= bool(found)
+        return found
+
+    def judge(self, clipping: Clipping) -> None:
+        """Finds the norm of all gradients of the step, what to clip them by, and the bad ones."""
+        if self.square is None:
+            return
+        norm = self.find_norm()
+        self.coefficient = clipping.coefficient(norm)
+        self.find_bad()
+        self.overflow |= not math.isfinite(norm)  # sums may overflow where no part did
+
+    def find_norm(self) -> float:
+        """The 2-norm of the recorded gradients over all ranks, which all of them call."""
+        if self.norm is None:
+            assert self.square is not None
+            self.norm = float(self.reader.layout.total(self.square).sqrt())
+        return self.norm
+
+    def clipped_fraction(self) -> float:
+        """Elements that were bounded, of all; or 1 where gradients were scaled, else 0."""
+        if self.beyond is None:
+            return float(self.coefficient < 1)
+        beyond, elements = self.reader.layout.total(self.beyond).tolist()
+        return float(beyond / elements)
+
+
+SECOND_GRADIENT = (
+    "got a second gradient after its update and before engine.step(). Gradients are used up "
+    "inside backward: call backward once a step (add losses up before), or keep gradients until "
+    'the step by gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}; use '
+    "checkpointing with use_reentrant=False where a weight is reached by two checkpointed "
+    "segments other than through its module."
+)
