@@ -57,6 +57,7 @@ class Uses:
             self.clear()
 
     def clear(self) -> None:
+        """Forgets all calls: a backward pass has ended."""
         self.made_at = next(_clock)
         self.used_at = 0  # when a call was counted last; 0: none is
         self.is_stale = False

@@ -136,7 +136,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
 
 @replaces(DeepSpeedEngine)
 def zero_force_ds_cpu_optimizer(original: Method, engine: DeepSpeedEngine) -> Any:
-    # DeepSpeed would offload the state of its own optimizers alone.
+    """Lets DeepSpeed offload the state of an optimizer object of ours, not of its own alone."""
     return not isinstance(engine.client_optimizer, RuleOptimizer) and original(engine)
 
 
@@ -171,6 +171,7 @@ def _take_model_step(
 
 @replaces(DeepSpeedEngine)
 def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
+    """Drops gradients that wait in buckets, or are kept, too."""
     original(engine)
     if isinstance(engine.optimizer, ZeroAdapter):
         engine.optimizer.zero_grad()
@@ -178,6 +179,7 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
 
 @replaces(DeepSpeedEngine)
 def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    """Saves a checkpoint that is complete, or is not there."""
     if not isinstance(engine.optimizer, ZeroAdapter):
         return original(engine, *args, **kwargs)
     return save_load.save_checkpoint(original, engine, *args, **kwargs)
@@ -185,6 +187,7 @@ def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwa
 
 @replaces(DeepSpeedEngine)
 def load_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    """Loads a checkpoint of any number of ranks and any ZeRO stage."""
     ours = isinstance(engine.optimizer, ZeroAdapter)
     return (save_load.load_checkpoint if ours else original)(engine, *args, **kwargs)
 
@@ -199,6 +202,7 @@ def _explained(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: 
 
 @replaces(DeepSpeedEngine)
 def compile(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+    """Compiles the model's forward pass, and refuses to replace its backward pass."""
     given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     if isinstance(engine.optimizer, ZeroAdapter) and given.get("compiled_autograd_enabled"):
         raise ValueError(

@@ -72,6 +72,7 @@ class Adafactor:
             ops.apply_(p, s["m"], shard, lr=1, weight_decay=alpha * self.weight_decay)
 
     def step_size(self, t: int) -> float:
+        """``lr``, or where it is relative min(1e-2, 1 / sqrt(t))."""
         if self.lr is not None:  # not relative_step
             return self.lr
         return min(1e-6 * t if self.warmup_init else 1e-2, 1 / math.sqrt(t))

@@ -1,5 +1,6 @@
-"""AdaLomo: Adafactor's update, its size relative to the weights'. Lv et al., arXiv 2310.10195,
-algorithm 1, with the decay of the second moment of the authors' code:
+"""AdaLomo: Adafactor's update, its size relative to the weights'.
+
+Lv et al., arXiv 2310.10195, algorithm 1, with the decay of the second moment of the authors' code:
 
     beta2 = 1 − t^decay_rate
     row, col ← EMA, by beta2, of the means of g² + eps1 over each row and column

@@ -1,6 +1,8 @@
-"""CAME: Adafactor with momentum, divided by how far updates stray from it. Luo et al.,
-arXiv 2307.02047, algorithm 2, as in the authors' code: no bias correction, so warm the learning
-rate up (the first update has an RMS of about 11 · lr); a 1-D parameter takes the momentum alone.
+"""CAME: Adafactor with momentum, divided by how far updates stray from it.
+
+Luo et al., arXiv 2307.02047, algorithm 2, as in the authors' code: no bias correction, so warm the
+learning rate up (the first update has an RMS of about 11 · lr); a 1-D parameter takes the momentum
+alone.
 
     row, col ← EMA, by beta2, of the means of g² + eps1 over each row and column
     u = g / sqrt(row · col / mean(row)),  u ← u / max(1, RMS(u) / clip_threshold)

@@ -1,7 +1,18 @@
-"""GaLore-AdamW: Adam on gradients projected to ``rank`` dimensions. Zhao et al., arXiv 2403.03507,
-algorithm 2, as in the authors' galore_torch: bias correction and eps as in its AdamW (eps is added
-to the uncorrected root), weight decay after the update, moments kept when the basis is renewed, a
-rank above the short side cut to it. Unlike theirs, a basis vector's sign is not left to chance.
+"""GaLore-AdamW: Adam on gradients projected to ``rank`` dimensions.
+
+Zhao et al., arXiv 2403.03507, algorithm 2, as in the authors' galore_torch: bias correction and
+eps as in its AdamW (eps is added to the uncorrected root), weight decay after the update, moments
+kept when the basis is renewed, a rank above the short side cut to it. Unlike theirs, a basis
+vector's sign is not left to chance.
+
+    Q = the leading ``rank`` singular vectors of g's side, each update_proj_gap steps
+    R = g · Qᵀ (right) or Qᵀ · g (left)
+    m ← EMA, by beta1, of R,  v ← EMA, by beta2, of R²
+    N = c · m / (sqrt(v) + eps),  c = sqrt(1 − beta2^t) / (1 − beta1^t)
+    p ← p − lr · scale · (N · Q, or Q · N),  p ← p (1 − lr · weight_decay)
+
+State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq, of R; ``q`` is their projector's
+ortho_matrix.
 
 The side is that of the whole matrix: ``std`` takes rows >= cols right, else left. What one rank of
 d holds beside its run, in bytes, r the rank; 8-bit moments take 1/4 (up to 510 elements more, for

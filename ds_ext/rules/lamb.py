@@ -1,5 +1,6 @@
-"""LAMB: Adam whose update has the norm of the weights. You et al., arXiv 1904.00962, algorithm 2,
-with phi(x) = x and bias correction.
+"""LAMB: Adam whose update has the norm of the weights.
+
+You et al., arXiv 1904.00962, algorithm 2, with phi(x) = x and bias correction.
 
     m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²
     u = m̂ / (sqrt(v̂) + eps) + weight_decay · p

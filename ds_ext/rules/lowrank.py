@@ -77,6 +77,7 @@ class Product:
     first: int  # row of the whole matrix that ``left`` starts at
 
     def block(self, b: Block) -> Tensor:
+        """Block ``b`` of the product."""
         rows = slice(b.rows.start - self.first, b.rows.stop - self.first)
         return (self.left[rows] @ self.right[:, b.cols]).unsqueeze(0)
 
