@@ -1,6 +1,7 @@
 """The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, at every stage."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,22 +10,19 @@ import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointFunction
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
 from deepspeed.runtime.torch_autocast import get_comm_dtype
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_ext import host_offload, logs
+from ds_ext import host_offload
 from ds_ext.backward import rehearsal
 from ds_ext.backward.gradients import FusedBackward
-from ds_ext.checkpoint import resharding
-from ds_ext.checkpoint.names import plain
-from ds_ext.checkpoint.resharding import Own, Pieces
 from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import expert_parallel, leftovers, safe_access
+from ds_ext.engine import expert_parallel, leftovers, safe_access, settings
 from ds_ext.engine.autotp import unpartitioned_shape
+from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import Partitions, layout_of
-from ds_ext.errors import CheckpointError
+from ds_ext.engine.log import log
 from ds_ext.optimizer import RuleOptimizer
 
 
@@ -41,7 +39,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         zero = engine._config._param_dict.get("zero_optimization", {})
         optimizer.home = host_offload.Home.of(zero.get("offload_optimizer") or {})
         _share_time_limit(self.layout)
-        how = gradients.read(engine._config._param_dict | effective(engine), engine.monitor.enabled)
+        how = gradients.read(
+            engine._config._param_dict | settings.effective(engine), engine.monitor.enabled
+        )
         optimizer._index()  # DeepSpeed may have put other parameters in the place of experts
         places = {p: expert_parallel.place(p) for p in self.layout.names}
         optimizer.separate_experts(
@@ -60,7 +60,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.fused.leave = self._leave
         self.fused.discarded = self._discarded
         leftovers.hide_from_copies(engine)
-        self.loss_scaler = _loss_scaler(engine)
+        self.loss_scaler = settings.loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._rehearsing = False
@@ -98,33 +98,42 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         return bool(self.loss_scale != 1)
 
     def scale_if_loss(self, value: Any) -> Any:
-        """The loss times the loss scale, on which gradients have been measured if they have to be.
+        """Returns the loss times the loss scale, on which gradients were measured if need be.
 
         Called by engine.backward and engine.scale before they run, or return, it backward.
         """
         self.fused.check_owner()
         loss = self.loss_scaler.scale_loss(value)
         self.fused.loss_scale = self.loss_scale
-        self.fused.is_asked = True
         if self.fused.must_measure:
-            if not self._can_repeat:
-                _refuse_to_repeat(loss)
-                self._can_repeat = True
-            state = self._backward_hook_state
-            hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
-            self._rehearsing = True
-            try:
+            self._check_can_repeat(loss)
+            with self._unseen_by_engine():
                 self.fused.rehearse(loss)
-            finally:
-                self._rehearsing = False
-                state._grad_acc_post_hooks = hooks
-            # The engine learns of a graph's first backward pass only: tell it of the second.
-            state.post_backward_callback_queued = False
-            loss.register_hook(self._announce)
+            self._tell_of_second_pass(loss)
         return loss
 
-    def _announce(self, grad: Tensor) -> None:
-        self.queue_post_backward_callback()
+    def _check_can_repeat(self, loss: Tensor) -> None:
+        """Raises RuntimeError, in the first step, if the graph cannot be run backward twice."""
+        if not self._can_repeat:
+            _refuse_to_repeat(loss)
+            self._can_repeat = True
+
+    @contextlib.contextmanager
+    def _unseen_by_engine(self) -> Iterator[None]:
+        """A backward pass within the context is not taken for the one that ends in a step."""
+        state = self._backward_hook_state
+        hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            state._grad_acc_post_hooks = hooks
+
+    def _tell_of_second_pass(self, loss: Tensor) -> None:
+        """Makes the engine's hooks run in the next backward pass too, not in a graph's first."""
+        self._backward_hook_state.post_backward_callback_queued = False
+        loss.register_hook(lambda grad: self.queue_post_backward_callback())
 
     def backward_prologue(self) -> None:
         """A backward pass begins from outputs of the engine."""
@@ -197,127 +206,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         engine._unmanaged_backward_count = 0
 
     # For zero_to_fp32.py: runs of one parameter by all ranks are what it puts together.
-    round_robin_bit16_groups = property(lambda self: [[p] for p in self._stepped()])
-
-    def _stepped(self) -> list[Tensor]:
-        """The optimizer's parameters, in order, but for those without elements."""
-        params = self.optimizer.number_of
-        return [p for p in params if self.layout.shard(p).numel]
-
-    def owned(self) -> dict[Tensor, Own]:
-        """This rank's part of every parameter of the model."""
-        layout = self.layout
-        return {
-            p: Own(
-                plain(n),
-                layout.run(p),
-                layout.shard(p),
-                layout.of[p].place,
-                layout.of[p].parts,
-                expert_parallel.place(p),
-            )
-            for p, n in layout.names.items()
-        }
-
-    def check_complete(self) -> None:
-        """Raises RuntimeError if weights have been stepped in a step that has not ended."""
-        tally = self.fused.tally
-        if tally.used_up or (tally.square is not None and not tally.kept):
-            raise RuntimeError("save_checkpoint came after backward and before engine.step().")
+    round_robin_bit16_groups = property(lambda self: [[p] for p in stepped(self.fused)])
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint: see resharding.py. Frozen weights are DeepSpeed's."""
-        layout = self.layout
-        owned = self.owned()
-        trained = {
-            p: own for p, own in owned.items() if p in self.optimizer.group_of or p.requires_grad
-        }
-        if self.engine.autotp_size() > 1 or self.engine.has_moe_layers:
-            trained = owned  # DeepSpeed saves of frozen ones what this rank holds
-        saved = resharding.save(self.optimizer, trained)
-        runs = []
-        is_padded = isinstance(layout, Partitions)
-        for param in self._stepped():
-            piece = saved["weights"][owned[param].name]
-            n, size = len(piece["values"]), owned[param].shard.size
-            run = (
-                nn.functional.pad(piece["values"], (0, size - n)) if is_padded else piece["values"]
-            )
-            piece["values"] = run[:n]  # saved once
-            runs.append(run)
-        return saved | {
-            "zero_stage": int(self.engine.zero_optimization_stage()),
-            "partition_count": 1 if self.engine.zero_optimization_stage() == 0 else layout.world,
-            "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
-            "loss_scaler": {k: v for k, v in vars(self.loss_scaler).items() if k != "dtype"},
-            "previous_norm": self.fused.previous_norm,
-            "skipped_steps": self.fused.skipped_steps,
-            "accumulated": self._accumulated(owned),
-        }
-
-    @property
-    def _losses(self) -> int:
-        """How many mean losses a gradient is summed over, but for tensor parallelism."""
-        return self.layout.world // int(self.engine.sequence_parallel_size)
-
-    def _accumulated(self, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
-        """The gradients that wait for the rest of their step's micro-batches."""
-        gradients = {}
-        for param, run in self.fused.tally.kept.items():
-            part = owned[param].part
-            values = run.g[: part.stop - part.start]
-            gradients[owned[param].name] = resharding.piece(values, part, bad=bool(run.bad))
-        engine, steps = self.engine, self.engine.gradient_accumulation_steps()
-        done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
-        return {
-            "passes": [done, steps],
-            "losses": self._losses,
-            "loss_scale": self.loss_scale,
-            "gradients": gradients,
-        }
-
-    def check_accumulated(self, pieces: Pieces) -> None:
-        """Raises CheckpointError if gradients were saved that cannot be gone on from."""
-        saved = pieces.saved[0]["accumulated"]
-        done, of = saved["passes"]
-        steps = self.engine.gradient_accumulation_steps()
-        if done * steps % of:
-            raise CheckpointError(
-                f"this checkpoint was saved after {done} of {of} micro-batches of a step, which is "
-                f"no whole number out of {steps}: make gradient_accumulation_steps a multiple "
-                f"of {of}."
-            )
-        for own in self.owned().values():
-            if next(pieces.find("accumulated", "gradients", own.name), None) is not None:
-                if pieces.lacks(own.part, "accumulated", "gradients", own.name):
-                    raise CheckpointError(f"this checkpoint lacks some of {own.name}'s gradient.")
-
-    def restore(self, pieces: Pieces) -> None:
-        """Puts back what ``state_dict`` saved beside weights and the optimizer's state."""
-        saved = pieces.saved[0]
-        if saved["loss_scaler"].keys() <= vars(self.loss_scaler).keys():
-            vars(self.loss_scaler).update(saved["loss_scaler"])
-        else:
-            log("the loss scale is not that of the checkpoint, which had another kind of it")
-        self.fused.previous_norm = saved["previous_norm"]
-        self.fused.skipped_steps = saved["skipped_steps"]
-        # Gradients are of the scaled loss, and sums over losses, divided by their number later.
-        then = saved["accumulated"]
-        factor = self.loss_scale / then["loss_scale"]
-        if self.fused.how.average:
-            factor *= self._losses / then["losses"]
-        kept = {}
-        for param, own in self.owned().items():
-            found = next(pieces.find("accumulated", "gradients", own.name), None)
-            if found is not None:
-                values = pieces.read(own.part, "accumulated", "gradients", own.name)
-                kept[param] = (values.to(param.device) * factor, found["bad"])
-        self.fused.begin_with(kept)
-
-    def publish_all(self) -> None:
-        """Brings loaded runs to the ranks that hold the whole parameter."""
-        self.layout.publish(self.layout.names)
-        self.layout.end_step()
+        """Returns this rank's part of a checkpoint, which DeepSpeed's engine writes to a file."""
+        return Contents(self.engine, self.fused, self.loss_scaler).save()
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("the optimizer is loaded by engine.load_checkpoint, with the weights.")
@@ -366,30 +259,3 @@ def _refuse_to_repeat(loss: Tensor) -> None:
                 'torch.utils.checkpoint, or set "ds_ext": {"gradient_policy": "sharded"}, or '
                 '"gradient_clipping": 0.'
             )
-
-
-def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Settings that DeepSpeed derives or that have more than one spelling."""
-    config = engine._config._param_dict
-    zero = config.get("zero_optimization", {})
-    return {
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "sequence_parallel_size": engine.sequence_parallel_size,
-        "zero_optimization": zero | {"stage": int(engine.zero_optimization_stage())},
-    }
-
-
-def _loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
-    """DeepSpeed's scaler for fp16 weights; for fp16 autocast, one with torch's settings."""
-    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
-        return DynamicLossScaler(2.0**16, 2000, 2.0**-24, 1, False, raise_error_at_min_scale=False)
-    dtype = torch.float16 if engine.fp16_enabled() else torch.float32
-    dynamic, args = engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
-    return CreateLossScaler(dtype, engine.loss_scale(), dynamic, args)
-
-
-def log(message: str) -> None:
-    """Tells the user, once and not on every rank."""
-    logs.show_by_default()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logs.logger.info(message)

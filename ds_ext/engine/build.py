@@ -5,8 +5,8 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ext import param_groups
-from ds_ext.engine.adapter import log
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape
+from ds_ext.engine.log import log
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 
 # Names that DeepSpeed knew without ds_ext, and what it made of them.

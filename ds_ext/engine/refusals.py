@@ -12,8 +12,8 @@ from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_wrapped
 from ds_ext.engine import leftovers
-from ds_ext.engine.adapter import effective
 from ds_ext.engine.autotp import whole_shape
+from ds_ext.engine.settings import effective
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 
 # What may differ from rank to rank: it is about what is written and shown.

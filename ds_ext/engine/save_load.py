@@ -1,91 +1,31 @@
-"""engine.save_checkpoint and engine.load_checkpoint: DeepSpeed's files, complete or not there.
+"""engine.save_checkpoint and engine.load_checkpoint: a checkpoint is complete, or it is not there.
 
-DeepSpeed's own code writes the files, so that its tools read them (zero_to_fp32.py). They are
-written aside and moved into place when all ranks have written theirs, and verified before they are
-read. Loading is ours: by any number of ranks, at any ZeRO stage.
+| saving, on all ranks together                 | loading, on all ranks together            |
+|-----------------------------------------------|-------------------------------------------|
+| the folder is named, and made aside           | the folder is found                       |
+| ``Contents.save``, and what DeepSpeed saves   | the manifest is read and files verified   |
+| files are written, and checksums noted        | files are mapped                          |
+| the manifest is written                       | ``Contents.check``                        |
+| the folder is moved into place                | ``Contents.load``, and what DeepSpeed saved|
+
+What fails on one rank raises on every rank, in saving before the checkpoint that is there is
+touched, in loading before anything is changed.
 """
 
-import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from ds_ext import param_groups
-from ds_ext.checkpoint import folder, resharding, swap
-from ds_ext.checkpoint.names import by_plain_name, plain, with_plain_names
-from ds_ext.checkpoint.resharding import Pieces, Saved
+from ds_ext.backward.gradients import FusedBackward
+from ds_ext.checkpoint import checks, folder, swap
 from ds_ext.distributed import consensus
-from ds_ext.engine.adapter import ZeroAdapter, log
+from ds_ext.engine import checkpoint_files, deepspeed_contents
+from ds_ext.engine.checkpoint_contents import Contents
+from ds_ext.engine.checkpoint_files import Files, Opened, Writer
+from ds_ext.engine.log import log
 from ds_ext.errors import CheckpointError
-
-# What DeepSpeed keeps of a run beside weights and optimizer; the rest of its file is the client's.
-_COUNTS = ("global_steps", "global_samples", "skipped_steps")
-_OWN = {
-    *_COUNTS,
-    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
-    *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
-    *(
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "checkpoint_parallel_dimensions",
-    ),
-}
-
-
-class _Writer:
-    """DeepSpeed's checkpoint engine while it saves: notes files, and errors instead of raising.
-
-    A rank that raised would leave the others waiting in DeepSpeed's barriers.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.engine = engine
-        self.inner = engine.checkpoint_engine
-        self.files: dict[str, dict[str, int]] = {}
-        self.error: Exception | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def __enter__(self) -> "_Writer":
-        self.engine.checkpoint_engine = self
-        self.engine._copy_recovery_script = self._copy_recovery_script
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.checkpoint_engine = self.inner
-        del self.engine._copy_recovery_script
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._try(self._save, state_dict, Path(path))
-
-    def _save(self, state_dict: Any, path: Path) -> None:
-        try:
-            self.inner.save(state_dict, str(path))
-        except Exception as error:
-            free = shutil.disk_usage(path.parent).free / 2**20
-            raise CheckpointError(
-                f"{path} could not be written ({free:,.0f} MiB are free there): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        self.files[path.name] = folder.describe(path)
-
-    def _copy_recovery_script(self, path: str) -> None:
-        self._try(DeepSpeedEngine._copy_recovery_script, self.engine, path)
-
-    def _try(self, action: Callable[..., None], *args: Any) -> None:
-        if self.error is None:
-            try:
-                action(*args)
-            except Exception as error:
-                self.error = error
 
 
 def save_checkpoint(
@@ -97,50 +37,37 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """DeepSpeed's, by ``original``; CheckpointError on every rank if one could not write."""
-    adapter: ZeroAdapter = engine.optimizer
-    adapter.check_complete()
-    if not save_dir:
-        raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
-    path = folder.path_of(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
-    consensus.agree({"checkpoint path": str(path)})
-    aside = folder.incomplete(path)
+    """Saves a checkpoint by DeepSpeed's own ``save_checkpoint``, whose other arguments it has.
 
-    def prepare() -> None:
-        if engine.global_rank == 0:
-            folder.prepare(path)
+    Args:
+        original: DeepSpeed's method.
+        engine: whose model, optimizer and counts are saved.
+        save_dir: a folder on a file system that all ranks share.
+        tag: the name of a folder in it; by default, of the step.
+        client_state: what ``load_checkpoint`` is to return.
+        save_latest: whether it becomes the one that is loaded without a tag.
+        exclude_frozen_parameters: whether weights that are not trained are left out.
 
-    def written() -> dict[str, dict[str, int]]:
-        if writer.error is not None:
-            raise writer.error
-        return writer.files
+    Returns:
+        True.
 
-    def commit() -> None:
-        if engine.global_rank == 0:
-            manifest = {
-                "ds_ext": folder.VERSION,
-                "tag": str(path.relative_to(save_dir)),
-                "global_steps": engine.global_steps,
-                "optimizer": type(adapter.optimizer).__name__,
-                "zero_stage": int(engine.zero_optimization_stage()),
-                "ranks": adapter.layout.world,
-                "tensor_parallel": max(1, engine.autotp_size()),
-                "model_files": [n for files in everyone for n in files if _is_model(n)],
-                "state_files": [n for files in everyone for n in files if _holds_state(n, files)],
-                "files": {n: f for files in everyone for n, f in files.items()},
-            }
-            folder.commit(path, manifest, save_latest)
-
-    consensus.together(prepare, CheckpointError)
+    Raises:
+        CheckpointError: on every rank, if one could not write.
+        RuntimeError: between ``backward`` and ``step``, if weights have been stepped.
+        ValueError: for a tag that is no name, or not the same on all ranks.
+    """
+    _check_complete(engine.optimizer.fused)
+    path = _path(engine, save_dir, tag)
+    _on_first_rank(engine, lambda: folder.prepare(path))
     try:
-        with _Writer(engine) as writer:
-            inside = aside.is_relative_to(save_dir)  # or beside what a link names
-            name = str(aside.relative_to(save_dir) if inside else aside)
+        with Writer(engine) as writer:
+            name = _name_aside(path, save_dir)
             original(
                 engine, save_dir, name, dict(client_state or {}), False, exclude_frozen_parameters
             )
-        everyone = consensus.gathered(consensus.together(written, CheckpointError))
-        consensus.together(commit, CheckpointError)
+        written = consensus.gathered(consensus.together(writer.written, CheckpointError))
+        manifest = _manifest(engine, str(path.relative_to(save_dir)), written)
+        _on_first_rank(engine, lambda: folder.commit(path, manifest, save_latest))
     except CheckpointError as error:
         if engine.global_rank == 0:
             swap.discard(path)
@@ -148,16 +75,6 @@ def save_checkpoint(
             f"checkpoint {path} could not be saved, the ones before it are as they were: {error}"
         ) from error
     return True
-
-
-def _is_model(name: str) -> bool:
-    """Whether a file is of the model's weights, and not of one expert's."""
-    return name.endswith("model_states.pt") and not re.match(r"(layer_-?\d+_)?expert_\d+_", name)
-
-
-def _holds_state(name: str, files: Mapping[str, Any]) -> bool:
-    """Whether a rank's optimizer is in this file: in the model's, where there is no other."""
-    return "optim_states" in name or not any("optim_states" in other for other in files)
 
 
 def load_checkpoint(
@@ -170,197 +87,166 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """As DeepSpeed's -> (path, client state); of any number of ranks, and from any stage.
+    """Loads a checkpoint that any number of ranks have saved, at any ZeRO stage.
 
-    A checkpoint of DeepSpeed's own optimizers gives its weights alone. Raises CheckpointError on
-    every rank, before anything is changed, for one that is damaged or of another run.
+    One that was saved with DeepSpeed's own optimizers gives its weights and counts alone.
+
+    Args:
+        engine: whose model, optimizer and counts are set.
+        load_dir: what ``save_dir`` was.
+        tag: which checkpoint; by default the latest.
+        load_module_strict: whether the model and the checkpoint must have the same parameters.
+        load_optimizer_states: whether the optimizer is to go on from there, or to start anew.
+        load_lr_scheduler_states: the same of the learning-rate scheduler.
+        load_module_only: whether neither is loaded, nor the counts.
+        custom_load_fn: must be None.
+
+    Returns:
+        The folder and the ``client_state`` given to ``save_checkpoint``; None and None if nothing
+        was ever saved in ``load_dir``.
+
+    Raises:
+        CheckpointError: on every rank, before anything is changed, for one that is damaged or of
+            another model or optimizer.
+        ValueError: for a ``custom_load_fn`` or a tag that is no name.
     """
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: ds_ext reads weights in pieces; remove custom_load_fn.")
     if tag is None:
-        tag = consensus.together(lambda: folder.latest(Path(load_dir)), CheckpointError)
-        seen = consensus.gathered(tag)
-        if other := [rank for rank, found in enumerate(seen) if found != seen[0]]:
-            raise CheckpointError(
-                f"{load_dir}/latest is {seen[0]!r} on rank 0 and {seen[other[0]]!r} on rank "
-                f"{other[0]}: name the full path of a folder on a file system that all ranks share."
-            )
-        if tag is None:
-            log(f"there is no checkpoint in {load_dir}: nothing is loaded")
-            return None, None
+        tag = _latest(load_dir)
+    if tag is None:
+        log(f"there is no checkpoint in {load_dir}: nothing is loaded")
+        return None, None
     folder.path_of(load_dir, tag)  # raises for what is no tag
     path = consensus.together(lambda: folder.find(Path(load_dir), str(tag)), CheckpointError)
-    load = _Load(engine, path, load_module_strict)
-    ours = consensus.together(load.verify, CheckpointError)
-    consensus.together(load.open, CheckpointError)
-    with_state = ours and load_optimizer_states and not load_module_only
+    contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
+    manifest = consensus.together(lambda: _verified(engine, path), CheckpointError)
+    opened = consensus.together(lambda: _opened(contents, path, manifest), CheckpointError)
+    with_state = manifest is not None and load_optimizer_states and not load_module_only
     consensus.together(
-        lambda: load.check(with_state), lambda text: CheckpointError(f"{path}: {text}")
+        lambda: _check(contents, opened, with_state, load_module_strict),
+        lambda text: CheckpointError(f"{path}: {text}"),
     )
-    consensus.together(lambda: load.weights_and_state(with_state), CheckpointError)
-    engine.optimizer.publish_all()
-    consensus.together(
-        lambda: load.counts(load_lr_scheduler_states, load_module_only), CheckpointError
-    )
-    return str(path), load.client_state()
+    consensus.together(lambda: _load(contents, opened, with_state, path), CheckpointError)
+    _publish(contents)
+    if not load_module_only:
+        consensus.together(
+            lambda: _load_counts(engine, opened, load_lr_scheduler_states), CheckpointError
+        )
+    return str(path), deepspeed_contents.client_state(opened.model)
 
 
-class _Load:
-    """One load of a checkpoint into an engine, in steps that all ranks take together."""
-
-    def __init__(self, engine: DeepSpeedEngine, path: Path, strict: bool) -> None:
-        self.engine = engine
-        self.path = path
-        self.strict = strict
-        self.adapter: ZeroAdapter = engine.optimizer
-        self.saved: list[Saved] = []  # by rank, of our optimizers
-
-    def verify(self) -> bool:
-        """Verifies this rank's share of the files -> whether ds_ext wrote them."""
-        self.manifest = folder.manifest(self.path)
-        saved = (self.manifest or {}).get("tensor_parallel", 1)
-        size = max(1, self.engine.autotp_size())
-        if saved != size:
-            raise CheckpointError(
-                f"{self.path} was saved with tensor_parallel.autotp_size = {saved}, this engine "
-                f"has {size}: ds_ext loads it on any number of ranks and at any ZeRO stage, but "
-                "with the same autotp_size."
-            )
-        if self.manifest is not None:
-            files, layout = self.manifest["files"], self.adapter.layout
-            folder.verify(self.path, files, list(files)[layout.rank :: layout.world])
-        return self.manifest is not None
-
-    def open(self) -> None:
-        """Maps the files."""
-        names = sorted(f.name for f in self.path.glob("*.pt") if _is_model(f.name))
-        if self.manifest is not None:
-            names = self.manifest["model_files"]
-            for name in self.manifest["state_files"]:
-                found = _map(self.path / name, is_plain="optim_states" in name)
-                own = found.get("optimizer_state_dict") or found["optimizer"]
-                self.saved.append(with_plain_names(own))
-        if not names:
-            raise CheckpointError(f"{self.path} holds no checkpoint: no file *model_states.pt.")
-        models = [_map(self.path / name) for name in names]
-        if self.manifest is None:
-            self._refuse_unfinished(models[0].get("optimizer"))
-        self.model = models[self.adapter.layout.rank % len(models)]
-        self.pieces = Pieces([*self.saved, *self._weights_of(models, names)])
-
-    def _refuse_unfinished(self, optimizer: Any) -> None:
-        """Raises CheckpointError if ds_ext wrote these files after all."""
-        files = [_map(file) for file in self.path.glob("*_rank_0_*optim_states.pt")]
-        optimizers = [optimizer, *(file["optimizer_state_dict"] for file in files)]
-        if any(isinstance(o, dict) and "ds_ext" in o for o in optimizers):
-            raise CheckpointError(f"{self.path} is not complete: {folder.MANIFEST} is missing.")
-
-    def _weights_of(self, models: list[Any], names: list[str]) -> Iterator[Saved]:
-        """Pieces of weights that lie in DeepSpeed's own files: frozen ones, or all of them."""
-        known = {name for saved in self.saved for name in saved["weights"]}
-        wanted = {own.name for own in self.adapter.owned().values()} - known
-        if not names[0].startswith("zero_pp_rank_"):  # the weights are whole
-            yield {"weights": _pieces(models[0]["module"], wanted, 0)}
-        elif self.saved:
-            for rank, model in enumerate(models):
-                shapes = model["frozen_param_shapes"] or {}
-                yield {
-                    "weights": _pieces(model["frozen_param_fragments"] or {}, wanted, rank, shapes)
-                }
-        else:
-            folders = str(self.path.parent), self.path.name
-            whole = get_fp32_state_dict_from_zero_checkpoint(*folders, lazy_mode=True)
-            yield {"weights": _pieces(whole, wanted, 0)}
-
-    def check(self, with_state: bool) -> None:
-        """Raises CheckpointError for what does not fit the model or the optimizer."""
-        owned = self.adapter.owned()
-        if with_state:
-            resharding.check(self.pieces, self.adapter.optimizer, owned, self.strict)
-            self.adapter.check_accumulated(self.pieces)
-        else:
-            resharding.check_weights(self.pieces, owned, self.strict)
-
-    def weights_and_state(self, with_state: bool) -> None:
-        adapter = self.adapter
-        adapter.checkpoint_event_prologue()
-        if with_state:
-            resharding.load_state(self.pieces, adapter.optimizer, adapter.owned())
-            adapter.restore(self.pieces)
-        else:
-            adapter.optimizer.state.clear()
-            adapter.fused.begin_with({})
-            kind = type(adapter.optimizer).__name__
-            log(f"{self.path}: weights are taken, the state of {kind} starts anew")
-        missing = resharding.load_weights(self.pieces, adapter.optimizer, adapter.owned())
-        if missing:
-            log(f"not in the checkpoint, left as they were: {param_groups.summary(missing)}")
-        self._load_buffers()
-
-    def _load_buffers(self) -> None:
-        """Puts back what the model's state dict has beside parameters."""
-        module = self.engine.module
-        params = {plain(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        own_names = {plain(name): name for name in module.state_dict()}
-        saved = by_plain_name(self.model["module"]).items()
-        buffers = {own_names.get(k, k): v for k, v in saved if k not in params}
-        module.load_state_dict(buffers, strict=False)
-
-    def counts(self, with_scheduler: bool, module_only: bool) -> None:
-        """Puts back what DeepSpeed itself keeps: steps, schedules, the order of samples."""
-        engine, saved = self.engine, self.model
-        if module_only:
-            return
-        if with_scheduler and engine.lr_scheduler is not None and saved.get("lr_scheduler"):
-            engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
-        if engine.random_ltd_enabled() and saved.get("random_ltd"):
-            engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
-        if saved.get("data_sampler") and engine.training_dataloader is not None:
-            engine.training_dataloader.data_sampler.load_state_dict(saved["data_sampler"])
-        for name in _COUNTS:
-            setattr(engine, name, saved[name])
-        passes = self.saved[0]["accumulated"]["passes"] if self.saved else (0, 1)
-        steps = engine.gradient_accumulation_steps()
-        engine.micro_steps = engine.global_steps * steps + passes[0] * steps // passes[1]
-
-    def client_state(self) -> dict[str, Any]:
-        return {key: value for key, value in self.model.items() if key not in _OWN}
+def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
+    """Does something on the first rank; if it fails there, raises CheckpointError on all ranks."""
+    is_first = engine.global_rank == 0
+    consensus.together(lambda: action() if is_first else None, CheckpointError)
 
 
-def _pieces(
-    found: Mapping[str, Any],
-    wanted: set[str],
-    rank: int,
-    shapes: Mapping[str, torch.Size] | None = None,
-) -> dict[str, Any]:
-    """Pieces of the tensors of a rank, by plain name.
-
-    ``shapes``, under the names of ``found``, are given if the rank has parts of them.
-    """
-    made = {}
-    own_names = {plain(name): name for name in found}
-    for name in wanted & own_names.keys():
-        values = found[own_names[name]]
-        shape = (shapes or {}).get(own_names[name], values.shape)
-        total, size = shape.numel(), values.shape.numel()
-        if shapes is not None:
-            values = values.reshape(-1)[: max(total - rank * size, 0)]
-        made[name] = {
-            "start": min(rank * size, total),
-            "total": total,
-            "values": values,
-            "shape": list(shape),
-        }
-    return made
+# Saving.
 
 
-def _map(path: Path, is_plain: bool = False) -> Any:
-    """What torch.save wrote, its tensors left on the disk until they are read.
+def _check_complete(fused: FusedBackward) -> None:
+    """Raises RuntimeError if weights have been stepped in a step that has not ended."""
+    tally = fused.tally
+    if tally.used_up or (tally.square is not None and not tally.kept):
+        raise RuntimeError("save_checkpoint came after backward and before engine.step().")
 
-    ``is_plain``: there are only tensors and numbers in it, nothing that the client or DeepSpeed
-    put there.
-    """
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=is_plain)
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
+    """The folder of a checkpoint that is to be saved, the same on all ranks."""
+    if not save_dir:
+        raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
+    path = folder.path_of(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
+    consensus.agree({"checkpoint path": str(path)})
+    return path
+
+
+def _name_aside(path: Path, save_dir: str) -> str:
+    """The tag by which DeepSpeed writes aside: in ``save_dir``, or beside what a link names."""
+    aside = folder.incomplete(path)
+    return str(aside.relative_to(save_dir) if aside.is_relative_to(save_dir) else aside)
+
+
+def _manifest(engine: DeepSpeedEngine, tag: str, written: Sequence[Files]) -> dict[str, Any]:
+    """What a checkpoint says of itself, of the files that each rank has written."""
+    return {
+        "ds_ext": folder.VERSION,
+        "tag": tag,
+        "global_steps": engine.global_steps,
+        "optimizer": type(engine.optimizer.optimizer).__name__,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "ranks": engine.optimizer.layout.world,
+        "tensor_parallel": max(1, engine.autotp_size()),
+        **checkpoint_files.listed(written),
+    }
+
+
+# Loading.
+
+
+def _latest(load_dir: str) -> str | None:
+    """The tag saved last, the same on all ranks; None if nothing was ever saved."""
+    tag = consensus.together(lambda: folder.latest(Path(load_dir)), CheckpointError)
+    seen = consensus.gathered(tag)
+    if other := [rank for rank, found in enumerate(seen) if found != seen[0]]:
+        raise CheckpointError(
+            f"{load_dir}/latest is {seen[0]!r} on rank 0 and {seen[other[0]]!r} on rank "
+            f"{other[0]}: name the full path of a folder on a file system that all ranks share."
+        )
+    return tag
+
+
+def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
+    """The manifest, once this rank's share of the files is verified; None if there is none."""
+    manifest, layout = folder.manifest(path), engine.optimizer.layout
+    saved = (manifest or {}).get("tensor_parallel", 1)
+    size = max(1, engine.autotp_size())
+    if saved != size:
+        raise CheckpointError(
+            f"{path} was saved with tensor_parallel.autotp_size = {saved}, this engine "
+            f"has {size}: ds_ext loads it on any number of ranks and at any ZeRO stage, but "
+            "with the same autotp_size."
+        )
+    if manifest is not None:
+        files = manifest["files"]
+        folder.verify(path, files, list(files)[layout.rank :: layout.world])
+    return manifest
+
+
+def _opened(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) -> Opened:
+    """The files, mapped."""
+    names = {own.name for own in contents.owned.values()}
+    return checkpoint_files.open_files(path, manifest, contents.layout.rank, names)
+
+
+def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -> None:
+    """Raises CheckpointError for what does not fit the model or the optimizer."""
+    if with_state:
+        contents.check(opened.pieces, strict)
+    else:
+        checks.check_weights(opened.pieces, contents.owned, strict)
+
+
+def _load(contents: Contents, opened: Opened, with_state: bool, path: Path) -> None:
+    """Puts back weights and buffers, and the optimizer's state or none."""
+    contents.engine.optimizer.checkpoint_event_prologue()
+    if with_state:
+        contents.load(opened.pieces)
+    else:
+        contents.load_without_state(opened.pieces)
+        kind = type(contents.optimizer).__name__
+        log(f"{path}: weights are taken, the state of {kind} starts anew")
+    deepspeed_contents.load_buffers(contents.engine.module, opened.model)
+
+
+def _publish(contents: Contents) -> None:
+    """Brings loaded runs to the ranks that hold the whole parameter."""
+    layout = contents.layout
+    layout.publish(layout.names)
+    layout.end_step()
+
+
+def _load_counts(engine: DeepSpeedEngine, opened: Opened, with_scheduler: bool) -> None:
+    """Puts back steps and schedules, within the step whose micro-batches had begun."""
+    done, of = opened.saved[0]["accumulated"]["passes"] if opened.saved else (0, 1)
+    deepspeed_contents.load_counts(engine, opened.model, (done, of), with_scheduler)

@@ -11,6 +11,7 @@ from deepspeed.utils import zero_to_fp32
 from transformers import TrainingArguments
 
 import ds_ext
+from ds_ext.engine.checkpoint_contents import owned
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models, ranks
 from tests.common.ranks import logged, shared_folder
@@ -197,8 +198,8 @@ def bits(way: str, kind: str, stage: int) -> dict[str, bool]:
 
 def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
     """This rank's runs, with their masters."""
-    owned, optimizer = engine.optimizer.owned(), engine.optimizer.optimizer
-    return [optimizer.weights(p, own.run, own.shard).float().clone() for p, own in owned.items()]
+    optimizer, own = engine.optimizer.optimizer, owned(engine.optimizer.layout)
+    return [optimizer.weights(p, o.run, o.shard).float().clone() for p, o in own.items()]
 
 
 PASSES = {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 1}

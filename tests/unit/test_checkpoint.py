@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext.checkpoint import folder, resharding
-from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.checkpoint import checks, folder, resharding
+from ds_ext.checkpoint.pieces import Pieces, piece
+from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import consensus
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
@@ -56,7 +57,7 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Pieces, "read", watched)
     saved = torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True)
-    resharding.check(Pieces([saved]), optimizer, part, True)
+    checks.check(Pieces([saved]), optimizer, part, True)
     resharding.load_state(Pieces([saved]), optimizer, part)
     resharding.load_weights(Pieces([saved]), optimizer, part)
     cut = slice(mine.shard.start, mine.shard.stop)
@@ -71,9 +72,7 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path, monkeypatch):
 @pytest.mark.parametrize("first, second", [((0, 5), (5, 9)), ((0, 6), (4, 9)), ((3, 9), (0, 4))])
 def test_pieces_may_overlap_and_come_in_any_order(first, second):
     whole = torch.arange(9.0)
-    saved = [
-        {"x": resharding.piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in (first, second)
-    ]
+    saved = [{"x": piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in (first, second)]
     for start in range(9):
         for stop in range(start, 10):
             part = Part.of(slice(start, stop), 9)
@@ -83,9 +82,7 @@ def test_pieces_may_overlap_and_come_in_any_order(first, second):
 
 def test_a_gap_between_pieces_is_seen():
     whole = torch.arange(9.0)
-    saved = [
-        {"x": resharding.piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in ((0, 4), (5, 9))
-    ]
+    saved = [{"x": piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in ((0, 4), (5, 9))]
     pieces = Pieces(saved)
     assert pieces.lacks(Part.of(slice(3, 6), 9), "x")
     assert not pieces.lacks(Part.of(slice(5, 9), 9), "x")

@@ -14,8 +14,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_ext.checkpoint import folder, resharding
-from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.checkpoint import checks, folder, resharding
+from ds_ext.checkpoint.pieces import Pieces
+from ds_ext.checkpoint.resharding import Own
 from ds_ext.config import gradients as config_gradients
 from ds_ext.config import refused
 from ds_ext.distributed import lockstep
@@ -119,7 +120,7 @@ class Ranks:
 
     def load(self, saved):
         for optimizer, owned in zip(self.optimizers, self.owned, strict=True):
-            resharding.check(Pieces(saved), optimizer, owned, True)
+            checks.check(Pieces(saved), optimizer, owned, True)
             resharding.load_state(Pieces(saved), optimizer, owned)
             resharding.load_weights(Pieces(saved), optimizer, owned)
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from ds_ext import AdaLomo
 from ds_ext.checkpoint import resharding
-from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.checkpoint.pieces import Pieces
+from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard

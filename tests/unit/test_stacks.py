@@ -16,8 +16,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
 from ds_ext import expert_stacks, param_groups
-from ds_ext.checkpoint import resharding
-from ds_ext.checkpoint.resharding import Own, Pieces
+from ds_ext.checkpoint import checks, resharding
+from ds_ext.checkpoint.pieces import Pieces
+from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
@@ -239,7 +240,7 @@ def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
     again = [Rank(name, r, 3, nothing, HYPERS[name]) for r in range(3)]
     for rank in again:
         pieces = Pieces(copy.deepcopy(saved))
-        resharding.check(pieces, rank.optimizer, rank.owned, True)
+        checks.check(pieces, rank.optimizer, rank.owned, True)
         resharding.load_state(pieces, rank.optimizer, rank.owned)
         resharding.load_weights(pieces, rank.optimizer, rank.owned)
     train(again, steps[3:])

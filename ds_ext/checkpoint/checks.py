@@ -1,0 +1,100 @@
+"""Whether a checkpoint fits a model and its optimizer: asked before anything of it is loaded."""
+
+from collections.abc import Mapping
+from itertools import zip_longest
+
+from torch import Tensor
+
+from ds_ext import hyperparams
+from ds_ext.checkpoint.pieces import Pieces
+from ds_ext.checkpoint.resharding import Own, of_all_ranks, save_groups
+from ds_ext.errors import CheckpointError
+from ds_ext.ops.state import leaves
+from ds_ext.optimizer import RuleOptimizer
+
+
+def check(
+    pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own], strict: bool
+) -> None:
+    """Checks that weights, groups and state were saved of this optimizer and these parameters.
+
+    Args:
+        pieces: what all ranks saved.
+        optimizer: the one that is to go on from there.
+        owned: what this rank has of each parameter of the model.
+        strict: whether the model and the checkpoint must have the same parameters.
+
+    Raises:
+        CheckpointError: naming what differs or is missing.
+    """
+    _check_kind(pieces, optimizer)
+    check_weights(pieces, owned, strict)
+    _check_groups(pieces, optimizer, owned)
+    _check_state(pieces, optimizer, owned)
+
+
+def check_weights(pieces: Pieces, owned: Mapping[Tensor, Own], strict: bool) -> None:
+    """Checks that the weights of this rank were saved, in the model's shapes.
+
+    Raises:
+        CheckpointError: for a weight of another shape or saved in part; if ``strict``, for one
+            that is in the checkpoint or the model alone.
+    """
+    missing = []
+    for own in owned.values():
+        found = pieces.first("weights", own.name)
+        if found is None:
+            missing.append(own.name)
+        elif tuple(found["shape"]) != own.shape:
+            raise CheckpointError(
+                f"this checkpoint is of another model: {own.name} has the shape "
+                f"{tuple(found['shape'])} in it and {own.shape} in the model."
+            )
+        elif pieces.lacks(own.part, "weights", own.name):
+            raise CheckpointError(f"this checkpoint lacks some of {own.name}.")
+    known = set(of_all_ranks(own.name for own in owned.values()))
+    saved = set(of_all_ranks(name for saved in pieces.saved for name in saved["weights"]))
+    unknown = saved - known
+    if strict and (missing or unknown):
+        parts = [f"it lacks {', '.join(missing[:5])}"] if missing else []
+        parts += [f"the model lacks {', '.join(sorted(unknown)[:5])}"] if unknown else []
+        raise CheckpointError(f"this checkpoint is of another model: {'; '.join(parts)}.")
+
+
+def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
+    """Raises CheckpointError if another optimizer's state was saved."""
+    saved, kind = pieces.saved[0]["optimizer"], type(optimizer).__name__
+    if saved != kind:
+        raise CheckpointError(
+            f"this checkpoint is of {saved}, the optimizer is {kind}. To take its "
+            "weights alone: load_checkpoint(..., load_optimizer_states=False)."
+        )
+
+
+def _check_groups(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
+    """Raises CheckpointError if the groups have other parameters than those saved."""
+    names: list[list[str]] = [group["params"] for group in save_groups(optimizer, owned)]
+    saved: list[list[str]] = [group["params"] for group in pieces.saved[0]["groups"]]
+    none: list[str] = []
+    for i, (theirs, mine) in enumerate(zip_longest(saved, names, fillvalue=none)):
+        if theirs != mine:
+            differ = sorted(set(theirs).symmetric_difference(mine))[:5]
+            raise CheckpointError(
+                "this checkpoint has other parameter groups than the optimizer: group "
+                f"{i} differs in {', '.join(differ) or 'the order of its parameters'}."
+            )
+
+
+def _check_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
+    """Raises CheckpointError if not all of a state was saved that the saved groups' rules keep."""
+    for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
+        hypers = {name: saved[name] for name in hyperparams.names(optimizer.hypers)}
+        rule = optimizer.hypers(**hypers)
+        for param in group["params"]:
+            own = owned[param]
+            if pieces.first("state", own.name) is None:
+                continue
+            for keys, part in leaves(optimizer.keeps(param, own.shard, rule)):
+                if pieces.lacks(part, "state", own.name, *keys):
+                    what = ".".join(keys)
+                    raise CheckpointError(f"this checkpoint lacks some of {own.name}'s {what}.")

@@ -1,0 +1,203 @@
+"""Files of a checkpoint: written by DeepSpeed and described by us; verified and mapped to be read.
+
+DeepSpeed's own code writes them, so that its tools read them: one with the model by each rank of
+model parallelism (or by every rank, at stage 3), one with the optimizer by every rank.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from ds_ext.checkpoint import folder
+from ds_ext.checkpoint.names import plain, with_plain_names
+from ds_ext.checkpoint.pieces import Pieces, Saved
+from ds_ext.errors import CheckpointError
+
+Files = dict[str, dict[str, int]]  # the files that a rank has written: sizes and checksums
+
+
+class Writer:
+    """DeepSpeed's checkpoint engine while it saves: notes files, and errors instead of raising.
+
+    A rank that raised would leave the others waiting in DeepSpeed's barriers.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+        self.inner = engine.checkpoint_engine
+        self.files: Files = {}
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __enter__(self) -> "Writer":
+        self.engine.checkpoint_engine = self
+        self.engine._copy_recovery_script = self._copy_recovery_script
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.checkpoint_engine = self.inner
+        del self.engine._copy_recovery_script
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Writes a file, for DeepSpeed."""
+        self._try(self._save, state_dict, Path(path))
+
+    def written(self) -> Files:
+        """Returns the files that this rank has written.
+
+        Raises:
+            Exception: the first that was raised in writing one.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.files
+
+    def _save(self, state_dict: Any, path: Path) -> None:
+        try:
+            self.inner.save(state_dict, str(path))
+        except Exception as error:
+            free = shutil.disk_usage(path.parent).free / 2**20
+            raise CheckpointError(
+                f"{path} could not be written ({free:,.0f} MiB are free there): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.files[path.name] = folder.describe(path)
+
+    def _copy_recovery_script(self, path: str) -> None:
+        self._try(DeepSpeedEngine._copy_recovery_script, self.engine, path)
+
+    def _try(self, action: Callable[..., None], *args: Any) -> None:
+        if self.error is None:
+            try:
+                action(*args)
+            except Exception as error:
+                self.error = error
+
+
+def listed(written: Sequence[Files]) -> dict[str, Any]:
+    """Returns what a manifest says of the files that each rank has written."""
+    return {
+        "model_files": [n for files in written for n in files if _is_model(n)],
+        "state_files": [n for files in written for n in files if _holds_state(n, files)],
+        "files": {n: f for files in written for n, f in files.items()},
+    }
+
+
+class Opened(NamedTuple):
+    """The files of a checkpoint, mapped."""
+
+    model: Saved  # the file of the model that is for this rank
+    saved: list[Saved]  # what our optimizers saved, by rank; none if they were DeepSpeed's
+    pieces: Pieces  # of these, and of weights that are in DeepSpeed's own files alone
+
+
+def open_files(
+    path: Path, manifest: Mapping[str, Any] | None, rank: int, names: set[str]
+) -> Opened:
+    """Maps the files of a checkpoint.
+
+    Args:
+        path: its folder.
+        manifest: what ds_ext wrote of it; None if it was DeepSpeed's own optimizers that saved.
+        rank: of this process among those of data parallelism.
+        names: plain names of the model's parameters.
+
+    Raises:
+        CheckpointError: if a file is damaged or there is none.
+    """
+    if manifest is not None:
+        model_files = manifest["model_files"]
+        saved = [_state_in(path / name) for name in manifest["state_files"]]
+    else:
+        model_files = sorted(f.name for f in path.glob("*.pt") if _is_model(f.name))
+        saved = []
+    if not model_files:
+        raise CheckpointError(f"{path} holds no checkpoint: no file *model_states.pt.")
+    models = [_map(path / name) for name in model_files]
+    if manifest is None:
+        _refuse_unfinished(path, models[0].get("optimizer"))
+    wanted = names - {name for own in saved for name in own["weights"]}
+    if not model_files[0].startswith("zero_pp_rank_"):  # the weights are whole
+        weights = [_whole_weights(models[0]["module"], wanted)]
+    elif saved:
+        weights = [_frozen_weights(model, r, wanted) for r, model in enumerate(models)]
+    else:
+        whole = get_fp32_state_dict_from_zero_checkpoint(
+            str(path.parent), path.name, lazy_mode=True
+        )
+        weights = [_whole_weights(whole, wanted)]
+    pieces = Pieces([*saved, *({"weights": found} for found in weights)])
+    return Opened(models[rank % len(models)], saved, pieces)
+
+
+def _is_model(name: str) -> bool:
+    """Whether a file is of the model's weights, and not of one expert's."""
+    return name.endswith("model_states.pt") and not re.match(r"(layer_-?\d+_)?expert_\d+_", name)
+
+
+def _holds_state(name: str, files: Mapping[str, Any]) -> bool:
+    """Whether a rank's optimizer is in this file: in the model's, where there is no other."""
+    return "optim_states" in name or not any("optim_states" in other for other in files)
+
+
+def _state_in(path: Path) -> Saved:
+    """What ``Contents.save`` returned on a rank, in the file where DeepSpeed has put it."""
+    found = _map(path, is_plain="optim_states" in path.name)
+    return with_plain_names(found.get("optimizer_state_dict") or found["optimizer"])
+
+
+def _refuse_unfinished(path: Path, optimizer: Any) -> None:
+    """Raises CheckpointError if ds_ext wrote the files after all."""
+    files = [_map(file) for file in path.glob("*_rank_0_*optim_states.pt")]
+    optimizers = [optimizer, *(file["optimizer_state_dict"] for file in files)]
+    if any(isinstance(o, dict) and "ds_ext" in o for o in optimizers):
+        raise CheckpointError(f"{path} is not complete: {folder.MANIFEST} is missing.")
+
+
+def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """Those of whole tensors that are wanted, by plain name: a piece each."""
+    own_names = {plain(name): name for name in found}
+    pieces = {}
+    for name in wanted & own_names.keys():
+        values = found[own_names[name]]
+        shape = values.shape
+        pieces[name] = {"start": 0, "total": shape.numel(), "values": values, "shape": list(shape)}
+    return pieces
+
+
+def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]:
+    """Those that are wanted of weights cut into equal parts, by plain name: one rank's pieces."""
+    found = model["frozen_param_fragments"] or {}
+    own_names = {plain(name): name for name in found}
+    pieces = {}
+    for name in wanted & own_names.keys():
+        values, shape = found[own_names[name]], model["frozen_param_shapes"][own_names[name]]
+        size, total = values.numel(), shape.numel()
+        start = min(rank * size, total)
+        pieces[name] = {
+            "start": start,
+            "total": total,
+            "values": values.reshape(-1)[: total - start],  # without padding
+            "shape": list(shape),
+        }
+    return pieces
+
+
+def _map(path: Path, is_plain: bool = False) -> Any:
+    """What torch.save wrote, its tensors left on the disk until they are read.
+
+    ``is_plain``: there are only tensors and numbers in it, nothing that the user or DeepSpeed put
+    there.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=is_plain)
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error

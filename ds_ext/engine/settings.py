@@ -1,0 +1,27 @@
+"""Settings of an engine that have several spellings in its config, or that DeepSpeed derives."""
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
+
+
+def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Returns settings that DeepSpeed derives or that have more than one spelling, by JSON key."""
+    config = engine._config._param_dict
+    zero = config.get("zero_optimization", {})
+    return {
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "sequence_parallel_size": engine.sequence_parallel_size,
+        "zero_optimization": zero | {"stage": int(engine.zero_optimization_stage())},
+    }
+
+
+def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
+    """Returns DeepSpeed's scaler for fp16 weights; for fp16 autocast, one with torch's settings."""
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
+        return DynamicLossScaler(2.0**16, 2000, 2.0**-24, 1, False, raise_error_at_min_scale=False)
+    dtype = torch.float16 if engine.fp16_enabled() else torch.float32
+    dynamic, args = engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
+    return CreateLossScaler(dtype, engine.loss_scale(), dynamic, args)
