@@ -9,26 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext import param_groups
 from ds_ext.backward.gradients import FusedBackward
-from ds_ext.distributed.lost import explained
-from ds_ext.distributed.placement import as_bytes
-from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.layouts import Partitioned
-from ds_ext.ops.state import Part, leaves
-
-# Names that the authors' optimizers and torch's have for what a rule keeps.
-_NAMES = {
-    "exp_avg": ("m",),
-    "exp_avg_sq": ("v", "v.full"),
-    "exp_avg_sq_row": ("v.row",),
-    "exp_avg_sq_col": ("v.col",),
-    "exp_avg_res_row": ("r.row",),
-    "exp_avg_res_col": ("r.col",),
-}
+from ds_ext.engine.state_access import StateAccess
+from ds_ext.engine.wholes import Wholes
 
 
 class _Method:
@@ -51,71 +37,104 @@ class Access:
     """Values, gradients and states of an engine's parameters, whole or this rank's part.
 
     Methods have the names, and those for ZeRO-3 the order of arguments, by which DeepSpeed calls
-    them. Values are in fp32, or fp64 where the parameter is.
+    them. Values are in fp32, or fp64 where the parameter is. ``optim_state_key`` names a state, as
+    in ``StateAccess``, which says what it raises; without one it is the weight that is meant.
     """
 
     def __init__(self, fused: FusedBackward) -> None:
         self.fused = fused
         self.layout = fused.layout
         self.optimizer = fused.optimizer
+        self.wholes = Wholes(fused.layout)
+        self.states = StateAccess(fused.layout, fused.optimizer)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # it is not saved with a parameter
 
+    # Weights and states.
+
     def get_full_hp_param(self, param: Tensor, optim_state_key: str | None = None) -> Tensor | None:
-        """The whole weight or, by a key, its state: in its shape if it has as many elements."""
+        """Returns the whole weight or state; None for the state of one that is not trained."""
         if optim_state_key is not None:
-            return self._full_state(param, optim_state_key)
-        return self._gathered(param, self._weights(param))
+            return self.states.full(param, optim_state_key)
+        return self.wholes.gather(param, self._weights(param))
 
     def set_full_hp_param(
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Makes ``value`` the weight or state; a weight counts from the next forward pass on."""
+        """Makes ``value`` the weight or state; a weight counts from the next forward pass on.
+
+        Raises:
+            ValueError: for a value of another size.
+        """
         if optim_state_key is not None:
-            self._set_state(param, optim_state_key, value, is_full=True)
+            self.states.set_full(param, optim_state_key, value)
         else:
-            self._write(param, self._cut(param, value))
+            self._set_weights(param, self.wholes.cut(param, value))
 
     def get_local_fp32_param(
         self, param: Tensor, optim_state_key: str | None = None
     ) -> Tensor | None:
-        """This rank's partition of the weight or its state, as padded as DeepSpeed's."""
-        if optim_state_key is None:
-            return self._padded(param, self._weights(param))
-        found = self._state(param, optim_state_key)
-        if found is None:
-            return None
-        part, values = found
-        whole = part.is_shared or part.total != self.layout.shard(param).numel
-        return values.clone() if whole else self._padded(param, values)
+        """Returns this rank's partition of the weight or its state, as padded as DeepSpeed's."""
+        if optim_state_key is not None:
+            return self.states.local(param, optim_state_key)
+        return self.wholes.pad(param, self._weights(param))
 
     def set_local_hp_param(
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
-        """The reverse of ``get_local_fp32_param``. All ranks call it together."""
+        """Makes ``value`` this rank's partition of the weight or state. All ranks call it together.
+
+        Raises:
+            ValueError: for a value of another size.
+        """
         if optim_state_key is not None:
-            self._set_state(param, optim_state_key, value, is_full=False)
+            self.states.set_local(param, optim_state_key, value)
         else:
-            self._write(param, self._unpadded(param, value))
+            self._set_weights(param, self.wholes.unpad(param, value))
+
+    def _weights(self, param: Tensor) -> Tensor:
+        """This rank's run of the weight, on the device: [len(shard)] of its own memory."""
+        run, shard = self.layout.run(param), self.layout.shard(param)
+        values = self.optimizer.weights(param, run, shard)
+        return values.to(self.layout.device, _wide(values.dtype), copy=True)
+
+    def _set_weights(self, param: Tensor, run: Tensor) -> None:
+        layout = self.layout
+        self.optimizer.write_weights(param, layout.run(param), layout.shard(param), run)
+        layout.publish([param])
+        layout.end_step()
+
+    # Gradients: the mean over all ranks and micro-batches so far, without the loss scale. All of
+    # these raise RuntimeError where none is kept of any parameter.
 
     def get_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
-        """The mean gradient over all ranks and micro-batches so far, without the loss scale."""
+        """Returns the whole mean gradient; None if the parameter has none."""
         run = self._gradient(param)
-        return None if run is None else self._gathered(param, run)
+        return None if run is None else self.wholes.gather(param, run)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Tensor) -> None:
-        """Makes ``value`` the gradient that ``engine.step()`` will use."""
-        self._set_gradient(param, self._cut(param, value))
+        """Makes ``value`` the gradient that ``engine.step()`` will use.
+
+        Raises:
+            RuntimeError: if the parameter got no gradient in this step.
+            ValueError: for a value of another size.
+        """
+        self._set_gradient(param, self.wholes.cut(param, value))
 
     def get_local_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
-        """This rank's partition of ``get_fp32_grad_for_param``."""
+        """Returns this rank's partition of the mean gradient; None if there is none."""
         run = self._gradient(param)
-        return None if run is None else self._padded(param, run)
+        return None if run is None else self.wholes.pad(param, run)
 
     def set_local_grad_for_param(self, value: Tensor, param: Tensor) -> None:
-        """The reverse of ``get_local_fp32_grad_for_param``."""
-        self._set_gradient(param, self._unpadded(param, value))
+        """Makes ``value`` this rank's partition of the gradient that ``engine.step()`` will use.
+
+        Raises:
+            RuntimeError: if the parameter got no gradient in this step.
+            ValueError: for a value of another size.
+        """
+        self._set_gradient(param, self.wholes.unpad(param, value))
 
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, Tensor], Tensor], params: list[Tensor]
@@ -125,64 +144,6 @@ class Access:
             gradient = self.get_fp32_grad_for_param(param)
             if gradient is not None:
                 self.set_fp32_grad_for_param(update(gradient, param), param)
-
-    def _span(self, param: Tensor) -> tuple[int, int]:
-        """Where this rank's run starts in what it holds of a parameter; elements of that."""
-        domain = self.layout.of[param]
-        held = domain.held.get(param)
-        shard = self.layout.shard(param)
-        if held is None:
-            return shard.start, shard.numel
-        return shard.start - held.split.first(held.part), held.split.numel(held.part)
-
-    def _weights(self, param: Tensor) -> Tensor:
-        """This rank's run of the weight, on the device: [len(shard)] of its own memory."""
-        run, shard = self.layout.run(param), self.layout.shard(param)
-        values = self.optimizer.weights(param, run, shard)
-        return values.to(self.layout.device, _wide(values.dtype), copy=True)
-
-    def _write(self, param: Tensor, run: Tensor) -> None:
-        layout = self.layout
-        self.optimizer.write_weights(param, layout.run(param), layout.shard(param), run)
-        layout.publish([param])
-        layout.end_step()
-
-    def _gathered(self, param: Tensor, run: Tensor) -> Tensor:
-        start, numel = self._span(param)
-        return self._assembled(param, run, start, numel).view(unpartitioned_shape(param))
-
-    def _assembled(self, param: Tensor, run: Tensor, start: int, total: int) -> Tensor:
-        """The ``total`` elements of which each rank has a run; runs may overlap -> [total]."""
-        domain = self.layout.of[param]
-        whole = torch.zeros(total, dtype=run.dtype, device=self.layout.device)
-        whole[start : start + len(run)] = run
-        if domain.parts > 1:
-            with explained():
-                dist.all_reduce(as_bytes(whole), op=dist.ReduceOp.MAX, group=domain.group)
-        return whole
-
-    def _cut(self, param: Tensor, value: Tensor) -> Tensor:
-        """This rank's run of a whole value. Raises ValueError for one of another size."""
-        start, numel = self._span(param)
-        if value.numel() != numel:
-            raise ValueError(
-                f"{self.layout.name(param)} has {numel} elements, the value that is to be set has "
-                f"{value.numel()}: give all ranks the whole value."
-            )
-        n = len(self.layout.shard(param))
-        return value.detach().reshape(-1)[start : start + n]
-
-    def _padded(self, param: Tensor, run: Tensor) -> Tensor:
-        return torch.nn.functional.pad(run, (0, self.layout.shard(param).size - len(run)))
-
-    def _unpadded(self, param: Tensor, value: Tensor) -> Tensor:
-        shard = self.layout.shard(param)
-        if value.numel() not in (len(shard), shard.size):
-            raise ValueError(
-                f"this rank has {len(shard)} elements of {self.layout.name(param)} ({shard.size} "
-                f"with padding), the value that is to be set has {value.numel()}."
-            )
-        return value.detach().reshape(-1)[: len(shard)]
 
     def _check_gradients(self, param: Tensor) -> bool:
         """Whether a parameter has a gradient. RuntimeError where none is kept of any."""
@@ -218,68 +179,6 @@ class Access:
                 f"{self.layout.name(param)} got no gradient in this step: there is none to set."
             )
         self.fused.replace_kept(param, run.to(self.layout.device) / self._factor(param))
-
-    def _state(self, param: Tensor, key: str) -> tuple[Part, Tensor] | None:
-        """Where this rank's part of a state lies in the whole, and its values.
-
-        None for a parameter that is not trained. Raises ValueError for a key that its rule does
-        not keep, and RuntimeError before the first step.
-        """
-        optimizer, name = self.optimizer, self.layout.name(param)
-        if param not in optimizer.group_of:
-            return None
-        if self.layout.of[param].held.get(param) is not None:
-            raise RuntimeError(
-                f"{name} is divided by tensor parallelism: read its state from a checkpoint."
-            )
-        keeps = optimizer.keeps(param, self.layout.shard(param), optimizer.rule_of(param))
-        parts = {".".join(keys): (keys, part) for keys, part in leaves(keeps)}
-        found = [parts[k] for k in (key, *_NAMES.get(key, ())) if k in parts]
-        if not found:
-            known = param_groups.summary(parts) if parts else "nothing"
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps no {key!r} of {name}; it keeps {known}."
-            )
-        if not optimizer.state.get(param):
-            raise RuntimeError(f"{name} has no state yet: it is made in its first step.")
-        keys, part = found[0]
-        values: Any = optimizer.state[param]
-        for inner in keys:
-            values = values[inner]
-        return part, values
-
-    def _full_state(self, param: Tensor, key: str) -> Tensor | None:
-        found = self._state(param, key)
-        if found is None:
-            return None
-        part, values = found
-        values = values.to(self.layout.device)
-        if part.is_shared:
-            return values.clone()
-        whole = self._assembled(param, values.reshape(-1), part.start, part.total)
-        return (
-            whole.view(unpartitioned_shape(param))
-            if part.total == self.layout.shard(param).numel
-            else whole
-        )
-
-    def _set_state(self, param: Tensor, key: str, value: Tensor, is_full: bool) -> None:
-        found = self._state(param, key)
-        name = self.layout.name(param)
-        if found is None:
-            raise ValueError(f"{name} is not trained: it has no state to be set.")
-        part, values = found
-        flat = value.detach().reshape(-1)
-        if is_full and flat.numel() == part.total:
-            flat = flat[part.start : part.stop]
-        elif not is_full and flat.numel() == self.layout.shard(param).size:
-            flat = flat[: values.numel()]
-        if flat.numel() != values.numel():
-            raise ValueError(
-                f"{key} of {name}: the value that is to be set has {value.numel()} elements, "
-                f"{part.total} in all and {values.numel()} on this rank are kept."
-            )
-        values.copy_(flat.view(values.shape))
 
 
 def give(fused: FusedBackward) -> None:
