@@ -31,6 +31,7 @@ class Hook:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
+        """Calls ``call``."""
         return self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
