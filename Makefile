@@ -48,8 +48,8 @@ check: .venv/.test
 matrix: .venv/.test
 	$(BIN)/python -m tests.support README.md
 
-readme:
-	$(PYTHON) -m tests.snippets
+readme: .venv/.test
+	$(BIN)/python -m tests.snippets
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -7,8 +7,9 @@ A document marks the block that it quotes a function, method or class in:
     ...
     ```
 
-``make readme`` (``python -m tests.snippets``) writes these blocks anew in README.md and docs/; a
-test fails while they are not what the source says.
+and the table of optimizers lies between ``<!-- optimizers: ... -->`` and
+``<!-- end of optimizers -->``. ``make readme`` (``python -m tests.snippets``) writes all of these
+anew in README.md and docs/; a test fails while they are not what the source says.
 """
 
 import ast
@@ -17,10 +18,13 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from ds_ext.rules import REGISTRY
+
 ROOT = Path(__file__).parent.parent
 _MARKED = re.compile(
     r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
 )
+_TABLE = re.compile(r"(?ms)^(<!-- optimizers: [^\n]* -->)\n.*?^(<!-- end of optimizers -->)$")
 _BLOCK = re.compile(r"(?m)^```python\n(.*?)^```$", re.S)
 
 
@@ -55,7 +59,22 @@ def renewed(text: str) -> str:
         path, name = found["path"], found["name"]
         return f"<!-- code: {path} {name} -->\n```python\n{source_of(path, name)}```"
 
-    return _MARKED.sub(block, text)
+    text = _MARKED.sub(block, text)
+    return _TABLE.sub(lambda found: f"{found[1]}\n{optimizers()}\n{found[2]}", text)
+
+
+def optimizers() -> str:
+    """The table of optimizers, a row for each registered rule."""
+    head = ["| `type` | | state, bytes per parameter and rank | rounds | paper |"]
+    head.append("|---|---|---|---|---|")
+    rows = []
+    for entry in REGISTRY.values():
+        what = entry.summary.partition(" (arXiv")[0].rstrip(".").replace("|", "\\|")
+        paper = f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})"
+        rows.append(
+            f"| `{entry.rule.__name__}` | {what} | {entry.state} | {entry.rounds} | {paper} |"
+        )
+    return "\n".join(head + rows)
 
 
 def unmarked(text: str) -> Iterator[str]:

@@ -172,7 +172,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._write_events()
 
     def metrics(self) -> dict[str, float]:
-        """What is known of the last step: see README, "What a step tells"."""
+        """What is known of the last step: see docs/settings.md, "What a step tells"."""
         return self.fused.metrics | {"loss_scale": self.loss_scale}
 
     def _write_events(self) -> None:
