@@ -108,8 +108,8 @@ class Stage2(Layout):
     kind = Sharded
 
     def __init__(self, group: Any, names: Mapping[Tensor, str]) -> None:
-        domain = self.kind(group)
-        super().__init__(group, names, lambda param: domain)
+        placement = self.kind(group)
+        super().__init__(group, names, lambda param: placement)
 
     def _host_group(self) -> Any:
         return self.group

@@ -29,13 +29,13 @@ class Meter:
         self.elements: Counter[tuple[int, int]] = Counter()
         self.squares: dict[tuple[int, int, torch.device], Tensor] = {}
 
-    def watch(self, p: Weight, group: int, run: Tensor, copies: int = 1) -> ops.Writable:
+    def watch(self, p: Weight, group: int, run: Tensor, num_replicas: int = 1) -> ops.Writable:
         """What reads and writes as ``p``, the weight kept in ``run``, and is to be written once.
 
-        ``copies`` ranks measure the same run.
+        ``num_replicas`` ranks measure the same run.
         """
-        self.elements[group, copies] += run.numel()
-        key = group, copies, run.device
+        self.elements[group, num_replicas] += run.numel()
+        key = group, num_replicas, run.device
         if key not in self.squares:
             self.squares[key] = torch.zeros(2, dtype=torch.float64, device=run.device)
         if isinstance(p, Tensor):
@@ -50,10 +50,10 @@ class Meter:
         devices = [device for *_, device in self.squares]
         device = devices[0] if devices else torch.device("cpu")
         total = torch.zeros(self.groups, 3, dtype=torch.float64, device=device)
-        for (group, copies), n in self.elements.items():
-            total[group, 2] += n / copies
-        for (group, copies, _), squares in self.squares.items():
-            total[group, :2] += squares.to(total.device) / copies
+        for (group, num_replicas), n in self.elements.items():
+            total[group, 2] += n / num_replicas
+        for (group, num_replicas, _), squares in self.squares.items():
+            total[group, :2] += squares.to(total.device) / num_replicas
         return total
 
 

@@ -35,7 +35,7 @@ class Update(NamedTuple):
     p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
     g: ops.Gradient  # the same run of the gradient
     shard: Shard
-    copies: int = 1  # ranks that take this part and count it in the sizes of updates
+    num_replicas: int = 1  # ranks that update this run and count it in the sizes of updates
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -236,7 +236,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """The same, measured if a meter is set."""
         if self.meter is None:
             return p
-        return self.meter.watch(p, self.row_of[u.param], run, u.copies)
+        return self.meter.watch(p, self.row_of[u.param], run, u.num_replicas)
 
     def keeps(self, param: Tensor, shard: Shard, rule: Rule) -> Parts:
         """What ``rule`` keeps of a parameter."""

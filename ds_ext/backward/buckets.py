@@ -70,8 +70,8 @@ class Buckets:
         self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
         self.uses = Uses(module, leaves)
-        self.size_of = {p: domain.numel(p) for p, domain in layout.of.items()}
-        self.counted = {p: domain.counted(p) for p, domain in layout.of.items()}
+        self.size_of = {p: placement.padded_numel(p) for p, placement in layout.of.items()}
+        self.counted = {p: placement.max_padded_numel(p) for p, placement in layout.of.items()}
         self.reduction = Reduction(
             layout, self.beside, self.size_of, comm_dtype, self.uses.together
         )

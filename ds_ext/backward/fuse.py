@@ -62,9 +62,9 @@ def fuse_into_backward(
             "spread over several."
         )
     _take_over(model, optimizer, group)
-    domain = Replicated(group or everyone())
+    placement = Replicated(group or everyone())
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    layout = Layout(domain.group, names, lambda param: domain)
+    layout = Layout(placement.group, names, lambda param: placement)
     layout.broadcast(model)
     if bucket_size is None:
         bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1

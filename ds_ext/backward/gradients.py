@@ -24,7 +24,7 @@ from ds_ext.backward.rehearsal import Rehearsal
 from ds_ext.backward.runs import Receiver, Run
 from ds_ext.backward.tally import SECOND_GRADIENT, Clipping, Tally
 from ds_ext.distributed.layout import Layout
-from ds_ext.distributed.placement import Replicated
+from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer
 
@@ -155,7 +155,7 @@ class FusedBackward:
     def previous_norm(self, norm: float | None) -> None:
         self.clipping.previous_norm = norm
 
-    def unscale(self, placement: Replicated) -> float:
+    def unscale(self, placement: Placement) -> float:
         """What makes a summed gradient of the scaled loss the mean gradient of the loss."""
         return self.reader.unscale(placement)
 
@@ -248,7 +248,7 @@ class FusedBackward:
         self.buckets.discard()
         self.tally = Tally(self.reader)
         for param, (values, bad) in kept.items():
-            size = self.buckets.size_of[param] // self.layout.of[param].parts
+            size = self.buckets.size_of[param] // self.layout.of[param].num_shards
             g = nn.functional.pad(values, (0, size - len(values)))
             self.tally.kept[param] = Run(g, torch.tensor(bad, dtype=torch.bool, device="cpu"))
 

@@ -10,7 +10,7 @@ from ds_ext import ops
 from ds_ext.backward import settings
 from ds_ext.backward.runs import Run
 from ds_ext.distributed.layout import Layout
-from ds_ext.distributed.placement import Replicated
+from ds_ext.distributed.placement import Placement
 
 Runs: TypeAlias = Mapping[Tensor, Run]
 
@@ -26,9 +26,9 @@ class GradientReader:
         self.how = how
         self.loss_scale = 1.0
 
-    def unscale(self, placement: Replicated) -> float:
+    def unscale(self, placement: Placement) -> float:
         """What makes a summed gradient of the scaled loss the mean gradient of the loss."""
-        return 1 / (self.loss_scale * (placement.losses if self.how.average else 1))
+        return 1 / (self.loss_scale * (placement.grad_divisor if self.how.average else 1))
 
     def gradient(self, param: Tensor, run: Run, coefficient: float) -> ops.Gradient:
         """A run, [len(shard)], times the clip ``coefficient``, its elements bounded."""

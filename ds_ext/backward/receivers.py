@@ -37,16 +37,16 @@ class Stepper:
     def _update(self, param: Tensor, run: Run, tally: Tally) -> Update:
         """This rank's part in the step of a parameter."""
         g = tally.reader.gradient(param, run, tally.coefficient)
-        copies = self.layout.copies(self.layout.of[param])
-        return Update(param, self.layout.run(param), g, self.layout.shard(param), copies)
+        replicas = self.layout.num_replicas(self.layout.of[param])
+        return Update(param, self.layout.run(param), g, self.layout.shard(param), replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
     ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
         """Parameters whose partial sums are added up over the same ranks, and how."""
         found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
-        for placement, some in self.layout.by_domain(params):
-            found.setdefault(placement.holders, (placement.all_reduce, []))[1].extend(some)
+        for placement, some in self.layout.by_placement(params):
+            found.setdefault(placement.statistics_group, (placement.all_reduce, []))[1].extend(some)
         return list(found.values())
 
 

@@ -98,5 +98,5 @@ class Reduction:
         """Whether a gradient, its sum over the ranks and the squares of that do -> []."""
         low, high = torch.aminmax(flat)
         squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
-        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.of[param].losses
+        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.of[param].grad_divisor
         return torch.logical_and(high <= bound, low >= -bound)

@@ -68,16 +68,16 @@ class Tally:
     def record(self, runs: Runs) -> None:
         """Adds gradients to the norm, and notes which may not be finite."""
         reader, layout = self.reader, self.reader.layout
-        for placement, params in layout.by_domain(runs):
-            unscale, copies = reader.unscale(placement), layout.copies(placement)
+        for placement, params in layout.by_placement(runs):
+            unscale, replicas = reader.unscale(placement), layout.num_replicas(placement)
             with launches.together():
                 squares = [reader.square(param, runs[param]) for param in params]
-            square = torch.stack(squares).double().sum() * (unscale**2 / copies)
+            square = torch.stack(squares).double().sum() * (unscale**2 / replicas)
             self.square = square if self.square is None else self.square + square
             if reader.how.max_value:
                 bound = reader.how.max_value / unscale
                 counts = [reader.beyond(param, runs[param], bound) for param in params]
-                beyond = torch.stack(counts).sum(0) / copies
+                beyond = torch.stack(counts).sum(0) / replicas
                 self.beyond = beyond if self.beyond is None else self.beyond + beyond
         self.suspects += ((param, run.bad) for param, run in runs.items())
 

@@ -26,8 +26,8 @@ class Own(NamedTuple):
     name: str
     run: Tensor  # of the weight, [len(shard)]
     shard: Shard
-    place: int = 0  # which of ``parts`` equal parts it is
-    parts: int = 1
+    shard_index: int = 0  # which of ``num_shards`` equal parts it is
+    num_shards: int = 1
     # of a stack of experts of which other ranks have others: the first one, and the shape of all
     experts: tuple[int, tuple[int, ...]] | None = None
 
@@ -98,7 +98,7 @@ def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[st
     saved = {}
     for param, own in owned.items():
         if kept := optimizer.state.get(param):
-            is_writer = optimizer.number_of[param] % own.parts == own.place
+            is_writer = optimizer.number_of[param] % own.num_shards == own.shard_index
             parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
             saved[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
     return saved

@@ -1,4 +1,4 @@
-"""The layout of a model: the domains of its parameters, and what its ranks find out together."""
+"""The layout of a model: the placements of its parameters, and what its ranks find out together."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ext.distributed.lost import explained
-from ds_ext.distributed.placement import Group, Replicated, broadcast, everyone, flat, size_of
+from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, flat, size_of
 from ds_ext.ops.shard import Shard
 
 
@@ -22,29 +22,29 @@ class Agreement(NamedTuple):
 
 
 class Layout:
-    """The domains of a model's parameters, and what its ranks find out together.
+    """The placements of a model's parameters, and what its ranks find out together.
 
     ``names`` has all parameters, those without gradients too; ``group`` are the ranks of data
-    parallelism. ``domain_of`` gives a parameter's domain.
+    parallelism. ``placement_of`` gives a parameter's placement.
     """
 
     def __init__(
         self,
         group: Group,
         names: Mapping[Tensor, str],
-        domain_of: Callable[[Tensor], Replicated],
+        placement_of: Callable[[Tensor], Placement],
     ) -> None:
         self.group = group
         self.names = names
         self.params = list(names)
         self.number_of = {p: i for i, p in enumerate(names)}
-        self.of = {param: domain_of(param) for param in names}
-        self.domains = list(dict.fromkeys(self.of.values()))
+        self.of = {param: placement_of(param) for param in names}
+        self.placements = list(dict.fromkeys(self.of.values()))
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
         self.device = next(iter(names)).device if names else torch.device("cpu")
         self.host_group = self._host_group()
-        self.shards = {param: domain.shard(param) for param, domain in self.of.items()}
+        self.shards = {param: placement.shard(param) for param, placement in self.of.items()}
         self.bytes_sent = 0
         for param in names:
             flat(param)  # puts its elements in order, before the first step
@@ -59,13 +59,15 @@ class Layout:
     @property
     def groups(self) -> set[dist.ProcessGroup]:
         """All groups that collectives run over."""
-        own = {g for domain in self.domains for g in (domain.group, domain.holders)}
-        return {g for g in own | {self.group, self.host_group} if g is not None}
+        found = {self.group, self.host_group}
+        for placement in self.placements:
+            found |= {placement.group, placement.statistics_group}
+        return {group for group in found if group is not None}
 
     @property
     def is_shared(self) -> bool:
         """Whether other ranks add to a gradient."""
-        return any(domain.is_summed for domain in self.domains)
+        return any(placement.is_summed for placement in self.placements)
 
     def name(self, param: Tensor) -> str:
         return self.names.get(param, "a parameter outside the model")
@@ -77,12 +79,12 @@ class Layout:
         """This rank's run of the weight, [len(shard)], to be updated in place."""
         return self.of[param].run(param)
 
-    def by_domain(self, params: Iterable[Tensor]) -> list[tuple[Replicated, list[Tensor]]]:
-        """Parameters by domain, in the same order on all ranks."""
-        found: dict[Replicated, list[Tensor]] = {domain: [] for domain in self.domains}
+    def by_placement(self, params: Iterable[Tensor]) -> list[tuple[Placement, list[Tensor]]]:
+        """Parameters by placement, in the same order on all ranks."""
+        found: dict[Placement, list[Tensor]] = {placement: [] for placement in self.placements}
         for param in params:
             found[self.of[param]].append(param)
-        return [(domain, some) for domain, some in found.items() if some]
+        return [(placement, some) for placement, some in found.items() if some]
 
     def broadcast(self, module: nn.Module) -> None:
         """Sends the parameters and buffers of the group's first rank to the others."""
@@ -127,17 +129,17 @@ class Layout:
     ) -> tuple[dict[Tensor, Tensor], Tensor, Callable[[], None]]:
         """Begins to sum flat gradients, in place -> this rank's runs, the votes added up, a wait.
 
-        Votes travel with the gradients where one domain is all there is; else all ranks, which
+        Votes travel with the gradients where one placement is all there is; else all ranks, which
         hold parts of the same parameters, add up theirs by themselves.
         """
         runs: dict[Tensor, Tensor] = {}
         waits = []
-        is_one = len(self.domains) == 1 and not self.domains[0].held
-        for domain, params in self.by_domain(flats):
+        is_one = len(self.placements) == 1 and not self.placements[0].tensor_parallel_shards
+        for placement, params in self.by_placement(flats):
             sent = [flats[p] for p in params]
             if is_one:
-                sent.append(votes.repeat(domain.parts))
-            reduced, wait = domain.reduce(sent)
+                sent.append(votes.repeat(placement.num_shards))
+            reduced, wait = placement.reduce(sent)
             if is_one:
                 votes = reduced.pop()
             runs |= zip(params, reduced, strict=True)
@@ -154,15 +156,15 @@ class Layout:
 
         return {p: runs[p] for p in flats}, votes, wait_for_all
 
-    def copies(self, domain: Replicated) -> int:
+    def num_replicas(self, placement: Placement) -> int:
         """How many ranks add the same run to a ``total``."""
-        return domain.copies if len(self.domains) > 1 else 1
+        return placement.num_replicas if len(self.placements) > 1 else 1
 
     def total(self, sums: Tensor) -> Tensor:
-        """Adds up sums over this rank's runs, divided by their ``copies``, over the model."""
+        """Adds up sums over this rank's runs, divided by their ``num_replicas``, over the model."""
         sums = sums.clone()
-        if len(self.domains) == 1:
-            self.domains[0].all_reduce(sums)
+        if len(self.placements) == 1:
+            self.placements[0].all_reduce(sums)
         else:
             self.bytes_sent += sums.nbytes
             with explained():
@@ -171,7 +173,7 @@ class Layout:
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on any rank of the model; all ranks call it."""
-        is_one = len(self.domains) == 1 and not self.domains[0].held
+        is_one = len(self.placements) == 1 and not self.placements[0].tensor_parallel_shards
         group = self.group if is_one else everyone()
         if size_of(group) == 1:
             return flag
@@ -184,15 +186,15 @@ class Layout:
     def take_bytes_sent(self) -> int:
         """Bytes handed to collectives since the last call."""
         sent, self.bytes_sent = self.bytes_sent, 0
-        for domain in self.domains:
-            sent += domain.bytes_sent
-            domain.bytes_sent = 0
+        for placement in self.placements:
+            sent += placement.bytes_sent
+            placement.bytes_sent = 0
         return sent
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Brings updated runs to the ranks that hold the whole parameter."""
-        for domain, some in self.by_domain(params):
-            domain.publish(some)
+        for placement, some in self.by_placement(params):
+            placement.publish(some)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -1,15 +1,16 @@
-"""Domains: where the run of a parameter lies that a rank owns, how its gradient arrives, what is
-published. Parameters that are spread alike make one.
+"""Placements: which run of a parameter a rank updates, how gradients reach it and updates leave it.
 
-| domain       | weight kept | run   | gradient       | after the update   | partial sums     |
+Parameters that are spread alike share one. d is the number of ranks of data parallelism.
+
+| placement    | weight kept | run   | gradient       | after the update   | partial sums     |
 |--------------|-------------|-------|----------------|--------------------|------------------|
 | `Replicated` | all         | all   | all-reduce     | nothing            | of one rank      |
 | `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | added up over d  |
 
-ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in partitions.py. With
-tensor parallelism "all" is the boxes of the matrix that a rank holds, and partial sums are added
-up over all ranks that hold some of it; what is not split is a domain of its own, and so are
-experts that only some ranks have.
+ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in engine/layouts.py.
+With tensor parallelism "all" is the boxes of the matrix that a rank holds, and partial sums are
+added up over all ranks that hold some of it; parameters that it leaves whole have a placement of
+their own, and so have experts that only some ranks hold.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,118 +27,152 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 
 
 def everyone() -> Group:
-    """The group of all processes; None where this one is alone."""
+    """Returns the group of all processes, None without a process group."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def size_of(group: Group) -> int:
-    """How many ranks a group has."""
+    """Returns how many ranks a group has, 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
-class Held(NamedTuple):
-    """What a rank of tensor parallelism holds of a parameter of ``shape``."""
+class TensorParallelShard(NamedTuple):
+    """What this rank holds of a parameter that tensor parallelism has split."""
 
-    shape: tuple[int, ...]
-    split: Split
-    part: int
+    shape: tuple[int, ...]  # of the whole parameter
+    split: Split  # the boxes of it that each rank of the tensor-parallel group holds
+    rank: int  # this rank's in that group
+
+    @property
+    def start(self) -> int:
+        """The number of its first element, where elements are numbered rank by rank."""
+        return self.split.first(self.rank)
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank holds."""
+        return self.split.numel(self.rank)
 
 
-class Replicated:
-    """Parameters that every rank of ``group`` holds and updates: ZeRO stage 0, DDP, one process.
+class Placement:
+    """How parameters are spread over ranks, and the collectives that follow from it.
 
-    Gradients are summed over ``group``; they are those of ``losses`` mean losses then. Partial sums
-    are added up over ``holders``, the ranks that hold a part of a parameter each, if there are any.
-    ``held`` tells what this rank holds of those that tensor parallelism has split. ``copies`` of
-    each run exist.
+    This class by itself says where runs lie; ``Replicated`` and ``Sharded`` say how gradients get
+    there.
+
+    Args:
+        group: the ranks over which gradients are summed; None for a process alone.
+        grad_divisor: how many mean losses a summed gradient is of, by which it is divided to be
+            that of their mean; by default the size of ``group``.
+        statistics_group: the ranks that each have a run of the same parameters, over which a
+            rule's partial sums are added up; None where every rank has all of them.
+        tensor_parallel_shards: what this rank holds of the parameters that tensor parallelism
+            has split.
+        num_replicas: how many ranks have, and update, the same run.
+
+    Attributes:
+        num_shards: into how many equal parts a flat gradient is cut.
+        shard_index: which of them is this rank's.
+        bytes_sent: bytes that this rank has handed to collectives for gradients, statistics and
+            updated weights.
     """
 
-    parts = 1  # equal parts that a gradient is cut into
-    place = 0  # which of them is this rank's
+    num_shards = 1
+    shard_index = 0
 
     def __init__(
         self,
         group: Group,
-        losses: int | None = None,
-        holders: Group = None,
-        held: Mapping[Tensor, Held] | None = None,
-        copies: int = 1,
+        grad_divisor: int | None = None,
+        statistics_group: Group = None,
+        tensor_parallel_shards: Mapping[Tensor, TensorParallelShard] | None = None,
+        num_replicas: int = 1,
     ) -> None:
         self.group = group
         self.world = size_of(group)
-        self.losses = losses or self.world
-        self.holders = holders
-        self.held = held or {}
-        self.copies = copies
-        self.bytes_sent = 0  # handed to collectives by this rank, on the optimizer's behalf
+        self.grad_divisor = grad_divisor or self.world
+        self.statistics_group = statistics_group
+        self.tensor_parallel_shards = tensor_parallel_shards or {}
+        self.num_replicas = num_replicas
+        self.bytes_sent = 0
 
     @property
     def is_summed(self) -> bool:
         """Whether other ranks add to gradients."""
-        return max(self.world, self.losses) > 1
+        return max(self.world, self.grad_divisor) > 1
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
-        """The shape of what this rank holds of a parameter."""
+        """The shape of what this rank holds of a parameter, before ZeRO-3 cuts it."""
         return tuple(param.shape)
 
     def shard(self, param: Tensor) -> Shard:
-        held = self.held.get(param)
+        """The run of a parameter that this rank updates, within the whole parameter."""
+        held = self.tensor_parallel_shards.get(param)
         if held is None:
-            return Shard.of_rank(self.shape(param), self.place, self.parts)
-        return Shard.of_split(held.shape, held.split, held.part, self.place)
+            return Shard.of_rank(self.shape(param), self.shard_index, self.num_shards)
+        return Shard.of_split(held.shape, held.split, held.rank, self.shard_index)
 
     def run(self, param: Tensor) -> Tensor:
-        """This rank's run of the weight, [len(shard)], to be updated in place."""
-        shard, held = self.shard(param), self.held.get(param)
-        first = shard.start - (held.split.first(held.part) if held else 0)
+        """This rank's run of the weight, [len(shard)], a view that is updated in place."""
+        shard, held = self.shard(param), self.tensor_parallel_shards.get(param)
+        first = shard.start - (held.start if held else 0)
         return flat(param)[first : first + len(shard)]
 
-    def numel(self, param: Tensor) -> int:
-        """Elements of a gradient, padded to equal parts."""
-        held = self.held.get(param)
-        return self._padded(held.split.numel(held.part) if held else self.shard(param).numel)
+    def padded_numel(self, param: Tensor) -> int:
+        """Elements of a gradient on this rank, padded to equal parts."""
+        held = self.tensor_parallel_shards.get(param)
+        return self._padded(held.numel if held else self.shard(param).numel)
 
-    def counted(self, param: Tensor) -> int:
-        """The same as a bucket counts them: alike on all ranks, whatever each holds."""
-        held = self.held.get(param)
+    def max_padded_numel(self, param: Tensor) -> int:
+        """The same on the rank that holds most, by which buckets are filled alike on all ranks."""
+        held = self.tensor_parallel_shards.get(param)
         if held is None:
-            return self.numel(param)
+            return self.padded_numel(param)
         return self._padded(max(map(held.split.numel, range(len(held.split.boxes)))))
 
     def _padded(self, numel: int) -> int:
-        return numel + -numel % self.parts
+        return numel + -numel % self.num_shards
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begins to sum flat gradients over the ranks, in place -> this rank's runs, a wait.
+        """Begins to sum flat gradients over the ranks, in place, by one collective for each dtype.
 
-        One collective for each dtype. On a GPU what waits is the current stream, not the host.
+        Args:
+            flats: gradients, each [padded_numel], in the same order on all ranks.
+
+        Returns:
+            This rank's runs of the sums, views of ``flats``, each [padded_numel / num_shards]; and
+            a function that waits for them: on a GPU the current stream waits, not the host.
+
+        Raises:
+            LostRankError: another rank has ended.
         """
         if self.world == 1:
             return list(flats), lambda: None
         self.bytes_sent += sum(flat.nbytes for flat in flats)
         with explained():
-            works = [self._begin(alike) for alike in by_dtype(flats)]
+            works = [self._begin_sum(alike) for alike in by_dtype(flats)]
 
         def wait() -> None:
             with explained():
                 for work in works:
                     work.wait()
 
-        return [self._part(flat) for flat in flats], wait
+        return [self._own_part(flat) for flat in flats], wait
 
-    def _begin(self, flats: list[Tensor]) -> dist.Work:
-        return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
+    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
+        """Begins a collective that leaves this rank's part of the sums in ``_own_part``."""
+        raise NotImplementedError
 
-    def _part(self, flat: Tensor) -> Tensor:
-        """This rank's run, padded, of a flat gradient."""
-        return flat
+    def _own_part(self, flat: Tensor) -> Tensor:
+        """This rank's run, padded, of a flat gradient or weight: a view."""
+        return flat.view(self.num_shards, -1)[self.shard_index]
 
     def all_reduce(self, sums: Tensor) -> None:
-        """Adds up partial sums over the ranks that share a parameter, in place."""
-        if size_of(self.holders) > 1:
+        """Adds up partial sums, [n], in place, over the ranks that share a parameter."""
+        if size_of(self.statistics_group) > 1:
             self.bytes_sent += sums.nbytes
             with explained():
-                dist.all_reduce(sums, group=self.holders)
+                dist.all_reduce(sums, group=self.statistics_group)
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Brings updated runs to the ranks that hold the whole parameter.
@@ -149,56 +184,71 @@ class Replicated:
             torch.autograd.graph.increment_version(param)
 
 
-class Sharded(Replicated):
-    """Parameters that every rank holds, updating 1/d of each: ZeRO stages 1 and 2."""
+class Replicated(Placement):
+    """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP, one process."""
+
+    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
+        return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
+
+
+class Sharded(Placement):
+    """Parameters that every rank holds, updating 1/d of each: ZeRO stages 1 and 2.
+
+    Args:
+        group: the d ranks.
+        grad_divisor: see ``Placement``.
+        statistics_group: by default ``group``.
+        tensor_parallel_shards: see ``Placement``.
+        num_replicas: see ``Placement``.
+    """
 
     def __init__(
         self,
         group: Group,
-        losses: int | None = None,
-        holders: Group = None,
-        held: Mapping[Tensor, Held] | None = None,
-        copies: int = 1,
+        grad_divisor: int | None = None,
+        statistics_group: Group = None,
+        tensor_parallel_shards: Mapping[Tensor, TensorParallelShard] | None = None,
+        num_replicas: int = 1,
     ) -> None:
-        super().__init__(group, losses, holders or group, held, copies)
-        self.parts = self.world
-        self.place = 0 if group is None else dist.get_rank(group)
+        super().__init__(
+            group, grad_divisor, statistics_group or group, tensor_parallel_shards, num_replicas
+        )
+        self.num_shards = self.world
+        self.shard_index = 0 if group is None else dist.get_rank(group)
 
-    def _begin(self, flats: list[Tensor]) -> dist.Work:
-        parts = list(map(self._part, flats))
-        return self.group.reduce_scatter_tensor_coalesced(parts, flats)  # type: ignore[union-attr]
-
-    def _part(self, flat: Tensor) -> Tensor:
-        return flat.view(self.parts, -1)[self.place]
+    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
+        runs = list(map(self._own_part, flats))
+        return self.group.reduce_scatter_tensor_coalesced(runs, flats)  # type: ignore[union-attr]
 
     def publish(self, params: Iterable[Tensor]) -> None:
+        """Gathers the runs of ``params`` that all ranks have updated, into each parameter."""
         super().publish(params)
         if self.world == 1:
             return
-        wholes = {param: self._whole(param) for param in params}
-        sent = list(map(as_bytes, wholes.values()))
-        parts = list(map(self._part, sent))
-        self.bytes_sent += sum(part.nbytes for part in parts)
+        wholes = {param: self._padded_weight(param) for param in params}
+        gathered = list(map(as_bytes, wholes.values()))
+        runs = list(map(self._own_part, gathered))
+        self.bytes_sent += sum(run.nbytes for run in runs)
         with explained():
-            self.group.allgather_into_tensor_coalesced(sent, parts).wait()  # type: ignore[union-attr]
+            self.group.allgather_into_tensor_coalesced(gathered, runs).wait()  # type: ignore[union-attr]
         for param, whole in wholes.items():
             values = flat(param)
             if len(whole) > len(values):
                 values.copy_(whole[: len(values)])
 
-    def _whole(self, param: Tensor) -> Tensor:
-        """A parameter, flat, in equal parts for all ranks: itself, or a copy of this run in it."""
-        values, size = flat(param), self.numel(param)
+    def _padded_weight(self, param: Tensor) -> Tensor:
+        """A weight, flat, in equal parts for all ranks: itself, or a copy of this rank's run."""
+        values, size = flat(param), self.padded_numel(param)
         if size == len(values):
             return values
         whole = torch.empty(size, dtype=values.dtype, device=values.device)
         run = self.run(param)
-        self._part(whole)[: len(run)].copy_(run)
+        self._own_part(whole)[: len(run)].copy_(run)
         return whole
 
 
 def flat(param: Tensor) -> Tensor:
-    """The elements of a parameter, in their order: a view.
+    """Returns the elements of a parameter in row-major order: a view, [numel].
 
     A parameter that lies in memory in another order (``channels_last``) is first put in this one.
     """
@@ -208,9 +258,17 @@ def flat(param: Tensor) -> Tensor:
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> None:
-    """Sends the values of ``x`` from the rank ``source`` to all others, however they lie in memory.
+    """Overwrites ``x`` on all ranks of ``group`` by its values on one, however they lie in memory.
 
-    Of a dimension that was expanded, one is sent.
+    Of a dimension that was expanded, one index is sent.
+
+    Args:
+        x: the tensor, of the same shape and strides on all ranks.
+        source: the global rank whose values are sent.
+        group: the ranks.
+
+    Raises:
+        LostRankError: another rank has ended.
     """
     for dim in reversed(range(x.ndim)):
         if x.stride(dim) == 0 and x.shape[dim]:
@@ -223,12 +281,12 @@ def broadcast(x: Tensor, source: int, group: Group) -> None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, [bytes] uint8: what any backend moves, of any dtype."""
+    """Returns the memory of a contiguous tensor, [bytes] uint8: any backend moves that."""
     return x.view(-1).view(torch.uint8)
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors of each dtype."""
+    """Returns the tensors of each dtype, in the order in which dtypes are first seen."""
     found: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
         found.setdefault(x.dtype, []).append(x)

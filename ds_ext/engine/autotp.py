@@ -16,7 +16,7 @@ from deepspeed.module_inject.layers import (
 )
 from torch import Tensor, nn
 
-from ds_ext.distributed.placement import Held
+from ds_ext.distributed.placement import TensorParallelShard
 from ds_ext.ops.shard import Box, Split
 
 # What is a linear layer, and what an embedding, with tensor parallelism or without.
@@ -37,7 +37,9 @@ def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def held(names: Mapping[Tensor, str], rank: int, ranks: int) -> dict[Tensor, Held]:
+def tensor_parallel_shards(
+    names: Mapping[Tensor, str], rank: int, ranks: int
+) -> dict[Tensor, TensorParallelShard]:
     """What ``rank`` of tensor parallelism holds of the parameters that it has split.
 
     Each part is cut again for ``ranks`` of data parallelism. Raises ValueError for a layer whose
@@ -55,7 +57,7 @@ def held(names: Mapping[Tensor, str], rank: int, ranks: int) -> dict[Tensor, Hel
             tuple(_box(piece, made, r, name) for piece in pieces if piece.numel)
             for r, pieces in sorted(made.pieces_by_rank.items())
         )
-        found[param] = Held(made.logical_shape, Split(boxes, ranks), rank)
+        found[param] = TensorParallelShard(made.logical_shape, Split(boxes, ranks), rank)
     return found
 
 

@@ -36,8 +36,8 @@ def owned(layout: Layout) -> dict[Tensor, Own]:
             plain(name),
             layout.run(p),
             layout.shard(p),
-            layout.of[p].place,
-            layout.of[p].parts,
+            layout.of[p].shard_index,
+            layout.of[p].num_shards,
             expert_parallel.place(p),
         )
         for p, name in layout.names.items()

@@ -17,9 +17,10 @@ from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.lost import explained
 from ds_ext.distributed.placement import (
     Group,
-    Held,
+    Placement,
     Replicated,
     Sharded,
+    TensorParallelShard,
     by_dtype,
     everyone,
     size_of,
@@ -34,10 +35,11 @@ _COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 class Partitioned(Sharded):
     """Parameters of which a rank holds its run alone, ``ds_tensor`` less the padding: ZeRO-3.
 
-    Gradients of what all ranks of tensor parallelism hold alike are summed over ``twins`` too.
+    Gradients of what all ranks of tensor parallelism hold alike are summed over
+    ``tensor_parallel_group`` too.
     """
 
-    twins: Group = None
+    tensor_parallel_group: Group = None
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
         return tuple(deepspeed_parameter(param).ds_shape)
@@ -47,7 +49,7 @@ class Partitioned(Sharded):
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         runs, wait = super().reduce(flats)
-        if self.twins is None:
+        if self.tensor_parallel_group is None:
             return runs, wait
 
         def wait_for_both() -> None:
@@ -55,7 +57,7 @@ class Partitioned(Sharded):
             self.bytes_sent += sum(run.nbytes for run in runs)
             with explained():
                 for alike in by_dtype(runs):
-                    self.twins.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
+                    self.tensor_parallel_group.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
 
         return runs, wait_for_both
 
@@ -64,8 +66,8 @@ class Partitioned(Sharded):
 
         What was gathered before is another tensor, unless DeepSpeed had nothing to gather.
         """
-        if self.parts == 1:
-            Replicated.publish(self, params)
+        if self.num_shards == 1:
+            Placement.publish(self, params)
 
 
 class Partitions(Layout):
@@ -76,11 +78,11 @@ class Partitions(Layout):
         offload: DeepSpeedZeRoOffload,
         group: Group,
         names: Mapping[Tensor, str],
-        domain_of: Callable[[Tensor], Replicated],
+        placement_of: Callable[[Tensor], Placement],
         overlap: bool,
     ) -> None:
         self.offload = offload
-        super().__init__(group, names, domain_of)
+        super().__init__(group, names, placement_of)
         # Gloo, which sums on a CPU, ends a process that is sent more than it waits for.
         ahead = overlap and self.device.type != "cpu"
         self.order = Order(offload.module, self.names, self.host_group, ahead)
@@ -150,33 +152,33 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     if engine.autotp_size() > 1:
         tensor_group = groups.get_tensor_model_parallel_group()
         ranks = 1 if kind is Replicated else size_of(group)
-        held = autotp.held(names, dist.get_rank(tensor_group), ranks)
-        split, whole = _domains(kind, group, tensor_group, held)
+        shards = autotp.tensor_parallel_shards(names, dist.get_rank(tensor_group), ranks)
+        split, whole = _tensor_parallel_placements(kind, group, tensor_group, shards)
     else:
-        copies = _copies(kind, group)
-        held, split, whole = {}, None, kind(group, _losses(engine), copies=copies)
-    experts: dict[Group, Replicated] = {}
+        replicas = _num_replicas(kind, group)
+        shards, split, whole = {}, None, kind(group, _grad_divisor(engine), num_replicas=replicas)
+    experts: dict[Group, Placement] = {}
 
-    def domain_of(param: Tensor) -> Replicated:
+    def placement_of(param: Tensor) -> Placement:
         if expert_parallel.is_expert(param) and size_of(
             own := expert_parallel.group(param)
         ) < size_of(group):
             # Tokens of all ranks have come to these experts: their gradients are of all losses.
-            made = kind(own, losses=size_of(group), copies=_copies(kind, own))
+            made = kind(own, grad_divisor=size_of(group), num_replicas=_num_replicas(kind, own))
             return experts.setdefault(own, made)
-        return split if split is not None and param in held else whole
+        return split if split is not None and param in shards else whole
 
     if offload is None:
-        return Layout(group, names, domain_of)
-    return Partitions(offload, group, names, domain_of, bool(engine.zero_overlap_comm()))
+        return Layout(group, names, placement_of)
+    return Partitions(offload, group, names, placement_of, bool(engine.zero_overlap_comm()))
 
 
-def _copies(kind: type[Replicated], group: Group) -> int:
+def _num_replicas(kind: type[Placement], group: Group) -> int:
     """How many ranks have the same run."""
     return size_of(group) if kind is Replicated else 1
 
 
-def _losses(engine: DeepSpeedEngine) -> int:
+def _grad_divisor(engine: DeepSpeedEngine) -> int:
     """How many mean losses a gradient is summed over: a sequence's ranks have parts of one.
 
     Raises ValueError if DeepSpeed does not sum over these ranks.
@@ -194,25 +196,33 @@ def _losses(engine: DeepSpeedEngine) -> int:
     return size_of(group) // int(size)
 
 
-def _domains(
-    kind: type[Replicated], group: Group, tensor_group: Group, held: Mapping[Tensor, Held]
-) -> tuple[Replicated, Replicated]:
+def _tensor_parallel_placements(
+    kind: type[Placement],
+    group: Group,
+    tensor_group: Group,
+    shards: Mapping[Tensor, TensorParallelShard],
+) -> tuple[Placement, Placement]:
     """Where parameters lie that tensor parallelism has split, and those that it has not.
 
     The latter are the same on all ranks of tensor parallelism, and so should their gradients be;
     they are averaged over these too, for else what differs (dropout, or a sum in another order)
     would lead the ranks apart.
     """
-    twins = size_of(tensor_group)
-    losses = size_of(group) * twins
+    tensor_ranks = size_of(tensor_group)
+    grad_divisor = size_of(group) * tensor_ranks
     if kind is Replicated:
-        split = kind(group, holders=tensor_group, held=held, copies=size_of(group))
-        return split, kind(everyone(), copies=losses)
-    split = kind(group, holders=everyone(), held=held)
+        split: Placement = kind(
+            group,
+            statistics_group=tensor_group,
+            tensor_parallel_shards=shards,
+            num_replicas=size_of(group),
+        )
+        return split, kind(everyone(), num_replicas=grad_divisor)
+    split = kind(group, statistics_group=everyone(), tensor_parallel_shards=shards)
     if kind is Sharded:
         return split, kind(everyone())
-    whole = Partitioned(group, losses, copies=twins)
-    whole.twins = tensor_group
+    whole = Partitioned(group, grad_divisor, num_replicas=tensor_ranks)
+    whole.tensor_parallel_group = tensor_group
     return split, whole
 
 

@@ -184,9 +184,9 @@ class Access:
 def give(fused: FusedBackward) -> None:
     """Lets ``deepspeed.utils.safe_*`` find the parameters of an engine."""
     access = Access(fused)
-    for param, domain in fused.layout.of.items():
+    for param, placement in fused.layout.of.items():
         found: dict[str, object] = {"_z3_optimizer": access}
-        if not isinstance(domain, Partitioned):
+        if not isinstance(placement, Partitioned):
             found = {
                 "_hp_mapping": access,
                 "get_full_hp_param": _Method(access, "get_full_hp_param", param, 0),

@@ -109,7 +109,7 @@ class StateAccess:
         optimizer, name = self.optimizer, self.layout.name(param)
         if param not in optimizer.group_of:
             return None
-        if self.layout.of[param].held.get(param) is not None:
+        if self.layout.of[param].tensor_parallel_shards.get(param) is not None:
             raise RuntimeError(
                 f"{name} is divided by tensor parallelism: read its state from a checkpoint."
             )

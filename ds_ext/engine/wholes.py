@@ -39,7 +39,7 @@ class Wholes:
         placement = self.layout.of[param]
         whole = torch.zeros(total, dtype=run.dtype, device=self.layout.device)
         whole[start : start + len(run)] = run
-        if placement.parts > 1:
+        if placement.num_shards > 1:
             with explained():
                 dist.all_reduce(as_bytes(whole), op=dist.ReduceOp.MAX, group=placement.group)
         return whole
@@ -79,8 +79,8 @@ class Wholes:
 
     def _span(self, param: Tensor) -> tuple[int, int]:
         """Where this rank's run starts in what it holds of a parameter; elements of that."""
-        held = self.layout.of[param].held.get(param)
+        held = self.layout.of[param].tensor_parallel_shards.get(param)
         shard = self.layout.shard(param)
         if held is None:
             return shard.start, shard.numel
-        return shard.start - held.split.first(held.part), held.split.numel(held.part)
+        return shard.start - held.start, held.numel

@@ -60,7 +60,7 @@ def local_for_global(run: Training) -> dict[str, Any]:
 
     def wrong(self: placement.Sharded, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
-        self.place = int(os.environ["LOCAL_RANK"])
+        self.shard_index = int(os.environ["LOCAL_RANK"])
 
     with mock.patch.object(placement.Sharded, "__init__", wrong):
         return training.train(run)

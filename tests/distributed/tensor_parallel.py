@@ -235,7 +235,11 @@ def error(name: str) -> dict[str, Any]:
             engine.load_checkpoint(folder)
     train(engine, case, range(half, case.steps))
     layout = engine.optimizer.layout
-    held = {layout.names[p]: h.split.boxes for d in layout.domains for p, h in d.held.items()}
+    held = {
+        layout.names[p]: h.split.boxes
+        for d in layout.placements
+        for p, h in d.tensor_parallel_shards.items()
+    }
     after, alike = weights(engine)
     norm = engine.get_global_grad_norm()
     engine.destroy()

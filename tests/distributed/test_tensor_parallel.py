@@ -31,7 +31,7 @@ def _feature(name):
 @pytest.mark.parametrize("name", params(CASES, QUICK))
 def test_four_ranks_equal_one_process(name):
     result = worlds.once(4, tensor_parallel.error, name)[0]
-    assert result["alike"]  # replicated parameters on all ranks, the others on their twins
+    assert result["alike"]  # replicated parameters on all ranks, others where the same is held
     if not CASES[name].dropout:
         assert result["error"] <= EXACT, result
         assert result["norm"] == pytest.approx(result["expected norm"], rel=1e-5)
@@ -83,7 +83,7 @@ class Described:
 )
 def test_what_is_not_known_to_be_divided_how_is_refused(meta, why):
     with pytest.raises(ValueError, match=f"autotp_size: conv.weight .*{why}"):
-        autotp.held({Described(meta): "conv.weight"}, 0, 2)
+        autotp.tensor_parallel_shards({Described(meta): "conv.weight"}, 0, 2)
 
 
 @pytest.mark.parametrize("how", ["columns of parts", "shared", "scaled"])
@@ -97,4 +97,4 @@ def test_pieces_that_are_no_boxes_are_refused(how):
     }[how]()
     meta = {"conversion": {"replicated": False, "affine_map": made.to_dict()}}
     with pytest.raises(ValueError, match="partition_config"):
-        autotp.held({Described(meta): "w"}, 0, 2)
+        autotp.tensor_parallel_shards({Described(meta): "w"}, 0, 2)

@@ -201,8 +201,8 @@ class Watch:
 
         with (
             spy(dist, "all_reduce", "all_reduce"),
-            spy(placement.Replicated, "_begin", "all_reduce"),
-            spy(placement.Sharded, "_begin", "reduce_scatter"),
+            spy(placement.Replicated, "_begin_sum", "all_reduce"),
+            spy(placement.Sharded, "_begin_sum", "reduce_scatter"),
             spy(reduction.Reduction, "begin", "bucket"),
         ):
             yield

@@ -111,14 +111,14 @@ def test_simulated_ranks_hold_what_is_planned(name, hypers, model, dtype, ranks)
 
 
 class Ranks(Sharded):
-    """The domain of one of ``ranks`` simulated ranks that nobody talks to."""
+    """The placement of one of ``ranks`` simulated ranks that nobody talks to."""
 
     def __init__(self, ranks):
         super().__init__(None)
-        self.parts = self.world = ranks
+        self.num_shards = self.world = ranks
 
     def reduce(self, flats):
-        return [flat.view(self.world, -1)[self.place] for flat in flats], lambda: None
+        return [flat.view(self.world, -1)[self.shard_index] for flat in flats], lambda: None
 
     def all_reduce(self, sums):
         pass
@@ -135,8 +135,8 @@ class Alone(Layout):
 
 
 def simulated(module, ranks):
-    domain = Ranks(ranks)
-    return Alone(None, {p: name for name, p in module.named_parameters()}, lambda p: domain)
+    placement = Ranks(ranks)
+    return Alone(None, {p: name for name, p in module.named_parameters()}, lambda p: placement)
 
 
 def gradients_alive(module, ranks, bucket, monkeypatch):
