@@ -5,13 +5,21 @@ import torch
 
 from tests import worlds
 from tests.common import authors
+from tests.common.choose import params
 from tests.distributed import expert_parallel
 from tests.distributed.expert_parallel import RUNS, STEPS, values
 from tests.support import of
 
+# What `make test` runs.
+QUICK = [
+    *("came-stage0-ranks4-ep2", "came-stage1-ranks2-ep1", "came-stage2-ranks2-ep2"),
+    *(f"{rule}-ranks2-ep2" for rule in ("lomo", "adafactor", "lamb", "galoreadamw")),
+    *("adalomo-ranks4-ep4", "clip-sharded-stage2", "json", "resumed-ep4"),
+]
+
 
 @pytest.mark.supports("`deepspeed.moe`, expert parallelism", **of(RUNS))
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", params(RUNS, QUICK))
 def test_equals_one_process_that_has_all_experts(name):
     run, before = RUNS[name], values()
     ranks = worlds.once(run.world, expert_parallel.train, run)

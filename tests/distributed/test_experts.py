@@ -5,9 +5,18 @@ import torch
 
 from tests import worlds
 from tests.common import authors
+from tests.common.choose import params
 from tests.distributed import experts
 from tests.distributed.experts import RUNS, STEPS
 from tests.support import of
+
+# What `make test` runs.
+QUICK = [
+    *(f"mixtral-{rule}-stage3" for rule in ("lomo", "adafactor", "lamb", "galoreadamw")),
+    *("mixtral-came-plain", "mixtral-came-stage1", "mixtral-clip-stage1", "mixtral-clip-sharded"),
+    *("gpt-oss-stage3", "qwen3-ranks4", "mixtral-resumed", "autoep-stage0-ranks2-ep2"),
+    *("autoep-stage3-ranks4-ep2", "autoep-lomo", "autoep-resumed", "autoep-qwen3"),
+]
 
 
 def _feature(name):
@@ -15,7 +24,7 @@ def _feature(name):
 
 
 @pytest.mark.supports(_feature, **of(RUNS))
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", params(RUNS, QUICK))
 def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
     run = RUNS[name]
     ranks = worlds.once(run.world, experts.train, run)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import worlds
 from tests.common import authors
-from tests.distributed import training
+from tests.distributed import hosts, training
 from tests.distributed.hosts import RUNS
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
@@ -84,12 +84,25 @@ def error(got, run, world: int) -> float:
     return (square_error / square) ** 0.5
 
 
+@pytest.mark.supports(
+    "several hosts", stage=lambda name: RUNS[name].stage, optimizer=lambda name: RUNS[name].rule
+)
+@pytest.mark.parametrize("name", RUNS)
+def test_local_ranks_that_are_not_the_ranks_change_nothing(name):
+    got = worlds.once(4, hosts.on_two_hosts, name)[0]
+    assert error(got, RUNS[name], 4) <= 1e-5
+    first, *others = got["orders"]
+    assert len(first) >= 4 * training.STEPS and others == [first] * 3
+
+
+@pytest.mark.slow
 def test_the_hosts_have_the_same_local_ranks_and_folders_of_their_own(seen):
     ranks, locals_, worlds, folders = zip(*seen["ranks"], strict=True)
     assert ranks == ("0", "1", "2", "3") and locals_ == ("0", "1", "0", "1")
     assert set(worlds) == {"4"} and [Path(f).name[-1] for f in folders] == ["0", "0", "1", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.supports(
     "several hosts", stage=lambda name: RUNS[name].stage, optimizer=lambda name: RUNS[name].rule
 )
@@ -99,18 +112,21 @@ def test_two_hosts_equal_one_process(seen, name):
     assert error(seen[name], RUNS[name], 4) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_buckets_travel_in_the_same_order_on_every_rank(seen, name):
     first, *others = seen[name]["orders"]
     assert len(first) >= 4 * training.STEPS and others == [first] * 3
 
 
+@pytest.mark.slow
 def test_a_local_rank_in_the_place_of_a_rank_would_be_seen(seen):
     got = seen["local for global"]
     assert "error" not in got, got["error"]
     assert not error(got, RUNS["stage 1"], 4) <= 1e-2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_all_hosts_or_refused(seen):
     got = seen["checkpoint"]
     assert "error" not in got, got["error"]
@@ -121,6 +137,7 @@ def test_a_checkpoint_is_of_all_hosts_or_refused(seen):
         assert "file system that all ranks share" in loading
 
 
+@pytest.mark.slow
 @pytest.mark.supports("several hosts", stage=3, optimizer="AdaLomo")
 def test_two_hosts_of_deepspeeds_launcher_equal_one_process(tmp_path):
     seen = launch(deepspeeds, tmp_path, "stage 3")

@@ -46,12 +46,13 @@ WORLDS = {  # ranks, cases, whether the device is pretended
     "cpu": (2, FEW, False),
 }
 CHECKED = [(world, *case) for world, (_, cases, _) in WORLDS.items() for case in cases]
-QUICK = [case for case in CASES if case[2] not in ("bf16 master", "accumulated")]
+SLOW = ("adafactor", "adafactor beta1", "galore right", "lamb")
+QUICK = [case for case in CASES if case[2] != "bf16 master" and case[0] not in SLOW]
 
 
 def is_quick(checked: tuple[Any, ...]) -> bool:
     world, *case = checked
-    return (*case,) in (QUICK if world == "2" else FEW[1:])
+    return (*case,) in {"2": QUICK, "1": FEW[:2], "3": FEW[2:], "cpu": FEW[1:2]}[world]
 
 
 def found(world: str, *case: Any) -> list[dict[str, Any]]:

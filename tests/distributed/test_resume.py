@@ -14,11 +14,12 @@ ALL = [(kind, stage) for kind in KINDS for stage in STAGES]
 
 # What `make test` runs: each kind of run at two stages, or one.
 QUICK = [
-    *(("lomo", 0), ("lomo", 3), ("adalomo", 1), ("adalomo", 3), ("adafactor", 2), ("came", 0)),
-    *(("came", 3), ("lamb", 1), ("lamb", 2), ("galore", 3), ("galore left", 1)),
-    *(("galore 8-bit", 0), ("galore 8-bit", 2)),
+    *(("lomo", 3), ("adalomo", 1), ("adalomo", 3), ("adafactor", 2), ("came", 0), ("came", 3)),
+    *(("lamb", 1), ("galore", 3), ("galore left", 0), ("galore 8-bit", 2)),
 ]
-QUICK_BITS = [case for case in IN_BITS if case[2] == (3 if case[0] == "master" else 2)]
+QUICK_ELSEWHERE = [("lomo", 3), ("adafactor", 2), ("came", 0), ("lamb", 1), ("galore 8-bit", 2)]
+QUICK_BITS = [("stochastic", "adalomo", 2), ("master", "came", 3), ("fp32", "adafactor", 0)]
+QUICK_BITS += [("master", "galore 8-bit", 2)]
 TOOLS = [(way, stage) for way in ("fp32", "master") for stage in STAGES]
 ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
 
@@ -47,19 +48,22 @@ def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, kind, stage):
 
 
 @pytest.mark.supports("resume on other ranks and another stage", stage="stage", optimizer=optimizer)
-@pytest.mark.parametrize("kind, stage", params(ALL, QUICK))
+@pytest.mark.parametrize("kind, stage", params(ALL, QUICK_ELSEWHERE))
 def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
     """2 -> 3 -> 1 ranks, each at another stage; 2 -> 2."""
-    two, three, one, again = (folder(kind, stage, *more) for more in ("", "3", "1", "2"))
-    whole = worlds.once(2, resuming.write, two.strip(), kind, stage)[0]
+    two, three = folder(kind, stage), folder(kind, stage, "on three")
+    whole = worlds.once(2, resuming.write, two, kind, stage)[0]
 
     def on(ranks, source, target, shift, numbers):
-        job = resuming.elsewhere, source.strip(), target, kind, (stage + shift) % 4, numbers
-        return worlds.once(ranks, *job)
+        return worlds.run(
+            ranks, resuming.elsewhere, source, target, kind, (stage + shift) % 4, numbers
+        )
 
     first, *others = on(3, two, three, 1, range(3, 5))
     assert all(same(first, other) for other in others)
-    for got in (on(1, three, one, 3, range(5, 6)), on(2, two, again, 3, range(3, 6))):
+    one = on(1, three, folder(kind, stage, "on one"), 3, range(5, 6))
+    again = on(2, two, folder(kind, stage, "again"), 3, range(3, 6))
+    for got in (one, again):
         assert error(got[0], whole["after"], whole["before"]) <= EXACT
 
 
@@ -88,7 +92,7 @@ def test_gradients_that_wait_are_gone_on_from(folder, stage):
     stage=lambda name: TRAINERS[name],
     optimizer=lambda name: name.split()[-1],
 )
-@pytest.mark.parametrize("name", params(TRAINERS, ["came", "lora adalomo"]))
+@pytest.mark.parametrize("name", params(TRAINERS, ["lora adalomo"]))
 def test_hf_trainer_resumes_unchanged(folder, name):
     two = worlds.once(2, resuming.trainer, folder("trainer", name), name, "write")
     for got in two:
@@ -121,7 +125,7 @@ def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
         assert finer  # masters in fp32
 
 
-@pytest.mark.parametrize("dtype, stage", params(ADAMW, [("fp32", 3), ("bf16", 1), ("bf16", 0)]))
+@pytest.mark.parametrize("dtype, stage", params(ADAMW, [("fp32", 3), ("bf16", 1)]))
 def test_weights_of_a_model_trained_by_deepspeeds_adamw(folder, dtype, stage):
     trained = worlds.once(2, resuming.adamw, folder("adamw", stage, dtype), stage, dtype)[0]
     (got,) = worlds.once(1, resuming.from_adamw, folder("adamw", stage, dtype), stage, dtype)

@@ -16,9 +16,8 @@ ALONE = [name for name in CASES if re.match("(llama-came|accumulate|clip)-", nam
 # What `make test` runs: each optimizer, and each way of dividing, at most stages.
 QUICK = [
     *("llama-adalomo-0", "llama-came-1", "llama-lamb-2", "llama-galoreadamw-3", "llama-lomo-3"),
-    *("bert-adafactor-0", "bert-adalomo-1", "bert-came-2", "bert-lamb-3", "fused-0", "fused-3"),
-    *("tied-1", "tied-3", "shipped-config", "clip-0", "clip-2", "clip-3", "accumulate-0"),
-    *("accumulate-3", "resume-1", "resume-3", "dropout-2", "dropout-3", "bert-galoreadamw-1"),
+    *("bert-adafactor-0", "bert-came-2", "bert-lamb-3", "fused-0", "fused-3", "tied-1"),
+    *("shipped-config", "clip-1", "clip-3", "accumulate-2", "resume-1", "resume-3", "dropout-2"),
 ]
 
 
@@ -37,7 +36,7 @@ def test_four_ranks_equal_one_process(name):
         assert result["norm"] == pytest.approx(result["expected norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", params(ALONE, ["llama-came-3", "accumulate-2", "clip-0"]))
+@pytest.mark.parametrize("name", params(ALONE, ["llama-came-2", "clip-0"]))
 def test_two_ranks_without_data_parallelism_equal_one_process(name):
     result = worlds.once(2, tensor_parallel.error, name)[0]
     assert result["alike"]

@@ -27,8 +27,8 @@ COMPARED = [name for name in JOBS if name not in OTHER]
 FULL = [name for name in COMPARED if not JOBS[name].lora]
 # What `make test` runs.
 QUICK = [
-    *("adalomo", "came-clip", "lomo-accumulation", "lomo-both", "adafactor", "lomo-clip-reentrant"),
-    *("lora-adalomo-stage3", "lora-came-stage2", "adalomo-nonreentrant"),
+    *("adalomo", "came-clip", "lomo-accumulation", "lomo-both-nonreentrant", "adafactor"),
+    *("lora-adalomo-stage3", "lora-came-stage2"),
 ]
 
 
@@ -149,6 +149,7 @@ def test_fp16_equals_one_process_but_for_its_rounding(folder):
     assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_fp16_overflow_skips_steps_and_the_schedule_waits(folder):
     got, expected = result(folder, "lomo-fp16-overflow"), result(folder, "lomo-fp16")
     skipped = got["skipped"]
@@ -181,7 +182,7 @@ def test_a_scheduler_that_deepspeed_would_give_no_metric_is_refused(folder):
 
 
 @pytest.mark.supports("accelerate's own loop", stage=3, optimizer=lambda name: LOOPS[name].config)
-@pytest.mark.parametrize("name", params(LOOPS, ["adalomo", "lomo-both"]))
+@pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerate_loop_equals_one_process(folder, name):
     got, loop = worlds.once(2, trainer.accelerate, folder, name)[0], LOOPS[name]
     model = build()
