@@ -1,0 +1,323 @@
+"""Whether the tests still find faults: each of ``FAULTS`` is planted in a copy of the tree.
+
+    python -m tests.plant_faults             # all, against the tests that should see each
+    python -m tests.plant_faults came zero   # those whose place or line contains one of the words
+    python -m tests.plant_faults --all       # all, against the whole of `make test`
+
+Only tests of `make test` are run, those that are not marked slow. The tests named beside a fault
+must pass without it; if one of them then fails, the fault is seen. Ends with status 1 if a fault
+is not seen. A fault whose line has been changed since is an error: plant another in its place.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 900  # seconds that a run of tests takes at most: a hang is seen too
+
+
+class Fault(NamedTuple):
+    """One line of a file, what it is turned into, and the tests that should see it."""
+
+    file: str  # below ds_ext
+    line: str
+    wrong: str
+    tests: str  # what pytest is given: files below tests, and -k
+
+
+ZERO = "distributed/test_zero.py -k "
+FAULTS = (
+    # ops: passes over memory
+    Fault(
+        "ops/shard.py",
+        "return (square_sum / self.numel) ** 0.5",
+        "return (square_sum / max(1, len(self))) ** 0.5",
+        "unit/test_rules.py -k whole",
+    ),
+    Fault(
+        "ops/weight_update.py",
+        "+ step * 0x85EBCA77) % 2**32",
+        "+ 0x85EBCA77) % 2**32",
+        "unit/test_precision.py",
+    ),
+    Fault(
+        "ops/weight_update.py",
+        "upper = torch.add(bits, 0x8000,",
+        "upper = torch.add(bits, 0x0000,",
+        "unit/test_precision.py",
+    ),
+    Fault(
+        "ops/passes.py",
+        "u, weight_decay, lr = times(u, lr), lr * weight_decay, 1.0",
+        "u, weight_decay, lr = times(u, lr), weight_decay, 1.0",
+        "unit/test_rules.py",
+    ),
+    Fault(
+        "ops/quantize.py",
+        "absmax.copy_(quant_state.absmax)",
+        "absmax.copy_(quant_state.absmax.max())",
+        "unit/test_galore.py -k 8",
+    ),
+    # rules: the formulas
+    Fault(
+        "rules/adalomo.py",
+        "shard.rms(p_sq).clamp(min=eps2)",
+        "shard.rms(p_sq).clamp(min=0)",
+        "unit/test_rules.py -k adalomo",
+    ),
+    Fault(
+        "rules/came.py",
+        "sums, eps2, beta3, shard)",
+        "sums, eps2, beta2, shard)",
+        "unit/test_rules.py -k came",
+    ),
+    Fault(
+        "rules/factored.py",
+        'v["row"] * beta + (1 - beta) * eps',
+        'v["row"] * beta + eps',
+        "unit/test_rules.py",
+    ),
+    Fault(
+        "rules/lamb.py",
+        "ratio = ratio.where((p_sq > 0) & (u_sq > 0), 1.0)",
+        "ratio = ratio.where(p_sq >= 0, 1.0)",
+        "unit/test_lamb.py",
+    ),
+    Fault(
+        "rules/galore.py",
+        "if (t - 1) % self.update_proj_gap == 0:",
+        "if t % self.update_proj_gap == 0 or t == 1:",
+        "unit/test_galore.py",
+    ),
+    # distributed: where parameters lie, and what ranks tell each other
+    Fault(
+        "distributed/placement.py",
+        "if size_of(self.holders) > 1:",
+        "if size_of(self.holders) > 2:",
+        ZERO + "stage1",
+    ),
+    Fault(
+        "distributed/placement.py",
+        "return flat.view(self.parts, -1)[self.place]",
+        "return flat.view(self.parts, -1)[0]",
+        ZERO + "stage1",
+    ),
+    Fault(
+        "distributed/placement.py",
+        "if len(whole) > len(values):",
+        "if len(whole) < len(values):",
+        ZERO + "stage1",
+    ),
+    Fault(
+        "distributed/layout.py",
+        "counts[1, own] = more.int()",
+        "counts[1, own] = 0",
+        ZERO + "reentrant",
+    ),
+    Fault(
+        "distributed/layout.py",
+        "is_ready = found >= (1 if all_ended else self.world)",
+        "is_ready = found >= 1",
+        "distributed/test_order.py",
+    ),
+    Fault(
+        "distributed/desync.py",
+        "        if are_alike():\n            return",
+        "        are_alike()\n        return",
+        "distributed/test_order.py",
+    ),
+    Fault(
+        "distributed/consensus.py",
+        "if len(set(gathered(digest, group))) == 1:",
+        "if digest:",
+        "distributed/test_faults.py -k differ",
+    ),
+    # backward: gradients on their way
+    Fault(
+        "backward/buckets.py",
+        "(found >= _BAD).unbind()",
+        "(found > 4 * _BAD).unbind()",
+        ZERO + "not_finite",
+    ),
+    Fault(
+        "backward/buckets.py",
+        "return flat.clone() if is_shared and is_view else flat",
+        "return flat",
+        ZERO + "'2- and authors'",
+    ),
+    Fault(
+        "backward/buckets.py",
+        "self.waiting[param] = own if before is None else before + own",
+        "self.waiting[param] = own",
+        ZERO + "reentrant",
+    ),
+    Fault(
+        "backward/gradients.py",
+        "self.tally.verdict = self._drop if self.tally.overflow else self._update",
+        "self.tally.verdict = self._update",
+        "distributed/test_scaling.py",
+    ),
+    Fault(
+        "backward/gradients.py",
+        "factor = self.unscale(self.layout.of[param]) * self.tally.coefficient",
+        "factor = self.unscale(self.layout.of[param])",
+        "distributed/test_training.py -k clip-stage3",
+    ),
+    Fault(
+        "backward/gradients.py",
+        "self.previous_norm = tally.norm",
+        "self.previous_norm = self.previous_norm or tally.norm",
+        "distributed/test_training.py -k previous",
+    ),
+    # checkpoint: the format, and who reads what
+    Fault(
+        "checkpoint/resharding.py",
+        'optimizer.state[param] = {**state, "step": found["step"]}',
+        'optimizer.state[param] = {**state, "step": 1}',
+        "distributed/test_resume.py -k bit_for_bit",
+    ),
+    Fault(
+        "checkpoint/resharding.py",
+        "values[at - part.start : stop - part.start] = flat[at - first : stop - first]",
+        "values[at - part.start : stop - part.start] = flat[: stop - at]",
+        "distributed/test_resume.py -k another",
+    ),
+    Fault(
+        "checkpoint/folder.py",
+        'damaged = said.pop("crc32") != _checksum(said)',
+        'damaged = said.pop("crc32") == -1',
+        "unit/test_fuzz.py -k manifest",
+    ),
+    # engine: what stands between DeepSpeed and the optimizers
+    Fault(
+        "engine/adapter.py",
+        "        self.layout.end_step()\n        self._write_events()",
+        "        self._write_events()",
+        ZERO + "'2- and came'",
+    ),
+    Fault(
+        "engine/adapter.py",
+        "self.loss_scaler.update_scale(result.overflow)",
+        "self.loss_scaler.update_scale(False)",
+        "distributed/test_scaling.py",
+    ),
+    Fault(
+        "engine/layouts.py",
+        "deepspeed_parameter(param).ds_secondary_tensor = None",
+        "pass",
+        "distributed/test_refusals.py -k stale",
+    ),
+    Fault(
+        "engine/layouts.py",
+        "return size_of(group) // int(size)",
+        "return size_of(group)",
+        "distributed/test_ulysses.py",
+    ),
+    Fault(
+        "engine/layouts.py",
+        "made = kind(own, losses=size_of(group),",
+        "made = kind(own, losses=size_of(own),",
+        "distributed/test_expert_parallel.py",
+    ),
+    # planner: its arithmetic
+    Fault(
+        "planner/memory.py",
+        "(n if n <= PERSIST else 0)",
+        "0",
+        "distributed/test_memory.py unit/test_memory.py",
+    ),
+    Fault(
+        "planner/memory.py",
+        "gradients = size * (run + bucket) + 4 * min(run, SUB_GROUP)",
+        "gradients = size * run + 4 * min(run, SUB_GROUP)",
+        "distributed/test_memory.py unit/test_memory.py",
+    ),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--all", action="store_true", help="against the whole of `make test`")
+    options = parser.parse_args()
+    chosen = [
+        fault
+        for fault in FAULTS
+        if not options.words or any(w in f"{fault.file} {fault.line}" for w in options.words)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder))
+        passes: dict[str, bool] = {}
+        missed = 0
+        for fault in chosen:
+            tests = "" if options.all else fault.tests
+            if tests not in passes:
+                passes[tests] = run(tree, tests)
+            began = time.monotonic()
+            if not passes[tests]:
+                told = "THE TESTS FAIL WITHOUT IT"
+            else:
+                told = "not seen" if planted(tree, fault, tests) else "seen"
+            missed += told != "seen"
+            seconds = time.monotonic() - began
+            print(f"{told:9} {seconds:5.0f} s  {fault.file}: {fault.wrong.strip()}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults are seen.")
+    sys.exit(missed > 0)
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the files of the tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def planted(tree: Path, fault: Fault, tests: str) -> bool:
+    """Whether the tests pass with a fault in the tree, which is taken out again."""
+    path = tree / "ds_ext" / fault.file
+    text = path.read_text()
+    assert text.count(fault.line) == 1, f"{fault.file} has {text.count(fault.line)} × {fault.line}"
+    path.write_text(text.replace(fault.line, fault.wrong))
+    try:
+        return run(tree, tests)
+    finally:
+        path.write_text(text)
+
+
+def run(tree: Path, tests: str) -> bool:
+    """Whether tests, those that are not slow, pass in a tree."""
+    places = [f"tests/{t}" if t.endswith(".py") else t for t in shlex.split(tests)] or ["tests"]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-m", "not slow", *places]
+    environment = os.environ | {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu"}
+    try:
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider"],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            timeout=LIMIT,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    main()
