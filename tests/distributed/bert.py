@@ -1,7 +1,6 @@
 """The nine BERT classes under every stage with every optimizer, and the same in one process."""
 
 import functools
-from typing import Any
 
 import deepspeed
 import torch
@@ -10,6 +9,7 @@ import transformers
 from transformers import BertConfig
 
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common.hypers import NEEDED, changed
 from tests.common.ranks import whole
 
 CLASSES = (
@@ -25,10 +25,7 @@ CLASSES = (
 )
 STAGES = range(4)
 STEPS = 3
-HYPERS: dict[str, dict[str, Any]] = {
-    "adafactor": {"lr": 1e-2, "relative_step": False},
-    "galoreadamw": {"rank": 4, "update_proj_gap": 2, "nbits": 32},
-}
+HYPERS = changed(NEEDED, galoreadamw={"rank": 4, "update_proj_gap": 2, "nbits": 32})
 
 
 def make(name: str) -> torch.nn.Module:

@@ -15,18 +15,12 @@ import torch.distributed as dist
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
+from tests.common.hypers import TRAINED, changed
 from tests.common.ranks import whole
 
 STEPS = 8
 BUCKET = 500
-HYPERS = {
-    "lomo": {"lr": 0.3},
-    "adalomo": {"lr": 0.01},
-    "adafactor": {"lr": 0.01, "relative_step": False, "beta1": 0.9},
-    "came": {"lr": 1e-3},
-    "lamb": {"lr": 1e-2},
-    "galoreadamw": {"lr": 1e-2, "rank": 3},
-}
+HYPERS = changed(TRAINED, lomo={"lr": 0.3})
 
 
 @dataclass(frozen=True)

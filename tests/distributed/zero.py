@@ -16,6 +16,7 @@ from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
+from tests.common.hypers import TRAINED
 from tests.common.ranks import identical, message, shared_folder, whole
 
 STEPS = 20
@@ -46,16 +47,11 @@ class Case:
         return not name.startswith(unused)
 
 
-HYPERS = {
-    "lomo": {"lr": 0.05},
-    "adalomo": {"lr": 0.01},
-    "adafactor": {"lr": 0.01, "relative_step": False, "beta1": 0.9},
-    "came": {"lr": 1e-3},
-}
+HYPERS = {rule: TRAINED[rule] for rule in ("lomo", "adalomo", "adafactor", "came")}
 CASES: dict[str, Case] = {}
 # What differs between rules is shown by simulation (test_rules.py, test_lamb.py, test_galore.py);
 # the others of a rule's cases, on how gradients arrive, are run for the first four.
-OTHERS = {"lamb": {"lr": 1e-2}, "galoreadamw": {"lr": 1e-2, "rank": 3, "nbits": 32}}
+OTHERS = {"lamb": TRAINED["lamb"], "galoreadamw": TRAINED["galoreadamw"] | {"nbits": 32}}
 RULES = (*HYPERS, *OTHERS)
 for _rule, _hypers in OTHERS.items():
     for _stage in (None, 0, 1, 2, 3):

@@ -6,8 +6,9 @@ from torch import nn
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common.hypers import NEEDED
 
-HYPERS = {"adafactor": {"lr": 0.01, "relative_step": False}, "galoreadamw": {"rank": 2}}
+HYPERS = NEEDED
 
 
 class Mixed(nn.Module):

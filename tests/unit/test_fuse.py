@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
+from tests.common.hypers import NEEDED, changed
 
-HYPERS = {"adafactor": {"lr": 0.01, "relative_step": False}, "galoreadamw": {"rank": 4}}
+HYPERS = changed(NEEDED, galoreadamw={"rank": 4})
 
 
 def optimizer_of(name, model):

@@ -14,9 +14,10 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS, Update
 from tests.common import table
+from tests.common.hypers import NEEDED, changed
 
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
-HYPERS = {"adafactor": {"lr": 1e-2, "relative_step": False}, "galoreadamw": {"rank": 3}}
+HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
 KINDS = [(torch.float32, "stochastic"), (torch.float64, "stochastic")]
 KINDS += [
     (half, mode) for half in weight_update.ROUND for mode in ("stochastic", "nearest", "master")

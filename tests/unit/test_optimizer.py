@@ -14,16 +14,12 @@ from ds_ext import rules
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, Update
 from tests.common import table
+from tests.common.hypers import SIMULATED
 from tests.common.reference import Authors, Textbook
 from tests.common.table import RULES, SHAPES
 
 # A setting of each rule that uses all of its state and takes an lr.
-HYPERS = {
-    "lomo": {"lr": 0.02, "weight_decay": 0.1},
-    "adalomo": {"lr": 0.02, "weight_decay": 0.1},
-    "adafactor": {"lr": 0.02, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1},
-    "came": {"lr": 2e-3, "weight_decay": 0.1},
-}
+HYPERS = {rule: SIMULATED[rule] for rule in ("lomo", "adalomo", "adafactor", "came")}
 
 
 def parameters(dtype=torch.float64, shapes=SHAPES):

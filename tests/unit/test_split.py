@@ -15,6 +15,7 @@ from ds_ext.ops.shard import Box, Shard, Split
 from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS, Update
 from tests.common import needs, table
+from tests.common.hypers import SIMULATED, changed
 
 SHAPE = (12, 20)
 DIVIDED = {
@@ -29,14 +30,7 @@ DIVIDED = {
     ),
     "nothing-left": ((Box(0, 12, 0, 20),), ()),
 }
-SETTINGS = {
-    "lomo": {"lr": 0.5, "weight_decay": 0.1},
-    "adalomo": {"lr": 0.02, "weight_decay": 0.1},
-    "adafactor": {"lr": 0.02, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1},
-    "came": {"lr": 2e-3, "weight_decay": 0.1},
-    "lamb": {"lr": 0.02, "weight_decay": 0.1},
-    "galoreadamw": {"lr": 0.02, "rank": 3, "update_proj_gap": 2, "weight_decay": 0.1},
-}
+SETTINGS = changed(SIMULATED, lomo={"lr": 0.5})
 LEFT = SETTINGS["galoreadamw"] | {"proj_type": "right"}  # the other side than "std" takes here
 STEPS = 4
 

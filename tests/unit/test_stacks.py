@@ -25,18 +25,14 @@ from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS, Update
 from ds_ext.planner import memory
 from tests.common import needs, table
+from tests.common.hypers import SIMULATED, changed
 from tests.common.reference import Authors
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
 STEPS = 6
-HYPERS = {
-    "lomo": {"lr": 0.02, "weight_decay": 0.1},
-    "adalomo": {"lr": 0.02, "weight_decay": 0.1, "clip_threshold": 0.5},
-    "adafactor": {"lr": 0.02, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1},
-    "came": {"lr": 2e-3, "weight_decay": 0.1},
-    "lamb": {"lr": 0.02, "weight_decay": 0.1},
-    "galoreadamw": {"lr": 0.02, "rank": 2, "update_proj_gap": 3, "weight_decay": 0.1},
-}
+HYPERS = changed(
+    SIMULATED, adalomo={"clip_threshold": 0.5}, galoreadamw={"rank": 2, "update_proj_gap": 3}
+)
 EIGHT = {"nbits": 8, "min_8bit_size": 10}
 
 
