@@ -5,7 +5,6 @@ import pytest
 from tests import worlds
 from tests.distributed import compiled_jobs as jobs
 
-pytestmark = pytest.mark.slow
 WAYS = [("plain", "model"), ("model", "submodules"), ("submodules", "both"), ("both", "engine")]
 
 

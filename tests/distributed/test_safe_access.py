@@ -6,7 +6,6 @@ import torch
 from tests import worlds
 from tests.distributed import safe_access_jobs as jobs
 
-pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)
 
 

@@ -5,8 +5,6 @@ import pytest
 from tests import worlds
 from tests.distributed import storing_jobs as jobs
 
-pytestmark = pytest.mark.slow
-
 
 def test_parameters_and_buffers_of_any_dtype_are_sent_without_an_engine():
     first, second = worlds.run(2, jobs.plain_dtypes)
