@@ -133,7 +133,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def _tell_of_second_pass(self, loss: Tensor) -> None:
         """Makes the engine's hooks run in the next backward pass too, not in a graph's first."""
         self._backward_hook_state.post_backward_callback_queued = False
-        loss.register_hook(lambda grad: self.queue_post_backward_callback())
+        loss.register_hook(self._announce)
+
+    def _announce(self, grad: Tensor) -> None:
+        """A hook, which returns no other gradient."""
+        self.queue_post_backward_callback()
 
     def backward_prologue(self) -> None:
         """A backward pass begins from outputs of the engine."""
