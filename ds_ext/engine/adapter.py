@@ -27,7 +27,17 @@ from ds_ext.optimizer import RuleOptimizer
 
 
 class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no types
-    """What DeepSpeedEngine talks to: it drives a RuleOptimizer from hooks, at any ZeRO stage."""
+    """DeepSpeed's protocol of a ZeRO optimizer, spoken for an optimizer that steps inside backward.
+
+    An engine has it as ``engine.optimizer``, at every ZeRO stage.
+
+    Args:
+        engine: its engine, with the model on its device.
+        optimizer: the one that is stepped, checked by ``refusals``.
+
+    Raises:
+        ValueError: for settings and parameters that cannot be trained together.
+    """
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         super().__init__()
@@ -36,19 +46,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.module = engine.module
         self.dp_process_group = engine.seq_data_parallel_group
         self.layout = layout_of(engine)
-        zero = engine._config._param_dict.get("zero_optimization", {})
-        optimizer.home = host_offload.Home.of(zero.get("offload_optimizer") or {})
         _share_time_limit(self.layout)
-        how = gradients.read(
-            engine._config._param_dict | settings.effective(engine), engine.monitor.enabled
-        )
-        optimizer._index()  # DeepSpeed may have put other parameters in the place of experts
-        places = {p: expert_parallel.place(p) for p in self.layout.names}
-        optimizer.separate_experts(
-            engine.module,
-            {p: place[0] for p, place in places.items() if place},
-            unpartitioned_shape,
-        )
+        config = engine._config._param_dict
+        how = gradients.read(config | settings.effective(engine), engine.monitor.enabled)
+        self._prepare_optimizer(config.get("zero_optimization", {}).get("offload_optimizer"))
         self.fused = FusedBackward(
             engine.module,
             optimizer,
@@ -59,21 +60,33 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         )
         self.fused.leave = self._leave
         self.fused.discarded = self._discarded
-        leftovers.hide_from_copies(engine)
         self.loss_scaler = settings.loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._rehearsing = False
         self._can_repeat = False  # whether a graph of the model was seen to run backward twice
-        # Read by ZeROOptimizer and the engine, whose own ways of doing this they are.
+        self._take_over_from_engine()
+        leftovers.hide_from_copies(engine)
+        safe_access.give(self.fused)
+        for line in gradients.report(how, config):
+            log(f"{type(optimizer).__name__}: {line}")
+
+    def _prepare_optimizer(self, offload: dict[str, Any] | None) -> None:
+        """Tells the optimizer of its parameters what only the engine knows."""
+        optimizer = self.optimizer
+        optimizer.home = host_offload.Home.of(offload or {})
+        optimizer._index()  # DeepSpeed may have put other parameters in the place of experts
+        places = {p: expert_parallel.place(p) for p in self.layout.names}
+        firsts = {p: place[0] for p, place in places.items() if place}
+        optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
+
+    def _take_over_from_engine(self) -> None:
+        """Switches off the engine's and ZeROOptimizer's own scaling, reduction and clipping."""
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
-        engine.torch_autocast_z0_gradscaler = None
-        engine.enable_backward_allreduce = False
-        engine._config.gradient_clipping = 0.0
-        safe_access.give(self.fused)
-        for line in gradients.report(how, engine._config._param_dict):
-            log(f"{type(optimizer).__name__}: {line}")
+        self.engine.torch_autocast_z0_gradscaler = None
+        self.engine.enable_backward_allreduce = False
+        self.engine._config.gradient_clipping = 0.0
 
     loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
     dynamic_loss_scale = property(lambda self: self.loss_scaler.dynamic)
@@ -95,6 +108,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         return bool(engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt)
 
     def needs_scaler(self) -> bool:
+        """Returns whether a loss has to be multiplied before it is run backward."""
         return bool(self.loss_scale != 1)
 
     def scale_if_loss(self, value: Any) -> Any:
@@ -140,7 +154,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.queue_post_backward_callback()
 
     def backward_prologue(self) -> None:
-        """A backward pass begins from outputs of the engine."""
+        """Called when a backward pass begins from outputs of the engine.
+
+        Raises:
+            RuntimeError: for a loss that has to be multiplied by the loss scale and was not.
+        """
         self.fused.check_owner()
         engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
@@ -151,7 +169,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             )
 
     def backward_epilogue(self, **_: Any) -> None:
-        """Backward has ended, with engine.backward(loss) and with loss.backward()."""
+        """Called when a backward pass has ended, of engine.backward(loss) or loss.backward()."""
         self.fused.finish()
         self.layout.end_backward()
 
@@ -159,7 +177,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Nothing is left to do where the caller manages accumulation: ``step`` ends it."""
 
     def step(self, closure: None = None) -> None:
-        """Ends a step, most of which was made in backward; a second call changes nothing."""
+        """Ends a step, most of which was made in backward; a second call changes nothing.
+
+        Raises:
+            ValueError: for a ``closure``.
+        """
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for a step, made in backward
@@ -176,7 +198,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._write_events()
 
     def metrics(self) -> dict[str, float]:
-        """What is known of the last step: see docs/settings.md, "What a step tells"."""
+        """Returns what is known of the last step: see docs/settings.md, "What a step tells"."""
         return self.fused.metrics | {"loss_scale": self.loss_scale}
 
     def _write_events(self) -> None:
@@ -188,7 +210,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             engine.monitor.write_events(events)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Gives the optimizer further parameters, which must be part of the engine's module."""
+        """Gives the optimizer further parameters.
+
+        Raises:
+            ValueError: for one that is not part of the engine's module.
+        """
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,19 +243,24 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         return Contents(self.engine, self.fused, self.loss_scaler).save()
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
+        """Raises RuntimeError: ``engine.load_checkpoint`` loads state and weights together."""
         raise RuntimeError("the optimizer is loaded by engine.load_checkpoint, with the weights.")
 
     def checkpoint_event_prologue(self) -> None:
+        """Called before weights are saved or loaded: nothing is gathered then."""
         self.empty_partition_cache()
 
     def checkpoint_event_epilogue(self) -> None:
+        """Called after DeepSpeed has loaded weights: gathers what stays gathered."""
         self.layout.end_step()
 
     def empty_partition_cache(self) -> None:
+        """Partitions the parameters that ZeRO-3 has gathered."""
         if isinstance(self.layout, Partitions):
             self.layout.offload.empty_partition_cache()
 
     def destroy(self) -> None:
+        """Takes our hooks and attributes off the model."""
         self.fused.remove()
         safe_access.take(self.fused)
         if isinstance(self.layout, Partitions):
