@@ -22,17 +22,22 @@ VERSION = 4  # of the format: manifest and contents
 
 
 class Checkpoint(NamedTuple):
-    """Where a checkpoint lies: engine.load_checkpoint(folder, tag)."""
+    """Where a checkpoint lies: ``engine.load_checkpoint(folder, tag)`` loads it."""
 
     folder: str
     tag: str
-    steps: int
+    steps: int  # that were taken before it was saved
 
 
 def path_of(folder: str | Path, tag: object) -> Path:
-    """Where the checkpoint ``tag`` belongs: a text or a number, with ``/`` for folders in it.
+    """Returns where the checkpoint ``tag`` belongs.
 
-    Raises ValueError for one that is not a path inside ``folder``, or not a checkpoint's own.
+    Args:
+        folder: what was given to engine.save_checkpoint.
+        tag: a text or a number, with ``/`` for folders in it.
+
+    Raises:
+        ValueError: for a tag that is not a path inside ``folder``, or not a checkpoint's own.
     """
     parts = PurePosixPath(str(tag)).parts
     hidden = any(part == ".." or part.startswith((".incomplete-", ".replaced-")) for part in parts)
@@ -45,7 +50,11 @@ def path_of(folder: str | Path, tag: object) -> Path:
 
 
 def prepare(path: Path) -> None:
-    """Makes the folder ``incomplete(path)``. Raises CheckpointError if a file is in the way."""
+    """Makes the folder ``incomplete(path)``.
+
+    Raises:
+        CheckpointError: if a file is in the way.
+    """
     try:
         swap.prepare(path)
     except FileExistsError as error:
@@ -53,7 +62,7 @@ def prepare(path: Path) -> None:
 
 
 def describe(path: Path) -> dict[str, int]:
-    """Size and CRC-32 of a file, once it is on the disk."""
+    """Returns the size in bytes and the CRC-32 of a file, once it is on the disk."""
     size, checksum = 0, 0
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -64,9 +73,17 @@ def describe(path: Path) -> dict[str, int]:
 
 
 def commit(path: Path, manifest: dict[str, Any], is_latest: bool) -> None:
-    """Moves a checkpoint from ``incomplete(path)`` to ``path``, and names it as the latest.
+    """Moves a checkpoint from ``incomplete(path)`` to ``path``.
 
     A process killed in here leaves the old checkpoint or the new one, complete.
+
+    Args:
+        path: its folder.
+        manifest: what it says of itself; its key "files" has what ``describe`` returned of each.
+        is_latest: whether it becomes the one that is loaded without a tag.
+
+    Raises:
+        CheckpointError: if a file that a rank wrote is not there.
     """
     written = incomplete(path)
     for name, file in manifest["files"].items():
@@ -95,7 +112,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def latest(folder: Path) -> str | None:
-    """The tag of the checkpoint that was saved last; None if nothing was ever saved."""
+    """Returns the tag of the checkpoint that was saved last; None if nothing was ever saved.
+
+    Raises:
+        CheckpointError: if the file that names it is empty.
+    """
     file = folder / "latest"
     if not file.is_file():
         return None
@@ -106,7 +127,11 @@ def latest(folder: Path) -> str | None:
 
 
 def find(folder: Path, tag: str) -> Path:
-    """The folder of a checkpoint. Raises CheckpointError if there is none under this tag."""
+    """Returns the folder of a checkpoint, wherever a killed process left it.
+
+    Raises:
+        CheckpointError: if there is none under this tag.
+    """
     path = swap.find(folder, tag)
     if path is None:
         raise CheckpointError(f"there is no checkpoint {folder / tag}. {_others(folder, Path())}")
@@ -114,9 +139,10 @@ def find(folder: Path, tag: str) -> Path:
 
 
 def manifest(path: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of itself; None if ds_ext did not write it.
+    """Returns what a checkpoint says of itself; None if ds_ext did not write it.
 
-    Raises CheckpointError if it is damaged, or of another version of the format.
+    Raises:
+        CheckpointError: if the manifest is damaged, or of another version of the format.
     """
     if not (path / MANIFEST).is_file():
         return None
@@ -148,7 +174,16 @@ def _checksum(said: dict[str, Any]) -> int:
 
 
 def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> None:
-    """Raises CheckpointError if one of the named files is not what was written."""
+    """Checks that files are what was written.
+
+    Args:
+        path: the folder of the checkpoint.
+        files: what ``describe`` returned of each file when it was written.
+        names: those to read.
+
+    Raises:
+        CheckpointError: for one that is missing, or has another size or checksum.
+    """
     for name in names:
         file = path / name
         if not file.is_file():
@@ -174,11 +209,16 @@ def _others(folder: Path, path: Path) -> str:
 
 
 def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """The newest checkpoint that is complete and undamaged, to go on from after a failure.
+    """Returns the newest checkpoint that is complete and undamaged, to resume after a failure.
 
-    ``folder`` is what was given to engine.save_checkpoint, or the output_dir of HF Trainer: its
-    ``resume_from_checkpoint`` then takes the result's ``folder``. None if there is none. Reads
-    the checkpoint once to verify it.
+    It is read once, to verify it.
+
+    Args:
+        folder: what was given to engine.save_checkpoint, or the output_dir of HF Trainer, whose
+            ``resume_from_checkpoint`` then takes the result's ``folder``.
+
+    Returns:
+        Where it lies; None if there is none.
     """
     trainers = [
         c

@@ -8,7 +8,7 @@ _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # what torch.compile(module) ca
 
 
 def plain(name: str) -> str:
-    """The name of a parameter or buffer in the model that is not compiled.
+    """Returns the name of a parameter or buffer in the model that is not compiled.
 
     ``"_orig_mod.layers.0._orig_mod.weight"`` -> ``"layers.0.weight"``.
     """
@@ -16,7 +16,7 @@ def plain(name: str) -> str:
 
 
 def with_plain_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank saved of optimizer and weights, under plain names."""
+    """Returns what a rank saved (see ``resharding.save``) under plain names."""
     accumulated = saved["accumulated"]
     return {
         **saved,
@@ -28,5 +28,5 @@ def with_plain_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_plain_name(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under plain names."""
+    """Returns the same values under plain names."""
     return {plain(name): value for name, value in found.items()}

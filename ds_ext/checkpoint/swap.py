@@ -28,7 +28,7 @@ def _place(path: Path) -> Path:
 
 
 def incomplete(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Returns where a checkpoint is written before it is complete."""
     place = _place(path)
     return place.with_name(_INCOMPLETE + place.name)
 
@@ -42,7 +42,8 @@ def _replaced(path: Path) -> Path:
 def prepare(path: Path) -> None:
     """Makes the folder to write a checkpoint in, and clears up after processes that were killed.
 
-    Raises FileExistsError if a file is in the way.
+    Raises:
+        FileExistsError: if a file is in the way.
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file, not a folder: choose another tag or folder.")
@@ -75,7 +76,7 @@ def take_place(path: Path) -> None:
 
 
 def find(folder: Path, tag: str) -> Path | None:
-    """The folder of a checkpoint, wherever a killed process left it; None if there is none."""
+    """Returns the folder of a checkpoint, wherever a killed process left it; None without one."""
     path, parts = folder / tag, Path(tag).parts
     if _checkpoint_files(path):
         return path
@@ -87,7 +88,7 @@ def find(folder: Path, tag: str) -> Path | None:
 
 
 def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Tags directly in ``folder``, and the folders of the checkpoints under them."""
+    """Yields the tags directly in ``folder``, and the folders of the checkpoints under them."""
     entries = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
     tags = {n.removeprefix(_REPLACED) for n in entries if not n.startswith(_INCOMPLETE)}
     for tag in sorted(tags):

@@ -17,7 +17,15 @@ _TAKEN_OVER = {
 
 
 def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
-    """The optimizer that the JSON config names, over groups that spare norms and biases."""
+    """Returns the optimizer that the JSON config names, over groups that spare norms and biases.
+
+    Args:
+        engine: whose config it is.
+        params: the parameters to train, or groups of them, as given to deepspeed.initialize.
+
+    Raises:
+        ValueError: for an unknown or ill-valued hyper-parameter, naming its JSON key.
+    """
     params = _ungrouped(engine, params)
     optimizer_type = OPTIMIZERS[engine.optimizer_name()]
     if engine.optimizer_name() in _TAKEN_OVER:

@@ -23,12 +23,16 @@ from ds_ext.engine.parameters import deepspeed_parameter
 
 
 def is_expert(param: Tensor) -> bool:
-    """Whether a parameter is of experts that only some ranks may have."""
+    """Returns whether a parameter is of experts that only some ranks may have."""
     return getattr(param, "allreduce", True) is False
 
 
 def refuse_spread_experts(model: nn.Module) -> None:
-    """Raises ValueError for a model of which only an engine knows which rank has which expert."""
+    """Checks that every rank has the same experts, as ``fuse_into_backward`` takes for granted.
+
+    Raises:
+        ValueError: for experts that are spread, of which only an engine knows which rank has which.
+    """
     if any(map(is_expert, model.parameters())):
         raise ValueError(
             "fuse_into_backward: the model has experts that DeepSpeed spreads over ranks. Only its "
@@ -37,13 +41,18 @@ def refuse_spread_experts(model: nn.Module) -> None:
 
 
 def group(param: Tensor) -> Group:
-    """The ranks that have the same experts as this one."""
+    """Returns the ranks that have the same experts as this one."""
     name = deepspeed_parameter(param).group_name
     return cast(Group, groups._get_expert_data_parallel_group(name))
 
 
 def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
-    """Names of parameters in which experts of ``deepspeed.moe`` have their number among all."""
+    """Returns names of parameters that are the same on whichever rank an expert is.
+
+    Args:
+        found: the names of parameters on this rank, where ``deepspeed.moe`` counts its experts.
+        module: the model.
+    """
     made = dict(found)
     for path, layer in module.named_modules():
         if isinstance(layer, MoE):
@@ -58,12 +67,17 @@ def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
 
 
 def exchanges() -> set[dist.ProcessGroup]:
-    """The groups whose ranks send each other tokens."""
+    """Returns the groups whose ranks send each other tokens."""
     return set(groups._get_expert_parallel_group_dict().values())
 
 
 def place(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """Of a stack that AutoEP has divided: its first expert among all, and the shape of all."""
+    """Returns where a stack of experts that AutoEP has divided lies in the whole stack.
+
+    Returns:
+        The number of its first expert, and the shape [experts, ...] of all; None for another
+        parameter.
+    """
     told = getattr(param, DS_AUTOEP_UC_META, None)
     if told is None:
         return None

@@ -29,18 +29,30 @@ def hide_from_copies(engine: DeepSpeedEngine) -> None:
 
 
 def refuse_gradient_hooks(engine: DeepSpeedEngine) -> None:
-    """Raises ValueError if an optimizer of DeepSpeed's own still takes the model's gradients."""
+    """Checks that no optimizer of DeepSpeed's own still takes the model's gradients.
+
+    Raises:
+        ValueError: if one does.
+    """
     for param in engine.module.parameters():
         _refuse((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def refuse_module_hooks(engine: DeepSpeedEngine) -> None:
-    """Raises ValueError if another engine still gathers the model's parameters."""
+    """Checks that no other engine still gathers the model's parameters.
+
+    Raises:
+        ValueError: if one does.
+    """
     _refuse(engine.module._forward_pre_hooks.values())
 
 
 def refuse_partitions(engine: DeepSpeedEngine) -> None:
-    """Raises ValueError if ranks hold parts of the parameters and the stage is not ZeRO-3."""
+    """Checks that ranks hold the model's parameters whole, unless the stage is ZeRO-3.
+
+    Raises:
+        ValueError: if they hold parts.
+    """
     stage = int(engine.zero_optimization_stage())
     if stage < 3 and any(hasattr(p, "ds_tensor") for p in engine.module.parameters()):
         raise ValueError(

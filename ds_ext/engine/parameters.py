@@ -16,5 +16,5 @@ class DeepSpeedParameter(Protocol):
 
 
 def deepspeed_parameter(param: Tensor) -> DeepSpeedParameter:
-    """The same parameter, for a reader of types."""
+    """Returns the same parameter, typed as one that has DeepSpeed's attributes."""
     return cast(DeepSpeedParameter, param)

@@ -53,9 +53,13 @@ PATCHES: list[Patch] = []  # in the order in which they are applied
 
 
 def replaces(owner: type, *names: str) -> Callable[[Method], Method]:
-    """Notes a function for the methods ``names`` of ``owner``, or the one of its own name.
+    """Returns a decorator that notes a function in ``PATCHES``, by which ``register`` replaces.
 
-    It is called as ``function(original, self, ...)``.
+    The function is called as ``function(original, self, ...)``.
+
+    Args:
+        owner: the class.
+        names: its methods; by default, the one that is called as the function.
     """
 
     def note(function: Method) -> Method:

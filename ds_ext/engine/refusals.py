@@ -24,7 +24,15 @@ _LOCAL = {
 
 
 def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Raises ValueError for what this engine was asked to do and ds_ext cannot."""
+    """Checks that ds_ext can do what this engine was asked to do.
+
+    Args:
+        engine: before it wraps its optimizer.
+        optimizer: the one it is to have.
+
+    Raises:
+        ValueError: naming the setting, and what to do instead.
+    """
     leftovers.refuse_gradient_hooks(engine)
     leftovers.refuse_partitions(engine)
     refuse_wrapped(engine.module)
@@ -74,7 +82,11 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
 
 
 def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
-    """Raises ValueError if a scheduler has set too few betas: DeepSpeed's OneCycle, with CAME."""
+    """Checks that a scheduler has set as many betas as the optimizer has.
+
+    Raises:
+        ValueError: if it has not: DeepSpeed's OneCycle, with CAME.
+    """
     needed = len(optimizer.defaults.get("betas", ()))
     for group in optimizer.param_groups:
         if len(group.get("betas", ())) != needed:
@@ -85,7 +97,15 @@ def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
 
 
 def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
-    """Raises ValueError for a scheduler whose metric, missing, would be the batch size."""
+    """Checks that a scheduler gets its metric, for which DeepSpeed would take the batch size.
+
+    Args:
+        scheduler: that is about to be stepped.
+        given: its arguments, by name.
+
+    Raises:
+        ValueError: if it needs a metric and none is given.
+    """
     if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in given:
         raise ValueError(
             f"{type(scheduler).__name__} needs a metric, for which DeepSpeed would take the batch "
@@ -95,7 +115,10 @@ def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
 
 
 def facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
-    """What all ranks must have been started with alike, if one of them uses ds_ext."""
+    """Returns what all ranks must have been started with alike, if one of them uses ds_ext.
+
+    Values have a ``repr`` that is the same in every process, and can be pickled.
+    """
     client = engine.client_optimizer
     ours = isinstance(client, RuleOptimizer)
     name = type(client).__name__ if client is not None else engine.optimizer_name()
