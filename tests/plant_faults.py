@@ -100,14 +100,14 @@ FAULTS = (
     # distributed: where parameters lie, and what ranks tell each other
     Fault(
         "distributed/placement.py",
-        "if size_of(self.holders) > 1:",
-        "if size_of(self.holders) > 2:",
+        "if size_of(self.statistics_group) > 1:",
+        "if size_of(self.statistics_group) > 2:",
         ZERO + "stage1",
     ),
     Fault(
         "distributed/placement.py",
-        "return flat.view(self.parts, -1)[self.place]",
-        "return flat.view(self.parts, -1)[0]",
+        "return flat.view(self.num_shards, -1)[self.shard_index]",
+        "return flat.view(self.num_shards, -1)[0]",
         ZERO + "stage1",
     ),
     Fault(
@@ -142,7 +142,7 @@ FAULTS = (
     ),
     # backward: gradients on their way
     Fault(
-        "backward/buckets.py",
+        "backward/reduction.py",
         "(found >= _BAD).unbind()",
         "(found > 4 * _BAD).unbind()",
         ZERO + "not_finite",
@@ -160,21 +160,21 @@ FAULTS = (
         ZERO + "reentrant",
     ),
     Fault(
-        "backward/gradients.py",
-        "self.tally.verdict = self._drop if self.tally.overflow else self._update",
-        "self.tally.verdict = self._update",
+        "backward/receivers.py",
+        "        if not self.tally.overflow:\n            self.stepper",
+        "        if True:\n            self.stepper",
         "distributed/test_scaling.py",
     ),
     Fault(
-        "backward/gradients.py",
-        "factor = self.unscale(self.layout.of[param]) * self.tally.coefficient",
-        "factor = self.unscale(self.layout.of[param])",
+        "backward/receivers.py",
+        "g = tally.reader.gradient(param, run, tally.coefficient)",
+        "g = tally.reader.gradient(param, run, 1.0)",
         "distributed/test_training.py -k clip-stage3",
     ),
     Fault(
         "backward/gradients.py",
-        "self.previous_norm = tally.norm",
-        "self.previous_norm = self.previous_norm or tally.norm",
+        "self.norm = norm = tally.find_norm()\n        if math.isfinite(norm):",
+        "self.norm = norm = tally.find_norm()\n        if self.previous_norm is None:",
         "distributed/test_training.py -k previous",
     ),
     # checkpoint: the format, and who reads what
@@ -185,7 +185,7 @@ FAULTS = (
         "distributed/test_resume.py -k bit_for_bit",
     ),
     Fault(
-        "checkpoint/resharding.py",
+        "checkpoint/pieces.py",
         "values[at - part.start : stop - part.start] = flat[at - first : stop - first]",
         "values[at - part.start : stop - part.start] = flat[: stop - at]",
         "distributed/test_resume.py -k another",
@@ -223,8 +223,8 @@ FAULTS = (
     ),
     Fault(
         "engine/layouts.py",
-        "made = kind(own, losses=size_of(group),",
-        "made = kind(own, losses=size_of(own),",
+        "made = kind(own, grad_divisor=size_of(group),",
+        "made = kind(own, grad_divisor=size_of(own),",
         "distributed/test_expert_parallel.py",
     ),
     # planner: its arithmetic
@@ -246,6 +246,7 @@ FAULTS = (
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*")
+    parser.add_argument("--green", action="store_true", help="`make test` passes: do not check it")
     parser.add_argument("--all", action="store_true", help="against the whole of `make test`")
     options = parser.parse_args()
     chosen = [
@@ -260,7 +261,7 @@ def main() -> None:
         for fault in chosen:
             tests = "" if options.all else fault.tests
             if tests not in passes:
-                passes[tests] = run(tree, tests)
+                passes[tests] = options.green or run(tree, tests)
             began = time.monotonic()
             if not passes[tests]:
                 told = "THE TESTS FAIL WITHOUT IT"
