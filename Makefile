@@ -43,7 +43,7 @@ check: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy ds_ext
-	$(BIN)/python -m pytest -q tests/test_walls.py
+	$(BIN)/python -m pytest -q tests/unit/test_walls.py
 
 matrix: .venv/.test
 	$(BIN)/python -m tests.support README.md
