@@ -23,7 +23,7 @@ from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.runs import Run
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
-from ds_ext.engine.layouts import Partitioned
+from ds_ext.engine.zero3 import Partitioned
 from ds_ext.ops import accumulator
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves

@@ -7,7 +7,7 @@ Parameters that are spread alike share one. d is the number of ranks of data par
 | `Replicated` | all         | all   | all-reduce     | nothing            | of one rank      |
 | `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | added up over d  |
 
-ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in engine/layouts.py.
+ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in engine/zero3.py.
 With tensor parallelism "all" is the boxes of the matrix that a rank holds, and partial sums are
 added up over all ranks that hold some of it; parameters that it leaves whole have a placement of
 their own, and so have experts that only some ranks hold.

@@ -21,8 +21,9 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.engine import expert_parallel, leftovers, safe_access, settings
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.checkpoint_contents import Contents, stepped
-from ds_ext.engine.layouts import Partitions, layout_of
+from ds_ext.engine.layouts import layout_of
 from ds_ext.engine.log import log
+from ds_ext.engine.zero3 import Partitions
 from ds_ext.optimizer import RuleOptimizer
 
 

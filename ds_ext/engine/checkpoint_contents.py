@@ -24,8 +24,8 @@ from ds_ext.checkpoint.pieces import Pieces, Saved, piece
 from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import expert_parallel
-from ds_ext.engine.layouts import Partitions
 from ds_ext.engine.log import log
+from ds_ext.engine.zero3 import Partitions
 from ds_ext.errors import CheckpointError
 
 

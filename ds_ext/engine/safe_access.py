@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ds_ext.backward.gradients import FusedBackward
-from ds_ext.engine.layouts import Partitioned
 from ds_ext.engine.state_access import StateAccess
 from ds_ext.engine.wholes import Wholes
+from ds_ext.engine.zero3 import Partitioned
 
 
 class _Method:

@@ -1,0 +1,214 @@
+"""ZeRO-3: DeepSpeed keeps a run of each parameter on each rank, and gathers them when needed."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import groups, z3_leaf_module
+from torch import Tensor, nn
+
+from ds_ext.distributed.desync import Order
+from ds_ext.distributed.layout import Agreement, Layout
+from ds_ext.distributed.lost import explained
+from ds_ext.distributed.placement import Group, Placement, Sharded, by_dtype, size_of
+from ds_ext.engine import leftovers
+from ds_ext.engine.parameters import deepspeed_parameter
+
+# DeepSpeed counts the uses of each module down to know when to gather and to release it.
+_COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+
+
+class Partitioned(Sharded):
+    """Parameters of which a rank holds its run alone, ``ds_tensor`` less the padding."""
+
+    def shape(self, param: Tensor) -> tuple[int, ...]:
+        """Returns the shape that DeepSpeed gathers a parameter in."""
+        return tuple(deepspeed_parameter(param).ds_shape)
+
+    def run(self, param: Tensor) -> Tensor:
+        """Returns this rank's run of the weight, [len(shard)], to be updated in place."""
+        return deepspeed_parameter(param).ds_tensor[: len(self.shard(param))]
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Does nothing: no other rank holds the weight, but for what ``end_step`` gathers.
+
+        What was gathered before is another tensor, unless DeepSpeed had nothing to gather.
+        """
+        if self.num_shards == 1:
+            Placement.publish(self, params)
+
+
+class PartitionedAlike(Partitioned):
+    """Parameters of which all ranks of tensor parallelism hold the same runs, updated alike.
+
+    Gradients are averaged over these ranks too, for else what differs (dropout, or a sum in
+    another order) would lead them apart.
+
+    Args:
+        group: the ranks of data parallelism.
+        tensor_parallel_group: the ranks that hold the same runs.
+    """
+
+    def __init__(self, group: Group, tensor_parallel_group: Group) -> None:
+        num_replicas = size_of(tensor_parallel_group)
+        super().__init__(group, size_of(group) * num_replicas, num_replicas=num_replicas)
+        self.tensor_parallel_group = tensor_parallel_group
+
+    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Begins to sum flat gradients over both groups; see ``Placement.reduce``."""
+        runs, wait = super().reduce(flats)
+
+        def wait_for_both() -> None:
+            wait()
+            self.bytes_sent += sum(run.nbytes for run in runs)
+            with explained():
+                for alike in by_dtype(runs):
+                    self.tensor_parallel_group.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
+
+        return runs, wait_for_both
+
+
+class Partitions(Layout):
+    """The layout of a model whose parameters DeepSpeed has partitioned.
+
+    Args:
+        offload: what partitions and gathers them.
+        group: the ranks of data parallelism.
+        names: of all parameters.
+        placement_of: gives a parameter's placement.
+        overlap: whether gradients are reduced while backward goes on.
+    """
+
+    def __init__(
+        self,
+        offload: DeepSpeedZeRoOffload,
+        group: Group,
+        names: Mapping[Tensor, str],
+        placement_of: Callable[[Tensor], Placement],
+        overlap: bool,
+    ) -> None:
+        self.offload = offload
+        super().__init__(group, names, placement_of)
+        # Gloo, which sums on a CPU, ends a process that is sent more than it waits for.
+        ahead = overlap and self.device.type != "cpu"
+        self.order = Order(offload.module, self.names, self.host_group, ahead)
+        self.order.watch_first_pass(offload.get_param_coordinator())
+        self.updated: set[Tensor] = set()  # in this step
+
+    def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
+        """Returns ZeRO-3's leaf modules, whose parameters arrive together, used or not."""
+        leaves = [m for m in module.modules() if z3_leaf_module(m)]
+        return {leaf: list(leaf.parameters()) for leaf in leaves}
+
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
+        """Finds that all that waits is ready: ranks have gathered the same parameters together.
+
+        Raises:
+            RuntimeError: on all ranks, where they have not.
+        """
+        self.bytes_sent += self.order.check_gradients(waiting, ended)
+        return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Restores DeepSpeed's counts after a backward pass whose graph is run once more."""
+        modules = [m.__dict__ for m in self.offload.module.modules()]
+        counts = [{k: m[k] for k in _COUNTS if k in m} for m in modules]
+        yield
+        for m, count in zip(modules, counts, strict=True):
+            m.update(count)
+        self.offload.release_backward_leftovers()
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Notes which weights were updated, of which other ranks may hold gathered copies."""
+        self.updated.update(params)
+        super().publish(params)
+
+    def end_backward(self) -> None:
+        """Partitions what is still gathered."""
+        # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
+        self.offload.release_backward_leftovers()
+
+    def discard(self) -> None:
+        """Partitions what a failed backward pass has left gathered, and forgets its modules."""
+        for m in self.offload.module.modules():
+            m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
+        self.offload.release_backward_leftovers()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions.
+
+        And forgets hpZ's second copies of what was updated: the next forward pass makes new ones.
+        Not before all is partitioned, which would make them of what is still gathered and old.
+        """
+        self.offload.partition_all_parameters()
+        for param in self.updated:
+            deepspeed_parameter(param).ds_secondary_tensor = None
+        self.updated.clear()
+        persistent = self.offload.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+
+def partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
+    """Partitions the engine's model; returns what gathers and prefetches its parameters.
+
+    Raises:
+        ValueError: if another engine still gathers them, or for groups that do not fit.
+    """
+    leftovers.refuse_module_hooks(engine)
+    # What an engine before this one kept gathered, this one may not keep up to date.
+    for param in engine.module.parameters():
+        if hasattr(param, "ds_persist"):
+            param.ds_persist = False
+            param.partition()
+    if engine.has_moe_layers:
+        engine._validate_zero3_moe_compatibility()
+        engine._resolve_zero3_param_placement()
+    return DeepSpeedZeRoOffload(
+        engine.module,
+        timers=engine.timers,
+        ds_config=engine.config,
+        overlap_comm=engine.zero_overlap_comm(),
+        prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
+        max_reuse_distance=engine.zero_max_reuse_distance(),
+        max_live_parameters=engine.zero_max_live_parameters(),
+        param_persistence_threshold=engine.zero_param_persistence_threshold(),
+        model_persistence_threshold=engine.zero_model_persistence_threshold(),
+        dp_process_group=engine.seq_data_parallel_group,
+        offload_param_config=engine.zero_offload_param(),
+        mpu=engine.mpu,
+        zero_param_parallel_group=_secondary_group(engine),
+        zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
+        log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
+    )
+
+
+def _secondary_group(engine: DeepSpeedEngine) -> Group:
+    """The ranks that hold a second copy of the weights together: ZeRO++ hpZ, usually a host's."""
+    world = dist.get_world_size()
+    size = engine.zero_hpz_partition_size()
+    if size <= 1:
+        return None
+    if dist.get_world_size(engine.seq_data_parallel_group) != world:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size}: DeepSpeed would cut its groups "
+            "without regard to model parallelism: remove one of them."
+        )
+    if world % min(size, world):
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {world} ranks."
+        )
+    if groups._get_zero_param_intra_parallel_group() is None:
+        groups._create_zero_param_parallel_group(size)
+    there = groups._get_zero_param_intra_parallel_group_world_size()
+    if there != min(size, world):
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size = {size}, where another engine of this "
+            f"process has {there}: DeepSpeed takes one for all."
+        )
+    return cast(Group, groups._get_zero_param_intra_parallel_group())
