@@ -59,9 +59,8 @@ class Uses:
     def clear(self) -> None:
         """Forgets all calls: a backward pass has ended."""
         self.made_at = next(_clock)
-        self.used_at = 0  # when a call was counted last; 0: none is
-        self.is_stale = False
         self.used_at = 0
+        self.is_stale = False
         self.count.clear()
         self.in_segment.clear()
         self.calls.clear()
