@@ -25,7 +25,7 @@ EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, HiddenParallelEmbedding)
 
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """The shape that a parameter has without ZeRO-3 and tensor parallelism."""
+    """Returns the shape that a parameter has without ZeRO-3 and tensor parallelism."""
     described = _described(param)
     if described and described["logical_shape"]:
         return tuple(described["logical_shape"])
@@ -33,17 +33,22 @@ def whole_shape(param: Tensor) -> tuple[int, ...]:
 
 
 def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
-    """The shape that a parameter has on this rank without ZeRO-3."""
+    """Returns the shape that a parameter has on this rank without ZeRO-3."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def tensor_parallel_shards(
     names: Mapping[Tensor, str], rank: int, ranks: int
 ) -> dict[Tensor, TensorParallelShard]:
-    """What ``rank`` of tensor parallelism holds of the parameters that it has split.
+    """Returns what a rank holds of the parameters that tensor parallelism has split.
 
-    Each part is cut again for ``ranks`` of data parallelism. Raises ValueError for a layer whose
-    division is not known.
+    Args:
+        names: of all parameters.
+        rank: this rank's number in the group of tensor parallelism.
+        ranks: into how many parts data parallelism cuts what it holds.
+
+    Raises:
+        ValueError: for a layer whose division is not known.
     """
     found = {}
     for param, name in names.items():

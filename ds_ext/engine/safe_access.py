@@ -182,7 +182,7 @@ class Access:
 
 
 def give(fused: FusedBackward) -> None:
-    """Lets ``deepspeed.utils.safe_*`` find the parameters of an engine."""
+    """Puts on an engine's parameters what ``deepspeed.utils.safe_*`` look for."""
     access = Access(fused)
     for param, placement in fused.layout.of.items():
         found: dict[str, object] = {"_z3_optimizer": access}
@@ -199,7 +199,7 @@ def give(fused: FusedBackward) -> None:
 
 
 def take(fused: FusedBackward) -> None:
-    """Undoes ``give``, but for parameters that another engine has taken over."""
+    """Takes off what ``give`` has put there, but where another engine has put its own."""
     for param in fused.layout.names:
         for name, value in list(vars(param).items()):
             access = value.access if isinstance(value, _Method) else value

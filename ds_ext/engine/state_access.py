@@ -105,7 +105,7 @@ class StateAccess:
         return found
 
     def _find(self, param: Tensor, key: str) -> tuple[Part, Tensor] | None:
-        """Where this rank's part of a state lies in the whole, and its values."""
+        """Where this rank's part of a state lies in the whole, and its values; None untrained."""
         optimizer, name = self.optimizer, self.layout.name(param)
         if param not in optimizer.group_of:
             return None
