@@ -2,6 +2,7 @@
 them."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ds_ext.ops import quantize, scratch, weight_update
 from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, table
+from tests.common.choose import params
 from tests.unit.test_kernels import SETTINGS
 
 SHAPES = ((), (300,), (40, 150), (3, 7, 20))
@@ -26,6 +28,9 @@ MAKERS = {
     *("tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "logspace", "eye"),
     *("rand", "randn", "randint", "randperm", "as_tensor", "scalar_tensor", "empty_strided"),
 }
+
+PATHS = list(itertools.product(CASES, ["ops", "kernels"]))
+QUICK_PATHS = [case for case in PATHS if case[1] == "ops" or case[0] in ("lomo", "lamb", "8 bits")]
 
 
 @pytest.fixture
@@ -46,10 +51,11 @@ def defaults():
     scratch.clear()
 
 
-@pytest.mark.parametrize("path", ["ops", pytest.param("kernels", marks=needs.triton)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, path", params(PATHS, QUICK_PATHS))
 @pytest.mark.parametrize("dtype, mode", [(torch.float32, "nearest"), (torch.bfloat16, "master")])
 def test_steps_have_the_same_bits(case, dtype, mode, path, defaults, monkeypatch):
+    if path == "kernels" and not needs.TRITON:
+        pytest.skip("Triton is not installed")
     monkeypatch.setattr(launches, "DEVICES", {"cpu"} if path == "kernels" else set())
     if "8 bits" in case:
         pytest.importorskip("bitsandbytes")

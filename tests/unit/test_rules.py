@@ -16,6 +16,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.state import zeros
 from tests.common import table
+from tests.common.choose import params
 from tests.common.reference import Authors, Textbook
 from tests.common.table import CASES, MANY, REDUCING, RULES, SHAPES, VECTORS, WORLDS
 
@@ -99,12 +100,20 @@ def worst_error(name, setting, world, steps=STEPS, shapes=SHAPES):
     return max(errors(ranks.params, authors(name, setting, steps, shapes), before))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name, setting", CASES)
+def is_quick(case):
+    """Whether `make test` runs it: all settings on three ranks, one on other numbers of them."""
+    _, setting, world = case
+    return world in (1, 3) or setting == "decay"
+
+
+@pytest.mark.parametrize(
+    "name, setting, world", params([(*case, n) for case in CASES for n in WORLDS], is_quick)
+)
 def test_sharded_equals_the_authors(name, setting, world):
     assert worst_error(name, setting, world) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_more_ranks_than_elements(name):
     shapes = ((), (5,), (1000,), (1, 7), (64, 33), (4, 3, 5))

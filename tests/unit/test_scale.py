@@ -25,6 +25,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.rules import lowrank
 from tests.common import apart
+from tests.common.choose import params
 
 SMALL = (256, 48, 132, 2, 4, 2, False)
 STACK = (4, 6, 8)  # of experts; a rank of 2 or 4 holds whole ones, one of 8 or 16 a part of one
@@ -94,7 +95,7 @@ def _noting(rule):
     yield from rule
 
 
-@pytest.mark.parametrize("world", range(1, 8))
+@pytest.mark.parametrize("world", params(range(1, 8), [1, 2, 3, 7]))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rounds_counted_without_storage_are_those_of_real_tensors(name, world, monkeypatch):
     monkeypatch.setattr(lowrank, "SLICE", 100)  # a basis is renewed in several rounds
@@ -103,7 +104,7 @@ def test_rounds_counted_without_storage_are_those_of_real_tensors(name, world, m
     assert name == "lomo" or sum(map(len, found))
 
 
-@pytest.mark.parametrize("world", [2, 16])
+@pytest.mark.parametrize("world", params([2, 16], [2]))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_expert_of_a_stack_has_statistics_of_its_own(name, world):
     found = counted_rounds(name, ("experts.up", *NAMES), world)
@@ -315,6 +316,7 @@ def test_the_longest_chain_counts_collectives():
     assert links.longest([bucket(1, 1)] * 4 + [bucket(1, 1, 1)]) == 1 + 4 + 2
 
 
+@pytest.mark.slow
 def test_gloo_among_real_ranks_is_measured():
     samples = links.measure(2, (2**12, 2**22))
     assert [(s.ranks, s.nbytes) for s in samples] == [(2, 2**12), (2, 2**22)]
@@ -324,6 +326,7 @@ def test_gloo_among_real_ranks_is_measured():
 GIVEN = outlook.Given(Link(5e-6, 50e9), TREE, 4096, 4e14)
 
 
+@pytest.mark.slow
 def test_times_of_a_step():
     counted = Counted("llama-70b", 64, 2**24)
     found = outlook.times(counted, "LOMO", GIVEN)
