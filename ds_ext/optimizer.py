@@ -166,7 +166,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 )
 
     @torch.no_grad()
-    def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None]) -> int:
+    def update(self, updates: Iterable[Update], all_reduce: Callable[[Tensor], None] | None) -> int:
         """Steps the given runs in lock-step, summing statistics by ``all_reduce``; -> rounds.
 
         Runs and states that lie elsewhere than their gradients visit these for it. Gradients on
@@ -177,7 +177,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             on.setdefault(u.g.device, []).append(u)
         return sum(self._update(alike, all_reduce) for alike in on.values())
 
-    def _update(self, updates: list[Update], all_reduce: Callable[[Tensor], None]) -> int:
+    def _update(self, updates: list[Update], all_reduce: Callable[[Tensor], None] | None) -> int:
         """The same for gradients on one device."""
         at_home = [(u, self.state[u.param]) for u in updates]
         visits = [
@@ -290,7 +290,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             p = param.detach().contiguous().view(-1)
             g = grad.to_dense().contiguous().view(-1)
             updates.append(Update(param, p, g, Shard.whole(param.shape)))
-        self.update(updates, lambda total: None)
+        self.update(updates, None)
         for param, p, *_ in updates:
             if not param.is_contiguous():
                 param.copy_(p.view_as(param))

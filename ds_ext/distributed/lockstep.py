@@ -54,12 +54,27 @@ def _advance(rule: Rule, totals: Sums | None) -> Sums | None:
         return None
 
 
-def run(rules: Iterable[Rule], all_reduce: Callable[[Tensor], None]) -> int:
-    """Runs rules to their end, ``all_reduce`` summing in place once a round; -> rounds taken."""
+def run(rules: Iterable[Rule], all_reduce: Callable[[Tensor], None] | None) -> int:
+    """Runs rules to their end, ``all_reduce`` summing in place once a round; -> rounds taken.
+
+    With None there is one rank: partial sums are the totals, and are not copied.
+    """
+    if all_reduce is None:
+        return _run_alone(rules)
     merged, rounds = lockstep(rules), 0
     for flat in merged_rounds(merged):
         all_reduce(flat)
         rounds += 1
+    return rounds
+
+
+def _run_alone(rules: Iterable[Rule]) -> int:
+    """Runs rules to their end, sending each its own partial sums; -> rounds taken."""
+    rounds = 0
+    waiting = _advance_all((rule, None) for rule in rules)
+    while waiting:
+        rounds += 1
+        waiting = _advance_all(waiting)
     return rounds
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "WritableRun",
     "accumulator",
     "advance_",
+    "advance_numbers_",
     "apply_",
     "count_beyond",
     "evaluate",
@@ -50,6 +51,7 @@ __all__ = [
     "square_sum",
     "square_sums",
     "squared",
+    "squares",
     "times",
     "weighed_square_sums",
     "write_",
@@ -199,24 +201,27 @@ class Quotient:
     scale: Tensor | float = 1.0
 
     def block(self, b: Block) -> Tensor:
-        x, row = self._by_column(b), self._rows(b)
-        return small.scale_rows(x, row.squeeze(2), x) if self._is_small(b) else x.mul_(row)
+        if self._is_small(b):
+            return self._of_small(b)
+        return self._by_column(b).mul_(self._rows(b))
 
     def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
         """old ← old − factor · this, with one pass less than in two steps."""
-        x, row = self._by_column(b), self._rows(b)
         if self._is_small(b):
-            return small.subtract_(old, x, row.squeeze(2), factor)
-        return old.addcmul_(x, row, value=-factor)
+            return old.sub_(self._of_small(b), alpha=factor)
+        return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
 
     def _rows(self, b: Block) -> Tensor:
-        return self.row[b.mats, b.rows] * self.scale
+        row = self.row[b.mats, b.rows]
+        return row if isinstance(self.scale, float) and self.scale == 1 else row * self.scale
 
     def _by_column(self, b: Block) -> Tensor:
         x, col = read(self.x, b), self.col[b.mats, :, b.cols]
-        if self._is_small(b):
-            return small.scale_cols(x, col.squeeze(1), room(x, self.x))
         return torch.mul(x, col, out=room(x, self.x))
+
+    def _of_small(self, b: Block) -> Tensor:
+        x, row, col = read(self.x, b), self._rows(b).squeeze(2), self.col[b.mats].squeeze(1)
+        return small.scale_(x, row, col, room(x, self.x))
 
     def _is_small(self, b: Block) -> bool:
         return small.holds_whole(b, len(self.row), self.row.shape[1], self.col.shape[2])
@@ -400,12 +405,13 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
     row, col = _zeros(shard, like)
     ones = torch.ones(max(shard.rows, shard.cols), dtype=row.dtype, device=row.device)
     for b in scratch.blocks(shard):
-        square = squared(x, b)
-        mats, rows, cols = b.shape
         if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
-            row[b.mats].add_(small.sums(square, 2))
-            col[b.mats].add_(small.sums(square, 1))
+            planes = small.square_planes(read(x, b))
+            small.write_row_sums(row[b.mats], planes)
+            small.write_col_sums(col[b.mats], planes)
             continue
+        square = squared(x, b)
+        _, rows, cols = b.shape
         # products with ones are faster by far than sums over a dimension
         row[b.mats, b.rows].add_(square @ ones[:cols])
         col[b.mats, b.cols].add_(ones[:rows] @ square)
@@ -414,29 +420,33 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
 
 @launches.tried(launches.weighed_square_sums)
 def weighed_square_sums(
-    x: Readable, before: Tensor, share: float, shard: Shard, like: Gradient
+    x: Readable, before: Tensor, eps: float, beta: float, shard: Shard, like: Gradient
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and the sums over each column of squares divided by a number of their row.
 
-    That is ``before``, [mats, rows], + share · the sum of the row's squares: its new statistic,
-    which is known as soon as the row is read where runs hold whole rows. -> [mats, rows],
-    [mats, cols], [mats, cols]
+    That is the row's new statistic, beta · ``before`` + (1 − beta) · mean(x² + eps), which is known
+    as soon as the row is read where runs hold whole rows. -> [mats, rows], [mats, cols],
+    [mats, cols]
     """
     assert shard.holds_rows
     row, col = _zeros(shard, like)
-    both, ones = col.new_zeros(shard.mats, 2, shard.cols), col.new_ones(shard.cols)
+    both = col.new_zeros(2, shard.mats, shard.cols).transpose(0, 1)
+    ones, share = col.new_ones(shard.cols), (1 - beta) / shard.cols
     for b in scratch.blocks(shard):
+        old = torch.mul(before[b.mats, b.rows], beta, out=scratch.like(before[b.mats, b.rows]))
+        old += (1 - beta) * eps
+        if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
+            planes, sums = small.square_planes(read(x, b)), row[b.mats]
+            small.write_row_sums(sums, planes)
+            small.write_col_sums(both[b.mats, 0], planes)
+            small.scale_rows_(planes, old.add_(sums, alpha=share).reciprocal_())
+            small.write_col_sums(both[b.mats, 1], planes)
+            continue
         square = squared(x, b)
         mats, rows, _ = b.shape
-        if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
-            sums = row[b.mats].copy_(small.sums(square, 2))
-            weights = torch.add(before[b.mats], sums, alpha=share).reciprocal_()
-            both[b.mats, 0].add_(small.sums(square, 1))
-            both[b.mats, 1].add_(small.sums(small.scale_rows(square, weights, square), 1))
-            continue
         sums = torch.matmul(square, ones, out=row[b.mats, b.rows])
         weights = col.new_ones(mats, 2, rows)
-        torch.add(before[b.mats, b.rows], sums, alpha=share, out=weights[:, 1]).reciprocal_()
+        torch.add(old, sums, alpha=share, out=weights[:, 1]).reciprocal_()
         both[b.mats].baddbmm_(weights, square)
     return row, both[:, 0], both[:, 1]
 
@@ -457,19 +467,27 @@ def factors_(
     The estimate of v is row · col / mean(row). With ``weighed_square_sums`` as a third of the
     sums, the factors are such that RMS(x / sqrt(v)) is ``clip`` at most.
     """
-    row.lerp_(sums[0] / shard.cols + eps, 1 - beta)
-    col.lerp_(sums[1] / shard.rows + eps, 1 - beta)
-    mean = _sums(row, shard) / shard.rows
-    by_row = (row / mean).rsqrt_().unsqueeze(-1)
+    by_col = torch.empty_like(col)
+    by_row = torch.ones_like(row[:1]) if shard.rows == 1 else torch.empty_like(row)
+    u_sq = row.new_zeros(())
+    for mats in scratch.parts(shard.mats, max(shard.rows, shard.cols)):
+        mean = _advance_mean_(row[mats], sums[0][mats], shard.cols, eps, 1 - beta)
+        _advance_mean_(col[mats], sums[1][mats], shard.rows, eps, 1 - beta)
+        torch.rsqrt(col[mats], out=by_col[mats])
+        if shard.rows > 1:
+            torch.div(row[mats], mean, out=by_row[mats]).rsqrt_()
+        if len(sums) > 2:
+            weighed = torch.div(sums[2][mats], col[mats], out=scratch.like(col[mats]))
+            u_sq += torch.dot(mean.view(-1), small.sums(weighed))
     if len(sums) > 2:
-        u_sq = (mean * _sums(sums[2] / col, shard)).sum()
-        by_row = by_row * (clip / shard.rms(u_sq)).clamp(max=1)
-    return by_row, col.rsqrt().unsqueeze(-2)
+        by_row *= (clip / shard.rms(u_sq)).clamp(max=1)
+    return by_row.expand_as(row).unsqueeze(-1), by_col.unsqueeze(-2)
 
 
-def _sums(x: Tensor, shard: Shard) -> Tensor:
-    """Sums over each matrix of a number of its rows or columns, [mats, n] -> [mats, 1]."""
-    return small.sums(x, 1).unsqueeze(1) if small.is_small(shard) else x.sum(-1, keepdim=True)
+def _advance_mean_(v: Tensor, sums: Tensor, of: int, eps: float, weight: float) -> Tensor:
+    """v ← v + weight · (sums / of + eps − v), of many matrices [mats, n] -> its means [mats, 1]."""
+    v.lerp_(torch.div(sums, of, out=scratch.like(v)).add_(eps), weight)
+    return v if v.shape[1] == 1 else (small.sums(v) / v.shape[1]).unsqueeze(1)
 
 
 def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
@@ -477,6 +495,31 @@ def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     dtype = accumulator(like.dtype)
     row = torch.zeros(shard.mats, shard.rows, dtype=dtype, device=like.device)
     return row, torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
+
+
+@launches.tried(launches.squares_)
+def squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
+    """The squares of a run where it lies in the whole parameter, 0 elsewhere -> [numel]."""
+    make = torch.empty if len(shard) == shard.numel else torch.zeros
+    out = make(shard.numel, dtype=accumulator(like.dtype), device=like.device)
+    own = out[shard.start : shard.stop]
+    for b in scratch.blocks(shard):
+        values = read(x, b)
+        torch.mul(values, values, out=part(own, b))
+    return out
+
+
+def advance_numbers_(row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float) -> Tensor:
+    """v ← beta · v + (1 − beta) · (x² + eps), of matrices of one element, whose statistics ``row``
+    and ``col`` are both v, [n] -> the sum of x² / v, [].
+    """
+    total = row.new_zeros(())
+    for at in scratch.parts(len(row), 1):
+        v, x_sq = row[at], squares[at]
+        new = torch.add(x_sq, eps, out=scratch.like(v))
+        col[at].copy_(v.lerp_(new, 1 - beta))
+        total += torch.dot(x_sq, torch.reciprocal(v, out=new))
+    return total
 
 
 def squared(x: Readable, b: Block) -> Tensor:

@@ -34,9 +34,21 @@ _kinds = _Kinds()
 def blocks(shard: Shard) -> Iterator[Block]:
     """The blocks of a run, one after another; when one begins, all scratch memory is free."""
     for b in shard.blocks():
-        for kind in _kinds.of.values():
-            kind.used = 0
+        _free()
         yield b
+
+
+def parts(n: int, width: int) -> Iterator[slice]:
+    """Yields slices of ``n`` rows of ``width`` elements, a block's worth each, as ``blocks``."""
+    step = max(1, BLOCK // max(1, width))
+    for start in range(0, n, step):
+        _free()
+        yield slice(start, min(start + step, n))
+
+
+def _free() -> None:
+    for kind in _kinds.of.values():
+        kind.used = 0
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -35,8 +35,22 @@ def keeps(shard: Shard) -> dict[str, Part]:
 
 
 def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...]:
-    """What the ranks have to add up before ``divide_``: row and column sums of x²."""
-    return ops.matrix_square_sums(x, shard, like) if shard.is_matrix else ()
+    """What the ranks have to add up before ``divide_``: row and column sums of x².
+
+    Of matrices of one element they are the same, x², and are added up once.
+    """
+    if not shard.is_matrix:
+        return ()
+    return (
+        (ops.squares(x, shard, like),)
+        if _is_numbers(shard)
+        else ops.matrix_square_sums(x, shard, like)
+    )
+
+
+def _is_numbers(shard: Shard) -> bool:
+    """Whether a parameter is a stack of matrices of one element, as of 1 x 1 convolutions."""
+    return shard.mats > 1 and shard.rows == shard.cols == 1
 
 
 def divide_(
@@ -47,13 +61,24 @@ def divide_(
     beta: float,
     shard: Shard,
     clip: float = math.inf,
-) -> ops.Quotient:
+) -> Update:
     """Advances a matrix's v by ``sums`` and gives x / sqrt(v), to be evaluated block by block.
 
     A third of the sums is ``weighed_square_sums``: the RMS of the quotient is bounded by ``clip``.
     """
+    if _is_numbers(shard):
+        return _divide_numbers_(x, v, sums, eps, beta, shard)[0]
     factors = ops.factors_(v["row"], v["col"], sums, eps, beta, clip, shard)
     return ops.Quotient(x, *factors)
+
+
+def _divide_numbers_(
+    x: ops.Readable, v: Moment, sums: Sums, eps: float, beta: float, shard: Shard
+) -> tuple[ops.RunQuotient, Tensor]:
+    """The same of matrices of one element, and the sum of the squares of the quotient, []."""
+    row, col = v["row"].view(-1), v["col"].view(-1)
+    u_sq = ops.advance_numbers_(row, col, sums[0], eps, beta)
+    return ops.RunQuotient(x, row[shard.start : shard.stop]), u_sq
 
 
 def normalize(
@@ -64,9 +89,11 @@ def normalize(
     ``more`` are further partial sums that travel with the first round; their totals are returned
     beside u. What AdaLomo, Adafactor and CAME have in common.
     """
-    if shard.is_matrix and shard.holds_rows:
+    if _is_numbers(shard):
+        u, u_sq, totals = yield from _normalize_numbers(g, v, eps, beta, shard, *more)
+    elif shard.is_matrix and shard.holds_rows:
         return (yield from _normalize_whole_rows(g, v, eps, beta, clip, shard, *more))
-    if shard.is_matrix:
+    elif shard.is_matrix:
         u, u_sq, totals = yield from _normalize_cut_rows(g, v, eps, beta, shard, *more)
     else:
         u, u_sq, totals = yield from _normalize_vector(g, v, eps, beta, shard, *more)
@@ -80,6 +107,15 @@ def _normalize_vector(
     ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
     u = ops.RunQuotient(g, v["full"])
     u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
+    return u, u_sq, tuple(totals)
+
+
+def _normalize_numbers(
+    g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
+) -> Unbounded:
+    """u of matrices of one element, whose v every rank has whole; one round, of g²."""
+    square, *totals = yield (*sums(g, shard, g), *more)
+    u, u_sq = _divide_numbers_(g, v, (square,), eps, beta, shard)
     return u, u_sq, tuple(totals)
 
 
@@ -104,7 +140,6 @@ def _normalize_whole_rows(
 
     of which the inner sums, one for each column, travel with the statistics.
     """
-    before, share = v["row"] * beta + (1 - beta) * eps, (1 - beta) / shard.cols
-    mine = ops.weighed_square_sums(g, before, share, shard, g)
+    mine = ops.weighed_square_sums(g, v["row"], eps, beta, shard, g)
     row, col, weighed, *totals = yield (*mine, *more)
     return divide_(g, v, (row, col, weighed), eps, beta, shard, clip), tuple(totals)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext import ops
 from ds_ext.ops import passes, small
@@ -33,10 +34,11 @@ def test_sums_over_rows_and_columns(shape, monkeypatch):
         run = Shard(shape, start, stop, shard.cols)
         x = whole.view(-1)[start:stop].float()
         before = torch.rand(run.mats, run.rows) + 0.5
-        expected = exact(x, before, 0.1, run)
+        expected = exact(x, before, 0.1 / run.cols, run)
         found = ops.matrix_square_sums(x, run, x)
         if run.holds_rows and start % shard.cols == 0 == stop % shard.cols:
-            found = *found, ops.weighed_square_sums(x, before, 0.1, run, x)[2]
+            weighed = ops.weighed_square_sums(x, before / 0.9, 0.0, 0.9, run, x)[2]
+            found = *found, weighed
         for a, b in zip(found, expected, strict=False):
             assert (a - b).norm() <= 1e-6 * b.norm()
 
@@ -69,6 +71,44 @@ def test_the_bits_of_a_stack_are_those_of_its_blocks(name, monkeypatch):
     start = torch.cat([p.view(-1) for p in table.weights(SHAPES)])
     found, expected = trained(16), trained(0)
     assert (found - expected).norm() <= 1e-12 * (expected - start).norm()
+
+
+class Traffic(TorchDispatchMode):
+    """Counts calls of torch, and the elements that these make or write."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+        if not is_view:
+            self.calls += 1
+            tensors = out if isinstance(out, (tuple, list)) else [out]
+            self.elements += sum(x.numel() for x in tensors if isinstance(x, torch.Tensor))
+        return out
+
+
+def traffic(name, shape):
+    """Calls, and elements written for each of the parameter's, of one step."""
+    p = nn.Parameter(torch.ones(shape))
+    p.grad = torch.ones_like(p)
+    optimizer = OPTIMIZERS[name]([p])
+    optimizer.step()
+    with Traffic() as counted:
+        optimizer.step()
+    return counted.calls, counted.elements / p.numel()
+
+
+@pytest.mark.parametrize("name", ["adalomo", "adafactor", "came"])
+@pytest.mark.parametrize("size, calls, passes", [(1, 2, 4), (3, 4, 7)])
+def test_a_stack_costs_about_what_a_matrix_of_its_size_does(name, size, calls, passes):
+    """Calls by its size alone, and some more passes: statistics are as large as the weight."""
+    stack = traffic(name, (512, 128, size, size))
+    matrix = traffic(name, (512, 128 * size * size))
+    assert stack[0] <= calls * matrix[0]
+    assert stack[1] <= passes * matrix[1]
 
 
 @needs.triton

@@ -184,13 +184,13 @@ def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
     for first, last in ((0, rows), (1, rows - 2), (35, 36), (40, 40)):
         shard = Shard(shape, first * cols, last * cols, cols)
         x = cut(whole, shard).to(DEVICE, torch.float32)
-        args = before.to(DEVICE, torch.float32), 0.01, shard, x
+        args = before.to(DEVICE, torch.float32) / 0.9, 0.0, 0.9, shard, x
         found = ops.weighed_square_sums(x, *args)
         exact = torch.zeros(rows, cols, dtype=torch.float64)
         exact[first:last] = x.cpu().double().square().view(-1, cols)
         exact = exact.view(shard.mats, shard.rows, shard.cols)
         row = exact.sum(-1)
-        divided = exact / (before + 0.01 * row).unsqueeze(-1)
+        divided = exact / (before + 0.1 / shard.cols * row).unsqueeze(-1)
         for a, b in zip(found, (row, exact.sum(-2), divided.sum(-2)), strict=True):
             assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
     assert set(launched) == {"weighed", "fold"}
@@ -287,7 +287,7 @@ def test_rows_wider_than_a_tile_are_left_to_the_op(kernels, launched):
 
     x = torch.ones(2, WIDEST + 1, device=DEVICE)
     shard = Shard.whole(tuple(x.shape))
-    ops.weighed_square_sums(x.view(-1), torch.ones(1, 2, device=DEVICE), 1.0, shard, x)
+    ops.weighed_square_sums(x.view(-1), torch.ones(1, 2, device=DEVICE), 0.0, 0.9, shard, x)
     assert not launched
 
 

@@ -270,12 +270,15 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
     return row, col
 
 
-def weighed_square_sums(x: Any, before: Tensor, share: float, shard: Shard, like: Any) -> Any:
+def weighed_square_sums(
+    x: Any, before: Tensor, eps: float, beta: float, shard: Shard, like: Any
+) -> Any:
     source = source_of(x)
     if not _takes_matrices(like, shard) or source is None or source.form != "IS_RUN":
         return NotImplemented
     if shard.cols > kernels.WIDEST:
         return NotImplemented
+    before, share = before * beta + (1 - beta) * eps, (1 - beta) / shard.cols
     row, col, weighed = _zeros(shard, like.device, shard.rows, shard.cols, shard.cols)
     wide = max(kernels.NARROWEST, 1 << (shard.cols - 1).bit_length())
     made = _pass("weighed", source, shard, is_matrix=True, more=(("TC", wide),))
@@ -314,6 +317,14 @@ def factors_(
     clips = (("CLIPS", len(sums) > 2),)
     _ask(Request("factors", clips, 1, geometry, tensors, numbers))
     return by_row.unsqueeze(-1), by_col.unsqueeze(-2)
+
+
+def squares_(x: Any, shard: Shard, like: Any) -> Any:
+    if not _reads(source_of(x), like, shard):
+        return NotImplemented
+    out = _new(shard.numel, device=like.device).zero_()
+    _advance(out[shard.start : shard.stop], x, 0.0, 1.0, shard)
+    return out
 
 
 def lerp_(m: Any, x: Any, weight: float, shard: Shard) -> Any:
