@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from tests import discarding
+from tests.distributed import discarding
 
 LR = 0.1
 

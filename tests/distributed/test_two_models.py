@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import ds_ext
-from tests import two_models, worlds
+from tests import worlds
+from tests.distributed import two_models
 
 
 def assert_equal_updates(got, wanted, start) -> None:

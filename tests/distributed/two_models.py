@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from tests.discarding import whole
+from tests.distributed.discarding import whole
 
 STEPS = 3
 LR = 0.1

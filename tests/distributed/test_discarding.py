@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests import discarding, worlds
+from tests import worlds
+from tests.distributed import discarding
 
 WORLD = 2
 CASES = [(stage, policy, 1, 0.0) for stage in (0, 2, 3) for policy in ("fused", "sharded")]
