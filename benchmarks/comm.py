@@ -28,9 +28,9 @@ from benchmarks import report
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, METHODS, REDUCE_SCATTER, Call, sent
 from benchmarks.memory import LLAMAS, Sizes, llama
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import Update
 from ds_ext.planner.memory import KNOWN
 from ds_ext.planner.memory import llama as llama_shapes
+from ds_ext.run_updates import RunUpdate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -321,7 +321,7 @@ def statistics(shape: Sequence[int], ranks: int, dtype: torch.dtype) -> list[int
     run = torch.full((len(shard),), 0.01, dtype=dtype)
     rounds: list[int] = []
     optimizer = ds_ext.AdaLomo([param], lr=LR, weight_update="nearest")
-    optimizer.update([Update(param, run, run.clone(), shard)], lambda x: rounds.append(x.nbytes))
+    optimizer.update([RunUpdate(param, run, run.clone(), shard)], lambda x: rounds.append(x.nbytes))
     return rounds
 
 

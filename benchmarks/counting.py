@@ -27,8 +27,10 @@ from ds_ext.engine.zero3 import Partitioned
 from ds_ext.ops import accumulator
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizers import OPTIMIZERS
 from ds_ext.param_groups import galore_groups
+from ds_ext.run_updates import RunUpdate
 
 Shape = tuple[int, ...]
 NORM = 8  # bytes of the square of the norm, summed once a step
@@ -286,7 +288,7 @@ class Rule:
         for _ in range(2):
             sizes: list[int] = []
             optimizer.update(
-                [Update(param, p, g, shard)], lambda x, sizes=sizes: sizes.append(x.nbytes)
+                [RunUpdate(param, p, g, shard)], lambda x, sizes=sizes: sizes.append(x.nbytes)
             )
             found.append(tuple(sizes))
         return found

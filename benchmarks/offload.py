@@ -1,7 +1,7 @@
 """What offload costs in time, and what it leaves on a GPU: stepped in flight, or by the host.
 
-A step alone, by both ways (in flight is what ds_ext does: see ds_ext/home.py), and whole training
-steps under ZeRO-3 with their memory. It needs a GPU: nothing travels without one.
+A step alone, by both ways (in flight is what ds_ext does: see ds_ext/host_offload.py), and whole
+training steps under ZeRO-3 with their memory. It needs a GPU: nothing travels without one.
 """
 
 import argparse
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from benchmarks import report
 from benchmarks.memory import DTYPES, llama
 from benchmarks.train import MODELS, join_world_of_one
-from ds_ext.host_offload import HOST, Home
+from ds_ext.host_offload import HOST, HostOffload
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizers import OPTIMIZERS
 from ds_ext.planner.memory import KNOWN, nbytes
 from ds_ext.planner.memory import llama as shapes_of
+from ds_ext.run_updates import RunUpdate
 
 DEVICE, FLIGHT, PAGED = "on the GPU, nothing offloaded", "in flight", "in flight, not pinned"
 BOTH, BY_HOST = "in flight, state too", "by the host, state too"
@@ -110,7 +112,7 @@ class Layer:
         self.landing = [torch.empty_like(p, pin_memory=pins) for p in flat if way == BY_HOST]
         own = {"relative_step": False, "lr": 1e-3} if cls is OPTIMIZERS["adafactor"] else {}
         self.optimizer = cls([nn.Parameter(p) for p in self.runs], **own)
-        self.optimizer.home = Home(pins) if way == BOTH else None
+        self.optimizer.offload = HostOffload(pins) if way == BOTH else None
 
     def step(self) -> None:
         if self.way == COPIES:
@@ -123,7 +125,7 @@ class Layer:
                 g = self.landing[i].copy_(g, non_blocking=True)
                 wait(self.device)
             shard = Shard.whole(self.shapes[i])
-            self.optimizer.update([Update(param, self.runs[i], g, shard)], lambda total: None)
+            self.optimizer.update([RunUpdate(param, self.runs[i], g, shard)], lambda total: None)
 
     @property
     def stays(self) -> int:

@@ -23,9 +23,11 @@ from benchmarks import report
 from benchmarks.memory import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, Update
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizers import OPTIMIZERS
 from ds_ext.planner.memory import KNOWN, llama
 from ds_ext.rules import lowrank
+from ds_ext.run_updates import RunUpdate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -237,7 +239,7 @@ def ours(cls: type[RuleOptimizer], way: str) -> Make:
         if case.is_whole:
             return optimizer.step
         updates = [
-            Update(p, p.detach(), p.grad, shard)
+            RunUpdate(p, p.detach(), p.grad, shard)
             for p, shard in zip(case.params, case.size.shards, strict=True)
         ]
         return lambda: optimizer.update(updates, lambda total: None)

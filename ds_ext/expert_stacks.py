@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_ext import ops
 from ds_ext.ops import Gradient
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Parts
+from ds_ext.ops.state import Parts, State
 
 EXPERTS = "experts"  # the key of their states in that of their parameter
 
@@ -73,6 +73,17 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
 def keeps(rule: Any, shard: Shard, first: int = 0) -> Parts:
     """What ``rule`` keeps of a stack, whose experts are numbered from ``first``."""
     return {EXPERTS: {str(i): rule.keeps(own) for i, (_, own) in enumerate(split(shard), first)}}
+
+
+def check_state(optimizer: str, param: Tensor, state: State, stacked: bool) -> None:
+    """Raises ValueError for a state by expert of a parameter that is no stack, and the reverse."""
+    if (EXPERTS in state) != stacked:
+        raise ValueError(
+            f"{optimizer}: the state of a parameter of shape {tuple(param.shape)} was made with"
+            f"{'out' if stacked else ''} its experts separate. Call "
+            "optimizer.separate_experts(model) before the first step, and before "
+            "load_state_dict, in both runs or in neither."
+        )
 
 
 def part(g: Gradient, run: slice) -> Gradient:

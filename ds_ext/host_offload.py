@@ -1,11 +1,11 @@
-"""What lies in the host's memory between steps, and visits the device for its step.
+"""Offload: weights and states that lie in the host's memory between steps.
 
 Weights (``offload_param``: ZeRO-3's runs, which DeepSpeed puts there) and states
 (``offload_optimizer``) are copied to the device of their gradient, stepped there, and copied back.
 A step by the host would move less, a gradient's 2 bytes for each bf16 weight instead of 4, but
 passes over memory several times where a GPU hides that behind the copies; and it sums in another
 order, so that it would not end with the bits of a run without offload, as this does.
-``python -m benchmarks offload`` measures both. What travels at a time is what a bucket needs.
+``python -m benchmarks offload`` measures both. Only what a bucket needs is copied at a time.
 """
 
 from collections.abc import Mapping
@@ -22,58 +22,80 @@ SMALL = 2**17  # bytes of a state that stays on the device: to ask for a copy ta
 
 
 @dataclass(frozen=True)
-class Home:
-    """The host's memory as the place of states, pinned or not."""
+class HostOffload:
+    """Where states lie between steps if they are offloaded: the host's memory.
 
-    pins: bool
+    Attributes:
+        pin_memory: whether that memory is pinned, so that the host does not wait for copies.
+    """
+
+    pin_memory: bool
 
     @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "Home | None":
-        """What ``zero_optimization.offload_optimizer`` asks for. Only a GPU has pinned memory."""
+    def from_config(cls, section: Mapping[str, Any]) -> "HostOffload | None":
+        """Returns what ``zero_optimization.offload_optimizer`` asks for.
+
+        Args:
+            section: that section of a DeepSpeed config.
+
+        Returns:
+            None unless its ``device`` is "cpu". Memory is pinned if there is a GPU to copy to.
+        """
         if section.get("device") != "cpu":
             return None
         return cls(section.get("pin_memory", True) and torch.cuda.is_available())
 
-    def keep(self, x: Tensor, held: Tensor | None = None) -> Tensor:
-        """Puts ``x`` where it lies between steps -> that: ``held``, if it lay there before."""
-        if x is held or x.nbytes < SMALL:
-            return x
-        if held is None or (held.shape, held.dtype) != (x.shape, x.dtype):
-            held = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=self.pins)
-        return held.copy_(x, non_blocking=True)
+    def to_host(self, x: Tensor, stored: Tensor | None = None) -> Tensor:
+        """Returns ``x`` as it is stored between steps: on the host, if it is not ``SMALL``.
 
-    def take(self, state: State, stepped: State) -> None:
-        """Puts a state that has visited the device back to where it lies."""
+        Args:
+            x: part of a state, on any device.
+            stored: what was stored of it before, which is overwritten if it fits.
+        """
+        if x is stored or x.nbytes < SMALL:
+            return x
+        if stored is None or (stored.shape, stored.dtype) != (x.shape, x.dtype):
+            stored = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=self.pin_memory)
+        return stored.copy_(x, non_blocking=True)
+
+    def store_state(self, state: State, stepped: State) -> None:
+        """Overwrites ``state``, which lies on the host, by its copy that was stepped."""
         for key in state.keys() - stepped.keys():
             del state[key]
         for key, x in stepped.items():
             if isinstance(x, dict):
-                self.take(state.setdefault(key, {}), x)  # type: ignore[arg-type]
+                self.store_state(state.setdefault(key, {}), x)  # type: ignore[arg-type]
             else:
-                state[key] = self.keep(x, state.get(key)) if isinstance(x, Tensor) else x  # type: ignore[arg-type]
+                state[key] = self.to_host(x, state.get(key)) if isinstance(x, Tensor) else x  # type: ignore[arg-type]
 
 
-def visit(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` itself, or its copy on ``device``, which the host waits for only if it is the place."""
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Returns ``x`` or its copy on ``device``; the host waits only for copies to itself."""
     return x if x.device == device else x.to(device, non_blocking=device.type != HOST.type)
 
 
-def brought(state: State, device: torch.device) -> State:
-    """A state whose tensors are on ``device``."""
+def state_to_device(state: State, device: torch.device) -> State:
+    """Returns a state, nested in dicts, whose tensors are on ``device``."""
     found: State = {}
     for key, x in state.items():
-        found[key] = brought(x, device) if isinstance(x, dict) else x
+        found[key] = state_to_device(x, device) if isinstance(x, dict) else x
         if isinstance(x, Tensor):
-            found[key] = visit(x, device)
+            found[key] = to_device(x, device)
     return found
 
 
-def place(x: Tensor, device: torch.device, home: Home | None) -> Tensor:
-    """A part of a state where it lies between steps: with ``home``, or on ``device``."""
-    return visit(x, device) if home is None or x.nbytes < SMALL else home.keep(x)
+def store(x: Tensor, device: torch.device, offload: HostOffload | None) -> Tensor:
+    """Returns part of a state where it lies between steps.
+
+    Args:
+        x: the part, on any device.
+        device: that of the parameter.
+        offload: where states lie; None for ``device``, where small parts are in any case.
+    """
+    return to_device(x, device) if offload is None or x.nbytes < SMALL else offload.to_host(x)
 
 
-def settle(device: torch.device) -> None:
-    """Waits until what was sent to the host is there: who reads it waits for nothing."""
+def synchronize(device: torch.device) -> None:
+    """Waits until copies from ``device`` to the host have ended, which any code may then read."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

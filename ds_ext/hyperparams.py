@@ -1,10 +1,11 @@
 """What values a hyper-parameter may take, and the error that a user sees when one is wrong.
 
-A rule's dataclass annotates its fields with these types; ``check`` is called once, where values
-enter (the JSON config, an optimizer's constructor, a parameter group).
+A rule's dataclass annotates its fields with these types; ``check`` is called where values enter
+(the JSON config, an optimizer's constructor, a param group, what a scheduler sets there).
 """
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import fields
 from types import NoneType
@@ -28,25 +29,30 @@ Side = Annotated[
 
 
 def names(rule: type) -> list[str]:
-    """The hyper-parameters of a rule, in order."""
+    """Returns the names of a rule's hyper-parameters, in order."""
     return [f.name for f in fields(rule)]
 
 
 def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> dict[str, Any]:
-    """All hyper-parameters of ``rule``, the given ones checked, the others at their defaults.
+    """Returns all hyper-parameters of a rule: the given ones checked, the others' defaults.
 
-    ``where`` is the section of the JSON config that they come from. Raises ValueError naming the
-    key, what was given, what is allowed, and what a misspelt key may have meant.
+    Args:
+        rule: a dataclass whose fields are annotated with the types of this module.
+        given: values by name.
+        where: the section of the JSON config that they come from.
+
+    Raises:
+        ValueError: a name is unknown, or a value is not allowed, alone or beside the others. It
+            names the key, what was given, what is allowed, and what a misspelt key may have meant.
     """
-    hints = get_type_hints(rule, include_extras=True)
+    hints, adapters = _hints(rule), _adapters(rule)
     for key in given:
         if key not in hints:
             raise ValueError(_unknown(rule, f"{where}.{key}", list(hints)))
     checked = {}
     for key, value in given.items():
         try:
-            adapter: TypeAdapter[Any] = TypeAdapter(_strict_bool(hints[key]))
-            checked[key] = adapter.validate_python(value)
+            checked[key] = adapters[key].validate_python(value)
         except ValidationError:
             raise ValueError(
                 _refused(rule, f"{where}.{key}", value, describe(hints[key]))
@@ -58,8 +64,20 @@ def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params")
     return {name: getattr(whole, name) for name in hints}
 
 
+@functools.cache
+def _hints(rule: type) -> dict[str, Any]:
+    """The annotated types of a rule's fields."""
+    return get_type_hints(rule, include_extras=True)
+
+
+@functools.cache
+def _adapters(rule: type) -> dict[str, TypeAdapter[Any]]:
+    """What checks the value of each field."""
+    return {key: TypeAdapter(_strict_bool(hint)) for key, hint in _hints(rule).items()}
+
+
 def describe(hint: Any) -> str:
-    """What a field's type allows, in words."""
+    """Returns what a field's type allows, in words: "a number >= 0"."""
     for extra in getattr(hint, "__metadata__", ()):
         if getattr(extra, "description", None):
             return str(extra.description)

@@ -199,6 +199,7 @@ class FusedBackward:
         """Ends a step, by now stepping what was kept; None if there were no gradients."""
         tally = self.tally
         if tally.kept:
+            self.optimizer.check_param_groups()
             tally.record(tally.kept)
             tally.judge(self.clipping)
             if not tally.overflow:
@@ -279,6 +280,7 @@ class FusedBackward:
 
     def _begin(self) -> Receiver:
         """Who takes the gradients of the backward pass that begins."""
+        self.optimizer.check_param_groups()
         tally = self.tally
         if self._is_passed_through() or self._keeps():
             if not self.told_cost and self.layout.rank == 0:

@@ -15,7 +15,8 @@ from ds_ext.backward.reading import Runs
 from ds_ext.backward.runs import Run, apart
 from ds_ext.backward.tally import Tally
 from ds_ext.distributed.layout import Layout
-from ds_ext.optimizer import RuleOptimizer, Update
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.run_updates import RunUpdate
 
 
 class Stepper:
@@ -34,11 +35,11 @@ class Stepper:
         self.layout.publish(runs)
         tally.stepped += len(runs)
 
-    def _update(self, param: Tensor, run: Run, tally: Tally) -> Update:
+    def _update(self, param: Tensor, run: Run, tally: Tally) -> RunUpdate:
         """This rank's part in the step of a parameter."""
         g = tally.reader.gradient(param, run, tally.coefficient)
         replicas = self.layout.num_replicas(self.layout.of[param])
-        return Update(param, self.layout.run(param), g, self.layout.shard(param), replicas)
+        return RunUpdate(param, self.layout.run(param), g, self.layout.shard(param), replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]

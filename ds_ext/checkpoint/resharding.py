@@ -116,7 +116,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
         found = pieces.first("state", own.name)
         if found is not None:
             parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
-            state = _read(pieces, parts, own, param.device, optimizer.home)
+            state = _read(pieces, parts, own, param.device, optimizer.offload)
             optimizer.state[param] = {**state, "step": found["step"]}
 
 
@@ -136,7 +136,7 @@ def _read(
     parts: Parts,
     own: Own,
     device: torch.device,
-    where: host_offload.Home | None,
+    offload: host_offload.HostOffload | None,
     *above: str,
 ) -> State:
     """This rank's part of the state that lies under the keys ``above``, ready for a step."""
@@ -145,9 +145,9 @@ def _read(
         if isinstance(part, Part):
             values = pieces.read(part, "state", own.name, *above, key)
             dtype = part.dtype or ops.accumulator(own.run.dtype)
-            made[key] = host_offload.place(values.view(part.shape).to(dtype), device, where)
+            made[key] = host_offload.store(values.view(part.shape).to(dtype), device, offload)
         else:
-            made[key] = _read(pieces, part, own, device, where, *above, key)
+            made[key] = _read(pieces, part, own, device, offload, *above, key)
     return made
 
 

@@ -24,6 +24,7 @@ from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of
 from ds_ext.engine.log import log
 from ds_ext.engine.zero3 import Partitions
+from ds_ext.host_offload import HostOffload
 from ds_ext.optimizer import RuleOptimizer
 
 
@@ -75,8 +76,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def _prepare_optimizer(self, offload: dict[str, Any] | None) -> None:
         """Tells the optimizer of its parameters what only the engine knows."""
         optimizer = self.optimizer
-        optimizer.home = host_offload.Home.of(offload or {})
-        optimizer._index()  # DeepSpeed may have put other parameters in the place of experts
+        optimizer.offload = HostOffload.from_config(offload or {})
+        optimizer.index_parameters()  # DeepSpeed may have put other parameters in the place of experts
         places = {p: expert_parallel.place(p) for p in self.layout.names}
         firsts = {p: place[0] for p, place in places.items() if place}
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
@@ -191,7 +192,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.overflow = result is not None and result.skipped
         if result is None:
             return
-        host_offload.settle(self.layout.device)
+        host_offload.synchronize(self.layout.device)
         self._global_grad_norm = result.norm
         if self.dynamic_loss_scale:
             self.loss_scaler.update_scale(result.overflow)

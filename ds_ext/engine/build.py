@@ -7,7 +7,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_ext import param_groups
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.log import log
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizers import OPTIMIZERS
 
 # Names that DeepSpeed knew without ds_ext, and what it made of them.
 _TAKEN_OVER = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_ext import host_offload
 from ds_ext.ops import quantize, scratch, weight_update
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizers import OPTIMIZERS
 from tests.common import pretend
 from tests.common.ranks import shared_folder, whole
 

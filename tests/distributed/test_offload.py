@@ -12,7 +12,8 @@ import torch
 
 from ds_ext import host_offload
 from ds_ext.config import offload
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.host_offload import HostOffload
+from ds_ext.optimizers import OPTIMIZERS
 from ds_ext.planner import memory
 from tests import worlds
 from tests.common import pretend
@@ -131,18 +132,18 @@ def test_weights_are_pinned_unless_they_are_not_to_be(optimizer, stage, how, kin
 
 def test_states_are_pinned_unless_they_are_not_to_be(monkeypatch):
     section = {"device": "cpu"}
-    assert host_offload.Home.of(section) == host_offload.Home(pins=False)  # without a GPU
+    assert HostOffload.from_config(section) == HostOffload(pin_memory=False)  # without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert host_offload.Home.of(section) == host_offload.Home(pins=True)
-    assert host_offload.Home.of(section | {"pin_memory": False}) == host_offload.Home(pins=False)
-    assert host_offload.Home.of({"device": "none"}) is host_offload.Home.of({}) is None
+    assert HostOffload.from_config(section) == HostOffload(pin_memory=True)
+    assert HostOffload.from_config(section | {"pin_memory": False}) == HostOffload(pin_memory=False)
+    assert HostOffload.from_config({"device": "none"}) is HostOffload.from_config({}) is None
     empty, asked = torch.empty, []
     monkeypatch.setattr(
         torch, "empty", lambda *a, pin_memory, **k: asked.append(pin_memory) or empty(*a, **k)
     )
     x = torch.randn(host_offload.SMALL)
     for pins in (True, False):
-        assert torch.equal(host_offload.Home(pins).keep(x), x)
+        assert torch.equal(HostOffload(pins).to_host(x), x)
     assert asked == [True, False]
 
 
@@ -151,16 +152,14 @@ def test_a_small_state_stays_on_the_device():
         for size, where in ((host_offload.SMALL // 4 - 1, DEVICE), (host_offload.SMALL // 4, HOST)):
             x = torch.zeros(size, device=pretend.DEVICE)
             state = {"inner": {"x": x}, "master": x}
-            host_offload.Home(pins=False).take(state, {"inner": {"x": x + 1}, "step": 3})
+            HostOffload(pin_memory=False).store_state(state, {"inner": {"x": x + 1}, "step": 3})
             assert state.keys() == {"inner", "step"}
             assert state["inner"]["x"].sum() == size
-            assert (
-                str(host_offload.place(x, pretend.DEVICE, host_offload.Home(False)).device) == where
-            )
-            held = host_offload.Home(False).keep(x)
+            assert str(host_offload.store(x, pretend.DEVICE, HostOffload(False)).device) == where
+            held = HostOffload(False).to_host(x)
             assert str(held.device) == where
-            assert host_offload.Home(False).keep(x + 1, held) is held or where == DEVICE
-            assert host_offload.Home(False).keep(held, held) is held
+            assert HostOffload(False).to_host(x + 1, held) is held or where == DEVICE
+            assert HostOffload(False).to_host(held, held) is held
 
 
 def test_a_pretended_device_keeps_to_itself():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizers import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.planner.cli import main
 

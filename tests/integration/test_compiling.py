@@ -13,7 +13,8 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.run_updates import RunUpdate
 from tests.common import needs
 from tests.unit.test_kernels import SETTINGS
 
@@ -66,7 +67,7 @@ def step(name, dtype, mode, shapes):
         rules = []
         for p, s, run in zip(params, shards, runs, strict=True):
             bound = 1.0 if s is shards[-1] else None
-            rules.append(optimizer.rules(Update(p, run, ops.Scaled(run, 0.5, bound), s))[0])
+            rules.append(optimizer.rules(RunUpdate(p, run, ops.Scaled(run, 0.5, bound), s))[0])
         with torch.no_grad():
             lockstep.simulate([rules])
         for p, run in zip(params, runs, strict=True):

@@ -13,7 +13,7 @@ from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import consensus
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
-from ds_ext.optimizer import Update
+from ds_ext.run_updates import RunUpdate
 
 SHAPE = (4096, 2048)
 
@@ -36,7 +36,7 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path, monkeypatch):
     ((key, whole),) = own.items()
     optimizer = ds_ext.CAME([key])
     gradient = torch.randn(whole.run.numel())
-    optimizer.update([Update(key, whole.run, gradient, whole.shard)], lambda total: None)
+    optimizer.update([RunUpdate(key, whole.run, gradient, whole.shard)], lambda total: None)
     torch.save(resharding.save(optimizer, own), tmp_path / "saved.pt")
     size = 4 * whole.run.numel()
     expected = whole.run.clone(), optimizer.state[key]["m"].clone()

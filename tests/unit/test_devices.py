@@ -10,7 +10,7 @@ import ds_ext
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from ds_ext.optimizer import Update
+from ds_ext.run_updates import RunUpdate
 from tests.common import needs
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
@@ -56,18 +56,18 @@ def test_the_current_device_is_the_tensors_own(monkeypatch):
 def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):
     """Their sums are not put together: no tensor lies on both."""
     stepped = []
-    original = ds_ext.AdaLomo._update
+    original = ds_ext.AdaLomo._update_on_device
 
     def note(self, updates, all_reduce):
         stepped.append([u.g.device for u in updates])
         here = [u for u in updates if u.g.device == HERE]
         return original(self, here, all_reduce)
 
-    monkeypatch.setattr(ds_ext.AdaLomo, "_update", note)
+    monkeypatch.setattr(ds_ext.AdaLomo, "_update_on_device", note)
     params = [nn.Parameter(torch.ones(3, device=d)) for d in (HERE, THERE, HERE, THERE)]
     optimizer = ds_ext.AdaLomo(params)
     updates = [
-        Update(p, p.detach(), torch.ones(3, device=p.device), Shard.whole((3,))) for p in params
+        RunUpdate(p, p.detach(), torch.ones(3, device=p.device), Shard.whole((3,))) for p in params
     ]
     assert optimizer.update(updates, lambda total: None) == 1
     assert stepped == [[HERE, HERE], [THERE, THERE]]

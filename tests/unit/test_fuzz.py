@@ -20,7 +20,8 @@ from ds_ext.config import gradients as config_gradients
 from ds_ext.config import refused
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.run_updates import RunUpdate
 
 EXACT = 1e-9
 SETTINGS = {
@@ -106,7 +107,8 @@ class Ranks:
             for rank, optimizer in enumerate(self.optimizers):
                 bucket = list(zip(self.owned[rank].items(), grads, strict=True))[first : first + n]
                 updates = [
-                    Update(key, own.run, self.cut(g, rank), own.shard) for (key, own), g in bucket
+                    RunUpdate(key, own.run, self.cut(g, rank), own.shard)
+                    for (key, own), g in bucket
                 ]
                 ranks.append([optimizer.rules(u)[0] for u in updates])
             lockstep.simulate(ranks)

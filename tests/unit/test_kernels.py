@@ -13,7 +13,8 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
 from ds_ext.ops.weight_update import Writing
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.run_updates import RunUpdate
 from tests.common import needs, table
 from tests.common.choose import params
 from tests.common.hypers import SIMULATED, changed
@@ -76,7 +77,7 @@ def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g:
             lockstep.simulate(
                 [
                     [
-                        optimizer.rules(Update(p, run, wrap(cut(g, s)), s))[0]
+                        optimizer.rules(RunUpdate(p, run, wrap(cut(g, s)), s))[0]
                         for p, run, g, s in zip(params, runs, grads, shards, strict=True)
                     ]
                     for params, optimizer, shards, runs in ranks
@@ -229,7 +230,7 @@ def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
         updates = []
         for p, g in zip(params, grads, strict=True):
             s = Shard.of_rank(tuple(p.shape), 0, world)
-            updates.append(Update(p, cut(p, s), cut(g.to(DEVICE, torch.float32), s), s))
+            updates.append(RunUpdate(p, cut(p, s), cut(g.to(DEVICE, torch.float32), s), s))
         optimizer.update(updates, reduce)
         counts.append(len(launched))
         taken = [b - a for a, b in zip([0, *counts], counts, strict=False)]
@@ -244,7 +245,7 @@ def test_alone_and_together_give_the_same_bits(kernels):
         params = [p.to(DEVICE, torch.float32).requires_grad_() for p, _ in pairs]
         optimizer = OPTIMIZERS["adalomo"](params)
         updates = [
-            Update(
+            RunUpdate(
                 p, p.detach().view(-1), g.to(DEVICE, torch.float32).view(-1), Shard.whole(p.shape)
             )
             for p, (_, g) in zip(params, pairs, strict=True)

@@ -14,7 +14,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from ds_ext.optimizer import Update
+from ds_ext.run_updates import RunUpdate
 from tests.common import table
 from tests.common.choose import params
 from tests.common.table import MANY, SHAPES, WORLDS
@@ -291,7 +291,7 @@ def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks():
             for r, (optimizer, run) in enumerate(zip(ranks, runs, strict=True)):
                 shard = Shard.of_rank(tuple(p.shape), r, world)
                 part = g.flatten()[shard.start : shard.stop]
-                steps.append([optimizer.rules(Update(param, run, part, shard))[0]])
+                steps.append([optimizer.rules(RunUpdate(param, run, part, shard))[0]])
             with torch.no_grad():
                 lockstep.simulate(steps)
         results.append(torch.cat(runs))

@@ -14,8 +14,9 @@ from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.ops import edits, weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
 from ds_ext.planner import memory
+from ds_ext.run_updates import RunUpdate
 from tests.common import models
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,7 @@ def test_simulated_ranks_hold_what_is_planned(name, hypers, model, dtype, ranks)
         shards = [Shard.of_rank(tuple(p.shape), rank, ranks) for p in params]
         runs = [p.detach().view(-1)[s.start : s.stop] for p, s in zip(params, shards, strict=True)]
         updates = [
-            Update(p, run.clone(), torch.randn_like(run), shard)
+            RunUpdate(p, run.clone(), torch.randn_like(run), shard)
             for p, run, shard in zip(params, runs, shards, strict=True)
         ]
         begun.append([optimizer.rules(u)[0] for u in updates])

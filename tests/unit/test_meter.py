@@ -12,7 +12,8 @@ from ds_ext.meter import Meter, rms
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.run_updates import RunUpdate
 from tests.common import table
 from tests.common.hypers import NEEDED, changed
 
@@ -100,7 +101,7 @@ def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
             (gradients,) = table.gradients(1, SHAPES, torch.bfloat16)
             begun.append(
                 [
-                    optimizer.rules(Update(p, cut(p, s), cut(g, s), s))[0]
+                    optimizer.rules(RunUpdate(p, cut(p, s), cut(g, s), s))[0]
                     for p, g, s in zip(params, gradients, shards, strict=True)
                 ]
             )

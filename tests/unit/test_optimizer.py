@@ -12,7 +12,8 @@ from torch import nn
 import ds_ext
 from ds_ext import rules
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.run_updates import RunUpdate
 from tests.common import table
 from tests.common.hypers import SIMULATED
 from tests.common.reference import Authors, Textbook
@@ -163,7 +164,7 @@ def test_update_steps_a_bucket_with_one_reduction_a_round():
     params, (grads,) = parameters(), table.gradients(1)
     optimizer = ds_ext.CAME(params)
     updates = [
-        Update(p, p.detach().view(-1), g.view(-1), Shard.whole(p.shape))
+        RunUpdate(p, p.detach().view(-1), g.view(-1), Shard.whole(p.shape))
         for p, g in zip(params, grads, strict=True)
     ]
     sizes = []

@@ -15,7 +15,8 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.run_updates import RunUpdate
 from tests.common import table
 
 CPU = torch.device("cpu")
@@ -246,7 +247,7 @@ def begin(name, mode, half, rank, world, weights):
 
     def step(gradients):
         parts = zip(params, runs, gradients, shards, strict=True)
-        return [optimizer.rules(Update(p, run, cut(g, s), s))[0] for p, run, g, s in parts]
+        return [optimizer.rules(RunUpdate(p, run, cut(g, s), s))[0] for p, run, g, s in parts]
 
     return step, runs
 
@@ -421,4 +422,4 @@ def test_gradient_descent_goes_on_where_rounding_to_nearest_stops():
 
 
 def whole(p, g):
-    return Update(p, p.detach().view(-1), g.reshape(-1), Shard.whole(p.shape))
+    return RunUpdate(p, p.detach().view(-1), g.reshape(-1), Shard.whole(p.shape))

@@ -13,7 +13,8 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Box, Shard, Split
 from ds_ext.ops.triton import launches
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.run_updates import RunUpdate
 from tests.common import needs, table
 from tests.common.hypers import SIMULATED, changed
 
@@ -58,7 +59,7 @@ def steps(name, hypers, shards, weights, gradients, cut, dtype=torch.float64):
         with torch.no_grad():
             taken = lockstep.simulate(
                 [
-                    [o.rules(Update(p, run, cut(whole.to(dtype), shard), shard))[0]]
+                    [o.rules(RunUpdate(p, run, cut(whole.to(dtype), shard), shard))[0]]
                     for p, o, run, shard in zip(params, optimizers, runs, shards, strict=True)
                 ]
             )

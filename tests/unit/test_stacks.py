@@ -22,8 +22,9 @@ from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from ds_ext.optimizer import OPTIMIZERS, Update
+from ds_ext.optimizers import OPTIMIZERS
 from ds_ext.planner import memory
+from ds_ext.run_updates import RunUpdate
 from tests.common import needs, table
 from tests.common.hypers import SIMULATED, changed
 from tests.common.reference import Authors
@@ -65,7 +66,7 @@ class Rank:
     def rules(self, grads):
         with torch.no_grad():
             each = zip(self.keys, self.runs, self.cut(grads), self.shards, strict=True)
-            return [rule for u in each for rule in self.optimizer.rules(Update(*u))]
+            return [rule for u in each for rule in self.optimizer.rules(RunUpdate(*u))]
 
     @property
     def owned(self):

@@ -1,0 +1,30 @@
+"""An optimizer class for every registered rule: ``OPTIMIZERS["adalomo"]``, ``ds_ext.AdaLomo``."""
+
+import functools
+from collections.abc import Iterator, Mapping
+
+from ds_ext import rules
+from ds_ext.optimizer import RuleOptimizer
+
+
+@functools.cache
+def _optimizer_of(rule: type[rules.Rule]) -> type[RuleOptimizer]:
+    """The optimizer that steps by ``rule``, under the rule's name."""
+    body = {"rule": rule, "__doc__": rule.__doc__, "__module__": "ds_ext"}
+    return type(rule.__name__, (RuleOptimizer,), body)
+
+
+class _Optimizers(Mapping[str, type[RuleOptimizer]]):
+    """An optimizer for each registered rule, by the rule's name in lower case."""
+
+    def __getitem__(self, name: str) -> type[RuleOptimizer]:
+        return _optimizer_of(rules.REGISTRY[name].rule)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(rules.REGISTRY)
+
+    def __len__(self) -> int:
+        return len(rules.REGISTRY)
+
+
+OPTIMIZERS = _Optimizers()

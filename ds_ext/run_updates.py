@@ -1,0 +1,56 @@
+"""What a step takes of one parameter: this rank's run of the weight and of the gradient."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ext import host_offload, ops
+from ds_ext.host_offload import HostOffload
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import State
+
+
+class RunUpdate(NamedTuple):
+    """One rank's part in the step of one parameter."""
+
+    param: Tensor  # the key of its state and group
+    p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
+    g: ops.Gradient  # the same run of the gradient
+    shard: Shard  # which elements of the whole parameter the run is
+    num_replicas: int = 1  # ranks that update this run and count it in the sizes of updates
+
+
+class StagedRun(NamedTuple):
+    """A run and its state on the device of the gradient, where they are stepped.
+
+    Those that are stored elsewhere, by ZeRO's offload, are copies until ``write_back``.
+    """
+
+    stored: RunUpdate
+    stored_state: State
+    update: RunUpdate
+    state: State
+
+    @classmethod
+    def of(cls, u: RunUpdate, state: State, offload: HostOffload | None) -> "StagedRun":
+        """Returns a run whose weight and state are on the device of its gradient."""
+        device = u.g.device
+        staged = state if offload is None else host_offload.state_to_device(state, device)
+        return cls(u, state, u._replace(p=host_offload.to_device(u.p, device)), staged)
+
+    def write_back(self, offload: HostOffload | None) -> None:
+        """Overwrites the weight and the state that are stored elsewhere by those stepped."""
+        if self.update.p is not self.stored.p:
+            self.stored.p.copy_(self.update.p, non_blocking=True)
+        if offload is not None:
+            offload.store_state(self.stored_state, self.state)
+
+
+def by_device(updates: Iterable[RunUpdate]) -> list[list[RunUpdate]]:
+    """Returns the updates of each device that gradients are on."""
+    found: dict[torch.device, list[RunUpdate]] = {}
+    for u in updates:
+        found.setdefault(u.g.device, []).append(u)
+    return list(found.values())
