@@ -126,8 +126,8 @@ class Unpublished(Sharded):
 class Stage3(Stage2):
     """ZeRO-3's: what its partitions add to it is DeepSpeed's, but for these.
 
-    What ranks compare (ds_ext/order.py), 16 bytes a bucket from host to host, is not counted: a
-    GPU waits for it once a step.
+    What ranks compare (ds_ext/distributed/desync.py), 16 bytes a bucket from host to host, is not
+    counted: a GPU waits for it once a step.
     """
 
     kind = Unpublished

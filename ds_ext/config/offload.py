@@ -23,9 +23,15 @@ _INERT: dict[str, dict[str, Any]] = {
 
 
 def check(config: Mapping[str, Any], rules: Iterable[Any], dtypes: Iterable[torch.dtype]) -> None:
-    """Raises ValueError for offload that cannot be, or that would move nothing.
+    """Checks what a config asks to be offloaded.
 
-    ``rules`` are those of the optimizer's groups and ``dtypes`` those of its parameters.
+    Args:
+        config: a DeepSpeed config.
+        rules: those of the optimizer's groups, read only if states are to be offloaded.
+        dtypes: those of its parameters.
+
+    Raises:
+        ValueError: it cannot be offloaded, or nothing would be moved.
     """
     zero = config.get("zero_optimization") or {}
     on = {name for name in _INERT if _is_on(f"zero_optimization.{name}", zero.get(name), name)}
@@ -35,8 +41,10 @@ def check(config: Mapping[str, Any], rules: Iterable[Any], dtypes: Iterable[torc
             f"of parameters, and zero_optimization.stage is {zero.get('stage', 0)}: set it to 3, "
             "or remove offload_param."
         )
+    if "offload_optimizer" not in on:
+        return
     kinds = [(rule, dtype) for rule in rules for dtype in dtypes]
-    if "offload_optimizer" in on and kinds and not any(has_state(*kind) for kind in kinds):
+    if kinds and not any(has_state(*kind) for kind in kinds):
         raise ValueError(
             'zero_optimization.offload_optimizer.device = "cpu": there is next to nothing to '
             f"offload, for {type(kinds[0][0]).__name__} as it is set up keeps at most 4 bytes for "

@@ -77,7 +77,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Tells the optimizer of its parameters what only the engine knows."""
         optimizer = self.optimizer
         optimizer.offload = HostOffload.from_config(offload or {})
-        optimizer.index_parameters()  # DeepSpeed may have put other parameters in the place of experts
+        optimizer.index_parameters()  # DeepSpeed may have replaced those of experts
         places = {p: expert_parallel.place(p) for p in self.layout.names}
         firsts = {p: place[0] for p, place in places.items() if place}
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
