@@ -3,17 +3,22 @@
 import pytest
 
 from tests import worlds
+from tests.common.choose import params
 from tests.distributed import compiled_jobs as jobs
 
 WAYS = [("plain", "model"), ("model", "submodules"), ("submodules", "both"), ("both", "engine")]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("ways", WAYS, ids=" to ".join)
+CASES = [(ways, stage) for ways in WAYS for stage in (0, 2)]
+QUICK = [(("model", "submodules"), 2), (("both", "engine"), 0)]
+
+
+@pytest.mark.parametrize("ways, stage", params(CASES, QUICK))
 def test_compiled_in_one_way_and_loaded_in_another(tmp_path, ways, stage):
     assert worlds.run(2, jobs.carried_over, ways, stage, str(tmp_path)) == [(True, True)] * 2
 
 
+@pytest.mark.slow
 def test_compiled_and_partitioned(tmp_path):
     ways = ("plain", "engine")
     assert worlds.run(2, jobs.carried_over, ways, 3, str(tmp_path)) == [(True, True)] * 2
