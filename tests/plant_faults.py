@@ -43,7 +43,7 @@ FAULTS = (
         "unit/test_rules.py -k 'equals or padding'",
     ),
     Fault(
-        "ops/weight_update.py",
+        "ops/rounding.py",
         "+ step * 0x85EBCA77) % 2**32",
         "+ 0x85EBCA77) % 2**32",
         "unit/test_precision.py",

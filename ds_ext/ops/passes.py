@@ -2,21 +2,43 @@
 
 A pass walks a rank's run in blocks of at most ``shard.BLOCK`` elements, so an update that is
 written as if it were a tensor (``Quotient``, ``AdamStep``) costs some blocks of scratch memory.
-Anything with ``block(b)`` can be read, anything with ``write_(b, new)`` can be written; a tensor
-is both. What ``block`` returns is the caller's to overwrite.
+What passes read, and what they write, is of ``lazy``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch, small
+from ds_ext.ops.lazy import (
+    AdamStep,
+    Extended,
+    Gradient,
+    Quotient,
+    Readable,
+    Residual,
+    RootQuotient,
+    Run,
+    RunQuotient,
+    Scaled,
+    Sum,
+    Writable,
+    WritableRun,
+    accumulator,
+    advance_,
+    as_tensor,
+    flat,
+    is_part,
+    part,
+    read,
+    room,
+    times,
+    write_,
+)
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.triton import launches
-from ds_ext.ops.triton.launches import Source, kept_of, source_of
 
 __all__ = [
     "AdamStep",
@@ -56,317 +78,6 @@ __all__ = [
     "weighed_square_sums",
     "write_",
 ]
-
-
-class Run(Protocol):
-    """Values of one rank's run that are computed when a block of them is read."""
-
-    def block(self, b: Block) -> Tensor: ...
-
-
-class WritableRun(Run, Protocol):
-    """A run that is kept in another form than a tensor of its values."""
-
-    def write_(self, b: Block, new: Tensor) -> object: ...
-
-
-Readable: TypeAlias = "Tensor | Run"
-Gradient: TypeAlias = "Tensor | Scaled"  # has a dtype and a device too
-Writable: TypeAlias = "Tensor | WritableRun"
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums and updates are computed in: fp32, and fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def part(x: Tensor, b: Block) -> Tensor:
-    """Block ``b`` of a flat run, [mats, rows, cols], in place."""
-    return x[b.run].view(b.shape)
-
-
-def read(x: Readable, b: Block) -> Tensor:
-    """Block ``b`` of a run, [mats, rows, cols], in the accumulator's dtype.
-
-    It is a part of ``x`` itself where x is a tensor of that dtype, else the caller's.
-    """
-    if not isinstance(x, Tensor):
-        return x.block(b)
-    values, dtype = part(x, b), accumulator(x.dtype)
-    if values.dtype == dtype:
-        return values
-    return scratch.empty(b.shape, dtype, x.device).copy_(values)
-
-
-def is_part(values: Tensor, x: object) -> bool:
-    """Whether what was read from ``x`` is a part of it, and writing to one writes to the other."""
-    return isinstance(x, Tensor) and x.dtype == values.dtype
-
-
-def room(values: Tensor, x: Readable) -> Tensor:
-    """Where to write what is made of ``values``, read from ``x``: over them if x stays as it is."""
-    return scratch.like(values) if is_part(values, x) else values
-
-
-def write_(x: Writable, b: Block, new: Tensor) -> None:
-    """Stores ``new``, [mats, rows, cols], as block ``b`` of a run; it may be overwritten."""
-    if isinstance(x, Tensor):
-        part(x, b).copy_(new)
-    else:
-        x.write_(b, new)
-
-
-def flat(run: slice) -> Block:
-    """Elements of a run as a block of one row."""
-    return Block(run, slice(0, 1), slice(0, 1), run)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """x · factor, kept within ± ``bound``: a gradient averaged, unscaled and clipped when read."""
-
-    x: Readable
-    factor: Tensor | float = 1.0
-    bound: float | None = None
-
-    def block(self, b: Block) -> Tensor:
-        x = read(self.x, b)
-        x = torch.mul(x, self.factor, out=room(x, self.x))
-        return x if self.bound is None else x.clamp_(-self.bound, self.bound)
-
-    def source(self) -> Source | None:
-        x = source_of(self.x)
-        if x is None or {"factor", "bound", "scale"} & x.numbers.keys():
-            return None
-        if x.form != "IS_RUN":
-            return None if self.bound else x.plus(x.form, {}, scale=self.factor)
-        bound = {} if self.bound is None else {"bound": self.bound}
-        return x.plus(x.form, {}, factor=self.factor, **bound)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        assert isinstance(self.x, Tensor)
-        return self.x.dtype
-
-    @property
-    def device(self) -> torch.device:
-        assert isinstance(self.x, Tensor)
-        return self.x.device
-
-
-@dataclass(frozen=True)
-class Extended:
-    """A flat run of ``size`` elements between others, which are read and never written."""
-
-    before: Tensor
-    x: Readable  # Writable, where it is written
-    size: int
-    after: Tensor
-
-    def block(self, b: Block) -> Tensor:
-        before, own, after = self._cut(b)
-        parts = (self.before[before], read(self.x, own).reshape(-1), self.after[after])
-        return torch.cat(parts).view(b.shape)
-
-    def write_(self, b: Block, new: Tensor) -> None:
-        before, own, _ = self._cut(b)
-        first = before.stop - before.start
-        write_(
-            cast(Writable, self.x),
-            own,
-            new.reshape(-1)[first : first + own.shape[2]].view(own.shape),
-        )
-
-    def _cut(self, b: Block) -> tuple[slice, Block, slice]:
-        """The elements of a block that lie before, in and after the run."""
-        cuts, start = [], 0
-        for size in (len(self.before), self.size, len(self.after)):
-            low, high = (min(max(at - start, 0), size) for at in (b.run.start, b.run.stop))
-            cuts.append(slice(low, high))
-            start += size
-        return cuts[0], flat(cuts[1]), cuts[2]
-
-
-@dataclass(frozen=True)
-class Quotient:
-    """x · row · col · scale: an update by a second moment whose factors are inverse roots.
-
-    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols]. They may wait in a batch of launches:
-    only a pass may read them.
-    """
-
-    x: Readable
-    row: Tensor
-    col: Tensor
-    scale: Tensor | float = 1.0
-
-    def block(self, b: Block) -> Tensor:
-        if self._is_small(b):
-            return self._of_small(b)
-        return self._by_column(b).mul_(self._rows(b))
-
-    def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
-        """old ← old − factor · this, with one pass less than in two steps."""
-        if self._is_small(b):
-            return old.sub_(self._of_small(b), alpha=factor)
-        return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
-
-    def _rows(self, b: Block) -> Tensor:
-        row = self.row[b.mats, b.rows]
-        return row if isinstance(self.scale, float) and self.scale == 1 else row * self.scale
-
-    def _by_column(self, b: Block) -> Tensor:
-        x, col = read(self.x, b), self.col[b.mats, :, b.cols]
-        return torch.mul(x, col, out=room(x, self.x))
-
-    def _of_small(self, b: Block) -> Tensor:
-        x, row, col = read(self.x, b), self._rows(b).squeeze(2), self.col[b.mats].squeeze(1)
-        return small.scale_(x, row, col, room(x, self.x))
-
-    def _is_small(self, b: Block) -> bool:
-        return small.holds_whole(b, len(self.row), self.row.shape[1], self.col.shape[2])
-
-    def times(self, factor: Tensor | float) -> "Quotient":
-        return replace(self, scale=self.scale * factor)
-
-    def source(self) -> Source | None:
-        x = source_of(self.x)
-        if x is None or x.form != "IS_RUN":
-            return None
-        factors = {"row": self.row.contiguous(), "col": self.col.contiguous()}
-        return x.plus("IS_QUOTIENT", factors, scale=self.scale)
-
-
-@dataclass(frozen=True)
-class RunQuotient:
-    """x / sqrt(v) · scale: an update by a second moment that is a run like ``x``."""
-
-    x: Readable
-    v: Tensor
-    scale: Tensor | float = 1.0
-
-    def block(self, b: Block) -> Tensor:
-        v = part(self.v, b)
-        inverse = torch.rsqrt(v, out=scratch.like(v))
-        return inverse.mul_(read(self.x, b)).mul_(self.scale)
-
-    def times(self, factor: Tensor | float) -> "RunQuotient":
-        return replace(self, scale=self.scale * factor)
-
-    def source(self) -> Source | None:
-        x = source_of(self.x)
-        if x is None or x.form != "IS_RUN":
-            return None
-        return x.plus("IS_VECTOR", {"v": self.v}, scale=self.scale)
-
-
-@dataclass(frozen=True)
-class Residual:
-    """u − m, the momentum m ← m + weight · (u − m) advanced as a block is read: read each once."""
-
-    u: Readable
-    m: Tensor
-    weight: float
-
-    def block(self, b: Block) -> Tensor:
-        u = read(self.u, b)
-        m = advance_(self.m, b, u, self.weight)
-        return torch.sub(u, m, out=room(u, self.u))
-
-    def source(self) -> Source | None:
-        u = source_of(self.u)
-        if u is None or u.form != "IS_QUOTIENT":
-            return None
-        return u.plus("IS_RESIDUAL", {"m": self.m}, weight=self.weight)
-
-
-@dataclass(frozen=True)
-class Sum:
-    """x + weight · y."""
-
-    x: Readable
-    y: Readable
-    weight: float
-
-    def block(self, b: Block) -> Tensor:
-        x = read(self.x, b)
-        return torch.add(x, read(self.y, b), alpha=self.weight, out=room(x, self.x))
-
-    def source(self) -> Source | None:
-        x, kept = source_of(self.x), kept_of(self.y)
-        if x is None or kept is None or x.kept is not None:
-            return None
-        return replace(x.plus(x.form, {}, decay=self.weight), kept=kept)
-
-
-@dataclass(frozen=True)
-class RootQuotient:
-    """(m / c1) / (sqrt(v / c2) + eps): Adam's update, ``c1`` and ``c2`` correcting the bias."""
-
-    m: Writable
-    v: Writable
-    eps: float
-    c1: float = 1.0
-    c2: float = 1.0
-
-    def block(self, b: Block) -> Tensor:
-        return self.of(read(self.m, b), read(self.v, b))
-
-    def of(self, m: Tensor, v: Tensor) -> Tensor:
-        """The same of these values, which stay as they are."""
-        divisor = torch.sqrt(v, out=scratch.like(v))
-        torch.add(_as(self.eps * self.c1, v), divisor, alpha=self.c1 / self.c2**0.5, out=divisor)
-        return torch.div(m, divisor, out=divisor)
-
-    def source(self) -> Source | None:
-        if not isinstance(self.m, Tensor) or not isinstance(self.v, Tensor):
-            return None
-        a, b = self.c1 / self.c2**0.5, self.eps * self.c1
-        return Source("IS_ADAM", {"m": self.m, "v": self.v}, {"a": a, "b": b})
-
-
-@dataclass(frozen=True)
-class AdamStep:
-    """Adam's update ``u``, its moments advanced by ``g`` as a block is read: read each once.
-
-    Where the moments are kept in 8 bits, the update is made before they are rounded: a v rounded
-    to 0 would divide by eps alone.
-    """
-
-    u: RootQuotient
-    g: Readable
-    beta1: float
-    beta2: float
-
-    def block(self, b: Block) -> Tensor:
-        g = read(self.g, b)
-        m = advance_(self.u.m, b, g, 1 - self.beta1)
-        v = advance_(self.u.v, b, torch.mul(g, g, out=room(g, self.g)), 1 - self.beta2)
-        return self.u.of(m, v)
-
-    def source(self) -> Source | None:
-        g, u = source_of(self.g), self.u.source()
-        if g is None or u is None or g.form != "IS_RUN":
-            return None
-        g = g.plus("IS_ADAM_STEP", u.tensors, **u.numbers)
-        return g.plus(g.form, {}, beta1=1 - self.beta1, beta2=1 - self.beta2)
-
-
-def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:
-    """m ← m + weight · (x − m) for a block -> its new values, before they are rounded."""
-    values = read(m, b)
-    if is_part(values, m):
-        return values.lerp_(x, weight)
-    values = values.to(x.dtype).lerp_(x, weight)
-    write_(m, b, values)
-    return values
-
-
-def times(x: Readable, factor: Tensor | float) -> Readable:
-    """x · factor."""
-    if isinstance(factor, int | float) and factor == 1:
-        return x
-    return x.times(factor) if isinstance(x, Quotient | RunQuotient) else Scaled(x, factor)
 
 
 def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
@@ -566,7 +277,7 @@ def apply_(
         old = read(p, b)
         if decays:
             change = read(u, b)
-            change = torch.addcmul(change, old, _as(weight_decay, old), out=room(change, u))
+            change = torch.addcmul(change, old, as_tensor(weight_decay, old), out=room(change, u))
             old.sub_(change, alpha=lr)
         elif isinstance(u, Quotient):
             u.subtract_from_(old, b, lr)
@@ -582,11 +293,6 @@ def _subtract_(p: Any, u: Tensor, lr: float) -> None:
     ``sub_`` would round lr to 16 bits where p has 16.
     """
     p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
-
-
-def _as(x: Tensor | float, like: Tensor) -> Tensor:
-    """A number as a tensor []."""
-    return torch.as_tensor(x, dtype=like.dtype, device=like.device)
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:

@@ -24,6 +24,7 @@ class Block:
 
     @functools.cached_property
     def shape(self) -> tuple[int, int, int]:
+        """Matrices, rows and columns of the box."""
         return (
             self.mats.stop - self.mats.start,
             self.rows.stop - self.rows.start,
@@ -41,6 +42,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of the box."""
         return self.rows * self.cols
 
 
@@ -138,6 +140,7 @@ class Shard:
 
     @functools.cached_property
     def is_matrix(self) -> bool:
+        """Whether the parameter has at least two dimensions."""
         return len(self.shape) >= 2
 
     @functools.cached_property
@@ -156,14 +159,17 @@ class Shard:
 
     @functools.cached_property
     def mats(self) -> int:
+        """How many matrices the leading dimensions count."""
         return math.prod(self.shape[:-2])
 
     @functools.cached_property
     def rows(self) -> int:
+        """Rows of a matrix; 1 of a vector."""
         return self.shape[-2] if self.is_matrix else 1
 
     @functools.cached_property
     def cols(self) -> int:
+        """Columns of a matrix; the elements of a vector."""
         return self.shape[-1] if self.is_matrix else self.numel
 
     def rms(self, square_sum: T) -> T:

@@ -60,7 +60,7 @@ def sums(x: Tensor) -> Tensor:
 
 
 def scale_(x: Tensor, row: Tensor, col: Tensor, out: Tensor) -> Tensor:
-    """Writes x · row · col to ``out`` and returns it: [mats, rows, cols], [mats, rows or 1], …"""
+    """Writes x · row · col, [mats, rows, cols] · [mats, rows] · [mats, cols], to ``out`` -> out."""
     mats, rows, cols = x.shape
     if rows == cols == 1:
         return torch.mul(x, row.view(-1, 1, 1), out=out).mul_(col.view(-1, 1, 1))

@@ -7,7 +7,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from ds_ext.ops import scratch, weight_update
+from ds_ext.ops import rounding, scratch
 from tests.unit.test_memory import held
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -76,7 +76,7 @@ def measure(kind, stage, dtype):
     if kind != "adamw":
         assert scratch.nbytes() <= MOST_SCRATCH
         scratch.clear()  # not counted, nor is the table of noise
-        weight_update._noise.cache_clear()
+        rounding._noise.cache_clear()
         look()
     engine.destroy()
     return max(seen)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ext import host_offload
-from ds_ext.ops import quantize, scratch, weight_update
+from ds_ext.ops import quantize, rounding, scratch
 from ds_ext.optimizers import OPTIMIZERS
 from tests.common import pretend
 from tests.common.ranks import shared_folder, whole
@@ -130,7 +130,7 @@ def place(pretended: bool) -> Iterator[pretend.Memory | None]:
     device = pretend.device() if pretended else contextlib.nullcontext()
     with mock.patch.object(host_offload, "SMALL", 0), device as memory:
         if memory is not None:  # constants that the first run would make
-            weight_update._noise(pretend.DEVICE)
+            rounding._noise(pretend.DEVICE)
             for signed in (True, False):
                 quantize._book(signed, pretend.DEVICE)
         yield memory

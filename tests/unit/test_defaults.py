@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext.ops import quantize, scratch, weight_update
+from ds_ext.ops import quantize, rounding, scratch
 from ds_ext.ops.triton import launches
 from ds_ext.optimizers import OPTIMIZERS
 from tests.common import needs, table
@@ -36,7 +36,7 @@ QUICK_PATHS = [case for case in PATHS if case[1] == "ops" or case[0] in ("lomo",
 @pytest.fixture
 def defaults():
     """Sets a default dtype, and a device on which nothing can be computed."""
-    for cached in (weight_update._noise, quantize._book):
+    for cached in (rounding._noise, quantize._book):
         cached.cache_clear()
     scratch.clear()
 
@@ -46,7 +46,7 @@ def defaults():
 
     yield turn
     turn(False)
-    for cached in (weight_update._noise, quantize._book):
+    for cached in (rounding._noise, quantize._book):
         cached.cache_clear()
     scratch.clear()
 

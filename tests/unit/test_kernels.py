@@ -9,7 +9,7 @@ import torch
 
 from ds_ext import ops
 from ds_ext.distributed import lockstep
-from ds_ext.ops import weight_update
+from ds_ext.ops import rounding, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
 from ds_ext.ops.weight_update import Writing
@@ -156,7 +156,7 @@ def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, kernels):
         run = torch.zeros(len(new), dtype=dtype, device=DEVICE)
         w = weight_update.weight(run, {"step": step}, Writing("stochastic"), 3, shard)
         ops.apply_(w, -new, shard, lr=1)
-        expected = weight_update.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
+        expected = rounding.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
         assert torch.equal(run.nan_to_num(7.0), expected.nan_to_num(7.0))
         assert not torch.equal(run, new.to(dtype))
 

@@ -9,7 +9,7 @@ from torch import nn
 from ds_ext import AdaLomo
 from ds_ext.distributed import lockstep
 from ds_ext.meter import Meter, rms
-from ds_ext.ops import weight_update
+from ds_ext.ops import rounding, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizers import OPTIMIZERS
@@ -20,9 +20,7 @@ from tests.common.hypers import NEEDED, changed
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
 HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
 KINDS = [(torch.float32, "stochastic"), (torch.float64, "stochastic")]
-KINDS += [
-    (half, mode) for half in weight_update.ROUND for mode in ("stochastic", "nearest", "master")
-]
+KINDS += [(half, mode) for half in rounding.ROUND for mode in ("stochastic", "nearest", "master")]
 kinds = pytest.mark.parametrize("dtype, mode", KINDS)
 
 

@@ -12,7 +12,7 @@ from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import lockstep
-from ds_ext.ops import weight_update
+from ds_ext.ops import rounding, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizers import OPTIMIZERS
@@ -54,7 +54,7 @@ TINY = [1e-38, -3e-39, 2e-40, 9e-41, -1e-41]
 @pytest.mark.parametrize("value", [v * (1 + 2**-9) for v in VALUES] + TINY)
 def test_a_value_goes_to_its_two_neighbours_and_on_average_nowhere(value, half):
     x = torch.full((100_000,), value)
-    rounded = weight_update.ROUND[half](x.clone(), key=3, start=0).double()
+    rounded = rounding.ROUND[half](x.clone(), key=3, start=0).double()
     (low,), (high,) = neighbours(x[:1], half)
     assert set(rounded.tolist()) <= {low.item(), high.item()}
     assert torch.equal(rounded.to(half).double(), rounded)
@@ -68,24 +68,24 @@ def test_what_16_bits_can_hold_stays(half):
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(half).float()
     numbers = every[~every.isnan()]
     assert numbers.isinf().sum() == 2
-    rounded = weight_update.ROUND[half](numbers, 1, 0)
+    rounded = rounding.ROUND[half](numbers, 1, 0)
     assert torch.equal(rounded, numbers) and torch.equal(rounded.signbit(), numbers.signbit())
     for bits in (0x7FFFFFFF, -1, 0x7F800001):  # where noise would carry into the sign
         nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-        assert weight_update.ROUND[half](nan, 1, 0).isnan().all()
+        assert rounding.ROUND[half](nan, 1, 0).isnan().all()
 
 
 @halves
 def test_what_is_finite_does_not_become_infinite(half):
     most = torch.finfo(half).max
     above = torch.tensor([most * (1 + 2**-12), torch.finfo(torch.float32).max]).repeat(1000)
-    assert set(weight_update.ROUND[half](above, 5, 0).to(half).tolist()) == {most}
-    assert set(weight_update.ROUND[half](-above, 5, 0).to(half).tolist()) == {-most}
+    assert set(rounding.ROUND[half](above, 5, 0).to(half).tolist()) == {most}
+    assert set(rounding.ROUND[half](-above, 5, 0).to(half).tolist()) == {-most}
 
 
 def noise(n, key, start):
     bits = torch.zeros(n, dtype=torch.int32)
-    weight_update.add_noise_(bits, key, start)
+    rounding.add_noise_(bits, key, start)
     return bits
 
 
@@ -98,12 +98,12 @@ def test_noise_depends_on_the_element_not_on_the_cut():
 
 def test_noise_differs_by_seed_parameter_and_step_and_is_uniform():
     seeds = [0, 1, 2, 7, 2**31, 2**32, 2**32 + 1, 2**64]
-    keys = {weight_update.key(s, n, t): s for s in seeds for n in range(20) for t in range(20)}
+    keys = {rounding.key(s, n, t): s for s in seeds for n in range(20) for t in range(20)}
     assert len(keys) == 20 * 20 * len(seeds)
     for seed in seeds:
         of_seed = [key for key, s in keys.items() if s == seed][:100]
         assert_uniform([noise(4096, key, 0) for key in of_seed])
-    first = [noise(4096, weight_update.key(s, 0, 1), 0) for s in seeds]
+    first = [noise(4096, rounding.key(s, 0, 1), 0) for s in seeds]
     apart = torch.corrcoef(torch.stack(first).double()) - torch.eye(len(seeds))
     assert apart.abs().max() < 5 / 4096**0.5
 
@@ -119,7 +119,7 @@ def assert_uniform(draws):
 
 def test_an_element_gets_every_number_alike_often_over_steps():
     steps = range(1, 4001)
-    places = torch.tensor([noise(1, weight_update.key(0, 3, t), 77).item() for t in steps])
+    places = torch.tensor([noise(1, rounding.key(0, 3, t), 77).item() for t in steps])
     counts = places.div(4096, rounding_mode="floor").bincount(minlength=16)
     assert ((counts - 250) ** 2 / 250).sum() < 44.3
     following = torch.corrcoef(torch.stack([places[1:], places[:-1]]).double())[0, 1]

@@ -1,4 +1,4 @@
-"""The passes of ops.py as Triton kernels, each over all parameters of a bucket at once.
+"""The passes of passes.py as Triton kernels, each over all parameters of a bucket at once.
 
 A kernel gets a table of int64, a row for each parameter: its geometry, the addresses of its
 tensors and of its numbers, which are fp32 on the device (``FIELD``). A program finds the parameter
@@ -115,7 +115,8 @@ def _elements(t, mat, r, has_row, c, TC: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _hinted(x, ALIGNED: tl.constexpr):
     """x, which is a multiple of 16 if ALIGNED. The compiler follows the shifts; what multiple_of
-    says of an argument is lost as soon as this is inlined."""
+    says of an argument is lost as soon as this is inlined.
+    """
     if ALIGNED:
         x = (x >> 4) << 4
     return x
@@ -156,7 +157,7 @@ def _weight(
 
 @triton.jit
 def _mixed(x):
-    """The permutation of the numbers below 2**16 that precision.py reads its noise from.
+    """The permutation of the numbers below 2**16 that rounding.py reads its noise from.
 
     What lies above 16 bits is cut off where it could get lower, not after each multiplication.
     """
@@ -168,7 +169,7 @@ def _mixed(x):
 
 @triton.jit
 def _place(t, chunk):
-    """precision.place: where in the permutation the noise of 2**16 elements starts."""
+    """rounding.place: where in the permutation the noise of 2**16 elements starts."""
     h = (tl.load(t + KEY) + chunk * 0xC2B2AE3D).to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -177,7 +178,7 @@ def _place(t, chunk):
 
 @triton.jit
 def _noise(t, e, TC: tl.constexpr):
-    """precision.add_noise_: random numbers in [0, 2**16), the same for the same key, element.
+    """rounding.add_noise_: random numbers in [0, 2**16), the same for the same key, element.
 
     A row of a tile touches two chunks of 2**16 elements at most: their places are found once.
     """
@@ -207,7 +208,7 @@ def _to_nearest(x, WD: tl.constexpr):
 def _store_weight(
     t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr
 ):
-    """Writes fp32 weights back: precision.py says how each kind rounds."""
+    """Writes fp32 weights back: weight_update.py says how each kind rounds."""
     w = _run(t, W, WD, e, TC, ALIGNED)
     if KEPT == SPLIT:
         bits = new.to(tl.int32, bitcast=True)
@@ -315,7 +316,8 @@ def _read(
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """What this program reads -> its parameter, its tile, where its rows begin in the run, which
-    elements that has, their values."""
+    elements that has, their values.
+    """
     t, tile = _parameter(table, count, COUNT)
     across = tl.cdiv(tl.load(t + COLS), TC)
     mat, r, has_row = _rows_of(t, tile // across, TR)
@@ -344,7 +346,8 @@ def statistics(
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Leaves sums of squares over the columns of a tile in part, [across, row tiles · TR], and
-    over its rows in part2, [row tiles, cols]."""
+    over its rows in part2, [row tiles, cols].
+    """
     t, tile = _parameter(table, count, COUNT)
     cols = _hinted(tl.load(t + COLS), ALIGNED)
     across = tl.cdiv(cols, TC)
@@ -495,7 +498,8 @@ def _factor(k):
 @triton.jit
 def _hashed(t, table_tile, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """TR groups of a bf16 run -> its bits [TR, TC], which elements those are, which of them it
-    has, the groups [TR], which of them it has, their marks."""
+    has, the groups [TR], which of them it has, their marks.
+    """
     n = tl.load(t + N)
     group = table_tile * TR + tl.arange(0, TR)
     begin = group * TC
@@ -547,7 +551,8 @@ def mend(
 @triton.jit
 def fold(table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
     """out[j] ← the sum of part[i · cols + j] over i < rows, for j < n; if total, that over all
-    elements of part, of which there are height, as rows of n = TC."""
+    elements of part, of which there are height, as rows of n = TC.
+    """
     t, tile = _parameter(table, count, COUNT)
     j = tile * TC + tl.arange(0, TC)
     rows, cols, height = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + HEIGHT)

@@ -32,7 +32,7 @@ class Kept:
     """A weight that a kernel can read and write."""
 
     run: Tensor
-    how: str = "PLAIN"  # or STOCHASTIC, SPLIT, COPIED: see precision.py
+    how: str = "PLAIN"  # or STOCHASTIC, SPLIT, COPIED: see weight_update.py
     aux: Tensor | None = None
     key: int = 0
 
@@ -85,6 +85,7 @@ class Request:
 
     @property
     def device(self) -> torch.device:
+        """Returns where its tensors lie."""
         return next(iter(self.tensors.values())).device
 
     @property
@@ -235,6 +236,7 @@ def _zeros(shard: Shard, device: torch.device, *sizes: int) -> list[Tensor]:
 
 
 def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
+    """Asks for the kernel of ``passes.square_sums``; NotImplemented where none can do it."""
     sources = [s for x in runs if (s := source_of(x)) is not None]
     if len(sources) < len(runs) or not all(_reads(s, like, shard) for s in sources):
         return NotImplemented
@@ -247,6 +249,7 @@ def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
 
 
 def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
+    """Asks for the kernel of ``passes.matrix_square_sums``; NotImplemented where none can do it."""
     source = source_of(x)
     if not _takes_matrices(like, shard) or source is None:
         return NotImplemented
@@ -273,6 +276,7 @@ def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:
 def weighed_square_sums(
     x: Any, before: Tensor, eps: float, beta: float, shard: Shard, like: Any
 ) -> Any:
+    """Asks for the kernel of ``passes.weighed_square_sums``; NotImplemented if none can do it."""
     source = source_of(x)
     if not _takes_matrices(like, shard) or source is None or source.form != "IS_RUN":
         return NotImplemented
@@ -305,6 +309,7 @@ def factors_(
     clip: float,
     shard: Shard,
 ) -> Any:
+    """Asks for the kernel of ``passes.factors_``; NotImplemented where none can do it."""
     if not _takes_matrices(row, shard) or not shard.numel:
         return NotImplemented
     by_row, by_col = torch.empty_like(row), torch.empty_like(col)
@@ -320,6 +325,7 @@ def factors_(
 
 
 def squares_(x: Any, shard: Shard, like: Any) -> Any:
+    """Asks for the kernel of ``passes.squares``; NotImplemented where none can do it."""
     if not _reads(source_of(x), like, shard):
         return NotImplemented
     out = _new(shard.numel, device=like.device).zero_()
@@ -328,10 +334,12 @@ def squares_(x: Any, shard: Shard, like: Any) -> Any:
 
 
 def lerp_(m: Any, x: Any, weight: float, shard: Shard) -> Any:
+    """Asks for the kernel of ``passes.lerp_``; NotImplemented where none can do it."""
     return _advance(m, x, None, weight, shard)
 
 
 def square_lerp_(v: Any, x: Any, eps: float, weight: float, shard: Shard) -> Any:
+    """Asks for the kernel of ``passes.square_lerp_``; NotImplemented where none can do it."""
     return _advance(v, x, eps, weight, shard)
 
 
@@ -345,6 +353,7 @@ def _advance(m: Any, x: Any, eps: float | None, weight: float, shard: Shard) -> 
 
 
 def apply_(p: Any, u: Any, shard: Shard, *, lr: Number, weight_decay: Number = 0.0) -> Any:
+    """Asks for the kernel of ``passes.apply_``; NotImplemented where none can do it."""
     source, kept = source_of(u), kept_of(p)
     if source is None or kept is None or not _reads(source, kept.run, shard):
         return NotImplemented
@@ -357,10 +366,12 @@ def apply_(p: Any, u: Any, shard: Shard, *, lr: Number, weight_decay: Number = 0
 
 
 def mark_(run: Tensor, out: Tensor) -> Any:
+    """Asks for the kernel of ``edits._mark_``; NotImplemented where none can do it."""
     return _of_groups("mark", run, {"out": out})
 
 
 def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> Any:
+    """Asks for the kernel of ``edits.mend_``; NotImplemented where none can do it."""
     before = {} if marked is None else {"before": marked}
     constants = (("MARKED", marked is not None),)
     return _of_groups("mend", run, {"aux": residual, **before}, constants)
