@@ -331,7 +331,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             p = param.detach().contiguous().view(-1)
             g = grad.to_dense().contiguous().view(-1)
             updates.append(RunUpdate(param, p, g, Shard.whole(param.shape)))
-        self.update(updates, lambda total: None)
+        self.update(updates, None)
         for param, p, *_ in updates:
             if not param.is_contiguous():
                 param.copy_(p.view_as(param))
