@@ -30,9 +30,13 @@ class Meter:
         self.squares: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def watch(self, p: Weight, group: int, run: Tensor, num_replicas: int = 1) -> ops.Writable:
-        """What reads and writes as ``p``, the weight kept in ``run``, and is to be written once.
+        """Returns what reads and writes as ``p``, measures it, and is to be written once.
 
-        ``num_replicas`` ranks measure the same run.
+        Args:
+            p: the weight, as a rule reads and writes it.
+            group: the number of its param group.
+            run: the tensor that keeps it, [n].
+            num_replicas: how many ranks measure the same run.
         """
         self.elements[group, num_replicas] += run.numel()
         key = group, num_replicas, run.device
@@ -43,7 +47,7 @@ class Meter:
         return MeteredWeight(p, *self.squares[key])
 
     def sums(self) -> Tensor:
-        """Squares of changes, squares of new weights, elements -> [groups, 3] fp64.
+        """Returns sums of squares of changes and of new weights, and elements: [groups, 3] fp64.
 
         On the device of the weights, on the CPU if none was stepped.
         """
@@ -58,7 +62,11 @@ class Meter:
 
 
 def rms(totals: Tensor) -> list[dict[str, float]]:
-    """The root mean squares of each group, from its sums over all ranks; 0 of no elements."""
+    """Returns the root mean squares of each group's updates and weights; 0 for no elements.
+
+    Args:
+        totals: ``Meter.sums`` added up over all ranks, [groups, 3].
+    """
     return [
         {"update_rms": math.sqrt(moved / (n or 1)), "weight_rms": math.sqrt(weight / (n or 1))}
         for moved, weight, n in totals.tolist()
@@ -72,10 +80,12 @@ class MeteredTensor:
         self.run, self.moved, self.weight = run, moved, weight
 
     def block(self, b: Block) -> Tensor:
+        """Returns block ``b`` of the weights, [mats, rows, cols], which may be overwritten."""
         x = ops.read(self.run, b)
         return x.clone() if ops.is_part(x, self.run) else x
 
     def write_(self, b: Block, new: Tensor) -> None:
+        """Overwrites block ``b`` by ``new``, [mats, rows, cols], and measures the change."""
         held = new.to(self.run.dtype).to(new.dtype)
         add_square_(self.moved, held - ops.read(self.run, b))
         add_square_(self.weight, held)
@@ -83,6 +93,7 @@ class MeteredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype that weights are stored in."""
         return self.run.dtype
 
     def addcmul_(self, x: Tensor, y: Tensor, value: float) -> None:
@@ -105,10 +116,12 @@ class MeteredWeight:
         self.last: tuple[Block, Tensor] | None = None
 
     def block(self, b: Block) -> Tensor:
+        """Returns block ``b`` of the weights, [mats, rows, cols] fp32, and remembers it."""
         self.last = b, self.run.block(b)
         return self.last[1].clone()
 
     def write_(self, b: Block, new: Tensor) -> None:
+        """Overwrites block ``b`` by ``new``, [mats, rows, cols], and measures the change."""
         # Rules write a block after they have read it, and reading a master is not cheap.
         old = self.last[1] if self.last and self.last[0] is b else self.run.block(b)
         held = self.run.write_(b, new)

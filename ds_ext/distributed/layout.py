@@ -24,8 +24,11 @@ class Agreement(NamedTuple):
 class Layout:
     """The placements of a model's parameters, and what its ranks find out together.
 
-    ``names`` has all parameters, those without gradients too; ``group`` are the ranks of data
-    parallelism. ``placement_of`` gives a parameter's placement.
+    Args:
+        group: the ranks of data parallelism; None for a process alone.
+        names: the names of all parameters, those without gradients too, in the same order on all
+            ranks.
+        placement_of: gives a parameter's placement.
     """
 
     def __init__(
@@ -70,9 +73,11 @@ class Layout:
         return any(placement.is_summed for placement in self.placements)
 
     def name(self, param: Tensor) -> str:
+        """Returns a parameter's name in the model, or words for one that it has not."""
         return self.names.get(param, "a parameter outside the model")
 
     def shard(self, param: Tensor) -> Shard:
+        """Returns which elements of a parameter this rank's run is."""
         return self.shards[param]
 
     def run(self, param: Tensor) -> Tensor:

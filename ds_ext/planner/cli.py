@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import ds_ext
 from ds_ext.backward import settings
 from ds_ext.config import offload
 from ds_ext.optimizers import OPTIMIZERS
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ds_ext", description="Fused, sharded optimizers for DeepSpeed."
     )
+    parser.add_argument("--version", action="version", version=f"ds_ext {ds_ext.__version__}")
     plan_parser = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser(
         "plan",
         help="print the bytes per rank of an optimizer, of AdamW and of Megatron-LM",

@@ -60,6 +60,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """All of them."""
         return self.weights + self.state + self.gradients + self.master
 
 
@@ -73,12 +74,18 @@ def ours(
     accumulates: bool = False,
     offloads: Collection[str] = (),
 ) -> Memory:
-    """A rule's memory at a ZeRO stage, or with a plain ``step()`` on whole gradients (None).
+    """Returns the memory of a rule on the rank that holds most.
 
-    ``rule`` is one of a ``RuleOptimizer.hypers``, ``bucket`` is reduce_bucket_size;
-    ``accumulates``: this rank's runs of gradients are kept until the step, in fp32. ``offloads``,
-    of "param" (stage 3) and "optimizer": what lies on the host, and on the device only as much of
-    it as a bucket takes.
+    Args:
+        rule: an instance of ``RuleOptimizer.hypers``.
+        shapes: the model's parameters.
+        stage: the ZeRO stage; None for a plain ``step()`` on whole gradients.
+        ranks: how many ranks of data parallelism there are.
+        dtype: that of weights and gradients.
+        bucket: reduce_bucket_size, in elements.
+        accumulates: whether this rank's runs of gradients are kept until the step, in fp32.
+        offloads: of "param" (stage 3) and "optimizer", what lies on the host, and on the device
+            only as much of it as a bucket takes.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())

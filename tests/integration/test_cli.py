@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+import ds_ext
 from ds_ext.optimizers import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.planner.cli import main
@@ -248,3 +249,10 @@ def test_as_a_command():
     assert heading.startswith("smollm2-135m: 134,515,008 parameters")
     assert "CAME, ZeRO-3" in rows
     assert run("plan", "--model", "nothing").returncode == 2
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ds_ext {ds_ext.__version__}\n"

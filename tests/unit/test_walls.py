@@ -20,7 +20,7 @@ WALLS = {
     "checkpoint": "ops top",
     "config": "ops backward",
     "engine": "ops rules distributed top backward checkpoint config",
-    "planner": "ops distributed top backward config",
+    "planner": "__init__ ops distributed top backward config",
     "__init__": "ops distributed top backward checkpoint registration",
     "registration": "engine",
 }
