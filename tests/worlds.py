@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
 }
 TIMEOUT = 30.0  # seconds that a collective of a living world waits
+JOBS = 10  # of a world; torch keeps the threads of process groups that jobs leave behind
 GRACE = 3.0  # seconds in which the other ranks may tell what they know of a failure
 TOLD = 4000  # characters of a rank's output that are shown
 
@@ -73,7 +74,10 @@ def run(size: int, job: Callable[..., Any], *args: Any, limit: float = 120) -> l
     except BaseException:
         world.kill()
         raise
-    _worlds[size] = world
+    if world.jobs < JOBS:
+        _worlds[size] = world
+    else:
+        world.kill()
     return found
 
 
@@ -135,6 +139,7 @@ class World:
     def __init__(self, size: int, timeout: float) -> None:
         start()
         self.began = time.monotonic()
+        self.jobs = 0  # that were sent
         self.folder = Path(tempfile.mkdtemp(prefix="world"))
         self.connections: list[Connection] = []
         self.processes: list[BaseProcess] = []
@@ -163,6 +168,7 @@ class World:
 
     def send(self, job: Callable[..., Any], args: tuple[Any, ...], is_last: bool = False) -> None:
         """Gives all ranks a job; after the last they end."""
+        self.jobs += 1
         sent = sys.path, _name(job), pickle.dumps(args), is_last
         for connection in self.connections:
             with contextlib.suppress(OSError):  # it has ended: seen when its answer is waited for
