@@ -175,13 +175,16 @@ def reduced(
             found.append(Bucket(world, params, place, before, sent, (), after))
             calls.clear()
 
-        def deliver(runs: dict[Tensor, Run]) -> None:
-            layout.publish(runs)
-            note(tuple(names[p] for p in runs))
+        class Publishing:
+            """Takes runs as if parameters had been stepped by them."""
+
+            def receive(self, runs: dict[Tensor, Run]) -> None:
+                layout.publish(runs)
+                note(tuple(names[p] for p in runs))
 
         owner = _Owner()
         buckets = Buckets(
-            model, layout, size, lambda p: None, names.__contains__, lambda: deliver, owner
+            model, layout, size, lambda p: None, names.__contains__, Publishing, owner
         )
         # What ranks tell each other of their gradients is asked for on the host: all are good.
         with mock.patch.object(Tensor, "cpu", lambda x: torch.zeros(x.shape, dtype=x.dtype)):
