@@ -155,6 +155,7 @@ class Surroundings:
         gc.collect()
         for group in [group for group in _world.pg_map if group not in self.groups]:
             dist.destroy_process_group(group)
+        gc.collect()
         os.environ.clear()
         os.environ.update(self.environ)
         os.chdir(ROOT)

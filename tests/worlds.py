@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
 }
 TIMEOUT = 30.0  # seconds that a collective of a living world waits
-JOBS = 10  # of a world; torch keeps the threads of process groups that jobs leave behind
+WORN = 24  # threads of a rank
 GRACE = 3.0  # seconds in which the other ranks may tell what they know of a failure
 TOLD = 4000  # characters of a rank's output that are shown
 
@@ -74,11 +74,22 @@ def run(size: int, job: Callable[..., Any], *args: Any, limit: float = 120) -> l
     except BaseException:
         world.kill()
         raise
-    if world.jobs < JOBS:
-        _worlds[size] = world
-    else:
-        world.kill()
+    _keep(size, world)
     return found
+
+
+def _keep(size: int, world: "World") -> None:
+    """Keeps a world for the next job, and no others than the last two; or ends it if it is worn.
+
+    Each process group that a job has left behind keeps a thread of gloo's, which wakes up a hundred
+    times a second: ranks that wait for jobs would take all of a small machine.
+    """
+    if world.threads() > WORN:
+        world.kill()
+        return
+    _worlds[size] = world
+    while len(_worlds) > 2:
+        _worlds.pop(next(iter(_worlds))).kill()
 
 
 def once(size: int, job: Callable[..., Any], *args: Any, limit: float = 120) -> list[Any]:
@@ -139,7 +150,6 @@ class World:
     def __init__(self, size: int, timeout: float) -> None:
         start()
         self.began = time.monotonic()
-        self.jobs = 0  # that were sent
         self.folder = Path(tempfile.mkdtemp(prefix="world"))
         self.connections: list[Connection] = []
         self.processes: list[BaseProcess] = []
@@ -152,6 +162,11 @@ class World:
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
+
+    def threads(self) -> int:
+        """Threads of the first rank."""
+        tasks = Path(f"/proc/{self.processes[0].pid}/task")
+        return len(list(tasks.iterdir())) if tasks.exists() else 0
 
     def output(self, rank: int) -> Path:
         """The file of what a rank writes."""
@@ -168,7 +183,6 @@ class World:
 
     def send(self, job: Callable[..., Any], args: tuple[Any, ...], is_last: bool = False) -> None:
         """Gives all ranks a job; after the last they end."""
-        self.jobs += 1
         sent = sys.path, _name(job), pickle.dumps(args), is_last
         for connection in self.connections:
             with contextlib.suppress(OSError):  # it has ended: seen when its answer is waited for
