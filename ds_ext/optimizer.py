@@ -279,7 +279,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """Returns the weights of a run ``p``, [len(shard)]: fp32 if there is a master of them."""
-        masters = {k: v for k, v in self.state.get(param, {}).items() if k in ("master", "marks")}
+        masters = {k: v for k, v in self.state.get(param, {}).items() if k in weight_update.MASTER}
         return weight_update.values(p, host_offload.state_to_device(masters, p.device), shard)
 
     @torch.no_grad()
@@ -288,8 +288,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         how = self.rule_of(param) if param in self.group_of else weight_update.Writing("nearest")
         state = self.state.get(param, {})
         weight_update.set_(p, state, how, shard, values)
-        if "master" in state:
-            state["master"] = host_offload.store(state["master"], param.device, self.offload)
+        for name in weight_update.MASTER & state.keys():
+            state[name] = host_offload.store(state[name], param.device, self.offload)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

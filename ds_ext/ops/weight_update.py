@@ -25,6 +25,8 @@ WeightUpdate = Annotated[
     Field(description='"stochastic", "nearest" or "master"'),
 ]
 
+MASTER = frozenset({"master", "marks"})  # what a state holds of a weight's master
+
 
 @dataclass(frozen=True)
 class Writing:
@@ -198,7 +200,7 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
 
 def set_(p: Tensor, s: dict[str, Any], how: Writing, shard: Shard, new: Tensor) -> None:
     """Makes ``new``, [len(p)], what a run is; with a state ``s``, also what its master holds."""
-    for name in ("master", "marks"):
+    for name in MASTER:
         s.pop(name, None)
     made = master(p, how)
     if not s or not made:
