@@ -28,9 +28,9 @@ from benchmarks import report
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, METHODS, REDUCE_SCATTER, Call, sent
 from benchmarks.memory import LLAMAS, Sizes, llama
 from ds_ext.ops.shard import Shard
+from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner.memory import KNOWN
 from ds_ext.planner.memory import llama as llama_shapes
-from ds_ext.run_updates import RunUpdate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

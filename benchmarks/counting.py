@@ -27,10 +27,9 @@ from ds_ext.engine.zero3 import Partitioned
 from ds_ext.ops import accumulator
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
-from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizers import OPTIMIZERS
-from ds_ext.param_groups import galore_groups
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer.param_groups import galore_groups
+from ds_ext.optimizer.run_updates import RunUpdate
 
 Shape = tuple[int, ...]
 NORM = 8  # bytes of the square of the norm, summed once a step

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.counting import NORM, Bucket, Rule, reduced
 from benchmarks.memory import Sizes, llama
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.planner.memory import KNOWN
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import ds_ext
 from benchmarks import report
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner.memory import KNOWN, elements
 from ds_ext.planner.memory import llama as llama_shapes
 

@@ -1,6 +1,6 @@
 """What offload costs in time, and what it leaves on a GPU: stepped in flight, or by the host.
 
-A step alone, by both ways (in flight is what ds_ext does: see ds_ext/host_offload.py), and whole
+A step alone, by both ways (ds_ext steps in flight: see optimizer/host_offload.py), and whole
 training steps under ZeRO-3 with their memory. It needs a GPU: nothing travels without one.
 """
 
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from benchmarks import report
 from benchmarks.memory import DTYPES, llama
 from benchmarks.train import MODELS, join_world_of_one
-from ds_ext.host_offload import HOST, HostOffload
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer.host_offload import HOST, HostOffload
+from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner.memory import KNOWN, nbytes
 from ds_ext.planner.memory import llama as shapes_of
-from ds_ext.run_updates import RunUpdate
 
 DEVICE, FLIGHT, PAGED = "on the GPU, nothing offloaded", "in flight", "in flight, not pinned"
 BOTH, BY_HOST = "in flight, state too", "by the host, state too"

@@ -23,11 +23,10 @@ from benchmarks import report
 from benchmarks.memory import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner.memory import KNOWN, llama
 from ds_ext.rules import lowrank
-from ds_ext.run_updates import RunUpdate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

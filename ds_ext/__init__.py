@@ -6,8 +6,7 @@ Importing ds_ext makes its optimizers known to DeepSpeed by name.
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
-from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.registration import register
 
 __version__ = "0.1.0"

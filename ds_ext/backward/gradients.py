@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_ext import meter
 from ds_ext.backward import owners, settings, torch_calls
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.reading import GradientReader
@@ -26,7 +25,7 @@ from ds_ext.backward.tally import SECOND_GRADIENT, Clipping, Tally
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer, meter
 
 
 class StepResult(NamedTuple):

@@ -16,7 +16,7 @@ from ds_ext.backward.runs import Run, apart
 from ds_ext.backward.tally import Tally
 from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer.run_updates import RunUpdate
 
 
 class Stepper:

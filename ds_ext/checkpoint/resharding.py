@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import host_offload, ops
+from ds_ext import ops
 from ds_ext.checkpoint.folder import VERSION
 from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, State
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer, host_offload
 
 
 class Own(NamedTuple):

@@ -13,7 +13,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor
 
-from ds_ext import host_offload
 from ds_ext.backward import rehearsal
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.config import gradients
@@ -24,8 +23,8 @@ from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of
 from ds_ext.engine.log import log
 from ds_ext.engine.zero3 import Partitions
-from ds_ext.host_offload import HostOffload
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer, host_offload
+from ds_ext.optimizer.host_offload import HostOffload
 
 
 class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no types

@@ -4,11 +4,9 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ext import param_groups
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.log import log
-from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 
 # Names that DeepSpeed knew without ds_ext, and what it made of them.
 _TAKEN_OVER = {

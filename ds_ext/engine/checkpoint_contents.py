@@ -16,7 +16,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor, nn
 
-from ds_ext import param_groups
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.names import plain
@@ -27,6 +26,7 @@ from ds_ext.engine import expert_parallel
 from ds_ext.engine.log import log
 from ds_ext.engine.zero3 import Partitions
 from ds_ext.errors import CheckpointError
+from ds_ext.optimizer import param_groups
 
 
 def owned(layout: Layout) -> dict[Tensor, Own]:

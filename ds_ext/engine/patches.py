@@ -25,8 +25,7 @@ from ds_ext.distributed.lost import explained
 from ds_ext.engine import build, expert_parallel, leftovers, refusals, save_load, tiled
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import deepspeed_parameter
-from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.rules import base
 
 Method: TypeAlias = Callable[..., Any]

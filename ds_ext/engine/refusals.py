@@ -14,8 +14,7 @@ from ds_ext.distributed.wrapped import refuse_wrapped
 from ds_ext.engine import leftovers
 from ds_ext.engine.autotp import whole_shape
 from ds_ext.engine.settings import effective
-from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 
 # What may differ from rank to rank: it is about what is written and shown.
 _LOCAL = {

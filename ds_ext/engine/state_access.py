@@ -4,12 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_ext import param_groups
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.wholes import Wholes
 from ds_ext.ops.state import Part, leaves
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer, param_groups
 
 # Names that the authors' optimizers and torch's have for what a rule keeps.
 _NAMES = {

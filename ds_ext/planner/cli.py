@@ -13,7 +13,7 @@ import torch
 import ds_ext
 from ds_ext.backward import settings
 from ds_ext.config import offload
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.planner.memory import Memory, Shapes
 

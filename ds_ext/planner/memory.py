@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext import expert_stacks, host_offload
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, zeros
+from ds_ext.optimizer import expert_stacks, host_offload
 
 
 class Stack(tuple[int, ...]):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import transformers
 from transformers import BertConfig
 
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common.hypers import NEEDED, changed
 from tests.common.ranks import whole
 

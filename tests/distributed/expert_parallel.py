@@ -12,7 +12,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 import ds_ext
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import shared_folder
 from tests.distributed.training import HYPERS
 

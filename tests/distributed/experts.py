@@ -15,9 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, Mix
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
-from ds_ext import expert_stacks
 from ds_ext.engine import autotp, expert_parallel
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, expert_stacks
 from tests.common.ranks import shared_folder, whole
 from tests.distributed.training import HYPERS
 

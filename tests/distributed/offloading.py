@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext import host_offload
 from ds_ext.ops import quantize, rounding, scratch
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import pretend
 from tests.common.ranks import shared_folder, whole
 

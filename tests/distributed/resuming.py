@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 import ds_ext
 from ds_ext.engine.checkpoint_contents import owned
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models, ranks
 from tests.common.ranks import logged, shared_folder
 from tests.integration import trainer_jobs

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed import utils
 from torch import nn
 
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 
 
 class Pair(nn.Module):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory as planner
 from tests import worlds
 from tests.common.choose import params

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ext import host_offload
 from ds_ext.config import offload
-from ds_ext.host_offload import HostOffload
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, host_offload
+from ds_ext.optimizer.host_offload import HostOffload
 from ds_ext.planner import memory
 from tests import worlds
 from tests.common import pretend

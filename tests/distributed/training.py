@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ext
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.hypers import TRAINED, changed
 from tests.common.ranks import whole

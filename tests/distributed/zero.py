@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ds_ext
 from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.hypers import TRAINED
 from tests.common.ranks import identical, message, shared_folder, whole

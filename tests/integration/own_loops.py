@@ -14,7 +14,7 @@ from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import whole
 from tests.integration.trainer_jobs import data
 

@@ -9,8 +9,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import comm, memory, offload, report, step, train
-from ds_ext import host_offload
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests import worlds
 from tests.common import authors, pretend
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import ds_ext
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.planner.cli import main
 

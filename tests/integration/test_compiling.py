@@ -13,8 +13,8 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from ds_ext.optimizers import OPTIMIZERS
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs
 from tests.unit.test_kernels import SETTINGS
 

@@ -13,7 +13,7 @@ from ds_ext import rules
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 
 PAGE = next(up for up in Path(__file__).parents if (up / "docs").is_dir()) / (

@@ -13,7 +13,7 @@ from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import consensus
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer.run_updates import RunUpdate
 
 SHAPE = (4096, 2048)
 

@@ -9,7 +9,7 @@ from ds_ext import ops
 from ds_ext.ops import passes, small
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, table
 
 SHAPES = [(8, 5, 3, 3), (6, 4, 1, 1), (3, 2, 7, 7), (4, 6, 5), (2, 3, 1, 4), (2, 1, 16, 16)]

@@ -13,7 +13,7 @@ from torch import nn
 import ds_ext
 from ds_ext.ops import quantize, rounding, scratch
 from ds_ext.ops.triton import launches
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, table
 from tests.common.choose import params
 from tests.unit.test_kernels import SETTINGS

@@ -10,7 +10,7 @@ import ds_ext
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common.hypers import NEEDED
 
 HYPERS = NEEDED

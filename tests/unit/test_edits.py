@@ -9,7 +9,7 @@ from torch import nn
 from ds_ext.ops import edits
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, table
 from tests.unit.test_precision import SETTINGS
 

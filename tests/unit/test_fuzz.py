@@ -20,8 +20,8 @@ from ds_ext.config import gradients as config_gradients
 from ds_ext.config import refused
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizers import OPTIMIZERS
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.run_updates import RunUpdate
 
 EXACT = 1e-9
 SETTINGS = {

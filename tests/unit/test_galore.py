@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext import param_groups, rules
+from ds_ext import rules
 from ds_ext.distributed import lockstep
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.ops import quantize
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
+from ds_ext.optimizer import param_groups
 from ds_ext.rules import GaLoreAdamW, lowrank
 from tests.common import table
 from tests.common.choose import params

@@ -14,7 +14,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import table
 from tests.common.choose import params
 from tests.common.table import MANY, SHAPES, WORLDS

@@ -14,9 +14,9 @@ from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.ops import edits, weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
-from ds_ext.run_updates import RunUpdate
 from tests.common import models
 
 ROOT = Path(__file__).parents[2]

@@ -8,12 +8,12 @@ from torch import nn
 
 from ds_ext import AdaLomo
 from ds_ext.distributed import lockstep
-from ds_ext.meter import Meter, rms
 from ds_ext.ops import rounding, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
-from ds_ext.optimizers import OPTIMIZERS
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.meter import Meter, rms
+from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import table
 from tests.common.hypers import NEEDED, changed
 

@@ -12,8 +12,8 @@ from torch import nn
 import ds_ext
 from ds_ext import rules
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizers import OPTIMIZERS
-from ds_ext.run_updates import RunUpdate
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import table
 from tests.common.hypers import SIMULATED
 from tests.common.reference import Authors, Textbook

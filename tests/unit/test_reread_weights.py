@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ds_ext
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 
 
 class Reading(nn.Module):

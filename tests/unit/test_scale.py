@@ -21,7 +21,7 @@ from ds_ext.distributed import consensus as ranks
 from ds_ext.distributed import lockstep as rounds
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.rules import lowrank
 from tests.common import apart

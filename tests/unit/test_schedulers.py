@@ -11,7 +11,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch.optim import lr_scheduler as torch_schedules
 
 import ds_ext
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common import authors
 
 STEPS = 12

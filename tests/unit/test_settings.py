@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext import param_groups
 from ds_ext.backward import settings
 from ds_ext.config import gradients, refused
 from ds_ext.engine.autotp import unpartitioned_shape
+from ds_ext.optimizer import param_groups
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
 SETTINGS = [

@@ -15,16 +15,15 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
-from ds_ext import expert_stacks, param_groups
 from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
-from ds_ext.optimizers import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
+from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
-from ds_ext.run_updates import RunUpdate
 from tests.common import needs, table
 from tests.common.hypers import SIMULATED, changed
 from tests.common.reference import Authors

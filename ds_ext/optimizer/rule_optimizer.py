@@ -10,17 +10,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_ext import expert_stacks, host_offload, hyperparams, ops, rules
+from ds_ext import hyperparams, ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.wrapped import refuse_cut
-from ds_ext.group_rules import GroupRules
-from ds_ext.meter import Meter
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
 from ds_ext.ops.triton import launches
+from ds_ext.optimizer import expert_stacks, host_offload
+from ds_ext.optimizer.group_rules import GroupRules
+from ds_ext.optimizer.meter import Meter
+from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
 from ds_ext.rules import Rule
-from ds_ext.run_updates import RunUpdate, StagedRun, by_device
 
 # Elements of parameters that a plain step takes together, at least.
 TOGETHER = 2**22

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import host_offload, ops
-from ds_ext.host_offload import HostOffload
+from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State
+from ds_ext.optimizer import host_offload
+from ds_ext.optimizer.host_offload import HostOffload
 
 
 class RunUpdate(NamedTuple):

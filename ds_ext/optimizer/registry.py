@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from ds_ext import rules
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.rule_optimizer import RuleOptimizer
 
 
 @functools.cache

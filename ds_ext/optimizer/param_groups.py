@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from ds_ext import expert_stacks
-from ds_ext.expert_stacks import Shape, plain_shape
+from ds_ext.optimizer import expert_stacks
+from ds_ext.optimizer.expert_stacks import Shape, plain_shape
 
 Types: TypeAlias = tuple[type[nn.Module], ...]
 Owned: TypeAlias = dict[Tensor, tuple[str, nn.Module]]  # a parameter's name, and whose it is
