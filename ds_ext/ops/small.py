@@ -56,7 +56,7 @@ def scale_rows_(planes: Tensor, factor: Tensor) -> None:
 
 def sums(x: Tensor) -> Tensor:
     """Returns the sums of each matrix's numbers, [mats, n] -> [mats]: x itself where n is 1."""
-    return _sums(x.unbind(1)) if x.shape[1] <= MOST else x.sum(1)
+    return _sums(x.unbind(1)) if 0 < x.shape[1] <= MOST else x.sum(1)
 
 
 def scale_(x: Tensor, row: Tensor, col: Tensor, out: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """One model, several owners: who steps it, and what its copies and files contain."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -172,3 +174,15 @@ def test_copies_of_a_fused_model_are_ordinary_models(how):
     fused.backward(loss_of(model, 2))
     optimizer.step()
     assert not equal(model.parameters(), before)
+
+
+@pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
+def test_a_fused_model_that_nobody_holds_is_freed(how):
+    model = make()
+    fused, optimizer = fuse(model, **how)
+    fused.backward(loss_of(model))
+    optimizer.step()
+    left = [weakref.ref(p) for p in model.parameters()]
+    del model, optimizer, fused
+    gc.collect()
+    assert [weight() for weight in left] == [None] * len(left)
