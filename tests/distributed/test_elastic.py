@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import worlds
 from tests.distributed import elastic
 from tests.distributed.resuming import error
 
@@ -84,8 +85,8 @@ def test_a_run_survives_a_killed_rank_and_a_lost_host(tmp_path):
             if each.poll() is None:
                 os.killpg(each.pid, signal.SIGKILL)
     starts = [line for line in told(folder, 0) if line[0] == "start"]
-    worlds, firsts = [line[2] for line in starts], [int(line[3]) for line in starts]
-    assert worlds[0] == "2" and worlds[-1] == "1" and worlds.count("2") >= 2
+    sizes, firsts = [line[2] for line in starts], [int(line[3]) for line in starts]
+    assert sizes[0] == "2" and sizes[-1] == "1" and sizes.count("2") >= 2
     assert firsts == sorted(firsts) and firsts[-1] >= reached - 1
     found = torch.load(folder / "weights.pt")
     alone = worlds.run(2, elastic.whole_run)[0]

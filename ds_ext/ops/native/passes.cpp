@@ -1,0 +1,893 @@
+// The passes of ops/passes.py for CPUs, over a table of parameters: one call is one pass over a
+// whole batch. C only at the surface, and no header of torch, so that any torch will do.
+//
+// A run is read in chunks that stay in the cache: a gradient, a weight, what is made of them. The
+// loops are plain ones for the compiler to vectorize. What is added up is added up in LANES
+// partial sums whatever the processor, and runs are cut into strips by their shape alone: so bits
+// depend neither on the vectors of the machine, nor on threads, nor on what else is in the table.
+//
+// The body below is compiled once for each instruction set, by including this file again.
+
+#ifndef DS_EXT_BODY
+#define DS_EXT_BODY
+
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+// One parameter. native/table.py has the same fields in the same order; all have 8 or 4 bytes.
+struct Entry {
+    int64_t start, n, mats, rows, cols;  // the run [start, start + n) of [mats, rows, cols]
+    int64_t first;                       // number of its first element, for random bits
+    const void *x;                       // a gradient, or another run that is read
+    void *w, *aux;                       // the weight, and what is kept beside it
+    float *m, *v;                        // moments: runs
+    float *row, *col;                    // statistics or factors: [mats, rows], [mats, cols]
+    float *out, *out2, *out3;            // what a pass makes
+    const float *before, *in, *in2, *in3;  // statistics as they were; totals
+    int16_t *marks;
+    double *measured;                    // [2]: sums of squares of changes and of new weights
+    uint32_t key;                        // of random bits
+    float factor, bound;                 // of x
+    float scale;                         // of an update
+    float lr, decay;
+    float weight;                        // of what a moment or statistic moves towards
+    float beta1, beta2, a, b;            // Adam: shares of the new; sqrt(v) · a + b
+    float eps;
+    float clip;
+    int32_t spare;
+};
+
+enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL };
+enum Dtype { FP32, BF16, FP16 };
+enum Kept { PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED };
+enum Pass { SQUARES, STATISTICS, WEIGHED, FACTORS, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
+
+// What is the same for all parameters of a call.
+struct Call {
+    int pass, form, dtype, kept, decays;
+};
+
+namespace {
+
+const int LANES = 16;
+const int64_t CHUNK = 1024;      // elements that are worked on at a time
+const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, about
+const int64_t GROUP = 256;       // bf16 weights that have one mark: edits.GROUP
+
+// Threads that wait for work. A forked process has none of its parent's, and makes its own.
+class Pool {
+  public:
+    explicit Pool(int size) {
+        for (int i = 1; i < size; ++i) std::thread([this] { work(); }).detach();
+    }
+
+    template <class Task> void run(int64_t tasks, int helpers, const Task &task) {
+        Job job{&task, [](const void *t, int64_t i) { (*static_cast<const Task *>(t))(i); }, tasks};
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            current = &job;
+            wanted = helpers;
+            ++generation;
+        }
+        ready.notify_all();
+        job.work();
+        std::unique_lock<std::mutex> lock(mutex);
+        current = nullptr;
+        wanted = 0;
+        done.wait(lock, [this] { return busy == 0; });
+    }
+
+  private:
+    struct Job {
+        const void *task;
+        void (*call)(const void *, int64_t);
+        int64_t tasks;
+        std::atomic<int64_t> next{0};
+        Job(const void *t, void (*c)(const void *, int64_t), int64_t n) : task(t), call(c), tasks(n) {}
+        void work() {
+            for (int64_t i; (i = next.fetch_add(1)) < tasks;) call(task, i);
+        }
+    };
+
+    void work() {
+        uint64_t seen = 0;
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            ready.wait(lock, [&] { return current && wanted > 0 && generation != seen; });
+            seen = generation;
+            --wanted;
+            ++busy;
+            Job *job = current;
+            lock.unlock();
+            job->work();
+            lock.lock();
+            if (--busy == 0) done.notify_all();
+        }
+    }
+
+    std::mutex mutex;
+    std::condition_variable ready, done;
+    Job *current = nullptr;
+    int wanted = 0, busy = 0;
+    uint64_t generation = 0;
+};
+
+template <class Task> void parallel(int64_t tasks, int threads, const Task &task) {
+    static std::mutex one_at_a_time;
+    static Pool *pool = nullptr;
+    static pid_t owner = 0;
+    static int size = 0;
+    if (threads > tasks) threads = static_cast<int>(tasks);
+    if (threads < 2 || !one_at_a_time.try_lock()) {
+        for (int64_t i = 0; i < tasks; ++i) task(i);
+        return;
+    }
+    if (owner != getpid() || size < threads) {  // the old one, and its sleeping threads, are left
+        pool = new Pool(threads);
+        owner = getpid();
+        size = threads;
+    }
+    pool->run(tasks, threads - 1, task);
+    one_at_a_time.unlock();
+}
+
+inline float as_float(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline uint32_t as_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// rounding._hash: "lowbias32" of C. Wellons.
+inline uint32_t hashed(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+// A piece of a run: elements [begin, end) of it.
+struct Strip {
+    int64_t entry, begin, end;
+    int64_t partial;  // where its partial sums begin
+};
+
+bool is_by_matrix(const Call &call) { return call.pass == STATISTICS || call.pass == WEIGHED; }
+
+// Cuts a run. Sums over rows and columns want whole rows in a strip, and whole matrices where
+// these are small; all but the first and the last strip of a run are alike.
+void cut(const Entry &e, int64_t number, bool by_matrix, std::vector<Strip> &strips) {
+    int64_t size = STRIP;
+    if (by_matrix && e.cols > 0) {
+        int64_t whole = e.rows * e.cols;
+        size = whole <= STRIP ? STRIP / whole * whole : (e.cols < STRIP ? STRIP / e.cols * e.cols : e.cols);
+    }
+    int64_t at = e.start, stop = e.start + e.n;
+    while (at < stop) {
+        int64_t next;
+        if (by_matrix) {
+            int64_t whole = e.rows * e.cols;
+            int64_t base = whole <= STRIP ? 0 : at / whole * whole;  // strips of a large matrix end with it
+            next = base + ((at - base) / size + 1) * size;
+            if (whole > STRIP && next > base + whole) next = base + whole;
+        } else {
+            next = at + size;
+        }
+        if (next > stop) next = stop;
+        strips.push_back({number, at - e.start, next - e.start, 0});
+        at = next;
+    }
+}
+
+typedef void (*Runner)(const Call &, Entry *, int64_t, int);
+
+}  // namespace
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+#define ISA v4
+#include __FILE__
+#undef ISA
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+#define ISA v3
+#include __FILE__
+#undef ISA
+#pragma GCC pop_options
+#endif
+#define ISA plain
+#include __FILE__
+#undef ISA
+
+static Runner chosen() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512cd"))
+        return v4::run;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+        return v3::run;
+#endif
+    return plain::run;
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t ds_ext_entry_bytes() { return sizeof(Entry); }
+
+// Passes over ``entries`` by ``isa``: 0 the best, 1 what every processor has.
+extern "C" __attribute__((visibility("default"))) void ds_ext_pass(const Call *call, Entry *entries, int64_t n, int threads, int isa) {
+    static const Runner best = chosen();
+    (isa ? plain::run : best)(*call, entries, n, threads);
+}
+
+#else  // the body, for one instruction set
+
+namespace ISA {
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t body = static_cast<uint32_t>(h & 0x7FFF) << 13, sign = static_cast<uint32_t>(h & 0x8000) << 16;
+    float small = as_float(body + 0x38800000u) - as_float(0x38800000u);
+    uint32_t bits = body < 0x00800000u ? as_bits(small) : body + 0x38000000u;
+    bits = body >= 0x0F800000u ? body + 0x70000000u : bits;
+    return as_float(bits | sign);
+}
+
+INLINE uint16_t float_to_half(float x) {
+    uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000u, a = bits & 0x7FFFFFFFu;
+    uint32_t small = as_bits(as_float(a) + 0.5f) - 0x3F000000u;
+    uint32_t normal = (a + 0xC8000FFFu + ((a >> 13) & 1u)) >> 13;
+    uint32_t h = a < 0x38800000u ? small : normal;
+    h = a >= 0x477FF000u ? 0x7C00u : h;
+    h = a > 0x7F800000u ? 0x7E00u : h;
+    return static_cast<uint16_t>(h | sign);
+}
+
+INLINE float bf16_to_float(uint16_t b) { return as_float(static_cast<uint32_t>(b) << 16); }
+
+INLINE uint16_t float_to_bf16(float x) {
+    uint32_t bits = as_bits(x);
+    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+}
+
+// x as fp32: itself, or in ``room``.
+static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float *__restrict room) {
+    if (dtype == FP32) return static_cast<const float *>(x) + i;
+    const uint16_t *__restrict from = static_cast<const uint16_t *>(x) + i;
+    if (dtype == BF16) {
+        for (int64_t j = 0; j < n; ++j) room[j] = bf16_to_float(from[j]);
+    } else {
+        for (int64_t j = 0; j < n; ++j) room[j] = half_to_float(from[j]);
+    }
+    return room;
+}
+
+// The gradient: x · factor within ± bound.
+static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype, int64_t i, int64_t n, float *__restrict room) {
+    const float *x = loaded(e.x, dtype, i, n, room);
+    if (e.factor == 1.0f && std::isinf(e.bound)) return x;
+    float factor = e.factor, most = e.bound;
+    for (int64_t j = 0; j < n; ++j) {
+        float u = x[j] * factor;
+        u = u > most ? most : u;
+        room[j] = u < -most ? -most : u;  // a NaN stays one
+    }
+    return room;
+}
+
+static __attribute__((noinline)) const float *weight(const Entry &e, int kept, int64_t i, int64_t n, float *__restrict room) {
+    switch (kept) {
+    case PLAIN_FP32: return static_cast<const float *>(e.w) + i;
+    case PLAIN_BF16:
+    case STOCHASTIC_BF16: return loaded(e.w, BF16, i, n, room);
+    case PLAIN_FP16:
+    case STOCHASTIC_FP16: return loaded(e.w, FP16, i, n, room);
+    case SPLIT: {
+        const uint16_t *__restrict w = static_cast<const uint16_t *>(e.w) + i;
+        const int16_t *__restrict rest = static_cast<const int16_t *>(e.aux) + i;
+        for (int64_t j = 0; j < n; ++j)
+            room[j] = as_float((static_cast<uint32_t>(w[j]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(rest[j])));
+        return room;
+    }
+    default: {  // COPIED: the copy counts where the run is still what was made of it
+        const uint16_t *__restrict w = static_cast<const uint16_t *>(e.w) + i;
+        const float *__restrict copy = static_cast<const float *>(e.aux) + i;
+        for (int64_t j = 0; j < n; ++j) {
+            float now = half_to_float(w[j]), then = half_to_float(float_to_half(copy[j]));
+            room[j] = then == now ? copy[j] : now;
+        }
+        return room;
+    }
+    }
+}
+
+// rounding.add_noise_: 16 random bits of elements ``at`` and on.
+static __attribute__((noinline)) void noise(uint32_t key, int64_t at, int64_t n, uint16_t *__restrict out) {
+    for (int64_t j = 0; j < n;) {
+        int64_t chunk = (at + j) >> 16, element = (at + j) & 0xFFFF;
+        int64_t stop = j + (65536 - element);
+        if (stop > n) stop = n;
+        uint32_t place = hashed(key + static_cast<uint32_t>(chunk) * 0xC2B2AE3Du);
+        uint16_t first = static_cast<uint16_t>(place + static_cast<uint32_t>(element) - static_cast<uint32_t>(j));
+        for (int64_t k = j; k < stop; ++k) {
+            uint16_t h = static_cast<uint16_t>(first + k);
+            h = static_cast<uint16_t>(h ^ (h >> 7));
+            h = static_cast<uint16_t>(h * 0x2993u);
+            h = static_cast<uint16_t>(h ^ (h >> 5));
+            h = static_cast<uint16_t>(h * 0xE877u);
+            h = static_cast<uint16_t>(h ^ (h >> 9));
+            h = static_cast<uint16_t>(h * 0x0235u);
+            out[k] = static_cast<uint16_t>(h ^ (h >> 10));
+        }
+        j = stop;
+    }
+}
+
+// Writes ``x`` as elements i and on of the weight, and leaves in ``x`` what that then holds.
+static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i, int64_t n, float *__restrict x) {
+    uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
+    uint16_t random[CHUNK];
+    switch (kept) {
+    case PLAIN_FP32: {
+        float *__restrict to = static_cast<float *>(e.w) + i;
+        for (int64_t j = 0; j < n; ++j) to[j] = x[j];
+        break;
+    }
+    case PLAIN_BF16:
+        for (int64_t j = 0; j < n; ++j) {
+            w[j] = float_to_bf16(x[j]);
+            x[j] = bf16_to_float(w[j]);
+        }
+        break;
+    case PLAIN_FP16:
+        for (int64_t j = 0; j < n; ++j) {
+            w[j] = float_to_half(x[j]);
+            x[j] = half_to_float(w[j]);
+        }
+        break;
+    case STOCHASTIC_BF16:
+        noise(e.key, e.first + i, n, random);
+        for (int64_t j = 0; j < n; ++j) {
+            uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu, sign = bits & 0x80000000u;
+            uint32_t within = a > 0x7F7F0000u ? 0x7F7F0000u : a;
+            uint32_t rounded = ((within + random[j]) & 0xFFFF0000u) | sign;
+            uint32_t odd = a > 0x7F800000u ? 0x7FC00000u : bits;
+            rounded = a >= 0x7F800000u ? odd : rounded;
+            w[j] = static_cast<uint16_t>(rounded >> 16);
+            x[j] = as_float(rounded);
+        }
+        break;
+    case STOCHASTIC_FP16:
+        noise(e.key, e.first + i, n, random);
+        for (int64_t j = 0; j < n; ++j) {
+            uint32_t a = as_bits(x[j]) & 0x7FFFFFFFu;
+            float most = 65504.0f, bounded = x[j] > most ? most : x[j];
+            bounded = bounded < -most ? -most : bounded;
+            bounded = a >= 0x7F800000u ? 0.0f : bounded;
+            float power = as_float(as_bits(bounded) & 0x7F800000u);
+            float spacing = (power < 0x1p-14f ? 0x1p-14f : power) * 0x1p-10f;
+            float steps = bounded / spacing;
+            int32_t whole = static_cast<int32_t>(steps);  // below 2**11
+            float cut = std::fabs(steps - static_cast<float>(whole));
+            int32_t more = static_cast<int32_t>(cut * -65536.0f) + random[j];
+            float further = more < 0 ? (steps < 0 ? -1.0f : 1.0f) : 0.0f;
+            float rounded = (static_cast<float>(whole) + further) * spacing;
+            rounded = as_float(as_bits(rounded) | (as_bits(bounded) & 0x80000000u));
+            x[j] = a >= 0x7F800000u ? x[j] : rounded;
+            w[j] = float_to_half(x[j]);
+        }
+        break;
+    case SPLIT: {
+        int16_t *__restrict rest = static_cast<int16_t *>(e.aux) + i;
+        for (int64_t j = 0; j < n; ++j) {
+            uint32_t bits = as_bits(x[j]);
+            bits = (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits;
+            rest[j] = static_cast<int16_t>(bits);
+            w[j] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+            x[j] = as_float(bits);
+        }
+        break;
+    }
+    default: {  // COPIED
+        float *__restrict copy = static_cast<float *>(e.aux) + i;
+        for (int64_t j = 0; j < n; ++j) {
+            copy[j] = x[j];
+            w[j] = float_to_half(x[j]);
+        }
+        break;
+    }
+    }
+}
+
+// The sum of squares of up to CHUNK numbers.
+static __attribute__((noinline)) double square_sum(const float *x, int64_t n) {
+    float lane[LANES] = {};
+    int64_t j = 0;
+    for (; j + LANES <= n; j += LANES)
+        for (int l = 0; l < LANES; ++l) lane[l] += x[j + l] * x[j + l];
+    for (int l = 0; j + l < n; ++l) lane[l] += x[j + l] * x[j + l];
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
+    return lane[0];
+}
+
+// m ← m + weight · (x − m), as torch.lerp does it.
+INLINE float moved(float m, float x, float weight) {
+    float change = x - m;
+    return weight < 0.5f ? m + weight * change : x - (1.0f - weight) * change;
+}
+
+INLINE void times_factors_of(const float *x, float *__restrict u, int64_t n, int64_t cols, int64_t c,
+                             const float *row, const float *col, float scale) {
+    // x may be u
+    for (int64_t j = 0; j < n;) {
+        int64_t stop = j + cols - c < n ? j + cols - c : n;
+        float r = *row++ * scale;
+        const float *f = col + c - j;
+        for (int64_t k = j; k < stop; ++k) u[k] = x[k] * (f[k] * r);
+        j = stop;
+        c = 0;
+    }
+}
+
+// u ← x · row · col · scale, elements ``i`` and on of the run.
+static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, int64_t n, const float *x, float *u) {
+    int64_t cols = e.cols, at = e.start + i;
+    while (n > 0) {
+        int64_t line = at / cols, c = at % cols, mat = line / e.rows;
+        int64_t left = (mat + 1) * e.rows * cols - at, part = n < left ? n : left;
+        const float *row = e.row + line, *col = e.col + mat * cols;
+        if (cols == 3)
+            times_factors_of(x, u, part, 3, c, row, col, e.scale);
+        else if (cols == 1)
+            times_factors_of(x, u, part, 1, c, row, col, e.scale);
+        else
+            times_factors_of(x, u, part, cols, c, row, col, e.scale);
+        at += part;
+        x += part;
+        u += part;
+        n -= part;
+    }
+}
+
+// What a pass reads: up to CHUNK elements, in ``room`` or where they lie. Moments are advanced.
+static __attribute__((noinline)) const float *value(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict room) {
+    const float *u = room;
+    if (call.form == IS_WEIGHT) return weight(e, call.kept, i, n, room);
+    if (call.form != IS_ADAM) u = gradient(e, call.dtype, i, n, room);
+    float scale = e.scale;
+    switch (call.form) {
+    case IS_QUOTIENT:
+        times_factors(e, i, n, u, room);
+        u = room;
+        break;
+    case IS_RESIDUAL: {
+        times_factors(e, i, n, u, room);
+        float *__restrict m = e.m + i, weight = e.weight;
+        for (int64_t j = 0; j < n; ++j) {
+            float now = moved(m[j], room[j], weight);
+            m[j] = now;
+            room[j] -= now;
+        }
+        u = room;
+        break;
+    }
+    case IS_VECTOR: {
+        const float *__restrict v = e.v + i;
+        for (int64_t j = 0; j < n; ++j) room[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
+        u = room;
+        break;
+    }
+    case IS_ADAM: {
+        const float *__restrict m = e.m + i, *__restrict v = e.v + i;
+        float a = e.a, b = e.b;
+        for (int64_t j = 0; j < n; ++j) room[j] = m[j] / (std::sqrt(v[j]) * a + b) * scale;
+        break;
+    }
+    case IS_ADAM_STEP: {
+        float *__restrict m = e.m + i, *__restrict v = e.v + i;
+        float a = e.a, b = e.b, beta1 = e.beta1, beta2 = e.beta2;
+        for (int64_t j = 0; j < n; ++j) {
+            float g = u[j], now = moved(m[j], g, beta1), square = moved(v[j], g * g, beta2);
+            m[j] = now;
+            v[j] = square;
+            room[j] = now / (std::sqrt(square) * a + b) * scale;
+        }
+        u = room;
+        break;
+    }
+    default: break;
+    }
+    return u;
+}
+
+INLINE void add_decayed(const float *u, const float *__restrict w, float decay, int64_t n, float *__restrict out) {
+    for (int64_t j = 0; j < n; ++j) out[j] = u[j] + decay * w[j];
+}
+
+// Sums of squares: of what is read, and of the weights if they are asked for.
+static void squares(const Call &call, const Entry &e, const Strip &s, double *partial) {
+    float room[CHUNK], other[CHUNK];
+    double sum = 0, of_weights = 0;
+    for (int64_t i = s.begin; i < s.end; i += CHUNK) {
+        int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
+        const float *u = value(call, e, i, n, room);
+        if (call.decays || e.out2) {
+            const float *w = weight(e, call.kept, i, n, other);
+            if (e.out2) of_weights += square_sum(w, n);
+            if (call.decays) {
+                add_decayed(u, w, e.decay, n, room);
+                u = room;
+            }
+        }
+        sum += square_sum(u, n);
+    }
+    partial[0] = sum;
+    partial[1] = of_weights;
+}
+
+// The rows of a strip, or parts of them, one after another.
+struct Line {
+    int64_t i, n;     // elements of the run
+    int64_t line, c;  // which row of all matrices, and at which column it begins
+};
+
+INLINE Line next_line(const Entry &e, int64_t i, int64_t end) {
+    int64_t at = e.start + i, c = at % e.cols, n = e.cols - c;
+    return {i, n < end - i ? n : end - i, at / e.cols, c};
+}
+
+// Rows of at most this many elements are read many at a time.
+const int64_t NARROW = 64;
+
+// Adds squares of rows of ``cols`` elements to sums over rows and columns.
+INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, int64_t line, int64_t c,
+                       float *row, float *col) {
+    int64_t mat = line / rows, r = line % rows;
+    for (int64_t j = 0; j < n;) {
+        int64_t stop = j + cols - c < n ? j + cols - c : n;
+        float sum = 0, *to = col + mat * cols + c - j;
+        for (int64_t k = j; k < stop; ++k) {
+            float q = x[k] * x[k];
+            sum += q;
+            to[k] += q;
+        }
+        row[mat * rows + r] += sum;
+        if (++r == rows) r = 0, ++mat;
+        j = stop;
+        c = 0;
+    }
+}
+
+// Sums of squares over rows, into out, and over columns, into ``col`` [cols] of one matrix or,
+// where a strip has many small ones, [mats, cols].
+static void statistics(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
+    float room[CHUNK];
+    if (e.cols <= NARROW) {
+        for (int64_t i = s.begin; i < s.end; i += CHUNK) {
+            int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
+            int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
+            const float *x = value(call, e, i, n, room);
+            float *to = is_one ? col - line / e.rows * e.cols : col;
+            if (e.cols == 3 && e.rows == 3)
+                add_narrow(x, n, 3, 3, line, c, e.out, to);
+            else
+                add_narrow(x, n, e.cols, e.rows, line, c, e.out, to);
+        }
+        return;
+    }
+    for (int64_t i = s.begin; i < s.end;) {
+        Line l = next_line(e, i, s.end);
+        float *to = (is_one ? col : col + l.line / e.rows * e.cols) + l.c;
+        double sum = 0;
+        for (int64_t k = 0; k < l.n; k += CHUNK) {
+            int64_t n = l.n - k < CHUNK ? l.n - k : CHUNK;
+            const float *x = value(call, e, i + k, n, room);
+            float *__restrict at = to + k;
+            for (int64_t j = 0; j < n; ++j) at[j] += x[j] * x[j];
+            sum += square_sum(x, n);
+        }
+        e.out[l.line] += static_cast<float>(sum);
+        i += l.n;
+    }
+}
+
+// The same of whole rows, and sums over columns of squares divided by the row's new statistic.
+static void weighed(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
+    float room[4][CHUNK];
+    float kept = 1.0f - e.weight, share = e.weight / static_cast<float>(e.cols), least = e.weight * e.eps;
+    if (e.cols <= NARROW) {
+        for (int64_t i = s.begin; i < s.end;) {
+            int64_t lines = CHUNK / e.cols, n = s.end - i < lines * e.cols ? s.end - i : lines * e.cols;
+            int64_t line = (e.start + i) / e.cols, mat = line / e.rows, r = line % e.rows;
+            const float *x = gradient(e, call.dtype, i, n, room[0]);
+            for (int64_t j = 0; j < n; j += e.cols) {
+                float sum = 0;
+                for (int64_t k = 0; k < e.cols; ++k) sum += x[j + k] * x[j + k];
+                int64_t at = mat * e.rows + r, to = is_one ? 0 : mat * e.cols;
+                float inverse = 1.0f / (e.before[at] * kept + least + share * sum);
+                e.out[at] = sum;
+                for (int64_t k = 0; k < e.cols; ++k) {
+                    float q = x[j + k] * x[j + k];
+                    col[to + k] += q;
+                    by_weight[to + k] += q * inverse;
+                }
+                if (++r == e.rows) r = 0, ++mat;
+            }
+            i += n;
+        }
+        return;
+    }
+    // four rows at a time of one matrix, so that sums over columns are written to a quarter as often
+    for (int64_t i = s.begin; i < s.end;) {
+        int64_t line = (e.start + i) / e.cols, mat = line / e.rows;
+        int64_t rows = (s.end - i) / e.cols, left = (mat + 1) * e.rows - line;
+        rows = rows < left ? rows : left;
+        rows = rows < 4 ? rows : 4;
+        float inverse[4] = {};
+        for (int64_t r = 0; r < rows; ++r) {
+            double sum = 0;
+            for (int64_t k = 0; k < e.cols; k += CHUNK) {
+                int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
+                sum += square_sum(gradient(e, call.dtype, i + r * e.cols + k, n, room[0]), n);
+            }
+            e.out[line + r] = static_cast<float>(sum);
+            inverse[r] = 1.0f / (e.before[line + r] * kept + least + share * e.out[line + r]);
+        }
+        float *__restrict to = is_one ? col : col + mat * e.cols;
+        float *__restrict to2 = is_one ? by_weight : by_weight + mat * e.cols;
+        for (int64_t k = 0; k < e.cols; k += CHUNK) {
+            int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
+            const float *x[4];
+            for (int64_t r = 0; r < rows; ++r) x[r] = gradient(e, call.dtype, i + r * e.cols + k, n, room[r]);
+            if (rows == 4) {
+                const float *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
+                float w0 = inverse[0], w1 = inverse[1], w2 = inverse[2], w3 = inverse[3];
+                for (int64_t j = 0; j < n; ++j) {
+                    float q0 = x0[j] * x0[j], q1 = x1[j] * x1[j], q2 = x2[j] * x2[j], q3 = x3[j] * x3[j];
+                    to[k + j] += (q0 + q1) + (q2 + q3);
+                    to2[k + j] += (q0 * w0 + q1 * w1) + (q2 * w2 + q3 * w3);
+                }
+            } else {
+                for (int64_t r = 0; r < rows; ++r) {
+                    const float *xr = x[r];
+                    float w = inverse[r];
+                    for (int64_t j = 0; j < n; ++j) {
+                        float q = xr[j] * xr[j];
+                        to[k + j] += q;
+                        to2[k + j] += q * w;
+                    }
+                }
+            }
+        }
+        i += rows * e.cols;
+    }
+}
+
+// row, col ← those + weight · (in / cols, in2 / rows + eps − those) of one matrix; out, out2 ← the
+// factors of 1 / sqrt(row · col / mean(row)). Gives mean(row) · the sum of in3 / col.
+INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols) {
+    float *__restrict row = e.row + mat * rows, *__restrict col = e.col + mat * cols;
+    const float *in = e.in + mat * rows, *in2 = e.in2 + mat * cols;
+    float *__restrict out = e.out + mat * rows, *__restrict out2 = e.out2 + mat * cols;
+    float height = static_cast<float>(rows), width = static_cast<float>(cols), weight = e.weight, eps = e.eps;
+    double sum = 0;
+    for (int64_t r = 0; r < rows; ++r) row[r] = moved(row[r], in[r] / width + eps, weight);
+    for (int64_t r = 0; r < rows; ++r) sum += row[r];
+    float mean = static_cast<float>(sum / static_cast<double>(rows));
+    if (rows == 1)
+        out[0] = 1.0f;
+    else
+        for (int64_t r = 0; r < rows; ++r) out[r] = 1.0f / std::sqrt(row[r] / mean);
+    for (int64_t c = 0; c < cols; ++c) {
+        float now = moved(col[c], in2[c] / height + eps, weight);
+        col[c] = now;
+        out2[c] = 1.0f / std::sqrt(now);
+    }
+    double weighed = 0;
+    if (e.in3)
+        for (int64_t c = 0; c < cols; ++c) weighed += e.in3[mat * cols + c] / col[c];
+    return static_cast<double>(mean) * weighed;
+}
+
+// Of the matrices [begin, end) of a parameter.
+static void factors(const Entry &e, int64_t begin, int64_t end, double *partial) {
+    double sum = 0;
+    if (e.rows == 3 && e.cols == 3)
+        for (int64_t mat = begin; mat < end; ++mat) sum += factors_of(e, mat, 3, 3);
+    else
+        for (int64_t mat = begin; mat < end; ++mat) sum += factors_of(e, mat, e.rows, e.cols);
+    *partial = sum;
+}
+
+static void advance(const Call &call, const Entry &e, const Strip &s) {
+    float room[CHUNK];
+    for (int64_t i = s.begin; i < s.end; i += CHUNK) {
+        int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
+        const float *u = value(call, e, i, n, room);
+        float *__restrict m = e.out + i, weight = e.weight, eps = e.eps;
+        if (call.pass == ADVANCE_SQUARE)
+            for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j] * u[j] + eps, weight);
+        else
+            for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j], weight);
+    }
+}
+
+// w ← w − lr · (u + decay · w)
+static void apply(const Call &call, const Entry &e, const Strip &s, double *partial) {
+    float room[CHUNK], old[CHUNK], now[CHUNK];
+    double changes = 0, weights = 0;
+    float lr = e.lr, decay = call.decays ? e.decay : 0.0f;
+    for (int64_t i = s.begin; i < s.end; i += CHUNK) {
+        int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
+        const float *u = value(call, e, i, n, room);
+        const float *w = weight(e, call.kept, i, n, old);
+        if (call.kept == PLAIN_FP32 && !e.measured) {
+            float *to = static_cast<float *>(e.w) + i;
+            if (call.decays)
+                for (int64_t j = 0; j < n; ++j) to[j] -= lr * (u[j] + decay * to[j]);
+            else
+                for (int64_t j = 0; j < n; ++j) to[j] -= lr * u[j];
+            continue;
+        }
+        if (call.decays)
+            for (int64_t j = 0; j < n; ++j) now[j] = w[j] - lr * (u[j] + decay * w[j]);
+        else
+            for (int64_t j = 0; j < n; ++j) now[j] = w[j] - lr * u[j];
+        if (e.measured && w != old) std::memcpy(old, w, sizeof(float) * static_cast<size_t>(n));
+        store(e, call.kept, i, n, now);
+        if (e.measured) {
+            weights += square_sum(now, n);
+            for (int64_t j = 0; j < n; ++j) old[j] = now[j] - old[j];
+            changes += square_sum(old, n);
+        }
+    }
+    partial[0] = changes;
+    partial[1] = weights;
+}
+
+// edits._factors: an odd number for each element of a group.
+INLINE int32_t odd_number(int64_t k) {
+    uint32_t h = static_cast<uint32_t>(k + 1) * 0x9E3779B1u;
+    h = (h ^ (h >> 15)) * 0x85EBCA77u;
+    return static_cast<int32_t>(h | 1u);
+}
+
+// edits._hashes of one group of n bf16 weights.
+INLINE int16_t hash_of(const int16_t *w, int64_t n, const int32_t *numbers) {
+    uint32_t sum = 0;
+    for (int64_t k = 0; k < n; ++k) sum += static_cast<uint32_t>(static_cast<int32_t>(w[k])) * static_cast<uint32_t>(numbers[k]);
+    return static_cast<int16_t>(static_cast<int32_t>(sum) >> 16);
+}
+
+// marks ← the marks of a bf16 run, or aux ← 0 where the run is not what it was: edits.mend_.
+static void marks(const Call &call, const Entry &e, const Strip &s) {
+    int32_t numbers[GROUP];
+    for (int64_t k = 0; k < GROUP; ++k) numbers[k] = odd_number(k);
+    const int16_t *w = static_cast<const int16_t *>(e.w);
+    int16_t *rest = static_cast<int16_t *>(e.aux);
+    for (int64_t i = s.begin; i < s.end; i += GROUP) {
+        int64_t n = s.end - i < GROUP ? s.end - i : GROUP;
+        int16_t found = hash_of(w + i, n, numbers);
+        if (call.pass == MARK) {
+            e.marks[i / GROUP] = found;
+            continue;
+        }
+        bool differs = e.marks && found != e.marks[i / GROUP];
+        int odd = 0, zeroed = 0;
+        for (int64_t k = i; k < i + n; ++k) {
+            int size = w[k] & 0x7FFF;
+            odd |= (size == 0) | (size >= 0x7F80);
+            zeroed |= (size == 0) & (rest[k] != 0);
+        }
+        if (!odd && !differs) continue;
+        for (int64_t k = i; k < i + n; ++k) {
+            int size = w[k] & 0x7FFF;
+            bool drop = (size == 0 && rest[k] < 0) || (size == 0x7F80 && rest[k] > 0) || size > 0x7F80;
+            drop |= differs && (!zeroed || size == 0);
+            if (drop) rest[k] = 0;
+        }
+    }
+}
+
+static void run(const Call &call, Entry *entries, int64_t count, int threads) {
+    std::vector<Strip> strips;
+    bool by_matrix = is_by_matrix(call);
+    int64_t elements = 0, floats = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        Entry &e = entries[i];
+        size_t first = strips.size();
+        if (call.pass == FACTORS) {
+            int64_t each = e.rows + e.cols, step = each < STRIP ? STRIP / (each ? each : 1) : 1;
+            for (int64_t mat = 0; mat < e.mats; mat += step)
+                strips.push_back({i, mat, mat + step < e.mats ? mat + step : e.mats, 0});
+            elements += e.mats * each;
+        } else {
+            cut(e, i, by_matrix, strips);
+            elements += e.n;
+        }
+        if (by_matrix && e.rows * e.cols > STRIP)
+            for (size_t k = first; k < strips.size(); ++k) {
+                strips[k].partial = floats;
+                floats += 2 * e.cols;
+            }
+    }
+    std::vector<float> columns(static_cast<size_t>(floats), 0.0f);
+    std::vector<double> sums(2 * strips.size(), 0.0);
+    auto task = [&](int64_t k) {
+        const Strip &s = strips[static_cast<size_t>(k)];
+        const Entry &e = entries[s.entry];
+        bool is_one = e.rows * e.cols > STRIP;
+        float *col = is_one ? columns.data() + s.partial : e.out2;
+        switch (call.pass) {
+        case SQUARES: squares(call, e, s, &sums[static_cast<size_t>(2 * k)]); break;
+        case STATISTICS: statistics(call, e, s, col, is_one); break;
+        case WEIGHED: weighed(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
+        case FACTORS: factors(e, s.begin, s.end, &sums[static_cast<size_t>(2 * k)]); break;
+        case ADVANCE:
+        case ADVANCE_SQUARE: advance(call, e, s); break;
+        case APPLY: apply(call, e, s, &sums[static_cast<size_t>(2 * k)]); break;
+        default: marks(call, e, s); break;
+        }
+    };
+    parallel(static_cast<int64_t>(strips.size()), elements < STRIP ? 1 : threads, task);
+
+    // What strips of one parameter have made is put together, in their order.
+    if (call.pass == SQUARES || call.pass == FACTORS) {
+        for (int64_t i = 0, k = 0; i < count; ++i) {
+            double sum = 0, other = 0;
+            for (; k < static_cast<int64_t>(strips.size()) && strips[static_cast<size_t>(k)].entry == i; ++k) {
+                sum += sums[static_cast<size_t>(2 * k)];
+                other += sums[static_cast<size_t>(2 * k + 1)];
+            }
+            Entry &e = entries[i];
+            if (call.pass == SQUARES) {
+                if (e.out) *e.out = static_cast<float>(sum);
+                if (e.out2) *e.out2 = static_cast<float>(other);
+            } else if (e.in3) {
+                int64_t lines = e.mats * e.rows;
+                float ratio = e.clip / static_cast<float>(std::sqrt(sum / static_cast<double>(lines * e.cols)));
+                if (ratio < 1.0f || ratio != ratio)
+                    for (int64_t r = 0; r < lines; ++r) e.out[r] *= ratio;
+            }
+        }
+    }
+    for (size_t k = 0; k < strips.size(); ++k) {
+        Entry &e = entries[strips[k].entry];
+        if (call.pass == APPLY && e.measured) {
+            e.measured[0] += sums[2 * k];
+            e.measured[1] += sums[2 * k + 1];
+        }
+        if (by_matrix && e.rows * e.cols > STRIP) {
+            int64_t mat = (e.start + strips[k].begin) / (e.rows * e.cols);
+            const float *from = columns.data() + strips[k].partial;
+            float *to = e.out2 + mat * e.cols;
+            for (int64_t c = 0; c < e.cols; ++c) to[c] += from[c];
+            if (call.pass == WEIGHED) {
+                float *to2 = e.out3 + mat * e.cols;
+                for (int64_t c = 0; c < e.cols; ++c) to2[c] += from[e.cols + c];
+            }
+        }
+    }
+}
+
+#undef INLINE
+
+}  // namespace ISA
+
+#endif
