@@ -18,7 +18,7 @@ from ds_ext.hyperparams import Size
 from ds_ext.ops import edits, scratch
 from ds_ext.ops.rounding import ROUND, key
 from ds_ext.ops.shard import Block, Shard
-from ds_ext.ops.triton.launches import Kept
+from ds_ext.ops.triton.sources import Kept
 
 WeightUpdate = Annotated[
     Literal["stochastic", "nearest", "master"],

@@ -12,7 +12,7 @@ from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
+from ds_ext.ops.triton import launches, tables
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs
@@ -36,17 +36,16 @@ def asked_for(monkeypatch) -> list:
     found, seen = [], set()
 
     def note(requests):
-        if requests:
-            constants, warps = launches.constants(requests)
-            plain = {k: getattr(v, "value", getattr(v, "name", v)) for k, v in constants.items()}
-            kernel = requests[0].kernel
-            pairs = [(name, name) for name in plain] + [("FORM", "ALIGNED"), ("WD", "KEPT")]
-            shown = {(kernel, a, plain.get(a), plain.get(b)) for a, b in pairs}
-            if not shown <= seen:
-                seen.update(shown)
-                found.append([kernel, warps, plain])
+        constants, warps = tables.constants(requests)
+        plain = {k: getattr(v, "value", getattr(v, "name", v)) for k, v in constants.items()}
+        kernel = requests[0].kernel
+        pairs = [(name, name) for name in plain] + [("FORM", "ALIGNED"), ("WD", "KEPT")]
+        shown = {(kernel, a, plain.get(a), plain.get(b)) for a, b in pairs}
+        if not shown <= seen:
+            seen.update(shown)
+            found.append([kernel, warps, plain])
 
-    monkeypatch.setattr(launches, "_run", note)
+    monkeypatch.setattr(tables, "run", note)
     monkeypatch.setattr(launches, "DEVICES", {"cpu"})
     for name in OPTIMIZERS:
         for dtype, modes in MODES.items():
@@ -77,8 +76,8 @@ def step(name, dtype, mode, shapes):
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
     asked = asked_for(monkeypatch)
     assert {kernel for kernel, _, _ in asked} == {
-        *("squares", "statistics", "weighed", "advance", "apply", "fold", "factors"),
-        *("mark", "mend"),
+        *("squares", "statistics", "weighed", "lerp", "square_lerp", "apply", "fold"),
+        *("factors", "clipped_factors", "mark", "mend"),
     }
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

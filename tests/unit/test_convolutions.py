@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_ext import ops
 from ds_ext.ops import passes, small
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
+from ds_ext.ops.triton import launches, tables
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, table
 
@@ -117,7 +117,7 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
     """One of 512 x 512 x 3 x 3 took 500,000 rows of a table, which no kernel compiled for."""
     launched = []
     monkeypatch.setattr(launches, "DEVICES", {"cpu"})
-    monkeypatch.setattr(launches, "_run", lambda requests: launched.append(len(requests)))
+    monkeypatch.setattr(tables, "run", lambda requests: launched.append(len(requests)))
     p = nn.Parameter(torch.ones(64, 64, 3, 3))
     p.grad = torch.ones_like(p)
     OPTIMIZERS[name]([p, nn.Parameter(torch.ones(3, 2))]).step()
@@ -128,7 +128,7 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
 def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatch):
     launched = []
     monkeypatch.setattr(launches, "DEVICES", {"cpu"})
-    monkeypatch.setattr(launches, "_run", lambda requests: launched.append(len(requests)))
+    monkeypatch.setattr(tables, "run", lambda requests: launched.append(len(requests)))
     x = torch.ones(2, 4)
     with launches.together() as next_rule:
         for _ in range(launches.TOGETHER + 5):

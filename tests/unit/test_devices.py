@@ -9,7 +9,7 @@ from torch import nn
 import ds_ext
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
+from ds_ext.ops.triton import launches, tables
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs
 
@@ -21,7 +21,7 @@ def test_one_launch_has_the_tensors_of_one_device(monkeypatch):
     """``meta`` is the second device of a machine that has none."""
     launched = []
     monkeypatch.setattr(launches, "DEVICES", {"cpu", "meta"})
-    monkeypatch.setattr(launches, "_run", lambda requests: launched.append(requests))
+    monkeypatch.setattr(tables, "run", lambda requests: launched.append(requests))
     with launches.together() as next_rule:
         for device in (HERE, THERE, HERE, THERE):
             x = torch.ones(300, device=device)
@@ -46,9 +46,9 @@ def test_the_current_device_is_the_tensors_own(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    with launches.current(Tensors.device):
+    with tables.current(Tensors.device):
         pass
-    with launches.current(HERE):
+    with tables.current(HERE):
         pass
     assert entered == [torch.device("cuda", 1)]
 

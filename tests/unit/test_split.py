@@ -12,7 +12,7 @@ import torch
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Box, Shard, Split
-from ds_ext.ops.triton import launches
+from ds_ext.ops.triton import launches, tables
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, table
@@ -192,8 +192,8 @@ def test_noise_differs_from_box_to_box():
 @pytest.mark.parametrize("name", ["adalomo", "came"])
 def test_kernels_of_a_box(name, how, monkeypatch):
     used = []
-    run = launches._run
-    monkeypatch.setattr(launches, "_run", lambda requests: (used.extend(requests), run(requests)))
+    run = tables.run
+    monkeypatch.setattr(tables, "run", lambda requests: (used.extend(requests), run(requests)))
     monkeypatch.setattr(launches, "DEVICES", {"cpu"})
     error, _, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], 2, dtype=torch.float32)
     assert error <= 1e-5

@@ -11,21 +11,10 @@ fp32 and in an order that depends on the geometry alone: each tile leaves its pa
 import triton
 import triton.language as tl
 
-# Columns of the table.
-_FIELDS = (
-    # geometry: first program; run [start, start + n) of the matrices as they are laid out here,
-    # and where the run starts in the parameter; rows and columns of a matrix; row tiles of one
-    # matrix, counted from row0 of matrix mat0, and rows of all tiles; whether all is one sum
-    *("first", "start", "n", "origin", "rows", "cols", "down", "row0", "mat0", "mats"),
-    *("height", "total"),
-    # tensors: a gradient or another run; factors of a quotient; moments; a weight and what else is
-    # kept of it, the key of its noise; statistics before the step; what is written
-    *("x", "row", "col", "m", "v", "w", "aux", "key", "before", "out", "part", "part2"),
-    # numbers
-    *("factor", "bound", "scale", "weight", "beta1", "beta2", "a", "b", "decay", "share", "lr"),
-)
-FIELD = {name: i for i, name in enumerate(_FIELDS)}
-FIELDS = tl.constexpr(len(_FIELDS))
+from ds_ext.ops.triton.columns import COLUMNS
+
+FIELD = {name: i for i, name in enumerate(COLUMNS)}
+FIELDS = tl.constexpr(len(COLUMNS))
 FIRST, START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("first", "start", "n", "origin"))
 ROWS, COLS, DOWN = (tl.constexpr(FIELD[k]) for k in ("rows", "cols", "down"))
 ROW0, MAT0, HEIGHT = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height"))
@@ -43,22 +32,6 @@ IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR = (tl.constexpr(i) for i in range(4))
 IS_RESIDUAL, IS_ADAM_STEP, IS_ADAM = (tl.constexpr(i) for i in range(4, 7))
 # How a weight is kept.
 PLAIN, STOCHASTIC, SPLIT, COPIED = (tl.constexpr(i) for i in range(4))
-
-# Sizes, none of which changes what is computed but for the order of sums. To be tuned on a GPU.
-TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
-ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
-# ``weighed`` takes STRIP rows a program, TR <= WIDE_ROWS at a time, in a tile as wide as the least
-# power of two that they fit in. Its warps lie side by side over 256 columns each or more, so that
-# columns are added up within a thread. 8 / STRIP bytes an element are left as partial sums, and
-# read again by ``fold``: 64 adds 2.5 % to the 10 bytes of AdaLomo's step, and leaves 1024 programs
-# of 2**28 elements for 132 multiprocessors. Rows that are read while others are summed hold, at
-# WIDE_ELEMENTS of 16 bits and STAGES = 3, 64 KiB of a multiprocessor's loads in flight; 36 KiB
-# every microsecond are its share of 4.8 TB/s. Wider rows than WIDEST are left to the op.
-STRIP, STAGES = 64, 3
-NARROWEST, WIDEST = 2**10, 2**14
-WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
-GROUP = 256  # elements that share a mark: see edits.py
-LONG, LONG_WARPS = 2**12, 8  # ``factors``: as many rows or columns at a time
 
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
@@ -403,20 +376,37 @@ def weighed(
 
 
 @triton.jit
-def advance(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
-    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr, SQUARED: tl.constexpr,
-):  # fmt: skip
-    """out ← out + share · (u − out), or of u² + b."""
-    t, tile, e, ok, u = _read(
-        table, count, COUNT, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT
-    )
-    if SQUARED:
-        u = u * u + _number(t, B)
+def _advance(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """out ← out + share · (u − out)."""
     out = _run(t, OUT, tl.float32, e, TC, ALIGNED)
     m = tl.load(out, mask=ok, other=0.0)
     tl.store(out, m + _number(t, SHARE) * (u - m), mask=ok)
+
+
+@triton.jit
+def lerp(
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
+    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """out ← out + share · (u − out)."""
+    t, tile, e, ok, u = _read(
+        table, count, COUNT, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT
+    )
+    _advance(t, e, ok, u, TC, ALIGNED)
+
+
+@triton.jit
+def square_lerp(
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
+    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """out ← out + share · (u² + b − out)."""
+    t, tile, e, ok, u = _read(
+        table, count, COUNT, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT
+    )
+    _advance(t, e, ok, u * u + _number(t, B), TC, ALIGNED)
 
 
 @triton.jit
@@ -434,57 +424,88 @@ def apply(
 
 
 @triton.jit
-def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of, share, eps):
+def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of):
     """A statistic after it was advanced by a mean of ``of`` squares, as torch.lerp does it."""
+    share, eps = _number(t, SHARE), _number(t, B)
     old = tl.load(_pointer(t, FIELD, tl.float32) + at, mask=has, other=1.0)
     mean = tl.load(_pointer(t, SUMS, tl.float32) + at, mask=has, other=0.0) / of + eps
     mean = tl.where(has, mean, 1.0)
     change = mean - old
-    return tl.where(share < 0.5, old + share * change, mean - (1.0 - share) * change)
+    new = tl.where(share < 0.5, old + share * change, mean - (1.0 - share) * change)
+    tl.store(_pointer(t, FIELD, tl.float32) + at, new, mask=has)
+    return new
 
 
 @triton.jit
-def factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr, CLIPS: tl.constexpr):
-    """row, col ← those + share · (part / cols, part2 / rows + b − those), of all matrices of a
-    parameter; out ← 1 / sqrt(row / its mean), v ← 1 / sqrt(col).
+def _advance_rows(t, mat, TC: tl.constexpr):
+    """row ← row + share · (part / cols + b − row) of a matrix -> its mean; out ← 1 / sqrt(row /
+    that).
+    """
+    rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
+    k = tl.arange(0, TC)
+    sums = tl.zeros([TC], dtype=tl.float32)
+    for r in range(0, rows, TC):
+        has = r + k < rows
+        new = _statistic(t, ROW, PART, mat * rows + r + k, has, cols.to(tl.float32))
+        sums += tl.where(has, new, 0.0)
+    mean = tl.sum(sums, axis=0) / rows.to(tl.float32)
+    tl.debug_barrier()  # what another thread has stored is read
+    for r in range(0, rows, TC):
+        at, has = mat * rows + r + k, r + k < rows
+        row = tl.load(_pointer(t, ROW, tl.float32) + at, mask=has, other=1.0)
+        tl.store(_pointer(t, OUT, tl.float32) + at, tl.rsqrt(row / mean), mask=has)
+    return mean
 
-    CLIPS: out also · bound / RMS, where that is less than 1, of which x has the weighed sums.
+
+@triton.jit
+def _advance_columns(t, mat, c, TC: tl.constexpr):
+    """col ← col + share · (part2 / rows + b − col) of TC columns of a matrix, c and on; v ← 1 /
+    sqrt(col) -> col, where those columns lie, which of them there are.
+    """
+    rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
+    k = c + tl.arange(0, TC)
+    at, has = mat * cols + k, k < cols
+    new = _statistic(t, COL, PART2, at, has, rows.to(tl.float32))
+    tl.store(_pointer(t, V, tl.float32) + at, tl.rsqrt(new), mask=has)
+    return new, at, has
+
+
+@triton.jit
+def factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr):
+    """Statistics row and col advanced, of all matrices of a parameter; out ← 1 / sqrt(row / its
+    mean), v ← 1 / sqrt(col).
     """
     t, _ = _parameter(table, count, COUNT)
-    rows, cols, mats = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + MATS)
-    share, eps = _number(t, SHARE), _number(t, B)
-    height, width = rows.to(tl.float32), cols.to(tl.float32)
-    k = tl.arange(0, TC)
-    out = _pointer(t, OUT, tl.float32)
+    for mat in range(0, tl.load(t + MATS)):
+        _advance_rows(t, mat, TC)
+        for c in range(0, tl.load(t + COLS), TC):
+            _advance_columns(t, mat, c, TC)
+
+
+@triton.jit
+def clipped_factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr):
+    """The same, and out · bound / RMS where that is less than 1, of which x has weighed sums."""
+    t, _ = _parameter(table, count, COUNT)
+    mats = tl.load(t + MATS)
     squares = tl.zeros([TC], dtype=tl.float32)
     for mat in range(0, mats):
-        sums = tl.zeros([TC], dtype=tl.float32)
-        for c in range(0, rows, TC):
-            at, has = mat * rows + c + k, c + k < rows
-            new = _statistic(t, ROW, PART, at, has, width, share, eps)
-            tl.store(_pointer(t, ROW, tl.float32) + at, new, mask=has)
-            sums += tl.where(has, new, 0.0)
-        mean = tl.sum(sums, axis=0) / height
-        tl.debug_barrier()  # what another thread has stored is read
-        for c in range(0, rows, TC):
-            at, has = mat * rows + c + k, c + k < rows
-            new = tl.load(_pointer(t, ROW, tl.float32) + at, mask=has, other=1.0)
-            tl.store(out + at, tl.rsqrt(new / mean), mask=has)
-        for c in range(0, cols, TC):
-            at, has = mat * cols + c + k, c + k < cols
-            new = _statistic(t, COL, PART2, at, has, height, share, eps)
-            tl.store(_pointer(t, COL, tl.float32) + at, new, mask=has)
-            tl.store(_pointer(t, V, tl.float32) + at, tl.rsqrt(new), mask=has)
-            if CLIPS:
-                divided = tl.load(_pointer(t, X, tl.float32) + at, mask=has, other=0.0) / new
-                squares += mean * tl.where(has, divided, 0.0)
-    if CLIPS:
-        ratio = _number(t, BOUND) / tl.sqrt(tl.sum(squares, axis=0) * _number(t, A))
-        ratio = tl.where(ratio > 1, 1.0, ratio)
-        tl.debug_barrier()
-        for c in range(0, mats * rows, TC):
-            has = c + k < mats * rows
-            tl.store(out + c + k, tl.load(out + c + k, mask=has, other=0.0) * ratio, mask=has)
+        mean = _advance_rows(t, mat, TC)
+        for c in range(0, tl.load(t + COLS), TC):
+            new, at, has = _advance_columns(t, mat, c, TC)
+            divided = tl.load(_pointer(t, X, tl.float32) + at, mask=has, other=0.0) / new
+            squares += mean * tl.where(has, divided, 0.0)
+    ratio = _number(t, BOUND) / tl.sqrt(tl.sum(squares, axis=0) * _number(t, A))
+    tl.debug_barrier()  # what another thread has stored is read
+    _multiply_rows(t, mats * tl.load(t + ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
+
+
+@triton.jit
+def _multiply_rows(t, n, ratio, TC: tl.constexpr):
+    """out ← out · ratio, of n elements."""
+    out = _pointer(t, OUT, tl.float32)
+    for k in range(0, n, TC):
+        at = k + tl.arange(0, TC)
+        tl.store(out + at, tl.load(out + at, mask=at < n, other=0.0) * ratio, mask=at < n)
 
 
 @triton.jit
@@ -524,28 +545,49 @@ def mark(
 
 @triton.jit
 def mend(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    MARKED: tl.constexpr,
-):  # fmt: skip
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
+):
     """aux ← 0 where w was changed: edits.mend_. What is left is read only where it may be."""
     t, tile = _parameter(table, count, COUNT)
     bits, e, ok, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
     size = bits.to(tl.int32) & 0x7FFF
-    odd = (size == 0) | (size >= 0x7F80)
     at = _vectors(t, AUX, tl.int16, ALIGNED) + e
-    if MARKED:
-        differs = found != tl.load(_pointer(t, BEFORE, tl.int16) + group, mask=has, other=0)
-        differs = (differs & has)[:, None]
-        rest = tl.load(at, mask=ok & (odd | differs), other=0)
-        zeroed = differs & (size == 0) & (rest != 0)
-        some = tl.max(zeroed.to(tl.int32), axis=1)[:, None] > 0
-        drop = zeroed | (differs & (some == 0))
-    else:
-        rest = tl.load(at, mask=ok & odd, other=0)
-        drop = rest != rest
-    drop |= ((size == 0) & (rest < 0)) | ((size == 0x7F80) & (rest > 0))
-    drop |= (size > 0x7F80) & (rest != 0)
+    differs = found != tl.load(_pointer(t, BEFORE, tl.int16) + group, mask=has, other=0)
+    differs = (differs & has)[:, None]
+    rest = tl.load(at, mask=ok & (_is_odd(size) | differs), other=0)
+    zeroed = differs & (size == 0) & (rest != 0)
+    some = tl.max(zeroed.to(tl.int32), axis=1)[:, None] > 0
+    drop = zeroed | (differs & (some == 0)) | _is_no_number(size, rest)
     tl.store(at, tl.zeros([TR, TC], dtype=tl.int16), mask=ok & drop & (rest != 0))
+
+
+@triton.jit
+def mend_unmarked(
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """The same of a state without marks: aux ← 0 where the pair stands for no number."""
+    t, tile = _parameter(table, count, COUNT)
+    bits, e, ok, _, _, _ = _hashed(t, tile, TR, TC, ALIGNED)
+    size = bits.to(tl.int32) & 0x7FFF
+    at = _vectors(t, AUX, tl.int16, ALIGNED) + e
+    rest = tl.load(at, mask=ok & _is_odd(size), other=0)
+    drop = _is_no_number(size, rest)
+    tl.store(at, tl.zeros([TR, TC], dtype=tl.int16), mask=ok & drop & (rest != 0))
+
+
+@triton.jit
+def _is_odd(size):
+    """Whether a weight is 0, infinite or NaN, by its bits without the sign."""
+    return (size == 0) | (size >= 0x7F80)
+
+
+@triton.jit
+def _is_no_number(size, rest):
+    """Whether a weight and what is left of it stand for no number: 0 less something, inf and more
+    or NaN and something.
+    """
+    drop = ((size == 0) & (rest < 0)) | ((size == 0x7F80) & (rest > 0))
+    return drop | ((size > 0x7F80) & (rest != 0))
 
 
 @triton.jit

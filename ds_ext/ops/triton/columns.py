@@ -1,0 +1,14 @@
+"""The columns of the table that a kernel reads: a row for each parameter, all of them int64."""
+
+COLUMNS = (
+    # geometry: first program; run [start, start + n) of the matrices as they are laid out here,
+    # and where the run starts in the parameter; rows and columns of a matrix; row tiles of one
+    # matrix, counted from row0 of matrix mat0, and rows of all tiles; whether all is one sum
+    *("first", "start", "n", "origin", "rows", "cols", "down", "row0", "mat0", "mats"),
+    *("height", "total"),
+    # tensors: a gradient or another run; factors of a quotient; moments; a weight and what else is
+    # kept of it, the key of its noise; statistics before the step; what is written
+    *("x", "row", "col", "m", "v", "w", "aux", "key", "before", "out", "part", "part2"),
+    # numbers
+    *("factor", "bound", "scale", "weight", "beta1", "beta2", "a", "b", "decay", "share", "lr"),
+)
