@@ -93,7 +93,7 @@ def _within(shard: Shard, at: Tiles) -> Tiles:
 
 
 def _constants(source: Source) -> Constants:
-    """How what is read is read: see ``_value`` in kernels/values.py."""
+    """How what is read is read: see ``value_of`` in kernels/values.py."""
     run, kept = source.tensors.get("x"), source.kept
     return (
         ("FORM", source.form),

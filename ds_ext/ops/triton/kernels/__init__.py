@@ -1,0 +1,50 @@
+"""The passes of passes.py as Triton kernels, each over all parameters of a bucket at once.
+
+A program finds the parameter that its tile belongs to, and works on [TR, TC] elements of one
+matrix. What a pass reads is told by constants (``FORM``, dtypes); one function, ``value_of``,
+computes it for all passes. Sums are of fp32.
+"""
+
+import triton.language as tl
+
+from ds_ext.ops.triton.kernels.factored import clipped_factors, factors
+from ds_ext.ops.triton.kernels.marks import mark, mend, mend_unmarked
+from ds_ext.ops.triton.kernels.passes import apply, lerp, square_lerp, squares
+from ds_ext.ops.triton.kernels.sums import fold, statistics, weighed
+from ds_ext.ops.triton.kernels.values import (
+    IS_ADAM,
+    IS_ADAM_STEP,
+    IS_QUOTIENT,
+    IS_RESIDUAL,
+    IS_RUN,
+    IS_VECTOR,
+    IS_WEIGHT,
+)
+from ds_ext.ops.triton.kernels.weights import COPIED, PLAIN, SPLIT, STOCHASTIC
+
+__all__ = [
+    "COPIED",
+    "IS_ADAM",
+    "IS_ADAM_STEP",
+    "IS_QUOTIENT",
+    "IS_RESIDUAL",
+    "IS_RUN",
+    "IS_VECTOR",
+    "IS_WEIGHT",
+    "PLAIN",
+    "SPLIT",
+    "STOCHASTIC",
+    "apply",
+    "clipped_factors",
+    "factors",
+    "fold",
+    "lerp",
+    "mark",
+    "mend",
+    "mend_unmarked",
+    "square_lerp",
+    "squares",
+    "statistics",
+    "tl",
+    "weighed",
+]
