@@ -10,7 +10,7 @@ import torch
 
 from ds_ext import ops
 from ds_ext.distributed import lockstep
-from ds_ext.ops import weight_update
+from ds_ext.ops import edits, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches, tables
 from ds_ext.optimizer import OPTIMIZERS
@@ -52,6 +52,7 @@ def asked_for(monkeypatch) -> list:
             for mode in modes:
                 for shapes in (ALIGNED, ODD):
                     step(name, dtype, mode, shapes)
+    edits.mend_(torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int16), None)
     return found
 
 
@@ -77,7 +78,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
     asked = asked_for(monkeypatch)
     assert {kernel for kernel, _, _ in asked} == {
         *("squares", "statistics", "weighed", "lerp", "square_lerp", "apply", "fold"),
-        *("factors", "clipped_factors", "mark", "mend"),
+        *("factors", "clipped_factors", "mark", "mend", "mend_unmarked"),
     }
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
