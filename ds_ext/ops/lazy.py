@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch, small
+from ds_ext.ops.batch import Runs
 from ds_ext.ops.shard import Block
 from ds_ext.ops.triton.sources import Source, kept_of, source_of
 
@@ -305,7 +306,7 @@ class RootQuotient:
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
-        if not isinstance(self.m, Tensor) or not isinstance(self.v, Tensor):
+        if not isinstance(self.m, Tensor | Runs) or not isinstance(self.v, Tensor | Runs):
             return None
         a, b = self.c1 / self.c2**0.5, self.eps * self.c1
         return Source("IS_ADAM", {"m": self.m, "v": self.v}, {"a": a, "b": b})

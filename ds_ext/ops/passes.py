@@ -37,6 +37,7 @@ from ds_ext.ops.lazy import (
     times,
     write_,
 )
+from ds_ext.ops.native import passes as native
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.triton import launches
 
@@ -86,6 +87,7 @@ def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     return cast(Tensor, total)
 
 
+@native.on_batches(native.square_sums)
 @launches.tried(launches.square_sums)
 def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> list[Tensor]:
     """Sums of the squares of several runs, in one pass over what they have in common -> [] each."""
@@ -107,6 +109,7 @@ def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Ten
     return total
 
 
+@native.on_batches(native.matrix_square_sums)
 @launches.tried(launches.matrix_square_sums)
 def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     """Sums of the squares of a run over each row and column -> [mats, rows], [mats, cols].
@@ -129,6 +132,7 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
     return row, col
 
 
+@native.on_batches(native.weighed_square_sums)
 @launches.tried(launches.weighed_square_sums)
 def weighed_square_sums(
     x: Readable, before: Tensor, eps: float, beta: float, shard: Shard, like: Gradient
@@ -162,6 +166,7 @@ def weighed_square_sums(
     return row, both[:, 0], both[:, 1]
 
 
+@native.on_batches(native.factors_)
 @launches.tried(launches.factors_)
 def factors_(
     row: Tensor,
@@ -239,6 +244,7 @@ def squared(x: Readable, b: Block) -> Tensor:
     return torch.mul(values, values, out=room(values, x))
 
 
+@native.on_batches(native.lerp_)
 @launches.tried(launches.lerp_)
 def lerp_(m: Tensor, x: Readable, weight: float, shard: Shard) -> None:
     """m ← m + weight · (x − m), for a run."""
@@ -246,6 +252,7 @@ def lerp_(m: Tensor, x: Readable, weight: float, shard: Shard) -> None:
         advance_(m, b, read(x, b), weight)
 
 
+@native.on_batches(native.square_lerp_)
 @launches.tried(launches.square_lerp_)
 def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard) -> None:
     """v ← v + weight · (x² + eps − v), for a run."""
@@ -253,6 +260,7 @@ def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard
         advance_(v, b, squared(x, b).add_(eps), weight)
 
 
+@native.on_batches(native.apply_)
 @launches.tried(launches.apply_)
 def apply_(
     p: Writable,

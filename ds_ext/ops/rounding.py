@@ -5,9 +5,11 @@ parameter is sharded, and again after a resume.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -53,6 +55,12 @@ ROUND: dict[torch.dtype, Callable[[Tensor, int, int], Tensor]] = {
 def key(seed: int, number: int, step: int) -> int:
     """32 bits that tell apart seeds, parameters and their steps."""
     return (_fold(seed) + number * 0x9E3779B1 + step * 0x85EBCA77) % 2**32
+
+
+def keys(seed: int, numbers: Sequence[int], step: int) -> NDArray[np.uint32]:
+    """``key`` of several parameters, [n]."""
+    found = np.array(numbers, dtype=np.uint64) * np.uint64(0x9E3779B1)
+    return (found + np.uint64(_fold(seed) + step * 0x85EBCA77)).astype(np.uint32)
 
 
 def add_noise_(bits: Tensor, key: int, start: int) -> None:

@@ -143,6 +143,11 @@ class Shard:
         """Whether the parameter has at least two dimensions."""
         return len(self.shape) >= 2
 
+    @property
+    def is_numbers(self) -> bool:
+        """Whether the parameter is matrices of one element, as of 1 x 1 convolutions."""
+        return self.mats > 1 and self.rows == self.cols == 1
+
     @functools.cached_property
     def holds_rows(self) -> bool:
         """Whether every rank's run, and every block of it, is whole rows of a matrix."""

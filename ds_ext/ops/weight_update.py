@@ -7,16 +7,20 @@ fp32 for two bytes more. Weights that others change between steps are taken as t
 ``edits``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from ds_ext.hyperparams import Size
 from ds_ext.ops import edits, scratch
-from ds_ext.ops.rounding import ROUND, key
+from ds_ext.ops.batch import Batch, Runs, Weights
+from ds_ext.ops.native import passes as native
+from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.triton.sources import Kept
 
@@ -159,6 +163,43 @@ def weight(
     if how.weight_update == "stochastic":
         return StochasticWeight(p, key(how.seed, number, s["step"]), before + shard.start)
     return _with_master(p, s)
+
+
+def weights(
+    runs: Runs,
+    states: Sequence[dict[str, Any]],
+    how: Writing,
+    numbers: Sequence[int],
+    t: int,
+    batch: Batch,
+) -> Weights:
+    """The same for a batch: its ``runs``, their states, and the numbers of their parameters."""
+    marks = [s.pop("marks", None) for s in states]
+    if how.weight_update != "master":
+        for s in states:
+            s.pop("master", None)
+        if runs.dtype not in ROUND or how.weight_update == "nearest":
+            return Weights(runs)
+        return Weights(runs, "STOCHASTIC", keys=keys(how.seed, numbers, t))
+    if runs.dtype not in ROUND:
+        return Weights(runs)
+    for s, p in zip(states, runs.tensors, strict=True):
+        if "master" not in s:
+            s["master"] = master(p, how)["master"]
+    aux = Runs([s["master"] for s in states])
+    if runs.dtype != torch.bfloat16:
+        return Weights(runs, "COPIED", aux)
+    found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.uint64)
+    native.mend_(runs, aux, found, batch)
+    return Weights(runs, "SPLIT", aux)
+
+
+def mark_all(runs: Runs, states: Sequence[dict[str, Any]], batch: Batch) -> None:
+    """``mark`` for a batch."""
+    if "master" in states[0] and runs.dtype == torch.bfloat16:
+        for s, p in zip(states, runs.tensors, strict=True):
+            s["marks"] = edits.room(p)
+        native.mark(runs, Runs([s["marks"] for s in states]), batch)
 
 
 def mark(p: Tensor, s: dict[str, Any]) -> None:

@@ -38,13 +38,21 @@ class Meter:
             run: the tensor that keeps it, [n].
             num_replicas: how many ranks measure the same run.
         """
+        squares = self.sums_of(group, run, num_replicas)
+        if isinstance(p, Tensor):
+            return MeteredTensor(p, *squares)
+        return MeteredWeight(p, *squares)
+
+    def sums_of(self, group: int, run: Tensor, num_replicas: int = 1) -> Tensor:
+        """Returns where to add the squares of a run's changes and new weights, [2] fp64.
+
+        The arguments are those of ``watch``; the run's elements are counted.
+        """
         self.elements[group, num_replicas] += run.numel()
         key = group, num_replicas, run.device
         if key not in self.squares:
             self.squares[key] = torch.zeros(2, dtype=torch.float64, device=run.device)
-        if isinstance(p, Tensor):
-            return MeteredTensor(p, *self.squares[key])
-        return MeteredWeight(p, *self.squares[key])
+        return self.squares[key]
 
     def sums(self) -> Tensor:
         """Returns sums of squares of changes and of new weights, and elements: [groups, 3] fp64.

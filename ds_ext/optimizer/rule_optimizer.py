@@ -1,9 +1,10 @@
 """torch.optim.Optimizer around a rule: param groups, state, and a plain ``step()``."""
 
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import make_dataclass
 from typing import Any, ClassVar
 
@@ -14,10 +15,12 @@ from ds_ext import hyperparams, ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.wrapped import refuse_cut
 from ds_ext.ops import weight_update
+from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
 from ds_ext.ops.triton import launches
 from ds_ext.optimizer import expert_stacks, host_offload
+from ds_ext.optimizer.batches import Piece, batches, takes
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
@@ -214,19 +217,52 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> int:
         """The same for gradients on one device."""
         staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
-        begun: list[lockstep.Rule] = []
+        is_batched = self.is_native and rules.REGISTRY[self.rule.__name__.lower()].is_batched
+        joined = [run for run in staged if is_batched and takes(run.update)]
+        alone = [run for run in staged if not is_batched or not takes(run.update)]
+        steps = batches(self, [(run.update, run.state) for run in joined])
+        begun = [step.begin() for step in steps]
         with launches.together() as next_parameter:
-            for run in staged:
+            for run in alone:
                 begun += self.rules(run.update, run.state)
                 next_parameter()
         rounds = lockstep.run(begun, all_reduce)
+        for step in steps:
+            step.end()
         with launches.together() as next_parameter:
-            for run in staged:
+            for run in alone:
                 weight_update.mark(run.update.p, run.state)
                 next_parameter()
         for run in staged:
             run.write_back(self.offload)
         return rounds
+
+    @functools.cached_property
+    def is_native(self) -> bool:
+        """Whether batches are stepped by native passes: where those are there, on all ranks."""
+        return table.is_there()
+
+    def count_step(self, u: RunUpdate, state: dict[str, Any], rule: Rule) -> None:
+        """Counts a parameter's step in its state, which is made if there is none."""
+        if not state:
+            state.update(zeros(self.keeps(u.param, u.shard, rule), u.p), step=0)
+        state["step"] += 1
+
+    def pieces(self, u: RunUpdate, state: dict[str, Any]) -> Iterator[Piece]:
+        """Yields what of a run is stepped as a matrix: itself, or its experts."""
+        g, factor = (u.g, 1.0) if isinstance(u.g, Tensor) else (u.g.x, float(u.g.factor))
+        assert isinstance(g, Tensor)
+        number, measured = self.number_of[u.param], None
+        if self.meter is not None:
+            measured = self.meter.sums_of(self.row_of[u.param], u.p, u.num_replicas)
+        if u.param not in self.stacks:
+            yield Piece(u.p, g, factor, state, u.shard, number, u.shard.start, measured)
+            return
+        first = self._elements_before(u) + u.shard.start
+        experts = state[expert_stacks.EXPERTS].values()
+        for s, (run, shard) in zip(experts, expert_stacks.split(u.shard), strict=True):
+            at = first + run.start
+            yield Piece(u.p[run], g[run], factor, s, shard, number, at, measured)
 
     def rules(self, u: RunUpdate, state: dict[str, Any] | None = None) -> list[lockstep.Rule]:
         """Begins a parameter's step, counting it in its state, which is made if there is none.
@@ -240,9 +276,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         state = self.state[u.param] if state is None else state
         rule = self.rule_of(u.param)
-        if not state:
-            state.update(zeros(self.keeps(u.param, u.shard, rule), u.p), step=0)
-        state["step"] += 1
+        self.count_step(u, state, rule)
         t, p = state["step"], self._weight(u, state, rule)
         if u.param not in self.stacks:
             return [rule.step(self._metered(p, u, u.p), u.g, state, t, u.shard)]
@@ -255,8 +289,12 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _weight(self, u: RunUpdate, state: dict[str, Any], rule: Any) -> weight_update.Weight:
         """What a rule reads and writes as the weight, which may have a master or be rounded."""
-        before = self.stacks.get(u.param, 0) * math.prod(u.shard.shape[1:])
+        before = self._elements_before(u)
         return weight_update.weight(u.p, state, rule, self.number_of[u.param], u.shard, before)
+
+    def _elements_before(self, u: RunUpdate) -> int:
+        """Elements of a stack's experts that lie on other ranks, before those of this one."""
+        return self.stacks.get(u.param, 0) * math.prod(u.shard.shape[1:])
 
     def _metered(self, p: weight_update.Weight, u: RunUpdate, run: Tensor) -> ops.Writable:
         """The weight kept in ``run``, measured while it is written if a meter is set."""

@@ -26,7 +26,9 @@ from ds_ext.rules import factored
 from ds_ext.rules.base import Kept, Rounds, register
 
 
-@register(paper="1804.04235", state="4/R + 4/C, and 4/d with `beta1`", rounds="1, or 2")
+@register(
+    paper="1804.04235", state="4/R + 4/C, and 4/d with `beta1`", rounds="1, or 2", is_batched=True
+)
 @dataclass(frozen=True)
 class Adafactor:
     """As transformers.Adafactor, flags included (arXiv 1804.04235)."""

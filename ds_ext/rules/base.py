@@ -57,6 +57,7 @@ class Entry:
     paper: str  # arXiv number
     state: str  # bytes per parameter of a matrix [R, C] on each of d ranks
     rounds: str  # all-reduces of a bucket's partial sums
+    is_batched: bool  # whether ``step`` takes a batch of parameters as it takes one
 
     @property
     def summary(self) -> str:
@@ -70,13 +71,15 @@ _subscribers: list[Callable[[str], None]] = []
 R = TypeVar("R", bound=type)
 
 
-def register(*, paper: str, state: str, rounds: str) -> Callable[[R], R]:
+def register(*, paper: str, state: str, rounds: str, is_batched: bool = False) -> Callable[[R], R]:
     """Makes a rule an optimizer: ``"type"`` in a DeepSpeed config, and in every table.
 
     Args:
         paper: the algorithm's arXiv number.
         state: bytes per parameter of a matrix [R, C] on each of d ranks, as a formula.
         rounds: all-reduces of a bucket's partial sums in a step.
+        is_batched: whether ``step`` takes a batch where it takes a parameter: it is made of
+            passes of ``ops`` that do, and of formulas that hold for vectors of numbers [n].
 
     Raises:
         ValueError: another rule has this name.
@@ -87,7 +90,7 @@ def register(*, paper: str, state: str, rounds: str) -> Callable[[R], R]:
         known = REGISTRY.get(name)
         if known is not None and _full_name(known.rule) != _full_name(rule):
             raise ValueError(f"a rule named {rule.__name__} is registered already: rename one.")
-        REGISTRY[name] = Entry(rule, paper, state, rounds)
+        REGISTRY[name] = Entry(rule, paper, state, rounds, is_batched)
         for tell in _subscribers:
             tell(name)
         return rule

@@ -43,14 +43,9 @@ def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...
         return ()
     return (
         (ops.squares(x, shard, like),)
-        if _is_numbers(shard)
+        if shard.is_numbers
         else ops.matrix_square_sums(x, shard, like)
     )
-
-
-def _is_numbers(shard: Shard) -> bool:
-    """Whether a parameter is a stack of matrices of one element, as of 1 x 1 convolutions."""
-    return shard.mats > 1 and shard.rows == shard.cols == 1
 
 
 def divide_(
@@ -66,7 +61,7 @@ def divide_(
 
     A third of the sums is ``weighed_square_sums``: the RMS of the quotient is bounded by ``clip``.
     """
-    if _is_numbers(shard):
+    if shard.is_numbers:
         return _divide_numbers_(x, v, sums, eps, beta, shard)[0]
     factors = ops.factors_(v["row"], v["col"], sums, eps, beta, clip, shard)
     return ops.Quotient(x, *factors)
@@ -89,7 +84,7 @@ def normalize(
     ``more`` are further partial sums that travel with the first round; their totals are returned
     beside u. What AdaLomo, Adafactor and CAME have in common.
     """
-    if _is_numbers(shard):
+    if shard.is_numbers:
         u, u_sq, totals = yield from _normalize_numbers(g, v, eps, beta, shard, *more)
     elif shard.is_matrix and shard.holds_rows:
         return (yield from _normalize_whole_rows(g, v, eps, beta, clip, shard, *more))

@@ -12,7 +12,7 @@ from ds_ext.ops.state import Parts
 from ds_ext.rules.base import Kept, Rounds, register
 
 
-@register(paper="2306.09782", state="0", rounds="0")
+@register(paper="2306.09782", state="0", rounds="0", is_batched=True)
 @dataclass(frozen=True)
 class LOMO:
     """Gradient descent without state: p ← p(1 − lr·wd) − lr·g (arXiv 2306.09782)."""

@@ -1,0 +1,168 @@
+"""Many parameters that are stepped as one: what a rule sees of them instead of one tensor each.
+
+A batch stands where a ``Shard`` does, ``Runs`` and ``Weights`` where a tensor does, and numbers
+that each parameter has of its own are vectors [n]. Passes over a batch are of ``native``.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_ext.ops.native import table
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton.launches import Kept, Source
+
+Pointers: TypeAlias = NDArray[np.uint64]
+
+
+class Runs:
+    """A flat tensor of each parameter of a batch, all of one dtype, wherever each lies."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+    @functools.cached_property
+    def pointers(self) -> Pointers:
+        """Where each begins in memory, [n]."""
+        return np.array([x.data_ptr() for x in self.tensors], dtype=np.uint64)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all."""
+        return self.tensors[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all."""
+        return self.tensors[0].device
+
+    def source(self) -> Source:
+        """Returns what this is to a kernel."""
+        return Source("IS_RUN", {"x": cast(Tensor, self)})
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Numbers of each parameter of a batch, one parameter's after another's in one tensor."""
+
+    values: Tensor  # [total], fp32
+    firsts: NDArray[np.int64]  # number of each parameter's first, [n]
+
+    @property
+    def pointers(self) -> Pointers:
+        """Where each begins in memory, [n]."""
+        return (self.values.data_ptr() + 4 * self.firsts).astype(np.uint64)
+
+    def contiguous(self) -> "Flat":
+        """Returns itself, as a tensor does that is contiguous."""
+        return self
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a batch, and how they are written: as ``Kept``, for each."""
+
+    run: Runs
+    how: str = "PLAIN"
+    aux: Runs | None = None
+    keys: NDArray[np.uint32] | None = None  # [n]
+    measured: Pointers | None = None  # of two fp64 sums that writing adds to, [n]
+
+    def kept(self) -> Kept:
+        """Returns what this is to a kernel: it has what a ``Kept`` has, of each."""
+        return cast(Kept, self)
+
+
+class Batch:
+    """The geometry of the runs of many parameters of one kind.
+
+    Args:
+        shards: one for each parameter; all are matrices cut alike, or all are vectors.
+        firsts: the number, in its parameter, of each run's first element, by which its random
+            bits are chosen; the start of its shard if not given.
+    """
+
+    is_numbers = False  # matrices of one element are passed over as others
+
+    def __init__(self, shards: Sequence[Shard], firsts: Sequence[int] | None = None) -> None:
+        self.shards = shards
+        self.is_matrix, self.holds_rows = shards[0].is_matrix, shards[0].holds_rows
+        assert all(kind(s) == kind(shards[0]) for s in shards), "a batch of several kinds"
+        self.row_firsts, self.rows = _offsets([s.mats * s.rows for s in shards])
+        self.col_firsts, self.cols = _offsets([s.mats * s.cols for s in shards])
+        self.numel = torch.tensor([s.numel for s in shards], dtype=torch.float32, device="cpu")
+        self.whole = _entries([(0, s.numel, s.mats, s.rows, s.cols) for s in shards])
+        boxes = [_box(s) for s in shards]
+        self.own = _entries([geometry for geometry, *_ in boxes])
+        self.own["first"] = [s.start for s in shards] if firsts is None else firsts
+        self.own_row_firsts = self.row_firsts + np.array([row for _, row, _ in boxes])
+        self.own_col_firsts = self.col_firsts + np.array([col for *_, col in boxes])
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def rms(self, square_sum: Tensor) -> Tensor:
+        """Returns the roots of the mean squares, [n], from sums over whole parameters, [n]."""
+        return (square_sum / self.numel).sqrt()
+
+    def row_offsets(self) -> Pointers:
+        """Bytes to the first row that each run may touch, in its statistics."""
+        return cast(Pointers, (4 * (self.own_row_firsts - self.row_firsts)).astype(np.uint64))
+
+    def col_offsets(self) -> Pointers:
+        """Bytes to the first column that each run may touch, in its statistics."""
+        return cast(Pointers, (4 * (self.own_col_firsts - self.col_firsts)).astype(np.uint64))
+
+
+def kind(shard: Shard) -> tuple[bool, bool]:
+    """Returns what parameters of one batch have in common; the same on all ranks."""
+    return shard.is_matrix, shard.holds_rows
+
+
+def may_join(shard: Shard) -> bool:
+    """Returns whether a parameter may be part of a batch; the same on all ranks."""
+    is_one_box = shard.split is None or all(len(boxes) == 1 for boxes in shard.split.boxes)
+    return shard.numel > 0 and is_one_box
+
+
+def stacked(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns states of one structure, nested in dicts, as one of ``Runs``."""
+    found: dict[str, Any] = {}
+    for key, x in states[0].items():
+        values = [s[key] for s in states]
+        if isinstance(x, dict):
+            found[key] = stacked(values)
+        elif isinstance(x, Tensor):
+            found[key] = Runs(values)
+    return found
+
+
+def _offsets(sizes: list[int]) -> tuple[NDArray[np.int64], int]:
+    """Where each of consecutive pieces begins, and the size of all."""
+    ends = np.cumsum(np.array(sizes, dtype=np.int64))
+    return ends - np.array(sizes, dtype=np.int64), int(ends[-1])
+
+
+def _box(shard: Shard) -> tuple[tuple[int, int, int, int, int], int, int]:
+    """Start, elements, matrices, rows and columns of a run as that of a matrix of its own, and
+    the first row and column of that in the whole one.
+    """
+    if shard.split is None:
+        return (shard.start, len(shard), shard.mats, shard.rows, shard.cols), 0, 0
+    for box, start, stop in shard.pieces():
+        return (start, stop - start, 1, box.rows, box.cols), box.row, box.col
+    return (0, 0, 1, shard.rows, shard.cols), 0, 0
+
+
+def _entries(geometries: list[tuple[int, int, int, int, int]]) -> NDArray[Any]:
+    entries = np.zeros(len(geometries), dtype=table.ENTRY)
+    columns = np.array(geometries, dtype=np.int64)
+    for name, column in zip(("start", "n", "mats", "rows", "cols"), columns.T, strict=True):
+        entries[name] = column
+    return entries

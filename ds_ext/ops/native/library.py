@@ -1,0 +1,81 @@
+"""The C++ file as a library: built once for a machine, at its first use, and loaded.
+
+Where it cannot be built the torch ops serve, and one line in the log says so.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from ds_ext.logs import logger
+
+SOURCE = Path(__file__).with_name("passes.cpp")
+FLAGS = (
+    "-O3 -std=c++17 -fPIC -shared -pthread -fvisibility=hidden "
+    # None of these changes a result: there is no fused multiply-add, and no sum in another order.
+    "-fno-math-errno -fno-trapping-math -ffp-contract=off"
+).split()
+SWITCH = "DS_EXT_NATIVE"  # environment: 0 for the torch ops
+SECONDS = 300  # that a compiler may take
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """Returns the library, built first where it has to be; None where it cannot be had."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return None
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("steps on the CPU are made by torch's own operations: %s", error)
+        return None
+    library.ds_ext_entry_bytes.restype = ctypes.c_int64
+    library.ds_ext_pass.restype = None
+    library.ds_ext_pass.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
+    return library
+
+
+def cache_folder() -> Path:
+    """Returns where libraries are kept: ``XDG_CACHE_HOME``/ds_ext, or ~/.cache/ds_ext."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ext"
+
+
+def _built() -> Path:
+    """The library's file. Raises OSError or SubprocessError if it cannot be built."""
+    compiler = next(filter(None, map(shutil.which, _compilers())), None)
+    if compiler is None:
+        raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
+    key = [SOURCE.read_text(), *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
+    name = f"passes-{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
+    folder = cache_folder()
+    if (folder / name).exists():
+        return folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to
+        folder = Path(tempfile.mkdtemp(prefix="ds_ext-"))
+    # Other processes may build it at the same time: the last one to end replaces the others'.
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        made = Path(own) / name
+        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode:
+            raise OSError(f"{compiler} cannot build {SOURCE.name}: {done.stderr.strip()[:500]}")
+        made.replace(folder / name)
+    return folder / name
+
+
+def _compilers() -> list[str]:
+    return [os.environ.get("CXX", ""), "g++", "c++", "clang++"]

@@ -1,0 +1,203 @@
+"""The passes of ``ops.passes`` over a batch: what each reads becomes columns of the table.
+
+A pass takes what the op of its name takes, with a ``Batch`` for the shard, ``Runs`` or ``Weights``
+for tensors and vectors [n] for the numbers of parameters.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ext.ops.batch import Batch, Flat, Pointers, Runs, Weights
+from ds_ext.ops.native import table
+from ds_ext.ops.triton.launches import Number, Source, source_of
+
+Op = TypeVar("Op", bound=Callable[..., Any])
+
+
+def on_batches(on_batch: Callable[..., Any]) -> Callable[[Op], Op]:
+    """Makes an op call ``on_batch``, which takes the same, where it is given a ``Batch``."""
+
+    def decorate(op: Op) -> Op:
+        @functools.wraps(op)
+        def call(*args: Any, **numbers: Any) -> Any:
+            is_batch = any(type(x) is Batch for x in args)
+            return (on_batch if is_batch else op)(*args, **numbers)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def square_sums(runs: Sequence[Any], batch: Batch, like: Any) -> list[Tensor]:
+    """Sums of squares -> [n] each; of the weights too while something is read with them."""
+    sources = [_source(x) for x in runs]
+    if len(sources) == 2 and sources[0].form == "IS_WEIGHT" and _same(sources[0], sources[1]):
+        of_weights, other = _new(len(batch)), _new(len(batch))
+        _run("squares", batch, sources[1], out=_each(other), out2=_each(of_weights))
+        return [of_weights, other]
+    totals = [_new(len(batch)) for _ in runs]
+    for source, total in zip(sources, totals, strict=True):
+        _run("squares", batch, source, out=_each(total))
+    return totals
+
+
+def matrix_square_sums(x: Any, batch: Batch, like: Any) -> tuple[Tensor, Tensor]:
+    """Sums of squares over rows and columns -> [rows of all], [columns of all]."""
+    row, col = _new(batch.rows + batch.cols).split([batch.rows, batch.cols])
+    outs = {"out": Flat(row, batch.own_row_firsts), "out2": Flat(col, batch.own_col_firsts)}
+    _run("statistics", batch, _source(x), **{k: out.pointers for k, out in outs.items()})
+    return row, col
+
+
+def weighed_square_sums(
+    x: Any, before: Runs, eps: float, beta: float, batch: Batch, like: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of whole rows, and sums over columns of squares divided by their row's statistic."""
+    row, col, weighed = _new(batch.rows + 2 * batch.cols).split(
+        [batch.rows, batch.cols, batch.cols]
+    )
+    _run(
+        "weighed",
+        batch,
+        _source(x),
+        out=Flat(row, batch.own_row_firsts).pointers,
+        out2=Flat(col, batch.own_col_firsts).pointers,
+        out3=Flat(weighed, batch.own_col_firsts).pointers,
+        before=before.pointers + batch.row_offsets(),
+        weight=1 - beta,
+        eps=eps,
+    )
+    return row, col, weighed
+
+
+def factors_(
+    row: Runs,
+    col: Runs,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    clip: float,
+    batch: Batch,
+) -> tuple[Flat, Flat]:
+    """Advances statistics by totals -> the factors of 1 / sqrt(v), as ``Flat``s."""
+    by_row = Flat(_empty(batch.rows), batch.row_firsts)
+    by_col = Flat(_empty(batch.cols), batch.col_firsts)
+    firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
+    totals = [Flat(x.contiguous(), at) for x, at in zip(sums, firsts, strict=False)]
+    columns = {name: x.pointers for name, x in zip(("in", "in2", "in3"), totals, strict=False)}
+    columns |= {"row": row.pointers, "col": col.pointers}
+    columns |= {"out": by_row.pointers, "out2": by_col.pointers}
+    entries = batch.whole.copy()
+    for name, column in columns.items():
+        entries[name] = column
+    for name, number in (("weight", 1 - beta), ("eps", eps), ("clip", clip)):
+        entries[name] = number
+    table.run("factors", 0, 0, 0, False, entries)
+    return by_row, by_col
+
+
+def lerp_(m: Runs, x: Any, weight: float, batch: Batch) -> None:
+    """m ← m + weight · (x − m)."""
+    _run("advance", batch, _source(x), out=m.pointers, weight=weight)
+
+
+def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: Batch) -> None:
+    """v ← v + weight · (x² + eps − v)."""
+    _run("advance_square", batch, _source(x), out=v.pointers, weight=weight, eps=eps)
+
+
+def apply_(p: Weights, u: Any, batch: Batch, *, lr: Number, weight_decay: Number = 0.0) -> None:
+    """p ← p · (1 − lr · weight_decay) − lr · u."""
+    source = _source(u)
+    numbers: dict[str, Any] = {"lr": lr}
+    decays = isinstance(weight_decay, Tensor) or weight_decay != 0
+    if decays:
+        assert "decay" not in source.numbers
+        numbers["decay"] = weight_decay
+    if p.measured is not None:
+        numbers["measured"] = p.measured
+    _run("apply", batch, source, p, decays, **numbers)
+
+
+def mark(p: Runs, marks: Runs, batch: Batch) -> None:
+    """marks ← the marks of bf16 runs: ``edits.marks``."""
+    _groups("mark", batch, w=p.pointers, marks=marks.pointers)
+
+
+def mend_(p: Runs, residual: Runs, marks: Pointers, batch: Batch) -> None:
+    """Drops what is left of weights that were changed: ``edits.mend_``; 0 where there are none."""
+    _groups("mend", batch, w=p.pointers, aux=residual.pointers, marks=marks)
+
+
+def _groups(name: str, batch: Batch, **columns: Pointers) -> None:
+    entries = batch.own.copy()
+    entries["start"] = 0  # groups are of the run
+    for key, column in columns.items():
+        entries[key] = column
+    table.run(name, 0, 0, 0, False, entries)
+
+
+def _source(x: Any) -> Source:
+    source = source_of(x)
+    assert source is not None, f"no native pass reads {type(x).__name__}"
+    return source
+
+
+def _same(a: Source, b: Source) -> bool:
+    """Whether both have the same weights."""
+    return a.kept is not None and b.kept is not None and a.kept.run is b.kept.run
+
+
+def _run(
+    name: str,
+    batch: Batch,
+    source: Source,
+    p: Weights | None = None,
+    decays: bool = False,
+    **columns: Any,
+) -> None:
+    """Makes a pass that reads ``source``, and writes ``p`` where it is given."""
+    entries = batch.own.copy()
+    for field, runs in source.tensors.items():
+        entries[field] = runs.pointers  # type: ignore[attr-defined]
+    for field, statistic in (("row", batch.row_offsets), ("col", batch.col_offsets)):
+        if field in source.tensors:
+            entries[field] += statistic()
+    for field, number in {**table.DEFAULTS, **source.numbers, **columns}.items():
+        entries[field] = _column(number)
+    weights: Any = p or source.kept
+    kept = 0
+    if weights is not None:
+        kept = table.KEPT[weights.how, weights.run.dtype]
+        entries["w"] = weights.run.pointers
+        if weights.aux is not None:
+            entries["aux"] = weights.aux.pointers
+        if weights.keys is not None:
+            entries["key"] = weights.keys
+    dtype = 0
+    if "x" in source.tensors:
+        dtype = table.DTYPES[source.tensors["x"].dtype]
+    is_decayed = decays or "decay" in source.numbers
+    table.run(name, table.FORMS[source.form], dtype, kept, is_decayed, entries)
+
+
+def _column(number: Any) -> Any:
+    return number.numpy() if isinstance(number, Tensor) else number
+
+
+def _each(total: Tensor) -> Pointers:
+    """Where each number of a vector is."""
+    return (total.data_ptr() + 4 * np.arange(len(total))).astype(np.uint64)
+
+
+def _new(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.float32, device="cpu")
+
+
+def _empty(n: int) -> Tensor:
+    return torch.empty(n, dtype=torch.float32, device="cpu")
