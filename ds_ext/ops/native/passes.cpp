@@ -56,7 +56,8 @@ struct Call {
 
 namespace {
 
-const int LANES = 16;
+const int WIDTH = 16, LANES = 4 * WIDTH;
+typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 const int64_t CHUNK = 1024;      // elements that are worked on at a time
 const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, about
 const int64_t GROUP = 256;       // bf16 weights that have one mark: edits.GROUP
@@ -414,14 +415,27 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
     }
 }
 
-// The sum of squares of up to CHUNK numbers.
+// The sum of squares of up to CHUNK numbers, in LANES sums.
 static __attribute__((noinline)) double square_sum(const float *x, int64_t n) {
-    float lane[LANES] = {};
+    Vector sum[LANES / WIDTH] = {};
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES)
-        for (int l = 0; l < LANES; ++l) lane[l] += x[j + l] * x[j + l];
-    for (int l = 0; j + l < n; ++l) lane[l] += x[j + l] * x[j + l];
-    for (int half = LANES / 2; half; half /= 2)
+        for (int k = 0; k < LANES / WIDTH; ++k) {
+            Vector v;
+            std::memcpy(&v, x + j + k * WIDTH, sizeof v);
+            sum[k] += v * v;
+        }
+    Vector rest = {};
+    float lane[WIDTH] = {};
+    for (; j + WIDTH <= n; j += WIDTH) {
+        std::memcpy(&rest, x + j, sizeof rest);
+        sum[0] += rest * rest;
+    }
+    for (int l = 0; j + l < n; ++l) lane[l] = x[j + l] * x[j + l];
+    std::memcpy(&rest, lane, sizeof rest);
+    rest += (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    std::memcpy(lane, &rest, sizeof rest);
+    for (int half = WIDTH / 2; half; half /= 2)
         for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
     return lane[0];
 }
