@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.native import table
+from ds_ext.ops.native.table import Table
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton.launches import Kept, Source
+from ds_ext.ops.sources import Kept, Source
 
 Pointers: TypeAlias = NDArray[np.uint64]
 
@@ -97,12 +97,17 @@ class Batch:
         self.row_firsts, self.rows = _offsets([s.mats * s.rows for s in shards])
         self.col_firsts, self.cols = _offsets([s.mats * s.cols for s in shards])
         self.numel = torch.tensor([s.numel for s in shards], dtype=torch.float32, device="cpu")
-        self.whole = _entries([(0, s.numel, s.mats, s.rows, s.cols) for s in shards])
+        self.whole = Table([(0, s.numel, s.mats, s.rows, s.cols) for s in shards])
         boxes = [_box(s) for s in shards]
-        self.own = _entries([geometry for geometry, *_ in boxes])
-        self.own["first"] = [s.start for s in shards] if firsts is None else firsts
-        self.own_row_firsts = self.row_firsts + np.array([row for _, row, _ in boxes])
-        self.own_col_firsts = self.col_firsts + np.array([col for *_, col in boxes])
+        self.own = Table([geometry for geometry, *_ in boxes])
+        self.own.set(first=[s.start for s in shards] if firsts is None else firsts)
+        row_skips = np.array([row for _, row, _ in boxes])
+        col_skips = np.array([col for *_, col in boxes])
+        self.own_row_firsts = self.row_firsts + row_skips
+        self.own_col_firsts = self.col_firsts + col_skips
+        # Bytes to the first row, and column, that each run may touch, in its statistics.
+        self.row_offsets = (4 * row_skips).astype(np.uint64)
+        self.col_offsets = (4 * col_skips).astype(np.uint64)
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -110,14 +115,6 @@ class Batch:
     def rms(self, square_sum: Tensor) -> Tensor:
         """Returns the roots of the mean squares, [n], from sums over whole parameters, [n]."""
         return (square_sum / self.numel).sqrt()
-
-    def row_offsets(self) -> Pointers:
-        """Bytes to the first row that each run may touch, in its statistics."""
-        return cast(Pointers, (4 * (self.own_row_firsts - self.row_firsts)).astype(np.uint64))
-
-    def col_offsets(self) -> Pointers:
-        """Bytes to the first column that each run may touch, in its statistics."""
-        return cast(Pointers, (4 * (self.own_col_firsts - self.col_firsts)).astype(np.uint64))
 
 
 def kind(shard: Shard) -> tuple[bool, bool]:
@@ -158,11 +155,3 @@ def _box(shard: Shard) -> tuple[tuple[int, int, int, int, int], int, int]:
     for box, start, stop in shard.pieces():
         return (start, stop - start, 1, box.rows, box.cols), box.row, box.col
     return (0, 0, 1, shard.rows, shard.cols), 0, 0
-
-
-def _entries(geometries: list[tuple[int, int, int, int, int]]) -> NDArray[Any]:
-    entries = np.zeros(len(geometries), dtype=table.ENTRY)
-    columns = np.array(geometries, dtype=np.int64)
-    for name, column in zip(("start", "n", "mats", "rows", "cols"), columns.T, strict=True):
-        entries[name] = column
-    return entries

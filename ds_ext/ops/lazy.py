@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_ext.ops import scratch, small
 from ds_ext.ops.batch import Runs
 from ds_ext.ops.shard import Block
-from ds_ext.ops.triton.sources import Source, kept_of, source_of
+from ds_ext.ops.sources import Source, kept_of, source_of
 
 
 class Run(Protocol):

@@ -5,7 +5,7 @@ parameter is sharded, and again after a resume.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -57,10 +57,11 @@ def key(seed: int, number: int, step: int) -> int:
     return (_fold(seed) + number * 0x9E3779B1 + step * 0x85EBCA77) % 2**32
 
 
-def keys(seed: int, numbers: Sequence[int], step: int) -> NDArray[np.uint32]:
+def keys(seed: int, numbers: NDArray[np.uint64], step: int) -> NDArray[np.uint32]:
     """``key`` of several parameters, [n]."""
-    found = np.array(numbers, dtype=np.uint64) * np.uint64(0x9E3779B1)
-    return (found + np.uint64(_fold(seed) + step * 0x85EBCA77)).astype(np.uint32)
+    found = numbers * np.uint64(0x9E3779B1)
+    keyed: NDArray[np.uint32] = (found + np.uint64(_fold(seed) + step * 0x85EBCA77)).astype("u4")
+    return keyed
 
 
 def add_noise_(bits: Tensor, key: int, start: int) -> None:

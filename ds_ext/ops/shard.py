@@ -102,8 +102,9 @@ class Shard:
         assert 0 <= self.start <= self.stop <= self.numel, f"{self} lies outside its parameter"
 
     @classmethod
+    @functools.lru_cache(4096)
     def whole(cls, shape: tuple[int, ...]) -> "Shard":
-        """The run of a process that holds the parameter alone."""
+        """The run of a process that holds the parameter alone; the same object for a shape."""
         numel = math.prod(shape)
         return cls(tuple(shape), 0, numel, numel)
 

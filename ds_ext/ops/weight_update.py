@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from ds_ext.ops.batch import Batch, Runs, Weights
 from ds_ext.ops.native import passes as native
 from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.shard import Block, Shard
-from ds_ext.ops.triton.sources import Kept
+from ds_ext.ops.sources import Kept
 
 WeightUpdate = Annotated[
     Literal["stochastic", "nearest", "master"],
@@ -169,7 +170,7 @@ def weights(
     runs: Runs,
     states: Sequence[dict[str, Any]],
     how: Writing,
-    numbers: Sequence[int],
+    numbers: NDArray[np.uint64],
     t: int,
     batch: Batch,
 ) -> Weights:

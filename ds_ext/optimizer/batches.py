@@ -1,12 +1,14 @@
 """Runs of a bucket that are stepped as one batch: those that have all but their tensors in common.
 
-A rule that is registered as ``batched`` then makes one pass over all of them where it would make
+A rule that is registered as ``is_batched`` then makes one pass over all of them where it would make
 one over each. Others, and parameters that no native pass takes, are stepped one by one. Which are
 which is the same on all ranks, for the ranks' sums have to be in the same order.
+
+A ``Plan`` is what does not change from step to step of a bucket: its batches and their tables.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,63 +20,108 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Batch, Runs, Weights, kind, may_join, stacked
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
+from ds_ext.optimizer import expert_stacks
 
 if TYPE_CHECKING:
     from ds_ext.optimizer.rule_optimizer import RuleOptimizer
     from ds_ext.optimizer.run_updates import RunUpdate
 
+State = dict[str, Any]
+
 
 class Piece(NamedTuple):
     """What is stepped as one matrix, or vector: a parameter's run, or that of one expert."""
 
-    p: Tensor  # [len(shard)]
-    g: Tensor  # as it was summed, [len(shard)]
-    factor: float  # that makes it the gradient
-    state: dict[str, Any]
+    at: int  # of the bucket's updates
     shard: Shard
     number: int  # of the parameter
     first: int  # number of the run's first element in the parameter
-    measured: Tensor | None  # [2] fp64, what writing adds to
+    run: slice | None = None  # of the parameter's run, if it is an expert's
+    expert: str = ""
+
+    def of(self, run: Tensor) -> Tensor:
+        """Returns the piece of a parameter's run."""
+        return run if self.run is None else run[self.run]
+
+    def state(self, state: State) -> State:
+        """Returns the piece's part of a parameter's state."""
+        return state if self.run is None else state[expert_stacks.EXPERTS][self.expert]
 
 
-def takes(u: "RunUpdate") -> bool:
-    """Whether a run can be part of a batch, the native passes being there."""
-    return (
-        u.g.device.type == "cpu"
-        and u.p.dtype in table.DTYPES
-        and u.g.dtype in table.DTYPES
-        and may_join(u.shard)
-        and u.p.is_contiguous()
-    )
+class Group:
+    """Pieces that are stepped as one batch, by the rule of one param group."""
+
+    def __init__(self, row: int, pieces: Sequence[Piece]) -> None:
+        self.row, self.pieces = row, pieces
+        self.batch = Batch([x.shard for x in pieces], [x.first for x in pieces])
+        self.numbers = np.array([x.number for x in pieces], dtype=np.uint64)
+
+
+class Plan:
+    """How the runs of a bucket are stepped: in groups, or alone.
+
+    Args:
+        optimizer: whose parameters they are of.
+        updates: the bucket's runs.
+        states: their states.
+    """
+
+    def __init__(
+        self, optimizer: "RuleOptimizer", updates: Sequence["RunUpdate"], states: Sequence[State]
+    ) -> None:
+        self.kinds = list(map(_kind, updates))
+        self.alone: list[int] = []
+        found: dict[tuple[Any, ...], list[Piece]] = {}
+        for i, (u, state) in enumerate(zip(updates, states, strict=True)):
+            if not _joins(u):
+                self.alone.append(i)
+                continue
+            common = optimizer.row_of[u.param], state["step"], u.p.dtype, u.g.dtype
+            for piece in _pieces(optimizer, i, u, state):
+                found.setdefault((*common, *kind(piece.shard)), []).append(piece)
+        self.joined = [i for i in range(len(updates)) if i not in set(self.alone)]
+        self.groups = [Group(row, pieces) for (row, *_), pieces in found.items()]
+
+    def fits(self, updates: Sequence["RunUpdate"], states: Sequence[State]) -> bool:
+        """Whether it is still how these runs, of the same parameters, are stepped."""
+        if any(_kind(u) != known for u, known in zip(updates, self.kinds, strict=True)):
+            return False
+        return all(len({states[x.at]["step"] for x in group.pieces}) == 1 for group in self.groups)
 
 
 class BatchedStep:
-    """The step of some pieces by one rule."""
+    """The step of a group of a bucket's runs."""
 
-    def __init__(self, rule: Any, t: int, bound: float | None, pieces: Sequence[Piece]) -> None:
-        self.rule, self.t, self.bound = rule, t, bound
-        self.states = [piece.state for piece in pieces]
-        self.runs = Runs([piece.p for piece in pieces])
-        self.batch = Batch([x.shard for x in pieces], [x.first for x in pieces])
-        self.numbers = [piece.number for piece in pieces]
-        self.gradients = Runs([piece.g for piece in pieces])
-        self.factors = [piece.factor for piece in pieces]
-        self.measured = [piece.measured for piece in pieces]
+    def __init__(
+        self,
+        optimizer: "RuleOptimizer",
+        group: Group,
+        updates: Sequence["RunUpdate"],
+        states: Sequence[State],
+    ) -> None:
+        self.rule = optimizer.rule_of(updates[group.pieces[0].at].param)
+        self.group, self.batch = group, group.batch
+        self.t = states[group.pieces[0].at]["step"]
+        self.states = [piece.state(states[piece.at]) for piece in group.pieces]
+        self.runs = Runs([piece.of(updates[piece.at].p) for piece in group.pieces])
+        self.gradients = _gradients(group, updates)
+        self.meter = optimizer.meter
+        self.replicas = [updates[piece.at].num_replicas for piece in group.pieces]
 
     def begin(self) -> lockstep.Rule:
         """Returns the rule's generator, which steps all of them."""
         p = weight_update.weights(
-            self.runs, self.states, self.rule, self.numbers, self.t, self.batch
+            self.runs, self.states, self.rule, self.group.numbers, self.t, self.batch
         )
-        if self.measured[0] is not None:
-            pointers = np.array([x.data_ptr() for x in self.measured if x is not None])
-            p = Weights(p.run, p.how, p.aux, p.keys, pointers.astype(np.uint64))
-        g: Any = self.gradients
-        if self.bound is not None or any(factor != 1 for factor in self.factors):
-            factor = torch.tensor(self.factors, dtype=torch.float32, device="cpu")
-            g = ops.Scaled(g, factor, self.bound)
-        states = stacked(self.states)
-        step: lockstep.Rule = self.rule.step(p, g, states, self.t, self.batch)
+        if self.meter is not None:
+            sums = [
+                self.meter.sums_of(self.group.row, run, replicas)
+                for run, replicas in zip(self.runs.tensors, self.replicas, strict=True)
+            ]
+            p = Weights(p.run, p.how, p.aux, p.keys, Runs(sums).pointers)
+        step: lockstep.Rule = self.rule.step(
+            p, self.gradients, stacked(self.states), self.t, self.batch
+        )
         return step
 
     def end(self) -> None:
@@ -82,20 +129,40 @@ class BatchedStep:
         weight_update.mark_all(self.runs, self.states, self.batch)
 
 
-def batches(
-    optimizer: "RuleOptimizer", runs: Sequence[tuple["RunUpdate", dict[str, Any]]]
-) -> list[BatchedStep]:
-    """Returns the batches of runs, each of which comes with its state; the steps are counted."""
-    found: dict[tuple[Any, ...], list[Piece]] = {}
-    rules: dict[int, Any] = {}
-    for u, state in runs:
-        row = optimizer.row_of[u.param]
-        rule = rules.get(row) or rules.setdefault(row, optimizer.rule_of(u.param))
-        optimizer.count_step(u, state, rule)
-        bound = None if isinstance(u.g, Tensor) else u.g.bound
-        common = row, state["step"], bound, u.p.dtype, u.g.dtype
-        for piece in optimizer.pieces(u, state):
-            found.setdefault((*common, *kind(piece.shard)), []).append(piece)
+def _kind(u: "RunUpdate") -> tuple[Any, ...]:
+    """What of a run a plan depends on."""
+    return id(u.shard), u.p.dtype, u.g.dtype
+
+
+def _joins(u: "RunUpdate") -> bool:
+    """Whether a run is part of a batch; the same on all ranks."""
+    is_known = u.p.dtype in table.DTYPES and u.g.dtype in table.DTYPES
+    return is_known and may_join(u.shard)
+
+
+def _pieces(optimizer: "RuleOptimizer", at: int, u: "RunUpdate", state: State) -> list[Piece]:
+    number, start = optimizer.number_of[u.param], u.shard.start
+    if u.param not in optimizer.stacks:
+        return [Piece(at, u.shard, number, start)]
+    first = optimizer.elements_before(u) + start
+    found = zip(state[expert_stacks.EXPERTS], expert_stacks.split(u.shard), strict=True)
     return [
-        BatchedStep(rules[row], t, bound, pieces) for (row, t, bound, *_), pieces in found.items()
+        Piece(at, shard, number, first + run.start, run, expert) for expert, (run, shard) in found
     ]
+
+
+def _gradients(group: Group, updates: Sequence["RunUpdate"]) -> Any:
+    """The gradients of a group: runs, or those times a factor of each and within a bound."""
+    runs, factors = [], []
+    bound = None
+    for piece in group.pieces:
+        g: Any = updates[piece.at].g
+        if not isinstance(g, Tensor):
+            factors.append(float(g.factor))
+            bound, g = g.bound, g.x
+        runs.append(piece.of(g))
+    if not factors:
+        return Runs(runs)
+    assert len(factors) == len(runs), "some gradients of a bucket are scaled and some are not"
+    factor = torch.tensor(factors, dtype=torch.float32, device="cpu")
+    return ops.Scaled(cast(Tensor, Runs(runs)), factor, bound)

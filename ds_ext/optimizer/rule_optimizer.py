@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import make_dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
 from ds_ext.ops.triton import launches
 from ds_ext.optimizer import expert_stacks, host_offload
-from ds_ext.optimizer.batches import Piece, batches, takes
+from ds_ext.optimizer.batches import BatchedStep, Plan
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
@@ -28,6 +28,9 @@ from ds_ext.rules import Rule
 
 # Elements of parameters that a plain step takes together, at least.
 TOGETHER = 2**22
+# Buckets whose batches are remembered; more come up only where each step has others.
+MOST_PLANS = 4096
+CPU = torch.device("cpu")
 # What a group may hold beside its parameters and hyper-parameters: names, a scheduler's note, and
 # DeepSpeed's that it is of experts.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "moe"}
@@ -75,6 +78,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.row_of: dict[Tensor, int] = {}
         self.number_of: dict[Tensor, int] = {}
         self._rules = GroupRules(self.hypers)
+        self._plans: dict[tuple[int, ...], Plan] = {}
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -140,11 +144,13 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._plans = {}
         self.index_parameters()
 
     def index_parameters(self) -> None:
         """Notes the group and number of each parameter, after ``param_groups`` were replaced."""
         self._rules = GroupRules(self.hypers)
+        self._plans.clear()
         self.group_of, self.row_of, self.number_of = {}, {}, {}
         for row in range(len(self.param_groups)):
             self._index_group(row)
@@ -217,11 +223,13 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> int:
         """The same for gradients on one device."""
         staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
-        is_batched = self.is_native and rules.REGISTRY[self.rule.__name__.lower()].is_batched
-        joined = [run for run in staged if is_batched and takes(run.update)]
-        alone = [run for run in staged if not is_batched or not takes(run.update)]
-        steps = batches(self, [(run.update, run.state) for run in joined])
-        begun = [step.begin() for step in steps]
+        plan = self._plan(staged) if self.is_batched and updates[0].g.device == CPU else None
+        alone = staged if plan is None else [staged[i] for i in plan.alone]
+        steps, begun = [], []
+        if plan is not None:
+            runs, states = [run.update for run in staged], [run.state for run in staged]
+            steps = [BatchedStep(self, group, runs, states) for group in plan.groups]
+            begun = [step.begin() for step in steps]
         with launches.together() as next_parameter:
             for run in alone:
                 begun += self.rules(run.update, run.state)
@@ -237,32 +245,31 @@ class RuleOptimizer(torch.optim.Optimizer):
             run.write_back(self.offload)
         return rounds
 
+    def _plan(self, staged: list[StagedRun]) -> Plan:
+        """How runs are stepped as batches; counts the steps of those that are."""
+        updates = [run.update for run in staged]
+        states: list[dict[str, Any]] = [run.state for run in staged]
+        for u, state in zip(updates, states, strict=True):
+            self._make_state(u, state)
+        key = tuple([id(u.param) for u in updates])
+        plan = self._plans.get(key)
+        if plan is None or not plan.fits(updates, states):
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = Plan(self, updates, states)
+        for i in plan.joined:
+            states[i]["step"] += 1
+        return plan
+
     @functools.cached_property
-    def is_native(self) -> bool:
-        """Whether batches are stepped by native passes: where those are there, on all ranks."""
-        return table.is_there()
+    def is_batched(self) -> bool:
+        """Whether parameters are stepped in batches, by native passes, which all ranks have."""
+        return rules.REGISTRY[self.rule.__name__.lower()].is_batched and table.is_there()
 
-    def count_step(self, u: RunUpdate, state: dict[str, Any], rule: Rule) -> None:
-        """Counts a parameter's step in its state, which is made if there is none."""
+    def _make_state(self, u: RunUpdate, state: dict[str, Any]) -> None:
+        """Makes a parameter's state if there is none."""
         if not state:
-            state.update(zeros(self.keeps(u.param, u.shard, rule), u.p), step=0)
-        state["step"] += 1
-
-    def pieces(self, u: RunUpdate, state: dict[str, Any]) -> Iterator[Piece]:
-        """Yields what of a run is stepped as a matrix: itself, or its experts."""
-        g, factor = (u.g, 1.0) if isinstance(u.g, Tensor) else (u.g.x, float(u.g.factor))
-        assert isinstance(g, Tensor)
-        number, measured = self.number_of[u.param], None
-        if self.meter is not None:
-            measured = self.meter.sums_of(self.row_of[u.param], u.p, u.num_replicas)
-        if u.param not in self.stacks:
-            yield Piece(u.p, g, factor, state, u.shard, number, u.shard.start, measured)
-            return
-        first = self._elements_before(u) + u.shard.start
-        experts = state[expert_stacks.EXPERTS].values()
-        for s, (run, shard) in zip(experts, expert_stacks.split(u.shard), strict=True):
-            at = first + run.start
-            yield Piece(u.p[run], g[run], factor, s, shard, number, at, measured)
+            state.update(zeros(self.keeps(u.param, u.shard, self.rule_of(u.param)), u.p), step=0)
 
     def rules(self, u: RunUpdate, state: dict[str, Any] | None = None) -> list[lockstep.Rule]:
         """Begins a parameter's step, counting it in its state, which is made if there is none.
@@ -276,7 +283,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         state = self.state[u.param] if state is None else state
         rule = self.rule_of(u.param)
-        self.count_step(u, state, rule)
+        self._make_state(u, state)
+        state["step"] += 1
         t, p = state["step"], self._weight(u, state, rule)
         if u.param not in self.stacks:
             return [rule.step(self._metered(p, u, u.p), u.g, state, t, u.shard)]
@@ -289,10 +297,10 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _weight(self, u: RunUpdate, state: dict[str, Any], rule: Any) -> weight_update.Weight:
         """What a rule reads and writes as the weight, which may have a master or be rounded."""
-        before = self._elements_before(u)
+        before = self.elements_before(u)
         return weight_update.weight(u.p, state, rule, self.number_of[u.param], u.shard, before)
 
-    def _elements_before(self, u: RunUpdate) -> int:
+    def elements_before(self, u: RunUpdate) -> int:
         """Elements of a stack's experts that lie on other ranks, before those of this one."""
         return self.stacks.get(u.param, 0) * math.prod(u.shard.shape[1:])
 

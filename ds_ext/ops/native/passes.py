@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_ext.ops.batch import Batch, Flat, Pointers, Runs, Weights
 from ds_ext.ops.native import table
-from ds_ext.ops.triton.launches import Number, Source, source_of
+from ds_ext.ops.sources import Number, Source, source_of
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 
@@ -49,8 +49,13 @@ def square_sums(runs: Sequence[Any], batch: Batch, like: Any) -> list[Tensor]:
 def matrix_square_sums(x: Any, batch: Batch, like: Any) -> tuple[Tensor, Tensor]:
     """Sums of squares over rows and columns -> [rows of all], [columns of all]."""
     row, col = _new(batch.rows + batch.cols).split([batch.rows, batch.cols])
-    outs = {"out": Flat(row, batch.own_row_firsts), "out2": Flat(col, batch.own_col_firsts)}
-    _run("statistics", batch, _source(x), **{k: out.pointers for k, out in outs.items()})
+    _run(
+        "statistics",
+        batch,
+        _source(x),
+        out=Flat(row, batch.own_row_firsts).pointers,
+        out2=Flat(col, batch.own_col_firsts).pointers,
+    )
     return row, col
 
 
@@ -68,7 +73,7 @@ def weighed_square_sums(
         out=Flat(row, batch.own_row_firsts).pointers,
         out2=Flat(col, batch.own_col_firsts).pointers,
         out3=Flat(weighed, batch.own_col_firsts).pointers,
-        before=before.pointers + batch.row_offsets(),
+        before=before.pointers + batch.row_offsets,
         weight=1 - beta,
         eps=eps,
     )
@@ -92,12 +97,7 @@ def factors_(
     columns = {name: x.pointers for name, x in zip(("in", "in2", "in3"), totals, strict=False)}
     columns |= {"row": row.pointers, "col": col.pointers}
     columns |= {"out": by_row.pointers, "out2": by_col.pointers}
-    entries = batch.whole.copy()
-    for name, column in columns.items():
-        entries[name] = column
-    for name, number in (("weight", 1 - beta), ("eps", eps), ("clip", clip)):
-        entries[name] = number
-    table.run("factors", 0, 0, 0, False, entries)
+    batch.whole.run("factors", {"in3": 0, **columns, "weight": 1 - beta, "eps": eps, "clip": clip})
     return by_row, by_col
 
 
@@ -135,11 +135,7 @@ def mend_(p: Runs, residual: Runs, marks: Pointers, batch: Batch) -> None:
 
 
 def _groups(name: str, batch: Batch, **columns: Pointers) -> None:
-    entries = batch.own.copy()
-    entries["start"] = 0  # groups are of the run
-    for key, column in columns.items():
-        entries[key] = column
-    table.run(name, 0, 0, 0, False, entries)
+    batch.own.run(name, columns)
 
 
 def _source(x: Any) -> Source:
@@ -162,32 +158,26 @@ def _run(
     **columns: Any,
 ) -> None:
     """Makes a pass that reads ``source``, and writes ``p`` where it is given."""
-    entries = batch.own.copy()
+    filled: dict[str, Any] = {**table.DEFAULTS, **source.numbers, **columns}
     for field, runs in source.tensors.items():
-        entries[field] = runs.pointers  # type: ignore[attr-defined]
-    for field, statistic in (("row", batch.row_offsets), ("col", batch.col_offsets)):
-        if field in source.tensors:
-            entries[field] += statistic()
-    for field, number in {**table.DEFAULTS, **source.numbers, **columns}.items():
-        entries[field] = _column(number)
+        filled[field] = runs.pointers  # type: ignore[attr-defined]
+    if "row" in filled:
+        filled["row"] = filled["row"] + batch.row_offsets
+        filled["col"] = filled["col"] + batch.col_offsets
     weights: Any = p or source.kept
-    kept = 0
+    kept = dtype = 0
     if weights is not None:
         kept = table.KEPT[weights.how, weights.run.dtype]
-        entries["w"] = weights.run.pointers
+        filled["w"] = weights.run.pointers
         if weights.aux is not None:
-            entries["aux"] = weights.aux.pointers
+            filled["aux"] = weights.aux.pointers
         if weights.keys is not None:
-            entries["key"] = weights.keys
-    dtype = 0
+            filled["key"] = weights.keys
     if "x" in source.tensors:
         dtype = table.DTYPES[source.tensors["x"].dtype]
     is_decayed = decays or "decay" in source.numbers
-    table.run(name, table.FORMS[source.form], dtype, kept, is_decayed, entries)
-
-
-def _column(number: Any) -> Any:
-    return number.numpy() if isinstance(number, Tensor) else number
+    form = table.FORMS[source.form]
+    batch.own.run(name, filled, form, dtype, kept, is_decayed)
 
 
 def _each(total: Tensor) -> Pointers:

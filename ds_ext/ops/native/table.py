@@ -1,11 +1,11 @@
 """The table that a native pass reads: ``Entry`` and the numbers of passes.cpp, seen from Python."""
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ds_ext.ops.native import library
 
@@ -23,8 +23,8 @@ ENTRY = np.dtype(
     ]
     + [("spare", np.int32)]
 )
-# What a number is that a pass does not set.
-DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0}
+# What a column is that a pass over runs does not set.
+DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0, "out2": 0, "measured": 0}
 
 FORMS = {
     name: i
@@ -50,12 +50,66 @@ PASSES = {
 }
 
 
-def run(name: str, form: int, dtype: int, kept: int, decays: bool, entries: NDArray[Any]) -> None:
-    """Makes a pass over all entries, by as many threads as torch's operations have."""
+class Table:
+    """A row for each parameter: its geometry, which stays, and what a pass over them needs.
+
+    Args:
+        geometries: start, elements, matrices, rows and columns of each run.
+    """
+
+    def __init__(self, geometries: Sequence[tuple[int, int, int, int, int]]) -> None:
+        self.entries = np.zeros(len(geometries), dtype=ENTRY)
+        self._columns = {name: self.entries[name] for name in ENTRY.names or ()}
+        self._address = self.entries.ctypes.data
+        columns = np.array(geometries, dtype=np.int64).T
+        self.set(**dict(zip(("start", "n", "mats", "rows", "cols"), columns, strict=True)))
+        self._numbers: dict[str, float] = {}  # what columns were set to that have one number
+
+    def set(self, **columns: Any) -> None:
+        """Fills columns, each by an array or tensor [n], or by one number."""
+        for name, column in columns.items():
+            self._columns[name][:] = column
+
+    def run(
+        self,
+        name: str,
+        columns: Mapping[str, Any],
+        form: int = 0,
+        dtype: int = 0,
+        kept: int = 0,
+        decays: bool = False,
+    ) -> None:
+        """Makes a pass over all rows, by as many threads as torch's operations have.
+
+        Args:
+            name: of the pass.
+            columns: what it needs, as ``set`` takes it.
+            form: what is read, one of ``FORMS``.
+            dtype: of ``x``, one of ``DTYPES``.
+            kept: how weights are kept, one of ``KEPT``.
+            decays: whether ``decay`` times the weights is added to what is read.
+        """
+        known = self._numbers
+        for key, column in columns.items():
+            if isinstance(column, float | int):
+                if known.get(key) == column:
+                    continue
+                known[key] = column
+            else:
+                known.pop(key, None)
+            self._columns[key][:] = column
+        call = _Call(PASSES[name], form, dtype, kept, decays)
+        threads = torch.get_num_threads()
+        _library().ds_ext_pass(call, self._address, len(self.entries), threads, 0)
+
+
+_Call = ctypes.c_int * 5
+
+
+def _library() -> ctypes.CDLL:
     found = library.load()
-    assert found is not None
-    call = (ctypes.c_int * 5)(PASSES[name], form, dtype, kept, decays)
-    found.ds_ext_pass(call, entries.ctypes.data, len(entries), torch.get_num_threads(), 0)
+    assert found is not None, "there are no native passes"
+    return found
 
 
 def is_there() -> bool:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.sources import Kept, Number, Source, kept_of, source_of
 from ds_ext.ops.triton import folds, sizes, tiles
 from ds_ext.ops.triton.batches import TOGETHER, ask, launch, together
 from ds_ext.ops.triton.request import Request, over_groups, over_matrices, over_run, over_strips
-from ds_ext.ops.triton.sources import Kept, Number, Source, kept_of, source_of
 
 __all__ = [
     "DEVICES",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.sources import Number, Source
 from ds_ext.ops.triton import sizes, tiles
-from ds_ext.ops.triton.sources import Number, Source
 from ds_ext.ops.triton.tiles import Tiles
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
