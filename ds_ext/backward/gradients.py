@@ -59,6 +59,7 @@ class FusedBackward:
                 "that holds all of them."
             )
         self.optimizer = optimizer
+        optimizer.is_batched = not layout.any(not optimizer.is_batched)
         self.layout = layout
         self.how = how
         self.is_boundary = is_boundary

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch, small
+from ds_ext.ops.batch import Batch, Runs
 from ds_ext.ops.lazy import (
     AdamStep,
     Extended,
@@ -43,6 +44,7 @@ from ds_ext.ops.triton import launches
 
 __all__ = [
     "AdamStep",
+    "Batch",
     "Extended",
     "Gradient",
     "Quotient",
@@ -51,6 +53,7 @@ __all__ = [
     "RootQuotient",
     "Run",
     "RunQuotient",
+    "Runs",
     "Scaled",
     "Sum",
     "Writable",

@@ -20,11 +20,12 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Batch, Runs, Weights, kind, may_join, stacked
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import launches
 from ds_ext.optimizer import expert_stacks
 
 if TYPE_CHECKING:
     from ds_ext.optimizer.rule_optimizer import RuleOptimizer
-    from ds_ext.optimizer.run_updates import RunUpdate
+    from ds_ext.optimizer.run_updates import RunUpdate, StagedRun
 
 State = dict[str, Any]
 
@@ -127,6 +128,40 @@ class BatchedStep:
     def end(self) -> None:
         """Notes that masters belong to what the weights are now."""
         weight_update.mark_all(self.runs, self.states, self.batch)
+
+
+class BucketStep:
+    """The step of a bucket's runs, in batches as ``plan`` has it; all alone without one.
+
+    Attributes:
+        rules: generators of partial sums, in the same order on all ranks.
+    """
+
+    def __init__(
+        self, optimizer: "RuleOptimizer", staged: Sequence["StagedRun"], plan: Plan | None
+    ) -> None:
+        self.staged, self.offload = staged, optimizer.offload
+        self.alone = staged if plan is None else [staged[i] for i in plan.alone]
+        self.batches: list[BatchedStep] = []
+        if plan is not None:
+            updates, states = [run.update for run in staged], [run.state for run in staged]
+            self.batches = [BatchedStep(optimizer, x, updates, states) for x in plan.groups]
+        self.rules = [batch.begin() for batch in self.batches]
+        with launches.together() as next_parameter:
+            for run in self.alone:
+                self.rules += optimizer.rules(run.update, run.state)
+                next_parameter()
+
+    def end(self) -> None:
+        """Stores what was stepped, after the rules have ended."""
+        for batch in self.batches:
+            batch.end()
+        with launches.together() as next_parameter:
+            for run in self.alone:
+                weight_update.mark(run.update.p, run.state)
+                next_parameter()
+        for run in self.staged:
+            run.write_back(self.offload)
 
 
 def _kind(u: "RunUpdate") -> tuple[Any, ...]:

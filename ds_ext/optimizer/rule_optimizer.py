@@ -18,9 +18,8 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
-from ds_ext.ops.triton import launches
 from ds_ext.optimizer import expert_stacks, host_offload
-from ds_ext.optimizer.batches import BatchedStep, Plan
+from ds_ext.optimizer.batches import BucketStep, Plan
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
@@ -222,28 +221,21 @@ class RuleOptimizer(torch.optim.Optimizer):
         self, updates: list[RunUpdate], all_reduce: Callable[[Tensor], None] | None
     ) -> int:
         """The same for gradients on one device."""
-        staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
-        plan = self._plan(staged) if self.is_batched and updates[0].g.device == CPU else None
-        alone = staged if plan is None else [staged[i] for i in plan.alone]
-        steps, begun = [], []
-        if plan is not None:
-            runs, states = [run.update for run in staged], [run.state for run in staged]
-            steps = [BatchedStep(self, group, runs, states) for group in plan.groups]
-            begun = [step.begin() for step in steps]
-        with launches.together() as next_parameter:
-            for run in alone:
-                begun += self.rules(run.update, run.state)
-                next_parameter()
-        rounds = lockstep.run(begun, all_reduce)
-        for step in steps:
-            step.end()
-        with launches.together() as next_parameter:
-            for run in alone:
-                weight_update.mark(run.update.p, run.state)
-                next_parameter()
-        for run in staged:
-            run.write_back(self.offload)
+        step = self.begin(updates)
+        rounds = lockstep.run(step.rules, all_reduce)
+        step.end()
         return rounds
+
+    def begin(self, updates: Sequence[RunUpdate]) -> BucketStep:
+        """Begins the step of runs whose gradients are on one device.
+
+        Returns:
+            The step; its ``rules`` are to be run to their end, with those of other ranks, and then
+            its ``end`` called.
+        """
+        staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
+        plan = self._plan(staged) if self.is_batched and staged[0].update.g.device == CPU else None
+        return BucketStep(self, staged, plan)
 
     def _plan(self, staged: list[StagedRun]) -> Plan:
         """How runs are stepped as batches; counts the steps of those that are."""

@@ -12,10 +12,10 @@ from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import edits, weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches, tables
+from ds_ext.ops.triton import tables
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
-from tests.common import needs
+from tests.common import needs, paths
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia
@@ -46,7 +46,7 @@ def asked_for(monkeypatch) -> list:
             found.append([kernel, warps, plain])
 
     monkeypatch.setattr(tables, "run", note)
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+    paths.use(monkeypatch, "kernels")
     for name in OPTIMIZERS:
         for dtype, modes in MODES.items():
             for mode in modes:

@@ -5,15 +5,14 @@ import torch
 
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
-from tests.common import needs
+from tests.common import needs, paths
 
 
 @pytest.mark.parametrize("path", ["ops", pytest.param("kernels", marks=needs.triton)])
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_decay_is_a_share_of_the_weight_times_lr(path, as_tensor, weight_decay, monkeypatch):
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"} if path == "kernels" else set())
+    paths.use(monkeypatch, path)
     p, u = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     lr = torch.tensor(0.125) if as_tensor else 0.125
     new, shard = p.clone(), Shard.whole((300,))

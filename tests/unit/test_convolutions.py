@@ -10,7 +10,7 @@ from ds_ext.ops import passes, small
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches, tables
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import needs, table
+from tests.common import needs, paths, table
 
 SHAPES = [(8, 5, 3, 3), (6, 4, 1, 1), (3, 2, 7, 7), (4, 6, 5), (2, 3, 1, 4), (2, 1, 16, 16)]
 
@@ -58,6 +58,8 @@ def test_a_quotient_is_that_of_each_element(shape):
 def test_the_bits_of_a_stack_are_those_of_its_blocks(name, monkeypatch):
     """Small matrices by the calls for many, and each by those for large ones."""
 
+    paths.use(monkeypatch, "ops")
+
     def trained(most):
         monkeypatch.setattr(small, "MOST", most)
         params = [nn.Parameter(p) for p in table.weights(SHAPES)]
@@ -103,8 +105,9 @@ def traffic(name, shape):
 
 @pytest.mark.parametrize("name", ["adalomo", "adafactor", "came"])
 @pytest.mark.parametrize("size, calls, passes", [(1, 2, 4), (3, 4, 7)])
-def test_a_stack_costs_about_what_a_matrix_of_its_size_does(name, size, calls, passes):
+def test_a_stack_costs_about_what_a_matrix_of_its_size_does(name, size, calls, passes, monkeypatch):
     """Calls by its size alone, and some more passes: statistics are as large as the weight."""
+    paths.use(monkeypatch, "ops")
     stack = traffic(name, (512, 128, size, size))
     matrix = traffic(name, (512, 128 * size * size))
     assert stack[0] <= calls * matrix[0]
@@ -116,7 +119,7 @@ def test_a_stack_costs_about_what_a_matrix_of_its_size_does(name, size, calls, p
 def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypatch):
     """One of 512 x 512 x 3 x 3 took 500,000 rows of a table, which no kernel compiled for."""
     launched = []
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+    paths.use(monkeypatch, "kernels")
     monkeypatch.setattr(tables, "run", lambda requests: launched.append(len(requests)))
     p = nn.Parameter(torch.ones(64, 64, 3, 3))
     p.grad = torch.ones_like(p)
@@ -127,7 +130,7 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
 @needs.triton
 def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatch):
     launched = []
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+    paths.use(monkeypatch, "kernels")
     monkeypatch.setattr(tables, "run", lambda requests: launched.append(len(requests)))
     x = torch.ones(2, 4)
     with launches.together() as next_rule:

@@ -12,9 +12,8 @@ from torch import nn
 
 import ds_ext
 from ds_ext.ops import quantize, rounding, scratch
-from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import needs, table
+from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.unit.test_kernels import SETTINGS
 
@@ -56,7 +55,7 @@ def defaults():
 def test_steps_have_the_same_bits(case, dtype, mode, path, defaults, monkeypatch):
     if path == "kernels" and not needs.TRITON:
         pytest.skip("Triton is not installed")
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"} if path == "kernels" else set())
+    paths.use(monkeypatch, path)
     if "8 bits" in case:
         pytest.importorskip("bitsandbytes")
     name, hypers = CASES[case]

@@ -11,7 +11,7 @@ from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches, tables
 from ds_ext.optimizer.run_updates import RunUpdate
-from tests.common import needs
+from tests.common import needs, paths
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 
@@ -55,6 +55,7 @@ def test_the_current_device_is_the_tensors_own(monkeypatch):
 
 def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):
     """Their sums are not put together: no tensor lies on both."""
+    paths.use(monkeypatch, "ops")
     stepped = []
     original = ds_ext.AdaLomo._update_on_device
 

@@ -8,18 +8,18 @@ from torch import nn
 
 from ds_ext.ops import edits
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import needs, table
+from tests.common import needs, paths, table
 from tests.unit.test_precision import SETTINGS
 
 SHAPES = ((600,), (13, 290), (3, 40, 30))
-paths = pytest.mark.parametrize("path", ["ops", pytest.param("kernels", marks=needs.triton)])
+PATHS = ["ops", "native", pytest.param("kernels", marks=needs.triton)]
+by_path = pytest.mark.parametrize("path", PATHS)
 
 
 @pytest.fixture
 def path(request, monkeypatch):
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"} if request.param == "kernels" else set())
+    paths.use(monkeypatch, request.param)
 
 
 def twins(name, shapes=SHAPES):
@@ -102,18 +102,18 @@ def test_kernels_mark_and_mend_as_the_ops_do(path, monkeypatch):
         before = copy.deepcopy(found)
         for r, (w, m) in zip(found, ((run, None), (run, marked), (changed, marked)), strict=True):
             edits.mend_(w, r, m)
-        monkeypatch.setattr(launches, "DEVICES", set())
+        paths.use(monkeypatch, "ops")
         assert edits.marks(run).equal(marked)
         for r, (w, m) in zip(before, ((run, None), (run, marked), (changed, marked)), strict=True):
             edits.mend_(w, r, m)
         assert all(a.equal(b) for a, b in zip(found, before, strict=True))
-        monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+        paths.use(monkeypatch, "kernels")
 
 
-@paths
+@by_path
 def test_no_pair_is_a_nan_where_the_weight_is_none(path, monkeypatch):
     """With every weight and what may be left, also of a state without marks: an older file's."""
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"} if path == "kernels" else set())
+    paths.use(monkeypatch, path)
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     for left in (-(2**15), -1, 1, 2**15 - 1):
         p = nn.Parameter(every.clone())

@@ -16,7 +16,7 @@ from ds_ext.ops.triton.request import Request
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
-from tests.common import needs, table
+from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.common.hypers import SIMULATED, changed
 
@@ -42,6 +42,7 @@ def kernels(monkeypatch):
     """Turns the kernels on and off on this machine's device."""
 
     def turn(on):
+        paths.use(monkeypatch, "kernels" if on else "ops")
         monkeypatch.setattr(launches, "DEVICES", {DEVICE.type} if on else set())
 
     turn(True)
@@ -75,15 +76,18 @@ def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g:
     for grads in table.gradients(STEPS, shapes):
         grads = [g.to(DEVICE, dtype) for g in grads]
         with torch.no_grad():
-            lockstep.simulate(
-                [
+            steps = [
+                optimizer.begin(
                     [
-                        optimizer.rules(RunUpdate(p, run, wrap(cut(g, s)), s))[0]
+                        RunUpdate(p, run, wrap(cut(g, s)), s)
                         for p, run, g, s in zip(params, runs, grads, shards, strict=True)
                     ]
-                    for params, optimizer, shards, runs in ranks
-                ]
-            )
+                )
+                for params, optimizer, shards, runs in ranks
+            ]
+            lockstep.simulate([step.rules for step in steps])
+            for step in steps:
+                step.end()
     held = [
         [optimizer.weights(*of) for of in zip(params, runs, shards, strict=True)]
         for params, optimizer, shards, runs in ranks

@@ -15,7 +15,7 @@ from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer.run_updates import RunUpdate
-from tests.common import table
+from tests.common import paths, table
 from tests.common.choose import params
 from tests.common.table import MANY, SHAPES, WORLDS
 
@@ -238,6 +238,7 @@ def test_no_temporary_of_the_size_of_the_run(elements, monkeypatch):
     def tensors(x):
         return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
 
+    paths.use(monkeypatch, "ops")
     p = torch.ones(elements // 2**10, 2**10, requires_grad=True)
     p.grad = torch.ones_like(p)
     optimizer = ds_ext.LAMB([p])

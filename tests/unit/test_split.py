@@ -12,10 +12,10 @@ import torch
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Box, Shard, Split
-from ds_ext.ops.triton import launches, tables
+from ds_ext.ops.triton import tables
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
-from tests.common import needs, table
+from tests.common import needs, paths, table
 from tests.common.hypers import SIMULATED, changed
 
 SHAPE = (12, 20)
@@ -194,7 +194,7 @@ def test_kernels_of_a_box(name, how, monkeypatch):
     used = []
     run = tables.run
     monkeypatch.setattr(tables, "run", lambda requests: (used.extend(requests), run(requests)))
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"})
+    paths.use(monkeypatch, "kernels")
     error, _, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], 2, dtype=torch.float32)
     assert error <= 1e-5
     assert any(request.kernel == "apply" for request in used)

@@ -20,11 +20,10 @@ from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
-from tests.common import needs, table
+from tests.common import needs, paths, table
 from tests.common.hypers import SIMULATED, changed
 from tests.common.reference import Authors
 
@@ -216,8 +215,8 @@ def test_kernels_step_experts_as_the_ops_do(name, monkeypatch):
     shapes = ((3, 6, 9),)
     before, steps = table.weights(shapes, torch.float32), table.gradients(2, shapes, torch.float32)
     seen = []
-    for devices in (set(), {"cpu"}):
-        monkeypatch.setattr(launches, "DEVICES", devices)
+    for path in ("ops", "kernels"):
+        paths.use(monkeypatch, path)
         ranks = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
         train(ranks, steps)
         seen.append(whole(ranks, shapes))

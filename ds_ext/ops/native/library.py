@@ -35,9 +35,9 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("steps on the CPU are made by torch's own operations: %s", error)
         return None
-    library.ds_ext_entry_bytes.restype = ctypes.c_int64
-    library.ds_ext_pass.restype = None
-    library.ds_ext_pass.argtypes = [
+    library.passes_entry_bytes.restype = ctypes.c_int64
+    library.passes_run.restype = None
+    library.passes_run.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_int64,

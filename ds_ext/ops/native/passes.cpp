@@ -226,10 +226,10 @@ static Runner chosen() {
     return plain::run;
 }
 
-extern "C" __attribute__((visibility("default"))) int64_t ds_ext_entry_bytes() { return sizeof(Entry); }
+extern "C" __attribute__((visibility("default"))) int64_t passes_entry_bytes() { return sizeof(Entry); }
 
 // Passes over ``entries`` by ``isa``: 0 the best, 1 what every processor has.
-extern "C" __attribute__((visibility("default"))) void ds_ext_pass(const Call *call, Entry *entries, int64_t n, int threads, int isa) {
+extern "C" __attribute__((visibility("default"))) void passes_run(const Call *call, Entry *entries, int64_t n, int threads, int isa) {
     static const Runner best = chosen();
     (isa ? plain::run : best)(*call, entries, n, threads);
 }

@@ -23,6 +23,7 @@ ENTRY = np.dtype(
     ]
     + [("spare", np.int32)]
 )
+INSTRUCTIONS = 0  # the best that the processor has; 1: those that every one has
 # What a column is that a pass over runs does not set.
 DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0, "out2": 0, "measured": 0}
 
@@ -100,7 +101,7 @@ class Table:
             self._columns[key][:] = column
         call = _Call(PASSES[name], form, dtype, kept, decays)
         threads = torch.get_num_threads()
-        _library().ds_ext_pass(call, self._address, len(self.entries), threads, 0)
+        _library().passes_run(call, self._address, len(self.entries), threads, INSTRUCTIONS)
 
 
 _Call = ctypes.c_int * 5
@@ -116,5 +117,5 @@ def is_there() -> bool:
     """Returns whether native passes can be made on this machine; may build them."""
     found = library.load()
     if found is not None:
-        assert found.ds_ext_entry_bytes() == ENTRY.itemsize, "passes.cpp and table.py differ"
+        assert found.passes_entry_bytes() == ENTRY.itemsize, "passes.cpp and table.py differ"
     return found is not None
