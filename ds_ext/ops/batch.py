@@ -65,6 +65,19 @@ class Flat:
 
 
 @dataclass(frozen=True)
+class Shifted:
+    """Runs that begin further on, by some bytes each."""
+
+    runs: Runs
+    by: NDArray[np.int64]  # [n]
+
+    @property
+    def pointers(self) -> Pointers:
+        """Where each begins in memory, [n]."""
+        return (self.runs.pointers + self.by.astype(np.uint64)).astype(np.uint64)
+
+
+@dataclass(frozen=True)
 class Weights:
     """The weights of a batch, and how they are written: as ``Kept``, for each."""
 
@@ -88,14 +101,13 @@ class Batch:
             bits are chosen; the start of its shard if not given.
     """
 
-    is_numbers = False  # matrices of one element are passed over as others
-
     def __init__(self, shards: Sequence[Shard], firsts: Sequence[int] | None = None) -> None:
         self.shards = shards
-        self.is_matrix, self.holds_rows = shards[0].is_matrix, shards[0].holds_rows
+        self.is_matrix, self.holds_rows, self.is_numbers = kind(shards[0])
         assert all(kind(s) == kind(shards[0]) for s in shards), "a batch of several kinds"
         self.row_firsts, self.rows = _offsets([s.mats * s.rows for s in shards])
         self.col_firsts, self.cols = _offsets([s.mats * s.cols for s in shards])
+        self.firsts, self.elements = _offsets([s.numel for s in shards])
         self.numel = torch.tensor([s.numel for s in shards], dtype=torch.float32, device="cpu")
         self.whole = Table([(0, s.numel, s.mats, s.rows, s.cols) for s in shards])
         boxes = [_box(s) for s in shards]
@@ -117,9 +129,9 @@ class Batch:
         return (square_sum / self.numel).sqrt()
 
 
-def kind(shard: Shard) -> tuple[bool, bool]:
+def kind(shard: Shard) -> tuple[bool, bool, bool]:
     """Returns what parameters of one batch have in common; the same on all ranks."""
-    return shard.is_matrix, shard.holds_rows
+    return shard.is_matrix, shard.holds_rows, shard.is_numbers
 
 
 def may_join(shard: Shard) -> bool:

@@ -257,9 +257,12 @@ class Residual:
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
         u = source_of(self.u)
-        if u is None or u.form != "IS_QUOTIENT":
+        forms = {"IS_QUOTIENT": "IS_RESIDUAL"}
+        if isinstance(self.m, Runs):
+            forms["IS_VECTOR"] = "IS_VECTOR_RESIDUAL"  # of native passes alone
+        if u is None or u.form not in forms:
             return None
-        return u.plus("IS_RESIDUAL", {"m": self.m}, weight=self.weight)
+        return u.plus(forms[u.form], {"m": self.m}, weight=self.weight)
 
 
 @dataclass(frozen=True)

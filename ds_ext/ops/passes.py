@@ -69,6 +69,7 @@ __all__ = [
     "is_part",
     "lerp_",
     "matrix_square_sums",
+    "own_run",
     "pad",
     "part",
     "read",
@@ -216,6 +217,7 @@ def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     return row, torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
 
 
+@native.on_batches(native.squares)
 @launches.tried(launches.squares_)
 def squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """The squares of a run where it lies in the whole parameter, 0 elsewhere -> [numel]."""
@@ -228,10 +230,14 @@ def squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     return out
 
 
-def advance_numbers_(row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float) -> Tensor:
+@native.on_batches(native.advance_numbers_)
+def advance_numbers_(
+    row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Shard
+) -> Tensor:
     """v ← beta · v + (1 − beta) · (x² + eps), of matrices of one element, whose statistics ``row``
-    and ``col`` are both v, [n] -> the sum of x² / v, [].
+    and ``col`` are both v, [numel, 1] -> the sum of x² / v, [].
     """
+    row, col = row.view(-1), col.view(-1)
     total = row.new_zeros(())
     for at in scratch.parts(len(row), 1):
         v, x_sq = row[at], squares[at]
@@ -239,6 +245,12 @@ def advance_numbers_(row: Tensor, col: Tensor, squares: Tensor, eps: float, beta
         col[at].copy_(v.lerp_(new, 1 - beta))
         total += torch.dot(x_sq, torch.reciprocal(v, out=new))
     return total
+
+
+@native.on_batches(native.own_run)
+def own_run(v: Tensor, shard: Shard) -> Tensor:
+    """What of a number for each element of the whole parameter is of the run, [len(shard)]."""
+    return v.view(-1)[shard.start : shard.stop]
 
 
 def squared(x: Readable, b: Block) -> Tensor:

@@ -71,9 +71,8 @@ def _divide_numbers_(
     x: ops.Readable, v: Moment, sums: Sums, eps: float, beta: float, shard: Shard
 ) -> tuple[ops.RunQuotient, Tensor]:
     """The same of matrices of one element, and the sum of the squares of the quotient, []."""
-    row, col = v["row"].view(-1), v["col"].view(-1)
-    u_sq = ops.advance_numbers_(row, col, sums[0], eps, beta)
-    return ops.RunQuotient(x, row[shard.start : shard.stop]), u_sq
+    u_sq = ops.advance_numbers_(v["row"], v["col"], sums[0], eps, beta, shard)
+    return ops.RunQuotient(x, ops.own_run(v["row"], shard)), u_sq
 
 
 def normalize(

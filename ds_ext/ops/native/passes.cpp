@@ -37,17 +37,17 @@ struct Entry {
     float factor, bound;                 // of x
     float scale;                         // of an update
     float lr, decay;
-    float weight;                        // of what a moment or statistic moves towards
+    float weight;                        // of a residual: of what the momentum moves towards
     float beta1, beta2, a, b;            // Adam: shares of the new; sqrt(v) · a + b
     float eps;
     float clip;
-    int32_t spare;
+    float share;                         // of what a statistic or moment moves towards
 };
 
-enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL };
+enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL };
 enum Dtype { FP32, BF16, FP16 };
 enum Kept { PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED };
-enum Pass { SQUARES, STATISTICS, WEIGHED, FACTORS, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
+enum Pass { SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
 
 // What is the same for all parameters of a call.
 struct Call {
@@ -440,6 +440,24 @@ static __attribute__((noinline)) double square_sum(const float *x, int64_t n) {
     return lane[0];
 }
 
+// The sum of up to CHUNK numbers.
+static __attribute__((noinline)) double sum_of(const float *x, int64_t n) {
+    Vector sum = {}, v;
+    float lane[WIDTH] = {};
+    int64_t j = 0;
+    for (; j + WIDTH <= n; j += WIDTH) {
+        std::memcpy(&v, x + j, sizeof v);
+        sum += v;
+    }
+    for (int l = 0; j + l < n; ++l) lane[l] = x[j + l];
+    std::memcpy(&v, lane, sizeof v);
+    sum += v;
+    std::memcpy(lane, &sum, sizeof sum);
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
+    return lane[0];
+}
+
 // m ← m + weight · (x − m), as torch.lerp does it.
 INLINE float moved(float m, float x, float weight) {
     float change = x - m;
@@ -459,19 +477,42 @@ INLINE void times_factors_of(const float *x, float *__restrict u, int64_t n, int
     }
 }
 
+// Matrices of 3 x 3, as convolutions have them by the hundred thousand, are passed over as rows of
+// three, with the loops along the rows of many matrices.
+const int64_t SIDE = 3, SQUARE = SIDE * SIDE;
+
+// Whether element ``at`` begins a matrix of 3 x 3; ``n`` then becomes whole ones.
+INLINE bool begins_squares(const Entry &e, int64_t at, int64_t &n) {
+    if (e.rows != SIDE || e.cols != SIDE || at % SQUARE || n < SQUARE) return false;
+    n = n / SQUARE * SQUARE;
+    return true;
+}
+
+// The same as times_factors_of, of whole matrices of 3 x 3: n elements, at most CHUNK.
+static __attribute__((noinline)) void times_factors_of_squares(const float *x, float *u, int64_t n, const float *row,
+                                                               const float *col, float scale) {
+    float across[CHUNK];
+    for (int64_t m = 0; m < n / SQUARE; ++m)
+        for (int64_t r = 0; r < SIDE; ++r) std::memcpy(across + m * SQUARE + r * SIDE, col + m * SIDE, 4 * SIDE);
+    for (int64_t l = 0; l < n / SIDE; ++l) {
+        float r = row[l] * scale;
+        for (int64_t c = 0; c < SIDE; ++c) u[l * SIDE + c] = x[l * SIDE + c] * (across[l * SIDE + c] * r);
+    }
+}
+
 // u ← x · row · col · scale, elements ``i`` and on of the run.
 static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, int64_t n, const float *x, float *u) {
     int64_t cols = e.cols, at = e.start + i;
     while (n > 0) {
         int64_t line = at / cols, c = at % cols, mat = line / e.rows;
-        int64_t left = (mat + 1) * e.rows * cols - at, part = n < left ? n : left;
+        int64_t left = (mat + 1) * e.rows * cols - at, part = n;
         const float *row = e.row + line, *col = e.col + mat * cols;
-        if (cols == 3)
-            times_factors_of(x, u, part, 3, c, row, col, e.scale);
-        else if (cols == 1)
-            times_factors_of(x, u, part, 1, c, row, col, e.scale);
-        else
+        if (begins_squares(e, at, part)) {
+            times_factors_of_squares(x, u, part, row, col, e.scale);
+        } else {
+            part = n < left ? n : left;
             times_factors_of(x, u, part, cols, c, row, col, e.scale);
+        }
         at += part;
         x += part;
         u += part;
@@ -490,8 +531,14 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
         times_factors(e, i, n, u, room);
         u = room;
         break;
+    case IS_VECTOR_RESIDUAL:
     case IS_RESIDUAL: {
-        times_factors(e, i, n, u, room);
+        if (call.form == IS_RESIDUAL) {
+            times_factors(e, i, n, u, room);
+        } else {
+            const float *__restrict v = e.v + i;
+            for (int64_t j = 0; j < n; ++j) room[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
+        }
         float *__restrict m = e.m + i, weight = e.weight;
         for (int64_t j = 0; j < n; ++j) {
             float now = moved(m[j], room[j], weight);
@@ -588,20 +635,56 @@ INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, in
     }
 }
 
+// The same of whole matrices of 3 x 3, whose sums are written.
+static __attribute__((noinline)) void squares_of_squares(const float *x, int64_t n, float *row, float *col) {
+    float q[CHUNK + 2 * SIDE], t[CHUNK];
+    for (int64_t j = 0; j < n; ++j) q[j] = x[j] * x[j];
+    for (int64_t l = 0; l < n / SIDE; ++l) row[l] = q[l * SIDE] + q[l * SIDE + 1] + q[l * SIDE + 2];
+    for (int64_t j = 0; j < n - 2 * SIDE; ++j) t[j] = q[j] + q[j + SIDE] + q[j + 2 * SIDE];
+    for (int64_t m = 0; m < n / SQUARE; ++m) std::memcpy(col + m * SIDE, t + m * SQUARE, 4 * SIDE);
+}
+
+static __attribute__((noinline)) void weighed_squares_of_squares(const float *x, int64_t n, const float *before,
+                                                                 float kept, float least, float share, float *row,
+                                                                 float *col, float *by_weight) {
+    float y[CHUNK], t[CHUNK];
+    squares_of_squares(x, n, row, col);
+    for (int64_t l = 0; l < n / SIDE; ++l) {
+        float inverse = 1.0f / (before[l] * kept + least + share * row[l]);
+        for (int64_t c = 0; c < SIDE; ++c) y[l * SIDE + c] = x[l * SIDE + c] * x[l * SIDE + c] * inverse;
+    }
+    for (int64_t j = 0; j < n - 2 * SIDE; ++j) t[j] = y[j] + y[j + SIDE] + y[j + 2 * SIDE];
+    for (int64_t m = 0; m < n / SQUARE; ++m) std::memcpy(by_weight + m * SIDE, t + m * SQUARE, 4 * SIDE);
+}
+
+// Elements of a strip that are passed over at once where rows are narrow: whole matrices of 3 x 3,
+// or what there is before the first whole one.
+INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_squares) {
+    int64_t n = end - i < CHUNK ? end - i : CHUNK, at = e.start + i;
+    is_squares = begins_squares(e, at, n);
+    if (!is_squares && e.rows == SIDE && e.cols == SIDE) {
+        int64_t next = SQUARE - at % SQUARE;
+        n = n < next ? n : next;
+    }
+    return n;
+}
+
 // Sums of squares over rows, into out, and over columns, into ``col`` [cols] of one matrix or,
 // where a strip has many small ones, [mats, cols].
 static void statistics(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
     float room[CHUNK];
     if (e.cols <= NARROW) {
-        for (int64_t i = s.begin; i < s.end; i += CHUNK) {
-            int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
+        for (int64_t i = s.begin; i < s.end;) {
+            bool is_squares;
+            int64_t n = narrow_part(e, i, s.end, is_squares);
             int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
             const float *x = value(call, e, i, n, room);
             float *to = is_one ? col - line / e.rows * e.cols : col;
-            if (e.cols == 3 && e.rows == 3)
-                add_narrow(x, n, 3, 3, line, c, e.out, to);
+            if (is_squares)
+                squares_of_squares(x, n, e.out + line, to + line);
             else
                 add_narrow(x, n, e.cols, e.rows, line, c, e.out, to);
+            i += n;
         }
         return;
     }
@@ -624,12 +707,19 @@ static void statistics(const Call &call, const Entry &e, const Strip &s, float *
 // The same of whole rows, and sums over columns of squares divided by the row's new statistic.
 static void weighed(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
     float room[4][CHUNK];
-    float kept = 1.0f - e.weight, share = e.weight / static_cast<float>(e.cols), least = e.weight * e.eps;
+    float kept = 1.0f - e.share, share = e.share / static_cast<float>(e.cols), least = e.share * e.eps;
     if (e.cols <= NARROW) {
         for (int64_t i = s.begin; i < s.end;) {
-            int64_t lines = CHUNK / e.cols, n = s.end - i < lines * e.cols ? s.end - i : lines * e.cols;
+            bool is_squares;
+            int64_t n = narrow_part(e, i, s.end, is_squares) / e.cols * e.cols;
             int64_t line = (e.start + i) / e.cols, mat = line / e.rows, r = line % e.rows;
             const float *x = gradient(e, call.dtype, i, n, room[0]);
+            if (is_squares) {
+                weighed_squares_of_squares(x, n, e.before + line, kept, least, share, e.out + line, col + line,
+                                           by_weight + line);
+                i += n;
+                continue;
+            }
             for (int64_t j = 0; j < n; j += e.cols) {
                 float sum = 0;
                 for (int64_t k = 0; k < e.cols; ++k) sum += x[j + k] * x[j + k];
@@ -699,7 +789,7 @@ INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols
     float *__restrict row = e.row + mat * rows, *__restrict col = e.col + mat * cols;
     const float *in = e.in + mat * rows, *in2 = e.in2 + mat * cols;
     float *__restrict out = e.out + mat * rows, *__restrict out2 = e.out2 + mat * cols;
-    float height = static_cast<float>(rows), width = static_cast<float>(cols), weight = e.weight, eps = e.eps;
+    float height = static_cast<float>(rows), width = static_cast<float>(cols), weight = e.share, eps = e.eps;
     double sum = 0;
     for (int64_t r = 0; r < rows; ++r) row[r] = moved(row[r], in[r] / width + eps, weight);
     for (int64_t r = 0; r < rows; ++r) sum += row[r];
@@ -719,13 +809,57 @@ INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols
     return static_cast<double>(mean) * weighed;
 }
 
+// The same of many matrices of 3 x 3, at most CHUNK / SIDE.
+static __attribute__((noinline)) double factors_of_squares(const Entry &e, int64_t mat, int64_t mats) {
+    int64_t n = mats * SIDE;
+    float *__restrict row = e.row + mat * SIDE, *__restrict col = e.col + mat * SIDE;
+    const float *in = e.in + mat * SIDE, *in2 = e.in2 + mat * SIDE, *in3 = e.in3 ? e.in3 + mat * SIDE : nullptr;
+    float *__restrict out = e.out + mat * SIDE, *__restrict out2 = e.out2 + mat * SIDE;
+    float mean[CHUNK], z[CHUNK], weight = e.share, eps = e.eps;
+    for (int64_t j = 0; j < n; ++j) row[j] = moved(row[j], in[j] / 3.0f + eps, weight);
+    for (int64_t m = 0; m < mats; ++m) mean[m] = (row[m * SIDE] + row[m * SIDE + 1] + row[m * SIDE + 2]) / 3.0f;
+    for (int64_t m = 0; m < mats; ++m)
+        for (int64_t r = 0; r < SIDE; ++r) out[m * SIDE + r] = 1.0f / std::sqrt(row[m * SIDE + r] / mean[m]);
+    for (int64_t j = 0; j < n; ++j) {
+        float now = moved(col[j], in2[j] / 3.0f + eps, weight);
+        col[j] = now;
+        out2[j] = 1.0f / std::sqrt(now);
+    }
+    if (!in3) return 0;
+    for (int64_t j = 0; j < n; ++j) z[j] = in3[j] / col[j];
+    for (int64_t m = 0; m < mats; ++m) mean[m] *= z[m * SIDE] + z[m * SIDE + 1] + z[m * SIDE + 2];
+    return sum_of(mean, mats);
+}
+
 // Of the matrices [begin, end) of a parameter.
 static void factors(const Entry &e, int64_t begin, int64_t end, double *partial) {
     double sum = 0;
-    if (e.rows == 3 && e.cols == 3)
-        for (int64_t mat = begin; mat < end; ++mat) sum += factors_of(e, mat, 3, 3);
-    else
+    if (e.rows == SIDE && e.cols == SIDE) {
+        for (int64_t mat = begin; mat < end; mat += CHUNK / SIDE)
+            sum += factors_of_squares(e, mat, end - mat < CHUNK / SIDE ? end - mat : CHUNK / SIDE);
+    } else {
         for (int64_t mat = begin; mat < end; ++mat) sum += factors_of(e, mat, e.rows, e.cols);
+    }
+    *partial = sum;
+}
+
+// row, col ← v, which is row + weight · (in + eps − row), of matrices of one element: both are v.
+// Leaves the sum of in / v.
+static void numbers(const Entry &e, const Strip &s, double *partial) {
+    float z[CHUNK], weight = e.share, eps = e.eps;
+    double sum = 0;
+    for (int64_t i = s.begin; i < s.end; i += CHUNK) {
+        int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
+        float *__restrict row = e.row + i, *__restrict col = e.col + i;
+        const float *in = e.in + i;
+        for (int64_t j = 0; j < n; ++j) {
+            float v = moved(row[j], in[j] + eps, weight);
+            row[j] = v;
+            col[j] = v;
+            z[j] = in[j] / v;
+        }
+        sum += sum_of(z, n);
+    }
     *partial = sum;
 }
 
@@ -734,7 +868,7 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, room);
-        float *__restrict m = e.out + i, weight = e.weight, eps = e.eps;
+        float *__restrict m = e.out + i, weight = e.share, eps = e.eps;
         if (call.pass == ADVANCE_SQUARE)
             for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j] * u[j] + eps, weight);
         else
@@ -853,6 +987,7 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
         case STATISTICS: statistics(call, e, s, col, is_one); break;
         case WEIGHED: weighed(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
         case FACTORS: factors(e, s.begin, s.end, &sums[static_cast<size_t>(2 * k)]); break;
+        case NUMBERS: numbers(e, s, &sums[static_cast<size_t>(2 * k)]); break;
         case ADVANCE:
         case ADVANCE_SQUARE: advance(call, e, s); break;
         case APPLY: apply(call, e, s, &sums[static_cast<size_t>(2 * k)]); break;
@@ -862,7 +997,7 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
     parallel(static_cast<int64_t>(strips.size()), elements < STRIP ? 1 : threads, task);
 
     // What strips of one parameter have made is put together, in their order.
-    if (call.pass == SQUARES || call.pass == FACTORS) {
+    if (call.pass == SQUARES || call.pass == FACTORS || call.pass == NUMBERS) {
         for (int64_t i = 0, k = 0; i < count; ++i) {
             double sum = 0, other = 0;
             for (; k < static_cast<int64_t>(strips.size()) && strips[static_cast<size_t>(k)].entry == i; ++k) {
@@ -870,7 +1005,7 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
                 other += sums[static_cast<size_t>(2 * k + 1)];
             }
             Entry &e = entries[i];
-            if (call.pass == SQUARES) {
+            if (call.pass != FACTORS) {
                 if (e.out) *e.out = static_cast<float>(sum);
                 if (e.out2) *e.out2 = static_cast<float>(other);
             } else if (e.in3) {

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops.batch import Batch, Flat, Pointers, Runs, Weights
+from ds_ext.ops.batch import Batch, Flat, Pointers, Runs, Shifted, Weights
 from ds_ext.ops.native import table
 from ds_ext.ops.sources import Number, Source, source_of
 
@@ -74,7 +74,7 @@ def weighed_square_sums(
         out2=Flat(col, batch.own_col_firsts).pointers,
         out3=Flat(weighed, batch.own_col_firsts).pointers,
         before=before.pointers + batch.row_offsets,
-        weight=1 - beta,
+        share=1 - beta,
         eps=eps,
     )
     return row, col, weighed
@@ -97,18 +97,42 @@ def factors_(
     columns = {name: x.pointers for name, x in zip(("in", "in2", "in3"), totals, strict=False)}
     columns |= {"row": row.pointers, "col": col.pointers}
     columns |= {"out": by_row.pointers, "out2": by_col.pointers}
-    batch.whole.run("factors", {"in3": 0, **columns, "weight": 1 - beta, "eps": eps, "clip": clip})
+    batch.whole.run("factors", {"in3": 0, **columns, "share": 1 - beta, "eps": eps, "clip": clip})
     return by_row, by_col
+
+
+def squares(x: Any, batch: Batch, like: Any) -> Tensor:
+    """The squares of runs where they lie in whole parameters, 0 elsewhere -> [elements of all]."""
+    out = _new(batch.elements)
+    at = Flat(out, batch.firsts + batch.own.entries["start"])
+    _run("advance_square", batch, _source(x), out=at.pointers, share=1.0, eps=0.0)
+    return out
+
+
+def advance_numbers_(
+    row: Runs, col: Runs, squares: Tensor, eps: float, beta: float, batch: Batch
+) -> Tensor:
+    """Advances the statistics of matrices of one element -> the sums of x² / v, [n]."""
+    totals = _new(len(batch))
+    columns = {"row": row.pointers, "col": col.pointers, "out": _each(totals), "out2": 0}
+    columns["in"] = Flat(squares.contiguous(), batch.firsts).pointers
+    batch.whole.run("numbers", {**columns, "share": 1 - beta, "eps": eps})
+    return totals
+
+
+def own_run(v: Runs, batch: Batch) -> Shifted:
+    """What of a number for each element is of the runs."""
+    return Shifted(v, 4 * batch.own.entries["start"])
 
 
 def lerp_(m: Runs, x: Any, weight: float, batch: Batch) -> None:
     """m ← m + weight · (x − m)."""
-    _run("advance", batch, _source(x), out=m.pointers, weight=weight)
+    _run("advance", batch, _source(x), out=m.pointers, share=weight)
 
 
 def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: Batch) -> None:
     """v ← v + weight · (x² + eps − v)."""
-    _run("advance_square", batch, _source(x), out=v.pointers, weight=weight, eps=eps)
+    _run("advance_square", batch, _source(x), out=v.pointers, share=weight, eps=eps)
 
 
 def apply_(p: Weights, u: Any, batch: Batch, *, lr: Number, weight_decay: Number = 0.0) -> None:

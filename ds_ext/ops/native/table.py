@@ -19,9 +19,8 @@ ENTRY = np.dtype(
     + [("key", np.uint32)]
     + [
         (name, np.float32)
-        for name in "factor bound scale lr decay weight beta1 beta2 a b eps clip".split()
+        for name in "factor bound scale lr decay weight beta1 beta2 a b eps clip share".split()
     ]
-    + [("spare", np.int32)]
 )
 INSTRUCTIONS = 0  # the best that the processor has; 1: those that every one has
 # What a column is that a pass over runs does not set.
@@ -30,7 +29,10 @@ DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0, "out2": 0, "measured":
 FORMS = {
     name: i
     for i, name in enumerate(
-        "IS_WEIGHT IS_RUN IS_QUOTIENT IS_VECTOR IS_ADAM IS_ADAM_STEP IS_RESIDUAL".split()
+        (
+            "IS_WEIGHT IS_RUN IS_QUOTIENT IS_VECTOR IS_ADAM IS_ADAM_STEP IS_RESIDUAL "
+            "IS_VECTOR_RESIDUAL"
+        ).split()
     )
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -46,7 +48,7 @@ KEPT = {
 PASSES = {
     name: i
     for i, name in enumerate(
-        "squares statistics weighed factors advance advance_square apply mark mend".split()
+        "squares statistics weighed factors numbers advance advance_square apply mark mend".split()
     )
 }
 
