@@ -8,7 +8,8 @@ memory, and these runs are delivered: to be stepped by, measured or kept (gradie
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from types import MethodType
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ class Buckets:
         frozen = not param.requires_grad
         if frozen:
             param.requires_grad_(True)  # or torch hooks nothing
-        take = _leave if param in self.uses.together else _weakly(self.take)
+        take = _leave if param in self.uses.together else _weakly(cast(MethodType, self.take))
         handle: torch.utils.hooks.RemovableHandle
         handle = param.register_post_accumulate_grad_hook(take)
         if frozen:
@@ -290,18 +291,18 @@ def may_be_trained(param: Tensor) -> bool:
     return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def _weakly(method: MethodType) -> Callable[[Tensor], None]:
     """A hook of a parameter that keeps its object no longer than others do.
 
     Torch holds such hooks where Python's garbage collector does not see them: a model that one of
     them leads back to would never be freed.
     """
-    found = weakref.WeakMethod(method)
+    owner, call = weakref.ref(method.__self__), method.__func__
 
     def hook(param: Tensor) -> None:
-        call = found()
-        if call is not None:
-            call(param)
+        found = owner()
+        if found is not None:
+            call(found, param)
 
     return hook
 
