@@ -40,12 +40,16 @@ class GradientReader:
         bound = self.how.max_value or None
         return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
 
-    def square(self, param: Tensor, run: Run) -> Tensor:
-        """The sum of the squares of a run as it was summed -> []."""
-        if run.square is not None:
-            return run.square
-        g = self._own(param, run)
-        return ops.square_sum(g, self.layout.shard(param), g)
+    def squares(self, runs: Runs) -> Tensor:
+        """The sums of the squares of runs as they were summed -> [n] in no particular order."""
+        known = [run.square for run in runs.values() if run.square is not None]
+        found = [torch.stack(known)] if known else []
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for param, run in runs.items():
+            if run.square is None:
+                alike.setdefault(run.g.dtype, []).append(self._own(param, run))
+        found += [ops.square_sums_of(some).to(self.layout.device) for some in alike.values()]
+        return torch.cat([x.double() for x in found])
 
     def beyond(self, param: Tensor, run: Run, bound: float) -> Tensor:
         """How many elements of a run lie outside ± ``bound``, and how many there are -> [2]."""

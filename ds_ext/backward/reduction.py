@@ -1,6 +1,6 @@
 """The gradients of a bucket are summed over the ranks, in place, and judged by all of them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,8 +9,6 @@ from ds_ext import ops
 from ds_ext.backward.runs import Run
 from ds_ext.backward.streams import Beside, to_host
 from ds_ext.distributed.layout import Layout
-from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
 
 _BAD = 2.0**20  # beyond any number of ranks
 
@@ -76,13 +74,14 @@ class Reduction:
         """
         squares: list[Tensor | None] = [None] * len(flats)
         if not self.layout.is_shared:
-            with launches.together():
-                sums = [ops.square_sum(f, Shard.whole((len(f),)), f) for f in flats.values()]
+            sums = _of_each(ops.square_sums_of, flats.values())
             most = [torch.finfo(ops.accumulator(f.dtype)).max / len(f) for f in flats.values()]
-            good = torch.stack([x <= bound for x, bound in zip(sums, most, strict=True)])
+            good = torch.stack(sums) <= _vector(most, sums[0])
             squares = [*sums]
         else:
-            good = torch.stack([self._stays_finite(p, flat) for p, flat in flats.items()])
+            found = _of_each(ops.largest, flats.values())
+            most = [self._bound(p, flat) for p, flat in flats.items()]
+            good = torch.stack(found) <= _vector(most, found[0])
         present = torch.tensor(has, dtype=torch.bool, device="cpu")
         present = present.to(good.device, non_blocking=True)
         votes = torch.full(good.shape, _BAD, dtype=torch.float32, device=good.device)
@@ -94,9 +93,21 @@ class Reduction:
         dtype = self.comm_dtype(param) or param.dtype
         return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
 
-    def _stays_finite(self, param: Tensor, flat: Tensor) -> Tensor:
-        """Whether a gradient, its sum over the ranks and the squares of that do -> []."""
-        low, high = torch.aminmax(flat)
-        squares = (torch.finfo(ops.accumulator(flat.dtype)).max / flat.numel()) ** 0.5
-        bound = min(torch.finfo(flat.dtype).max, squares) / self.layout.of[param].grad_divisor
-        return torch.logical_and(high <= bound, low >= -bound)
+    def _bound(self, param: Tensor, flat: Tensor) -> float:
+        """What no element may exceed so that the sum over the ranks and its squares are finite."""
+        squares = (torch.finfo(ops.accumulator(flat.dtype)).max / max(1, flat.numel())) ** 0.5
+        return float(min(torch.finfo(flat.dtype).max, squares)) / self.layout.of[param].grad_divisor
+
+
+def _of_each(op: Callable[[Sequence[Tensor]], Tensor], flats: Iterable[Tensor]) -> list[Tensor]:
+    """What ``op`` gives of tensors, [] each, of all that have one dtype at a time; in fp64."""
+    flats = list(flats)
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(flat.dtype for flat in flats):
+        numbers = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
+        found |= zip(numbers, op([flats[i] for i in numbers]).double(), strict=True)
+    return [found[i] for i in range(len(flats))]
+
+
+def _vector(numbers: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)

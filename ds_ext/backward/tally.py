@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ds_ext.backward.reading import GradientReader, Runs
 from ds_ext.backward.runs import Run
-from ds_ext.ops.triton import launches
 
 
 @dataclass
@@ -70,9 +69,8 @@ class Tally:
         reader, layout = self.reader, self.reader.layout
         for placement, params in layout.by_placement(runs):
             unscale, replicas = reader.unscale(placement), layout.num_replicas(placement)
-            with launches.together():
-                squares = [reader.square(param, runs[param]) for param in params]
-            square = torch.stack(squares).double().sum() * (unscale**2 / replicas)
+            square = reader.squares({p: runs[p] for p in params}).double().sum()
+            square *= unscale**2 / replicas
             self.square = square if self.square is None else self.square + square
             if reader.how.max_value:
                 bound = reader.how.max_value / unscale

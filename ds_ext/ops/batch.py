@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.native.table import Table
+from ds_ext.ops.native.table import KNOWN, Table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Kept, Source
 
@@ -77,6 +77,36 @@ class Shifted:
         return (self.runs.pointers + self.by.astype(np.uint64)).astype(np.uint64)
 
 
+class KnownSquares:
+    """The sums of squares of weights as they were last written, which need not be read for them.
+
+    They hold for runs that lie where they did and that no operation of torch has written to since;
+    of what writes past torch's version counters (``param.data``), a few dozen weights tell.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._values = np.full((n, KNOWN), -1, dtype=np.float32)
+        self._where: Pointers | None = None
+        self._versions: list[int] = []
+        self.are_wanted = False  # by a rule
+        step = self._values.strides[0]
+        self.pointers: Pointers = (self._values.ctypes.data + step * np.arange(n)).astype(np.uint64)
+
+    def check(self, runs: Runs) -> None:
+        """Forgets those of runs that were written to since ``note``."""
+        versions = [x._version for x in runs.tensors]
+        if self._where is None or not np.array_equal(self._where, runs.pointers):
+            self._values[:, 0] = -1
+        elif versions != self._versions:
+            for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)):
+                if now != then:
+                    self._values[i, 0] = -1
+
+    def note(self, runs: Runs) -> None:
+        """Takes the runs to be as a pass has just left them."""
+        self._where, self._versions = runs.pointers, [x._version for x in runs.tensors]
+
+
 @dataclass(frozen=True)
 class Weights:
     """The weights of a batch, and how they are written: as ``Kept``, for each."""
@@ -86,6 +116,7 @@ class Weights:
     aux: Runs | None = None
     keys: NDArray[np.uint32] | None = None  # [n]
     measured: Pointers | None = None  # of two fp64 sums that writing adds to, [n]
+    known: KnownSquares | None = None
 
     def kept(self) -> Kept:
         """Returns what this is to a kernel: it has what a ``Kept`` has, of each."""

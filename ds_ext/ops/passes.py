@@ -67,6 +67,7 @@ __all__ = [
     "factors_",
     "flat",
     "is_part",
+    "largest",
     "lerp_",
     "matrix_square_sums",
     "own_run",
@@ -77,6 +78,7 @@ __all__ = [
     "square_lerp_",
     "square_sum",
     "square_sums",
+    "square_sums_of",
     "squared",
     "squares",
     "times",
@@ -102,6 +104,29 @@ def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> list[
             v = read(x, b).reshape(-1)
             total += torch.dot(v, v)
     return totals
+
+
+def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
+    """Sums of the squares of flat tensors on one device, at least one -> [n]."""
+    if native.takes(runs):
+        return native.square_sums_of(runs)
+    with launches.together():
+        sums = [square_sum(x, Shard.whole((len(x),)), x) for x in runs]
+    return torch.stack(sums)
+
+
+def largest(runs: Sequence[Tensor]) -> Tensor:
+    """The largest magnitudes of flat tensors on one device -> [n]; 0 of no elements.
+
+    It is inf or NaN where an element is.
+    """
+    if native.takes(runs):
+        return native.largest(runs)
+    found = []
+    for x in runs:
+        low, high = torch.aminmax(x) if len(x) else (x.new_zeros(()), x.new_zeros(()))
+        found.append(torch.maximum(high, -low).to(accumulator(x.dtype)))
+    return torch.stack(found)
 
 
 def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:

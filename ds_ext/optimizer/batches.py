@@ -8,6 +8,7 @@ A ``Plan`` is what does not change from step to step of a bucket: its batches an
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
-from ds_ext.ops.batch import Batch, Runs, Weights, kind, may_join, stacked
+from ds_ext.ops.batch import Batch, KnownSquares, Runs, kind, may_join, stacked
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import launches
@@ -56,6 +57,7 @@ class Group:
         self.row, self.pieces = row, pieces
         self.batch = Batch([x.shard for x in pieces], [x.first for x in pieces])
         self.numbers = np.array([x.number for x in pieces], dtype=np.uint64)
+        self.known = KnownSquares(len(pieces))
 
 
 class Plan:
@@ -114,20 +116,24 @@ class BatchedStep:
         p = weight_update.weights(
             self.runs, self.states, self.rule, self.group.numbers, self.t, self.batch
         )
+        self.group.known.check(self.runs)
+        p = replace(p, known=self.group.known)
         if self.meter is not None:
             sums = [
                 self.meter.sums_of(self.group.row, run, replicas)
                 for run, replicas in zip(self.runs.tensors, self.replicas, strict=True)
             ]
-            p = Weights(p.run, p.how, p.aux, p.keys, Runs(sums).pointers)
+            p = replace(p, measured=Runs(sums).pointers)
         step: lockstep.Rule = self.rule.step(
             p, self.gradients, stacked(self.states), self.t, self.batch
         )
         return step
 
     def end(self) -> None:
-        """Notes that masters belong to what the weights are now."""
+        """Notes that masters and sums belong to what the weights are now."""
         weight_update.mark_all(self.runs, self.states, self.batch)
+        torch.autograd.graph.increment_version(self.runs.tensors)
+        self.group.known.note(self.runs)
 
 
 class BucketStep:

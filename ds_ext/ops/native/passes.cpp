@@ -33,6 +33,7 @@ struct Entry {
     const float *before, *in, *in2, *in3;  // statistics as they were; totals
     int16_t *marks;
     double *measured;                    // [2]: sums of squares of changes and of new weights
+    float *known;                        // [1 + PROBES]: see PROBES below
     uint32_t key;                        // of random bits
     float factor, bound;                 // of x
     float scale;                         // of an update
@@ -47,7 +48,12 @@ struct Entry {
 enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL };
 enum Dtype { FP32, BF16, FP16 };
 enum Kept { PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED };
-enum Pass { SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
+enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
+
+// The sum of the squares of a weight is known when it was written, and need not be read for it
+// again. Somebody else may have written since: PROBES weights tell that, and their number, which
+// is 0 where nothing is known.
+const int PROBES = 31;
 
 // What is the same for all parameters of a call.
 struct Call {
@@ -440,6 +446,28 @@ static __attribute__((noinline)) double square_sum(const float *x, int64_t n) {
     return lane[0];
 }
 
+// The largest magnitude of a strip: infinity if there is a NaN.
+static void largest(const Call &call, const Entry &e, const Strip &s, double *partial) {
+    float room[CHUNK];
+    uint32_t most[WIDTH] = {};
+    for (int64_t i = s.begin; i < s.end; i += CHUNK) {
+        int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK, j = 0;
+        const float *x = loaded(e.x, call.dtype, i, n, room);
+        for (; j + WIDTH <= n; j += WIDTH)
+            for (int l = 0; l < WIDTH; ++l) {
+                uint32_t a = as_bits(x[j + l]) & 0x7FFFFFFFu;  // ordered as the numbers are
+                most[l] = a > most[l] ? a : most[l];
+            }
+        for (int l = 0; j + l < n; ++l) {
+            uint32_t a = as_bits(x[j + l]) & 0x7FFFFFFFu;
+            most[l] = a > most[l] ? a : most[l];
+        }
+    }
+    uint32_t all = 0;
+    for (int l = 0; l < WIDTH; ++l) all = most[l] > all ? most[l] : all;
+    *partial = as_float(all > 0x7F800000u ? 0x7F800000u : all);
+}
+
 // The sum of up to CHUNK numbers.
 static __attribute__((noinline)) double sum_of(const float *x, int64_t n) {
     Vector sum = {}, v;
@@ -615,6 +643,19 @@ INLINE Line next_line(const Entry &e, int64_t i, int64_t end) {
 
 // Rows of at most this many elements are read many at a time.
 const int64_t NARROW = 64;
+
+// Compares, or notes, the probes of a weight; whether they are what they were.
+static bool probed(const Call &call, const Entry &e, bool notes) {
+    float room[1];
+    for (int64_t k = 0; k < PROBES && e.n; ++k) {
+        float x = *weight(e, call.kept, (2 * k + 1) * e.n / (2 * PROBES), 1, room);
+        if (notes)
+            e.known[1 + k] = x;
+        else if (as_bits(e.known[1 + k]) != as_bits(x))
+            return false;
+    }
+    return true;
+}
 
 // Adds squares of rows of ``cols`` elements to sums over rows and columns.
 INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, int64_t line, int64_t c,
@@ -891,6 +932,7 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
                 for (int64_t j = 0; j < n; ++j) to[j] -= lr * (u[j] + decay * to[j]);
             else
                 for (int64_t j = 0; j < n; ++j) to[j] -= lr * u[j];
+            if (e.known) weights += square_sum(to, n);
             continue;
         }
         if (call.decays)
@@ -903,6 +945,8 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
             weights += square_sum(now, n);
             for (int64_t j = 0; j < n; ++j) old[j] = now[j] - old[j];
             changes += square_sum(old, n);
+        } else if (e.known) {
+            weights += square_sum(now, n);
         }
     }
     partial[0] = changes;
@@ -960,6 +1004,10 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
     for (int64_t i = 0; i < count; ++i) {
         Entry &e = entries[i];
         size_t first = strips.size();
+        if (call.pass == SQUARES && e.known && e.known[0] >= 0) {
+            if (probed(call, e, false)) continue;  // nothing is to be read
+            e.known[0] = -1;
+        }
         if (call.pass == FACTORS) {
             int64_t each = e.rows + e.cols, step = each < STRIP ? STRIP / (each ? each : 1) : 1;
             for (int64_t mat = 0; mat < e.mats; mat += step)
@@ -983,6 +1031,7 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
         bool is_one = e.rows * e.cols > STRIP;
         float *col = is_one ? columns.data() + s.partial : e.out2;
         switch (call.pass) {
+        case LARGEST: largest(call, e, s, &sums[static_cast<size_t>(2 * k)]); break;
         case SQUARES: squares(call, e, s, &sums[static_cast<size_t>(2 * k)]); break;
         case STATISTICS: statistics(call, e, s, col, is_one); break;
         case WEIGHED: weighed(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
@@ -997,14 +1046,27 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
     parallel(static_cast<int64_t>(strips.size()), elements < STRIP ? 1 : threads, task);
 
     // What strips of one parameter have made is put together, in their order.
-    if (call.pass == SQUARES || call.pass == FACTORS || call.pass == NUMBERS) {
+    if (call.pass <= SQUARES || call.pass == FACTORS || call.pass == NUMBERS || call.pass == APPLY) {
         for (int64_t i = 0, k = 0; i < count; ++i) {
             double sum = 0, other = 0;
             for (; k < static_cast<int64_t>(strips.size()) && strips[static_cast<size_t>(k)].entry == i; ++k) {
-                sum += sums[static_cast<size_t>(2 * k)];
+                double part = sums[static_cast<size_t>(2 * k)];
+                sum = call.pass != LARGEST ? sum + part : (part > sum ? part : sum);
                 other += sums[static_cast<size_t>(2 * k + 1)];
             }
             Entry &e = entries[i];
+            if (call.pass == APPLY) {
+                if (e.measured) e.measured[0] += sum, e.measured[1] += other;
+                if (e.known) {
+                    e.known[0] = static_cast<float>(other);
+                    probed(call, e, true);
+                }
+                continue;
+            }
+            if (call.pass == SQUARES && e.known && e.known[0] >= 0) {
+                *e.out = e.known[0];
+                continue;
+            }
             if (call.pass != FACTORS) {
                 if (e.out) *e.out = static_cast<float>(sum);
                 if (e.out2) *e.out2 = static_cast<float>(other);
@@ -1018,10 +1080,6 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
     }
     for (size_t k = 0; k < strips.size(); ++k) {
         Entry &e = entries[strips[k].entry];
-        if (call.pass == APPLY && e.measured) {
-            e.measured[0] += sums[2 * k];
-            e.measured[1] += sums[2 * k + 1];
-        }
         if (by_matrix && e.rows * e.cols > STRIP) {
             int64_t mat = (e.start + strips[k].begin) / (e.rows * e.cols);
             const float *from = columns.data() + strips[k].partial;

@@ -42,7 +42,35 @@ def square_sums(runs: Sequence[Any], batch: Batch, like: Any) -> list[Tensor]:
         return [of_weights, other]
     totals = [_new(len(batch)) for _ in runs]
     for source, total in zip(sources, totals, strict=True):
-        _run("squares", batch, source, out=_each(total))
+        known: Any = source.form == "IS_WEIGHT" and getattr(source.kept, "known", None)
+        if known:
+            known.are_wanted = True
+        _run("squares", batch, source, out=_each(total), known=known.pointers if known else 0)
+    return totals
+
+
+def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
+    """Sums of squares of flat tensors of one dtype -> [n]."""
+    return _each_of("squares", runs)
+
+
+def largest(runs: Sequence[Tensor]) -> Tensor:
+    """The largest magnitudes of flat tensors of one dtype, infinite where there is a NaN -> [n]."""
+    return _each_of("largest", runs)
+
+
+def takes(runs: Sequence[Tensor]) -> bool:
+    """Whether native passes read flat tensors together."""
+    dtypes = {x.dtype for x in runs}
+    is_here = all(x.device.type == "cpu" and x.is_contiguous() for x in runs)
+    return is_here and len(dtypes) == 1 and dtypes <= table.DTYPES.keys() and table.is_there()
+
+
+def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
+    totals = _new(len(runs))
+    made = table.Table([(0, len(x), 1, 1, len(x)) for x in runs])
+    columns = {**table.DEFAULTS, "x": Runs(runs).pointers, "out": _each(totals)}
+    made.run(name, columns, table.FORMS["IS_RUN"], table.DTYPES[runs[0].dtype])
     return totals
 
 
@@ -145,6 +173,8 @@ def apply_(p: Weights, u: Any, batch: Batch, *, lr: Number, weight_decay: Number
         numbers["decay"] = weight_decay
     if p.measured is not None:
         numbers["measured"] = p.measured
+    if p.known is not None and p.known.are_wanted:
+        numbers["known"] = p.known.pointers
     _run("apply", batch, source, p, decays, **numbers)
 
 

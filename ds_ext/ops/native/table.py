@@ -14,7 +14,9 @@ ENTRY = np.dtype(
     [(name, np.int64) for name in "start n mats rows cols first".split()]
     + [
         (name, np.uint64)
-        for name in ("x w aux m v row col out out2 out3 before in in2 in3 marks measured".split())
+        for name in (
+            "x w aux m v row col out out2 out3 before in in2 in3 marks measured known".split()
+        )
     ]
     + [("key", np.uint32)]
     + [
@@ -24,7 +26,8 @@ ENTRY = np.dtype(
 )
 INSTRUCTIONS = 0  # the best that the processor has; 1: those that every one has
 # What a column is that a pass over runs does not set.
-DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0, "out2": 0, "measured": 0}
+DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0, "out2": 0, "measured": 0, "known": 0}
+KNOWN = 32  # numbers of each weight by which its sum of squares is known: 1 + PROBES
 
 FORMS = {
     name: i
@@ -48,7 +51,10 @@ KEPT = {
 PASSES = {
     name: i
     for i, name in enumerate(
-        "squares statistics weighed factors numbers advance advance_square apply mark mend".split()
+        (
+            "largest squares statistics weighed factors numbers advance advance_square apply mark "
+            "mend"
+        ).split()
     )
 }
 
