@@ -80,15 +80,21 @@ def _cell(value: object) -> str:
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], None]], rounds: int, sync: Callable[[], None]
+    candidates: Mapping[str, Callable[[], None]],
+    rounds: int,
+    sync: Callable[[], None],
+    before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds that each candidate took in each round, after one round that is not counted.
 
-    The candidates of a round run one after another. ``sync`` waits for the device.
+    The candidates of a round run one after another, each after what is to be called ``before`` it.
+    ``sync`` waits for the device.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for counted in [False] + [True] * rounds:
         for name, candidate in candidates.items():
+            if before is not None:
+                before[name]()
             sync()
             began = time.perf_counter()
             candidate()

@@ -19,6 +19,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Kept, Source
 
 Pointers: TypeAlias = NDArray[np.uint64]
+MASTER = frozenset({"master", "marks"})  # what a state holds that is of its weight's master
 
 
 class Runs:
@@ -172,14 +173,13 @@ def may_join(shard: Shard) -> bool:
 
 
 def stacked(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns states of one structure, nested in dicts, as one of ``Runs``."""
+    """Returns what rules keep, of one structure nested in dicts, as one state of ``Runs``."""
     found: dict[str, Any] = {}
     for key, x in states[0].items():
-        values = [s[key] for s in states]
         if isinstance(x, dict):
-            found[key] = stacked(values)
-        elif isinstance(x, Tensor):
-            found[key] = Runs(values)
+            found[key] = stacked([s[key] for s in states])
+        elif isinstance(x, Tensor) and key not in MASTER:
+            found[key] = Runs([s[key] for s in states])
     return found
 
 

@@ -109,8 +109,12 @@ class Shard:
         return cls(tuple(shape), 0, numel, numel)
 
     @classmethod
+    @functools.lru_cache(4096)
     def of_rank(cls, shape: tuple[int, ...], rank: int, world: int) -> "Shard":
-        """ZeRO's cut: equal runs of ``ceil(numel / world)``, the last ones short or empty."""
+        """ZeRO's cut: equal runs of ``ceil(numel / world)``, the last ones short or empty.
+
+        The same arguments give the same object.
+        """
         numel = math.prod(shape)
         size = -(-numel // world)
         return cls(tuple(shape), min(rank * size, numel), min((rank + 1) * size, numel), size)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ds_ext.hyperparams import Size
 from ds_ext.ops import edits, scratch
-from ds_ext.ops.batch import Batch, Runs, Weights
+from ds_ext.ops.batch import MASTER as MASTER
+from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.native import passes as native
 from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.shard import Block, Shard
@@ -29,8 +30,6 @@ WeightUpdate = Annotated[
     Literal["stochastic", "nearest", "master"],
     Field(description='"stochastic", "nearest" or "master"'),
 ]
-
-MASTER = frozenset({"master", "marks"})  # what a state holds of a weight's master
 
 
 @dataclass(frozen=True)
@@ -166,41 +165,46 @@ def weight(
     return _with_master(p, s)
 
 
-def weights(
-    runs: Runs,
-    states: Sequence[dict[str, Any]],
-    how: Writing,
-    numbers: NDArray[np.uint64],
-    t: int,
-    batch: Batch,
-) -> Weights:
-    """The same for a batch: its ``runs``, their states, and the numbers of their parameters."""
-    marks = [s.pop("marks", None) for s in states]
-    if how.weight_update != "master":
-        for s in states:
+def prepare_all(
+    runs: Sequence[Tensor], states: Sequence[dict[str, Any]], hows: Sequence[Writing]
+) -> None:
+    """Makes masters, drops them or adapts them to edited weights, as ``weight``, for a bucket."""
+    mended = []
+    for p, s, how in zip(runs, states, hows, strict=True):
+        marked = s.pop("marks", None)
+        if how.weight_update != "master":
             s.pop("master", None)
-        if runs.dtype not in ROUND or how.weight_update == "nearest":
-            return Weights(runs)
-        return Weights(runs, "STOCHASTIC", keys=keys(how.seed, numbers, t))
-    if runs.dtype not in ROUND:
-        return Weights(runs)
-    for s, p in zip(states, runs.tensors, strict=True):
-        if "master" not in s:
-            s["master"] = master(p, how)["master"]
-    aux = Runs([s["master"] for s in states])
-    if runs.dtype != torch.bfloat16:
-        return Weights(runs, "COPIED", aux)
-    found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.uint64)
-    native.mend_(runs, aux, found, batch)
-    return Weights(runs, "SPLIT", aux)
+        elif "master" not in s:
+            s |= {k: x for k, x in master(p, how).items() if k == "master"}
+        elif p.dtype == torch.bfloat16:
+            mended.append((p, s["master"], marked))
+    if mended:
+        native.mend_all_(mended)
 
 
-def mark_all(runs: Runs, states: Sequence[dict[str, Any]], batch: Batch) -> None:
-    """``mark`` for a batch."""
-    if "master" in states[0] and runs.dtype == torch.bfloat16:
-        for s, p in zip(states, runs.tensors, strict=True):
+def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
+    """``mark`` for a bucket."""
+    marked = []
+    for p, s in zip(runs, states, strict=True):
+        if "master" in s and p.dtype == torch.bfloat16:
             s["marks"] = edits.room(p)
-        native.mark(runs, Runs([s["marks"] for s in states]), batch)
+            marked.append((p, s["marks"]))
+    if marked:
+        native.mark_all(marked)
+
+
+def weights(
+    runs: Runs, masters: Runs | None, how: Writing, numbers: NDArray[np.uint64], t: int
+) -> Weights:
+    """The same as ``weight`` for a batch, its masters being there if there are any.
+
+    ``numbers`` tell its parameters apart, [n].
+    """
+    if runs.dtype not in ROUND or how.weight_update == "nearest":
+        return Weights(runs)
+    if how.weight_update == "stochastic":
+        return Weights(runs, "STOCHASTIC", keys=keys(how.seed, numbers, t))
+    return Weights(runs, "SPLIT" if runs.dtype == torch.bfloat16 else "COPIED", masters)
 
 
 def mark(p: Tensor, s: dict[str, Any]) -> None:

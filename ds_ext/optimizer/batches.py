@@ -107,15 +107,16 @@ class BatchedStep:
         self.t = states[group.pieces[0].at]["step"]
         self.states = [piece.state(states[piece.at]) for piece in group.pieces]
         self.runs = Runs([piece.of(updates[piece.at].p) for piece in group.pieces])
+        self.masters = None
+        if "master" in states[group.pieces[0].at]:
+            self.masters = Runs([x.of(states[x.at]["master"]) for x in group.pieces])
         self.gradients = _gradients(group, updates)
         self.meter = optimizer.meter
         self.replicas = [updates[piece.at].num_replicas for piece in group.pieces]
 
     def begin(self) -> lockstep.Rule:
         """Returns the rule's generator, which steps all of them."""
-        p = weight_update.weights(
-            self.runs, self.states, self.rule, self.group.numbers, self.t, self.batch
-        )
+        p = weight_update.weights(self.runs, self.masters, self.rule, self.group.numbers, self.t)
         self.group.known.check(self.runs)
         p = replace(p, known=self.group.known)
         if self.meter is not None:
@@ -130,8 +131,7 @@ class BatchedStep:
         return step
 
     def end(self) -> None:
-        """Notes that masters and sums belong to what the weights are now."""
-        weight_update.mark_all(self.runs, self.states, self.batch)
+        """Notes that sums belong to what the weights are now, and tells torch of the change."""
         torch.autograd.graph.increment_version(self.runs.tensors)
         self.group.known.note(self.runs)
 
@@ -149,8 +149,16 @@ class BucketStep:
         self.staged, self.offload = staged, optimizer.offload
         self.alone = staged if plan is None else [staged[i] for i in plan.alone]
         self.batches: list[BatchedStep] = []
+        self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
+            rows = [optimizer.row_of[run.update.param] for run in self.joined]
+            rules = {i: optimizer.rule_of(optimizer.param_groups[i]["params"][0]) for i in {*rows}}
+            weight_update.prepare_all(
+                [run.update.p for run in self.joined],
+                [run.state for run in self.joined],
+                [rules[i] for i in rows],
+            )
             self.batches = [BatchedStep(optimizer, x, updates, states) for x in plan.groups]
         self.rules = [batch.begin() for batch in self.batches]
         with launches.together() as next_parameter:
@@ -162,6 +170,9 @@ class BucketStep:
         """Stores what was stepped, after the rules have ended."""
         for batch in self.batches:
             batch.end()
+        weight_update.mark_all(
+            [run.update.p for run in self.joined], [run.state for run in self.joined]
+        )
         with launches.together() as next_parameter:
             for run in self.alone:
                 weight_update.mark(run.update.p, run.state)

@@ -25,8 +25,8 @@ from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
 from ds_ext.rules import Rule
 
-# Elements of parameters that a plain step takes together, at least.
-TOGETHER = 2**22
+# Elements of parameters that a plain step takes together, at least: the host's time is by bucket.
+TOGETHER = 2**28
 # Buckets whose batches are remembered; more come up only where each step has others.
 MOST_PLANS = 4096
 CPU = torch.device("cpu")

@@ -150,6 +150,82 @@ def test_sizes_of_updates_are_measured(name, monkeypatch):
         assert a[0, 2] == b[0, 2] == sum(math.prod(s) for s in SHAPES)
 
 
+@pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])
+@pytest.mark.parametrize("dtype, mode", [WAYS[0], WAYS[1], WAYS[3]])
+def test_experts_are_stepped_as_the_ops_do(name, dtype, mode, monkeypatch):
+    shapes = ((3, 6, 40), (5, 8), (2, 7, 600))
+    found = []
+    for path in ("native", "ops"):
+        paths.use(monkeypatch, path)
+        weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
+        optimizer = OPTIMIZERS[name](weights, **SETTINGS[name], weight_update=mode)
+        optimizer.stacks = {weights[0]: 4, weights[2]: 0}
+        for grads in table.gradients(3, shapes, dtype):
+            for p, g in zip(weights, grads, strict=True):
+                p.grad = g
+            optimizer.step()
+        held = [optimizer.weights(p, p.detach().view(-1), Shard.whole(p.shape)) for p in weights]
+        found.append(held)
+        assert list(optimizer.state[weights[0]]["experts"]) == ["4", "5", "6"]
+        assert ("master" in optimizer.state[weights[0]]) == (mode == "master")
+        assert "master" not in optimizer.state[weights[0]]["experts"]["4"]
+    before = table.weights(shapes, dtype)
+    assert worst(*found, before) <= (2e-5 if mode != "stochastic" else 3e-2)
+
+
+@pytest.mark.parametrize("how", ["op", "data", "other"])
+@pytest.mark.parametrize("name", ["adalomo", "adafactor"])
+def test_weights_that_were_edited_are_measured_anew(name, how, monkeypatch):
+    """By an operation, past torch's version counters, or by another optimizer."""
+    found = []
+    for path in ("native", "ops"):
+        paths.use(monkeypatch, path)
+        (p,) = weights = [nn.Parameter(w) for w in table.weights(((30, 70),), torch.float32)]
+        optimizer, other = (OPTIMIZERS[name](weights) for _ in range(2))
+        for i, (g,) in enumerate(table.gradients(4, ((30, 70),), torch.float32)):
+            p.grad = g
+            optimizer.step()
+            with torch.no_grad():
+                if how == "op":
+                    p[i] = 3.0
+                elif how == "data":
+                    p.data.mul_(1.5)
+                else:
+                    other.step()
+        found.append([p.detach().view(-1)])
+    assert worst(*found, table.weights(((30, 70),), torch.float32)) <= 2e-5
+
+
+def test_what_is_known_of_a_weight_saves_reading_it(monkeypatch):
+    paths.use(monkeypatch, "native")
+    (p,) = weights = [nn.Parameter(w) for w in table.weights(((30, 70),), torch.float32)]
+    optimizer = OPTIMIZERS["adalomo"](weights)
+    p.grad = torch.ones_like(p)
+    for _ in range(2):
+        optimizer.step()
+    (plan,) = optimizer._plans.values()
+    known = plan.groups[0].known._values[0, 0]
+    assert known == pytest.approx(float(p.detach().square().sum()), rel=1e-5)
+    plan.groups[0].known._values[0, 0] = 16 * known  # and then it is believed
+    before = p.detach().clone()
+    optimizer.step()
+    moved = (p.detach() - before).norm()
+    plan.groups[0].known._values[0, 0] *= 0
+    before = p.detach().clone()
+    optimizer.step()
+    assert moved > 3 * (p.detach() - before).norm() > 0
+
+
+def test_autograd_sees_that_weights_were_written(monkeypatch):
+    paths.use(monkeypatch, "native")
+    p = nn.Parameter(torch.ones(4, 3))
+    loss = (p * p).sum()
+    p.grad = torch.ones_like(p)
+    ds_ext.AdaLomo([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_gradient_that_is_not_finite_shows_in_every_sum(monkeypatch):
     paths.use(monkeypatch, "native")
     for odd in (math.inf, -math.inf, math.nan):

@@ -17,6 +17,7 @@ from ds_ext.ops.native import table
 from ds_ext.ops.sources import Number, Source, source_of
 
 Op = TypeVar("Op", bound=Callable[..., Any])
+CPU = torch.device("cpu")
 
 
 def on_batches(on_batch: Callable[..., Any]) -> Callable[[Op], Op]:
@@ -62,15 +63,14 @@ def largest(runs: Sequence[Tensor]) -> Tensor:
 def takes(runs: Sequence[Tensor]) -> bool:
     """Whether native passes read flat tensors together."""
     dtypes = {x.dtype for x in runs}
-    is_here = all(x.device.type == "cpu" and x.is_contiguous() for x in runs)
+    is_here = all(x.device == CPU and x.is_contiguous() for x in runs)
     return is_here and len(dtypes) == 1 and dtypes <= table.DTYPES.keys() and table.is_there()
 
 
 def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
     totals = _new(len(runs))
-    made = table.Table([(0, len(x), 1, 1, len(x)) for x in runs])
     columns = {**table.DEFAULTS, "x": Runs(runs).pointers, "out": _each(totals)}
-    made.run(name, columns, table.FORMS["IS_RUN"], table.DTYPES[runs[0].dtype])
+    _flat(runs).run(name, columns, table.FORMS["IS_RUN"], table.DTYPES[runs[0].dtype])
     return totals
 
 
@@ -178,18 +178,23 @@ def apply_(p: Weights, u: Any, batch: Batch, *, lr: Number, weight_decay: Number
     _run("apply", batch, source, p, decays, **numbers)
 
 
-def mark(p: Runs, marks: Runs, batch: Batch) -> None:
-    """marks ← the marks of bf16 runs: ``edits.marks``."""
-    _groups("mark", batch, w=p.pointers, marks=marks.pointers)
+def mark_all(given: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Writes the marks of bf16 runs, ``edits.marks``, given with room for them."""
+    runs, marks = zip(*given, strict=True)
+    _flat(runs).run("mark", {"w": Runs(runs).pointers, "marks": Runs(marks).pointers})
 
 
-def mend_(p: Runs, residual: Runs, marks: Pointers, batch: Batch) -> None:
-    """Drops what is left of weights that were changed: ``edits.mend_``; 0 where there are none."""
-    _groups("mend", batch, w=p.pointers, aux=residual.pointers, marks=marks)
+def mend_all_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+    """Drops what is left of weights that were changed: ``edits.mend_`` of its arguments."""
+    runs, residuals, marks = zip(*given, strict=True)
+    found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.uint64)
+    columns = {"w": Runs(runs).pointers, "aux": Runs(residuals).pointers, "marks": found}
+    _flat(runs).run("mend", columns)
 
 
-def _groups(name: str, batch: Batch, **columns: Pointers) -> None:
-    batch.own.run(name, columns)
+def _flat(runs: Sequence[Tensor]) -> table.Table:
+    """A table of tensors without rows and columns."""
+    return table.Table([(0, len(x), 1, 1, len(x)) for x in runs])
 
 
 def _source(x: Any) -> Source:

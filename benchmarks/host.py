@@ -1,0 +1,159 @@
+"""Time of the host in a step: what Python and torch take of a parameter, whatever its size.
+
+A step of many small parameters is nearly all of the host. And one of Llama-7B's parameters, whose
+native passes do nothing: what remains is the host's.
+"""
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import ds_ext
+from benchmarks import report
+from ds_ext.backward import settings
+from ds_ext.ops.native import library, table
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.planner.memory import KNOWN, llama
+from ds_ext.rules import REGISTRY
+
+SIDE = 8  # of small parameters
+BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--params", type=int, default=300, help="small parameters")
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--optimizers", nargs="+", choices=BATCHED, default=BATCHED)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Times all of them, and writes the tables."""
+    torch.set_num_threads(1)
+    rows = []
+    for name in args.optimizers:
+        row: dict[str, object] = {"optimizer": OPTIMIZERS[name].__name__}
+        row |= small(name, args.params, args.rounds)
+        row |= large(name, args.rounds)
+        rows.append(row)
+        print(report.table([row]), flush=True)
+    report.write("host", "Time of the host in a step", TEXT, {"Host": rows}, None)
+
+
+TEXT = f"""
+`plain` and `in backward` are of one step of {SIDE} x {SIDE} parameters, in microseconds of each:
+`optimizer.step()`, and `loss.backward()` with the step inside by the time that it takes with
+gradients that are dropped. `7B` is a plain step of the 291 parameters of Llama-7B in bf16, in
+milliseconds, by native passes that do nothing; it is of `buckets` of parameters that are stepped
+together, in `calls` of native passes for each of them. Medians over rounds. Times of a CPU are here
+because the host's time is what is measured: they say something beside one another only.
+"""
+
+
+class Many(nn.Module):
+    """Small parameters, each used once."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([torch.randn(SIDE, SIDE) for _ in range(n)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of the products of x with each, []."""
+        return torch.stack([(p * x).sum() for p in self.params]).sum()
+
+
+def small(name: str, n: int, rounds: int) -> dict[str, object]:
+    """Microseconds of the host for each of ``n`` small parameters."""
+    x = torch.randn(SIDE, SIDE)
+    model, other = Many(n), Many(n)
+    plain = made(name, list(other.parameters()))
+    other(x).backward()
+    steps: dict[str, Callable[[], object]] = {"plain": plain.step}
+    fused = made(name, list(model.parameters()))
+    ds_ext.fuse_into_backward(model, fused, bucket_size=settings.BUCKET_SIZE)
+
+    def in_backward() -> None:
+        model(x).backward()
+        fused.step()
+
+    def dropped() -> None:
+        third(x).backward()
+        for p in third.parameters():
+            p.grad = None
+
+    third = Many(n)
+    steps |= {"in backward": in_backward, "dropped": dropped}
+    times = timed(steps, rounds)
+    inside = statistics.median(
+        a - b for a, b in zip(times["in backward"], times["dropped"], strict=True)
+    )
+    return {
+        "plain, µs": statistics.median(times["plain"]) / n * 1e6,
+        "in backward, µs": inside / n * 1e6,
+    }
+
+
+def large(name: str, rounds: int) -> dict[str, object]:
+    """Milliseconds of the host in a step of Llama-7B's parameters, which nobody reads."""
+    params = []
+    for shape in llama(*KNOWN["llama-7b"]).values():
+        params.append(nn.Parameter(torch.empty(shape, dtype=torch.bfloat16)))
+        params[-1].grad = torch.empty(shape, dtype=torch.bfloat16)
+    with doing_nothing(), mock.patch.object(torch, "zeros", torch.empty):
+        optimizer = made(name, params)
+        optimizer.step()
+        (seconds,) = timed({"step": optimizer.step}, rounds).values()
+        buckets: list[int] = []
+        original = type(optimizer).update
+
+        def counted(self: RuleOptimizer, *args: Any) -> int:
+            buckets.append(0)
+            return original(self, *args)
+
+        with mock.patch.object(type(optimizer), "update", counted), doing_nothing() as calls:
+            optimizer.step()
+    return {
+        "7B, ms": statistics.median(seconds) * 1e3,
+        "buckets": len(buckets),
+        "calls": calls["made"] / len(buckets),
+    }
+
+
+def made(name: str, params: list[nn.Parameter]) -> RuleOptimizer:
+    """An optimizer that does not move weights far."""
+    hypers = {"lr": 1e-6} if name != "adafactor" else {}
+    return OPTIMIZERS[name](params, **hypers)
+
+
+def timed(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each in each round, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for counted in [False] * 3 + [True] * rounds:
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if counted:
+                found[name].append(time.perf_counter() - began)
+    return found
+
+
+@contextmanager
+def doing_nothing() -> Iterator[Counter[str]]:
+    """Native passes are called and do nothing; counts the calls."""
+    calls: Counter[str] = Counter()
+
+    class Library:
+        def passes_run(self, *args: object) -> None:
+            calls["made"] += 1
+
+    if library.load() is None:
+        raise SystemExit("There are no native passes on this machine: install a C++ compiler.")
+    with mock.patch.object(table, "_library", Library):
+        yield calls
