@@ -17,6 +17,7 @@ from ds_ext.ops.native import table as native
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.meter import Meter
+from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import paths, table
 from tests.common.choose import params
@@ -130,6 +131,28 @@ def test_bits_depend_neither_on_threads_nor_on_the_processor(name, dtype, mode, 
         torch.set_num_threads(threads)
     monkeypatch.setattr(native, "INSTRUCTIONS", 1)  # those that every processor has
     assert same(stepped(name, dtype, mode, True), expected)
+
+
+@pytest.mark.parametrize("dtype, mode", WAYS)
+def test_every_number_is_written_as_the_ops_write_it(dtype, mode, monkeypatch):
+    """Bit for bit: of all exponents, subnormal ones, those beyond 16 bits, inf and NaN."""
+    bits = torch.randint(-(2**31), 2**31, (300_000,), generator=torch.Generator().manual_seed(0))
+    new = bits.to(torch.int32).view(torch.float32)
+    new[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
+    found = []
+    for path in ("native", "ops"):
+        paths.use(monkeypatch, path)
+        p = nn.Parameter(torch.zeros(len(new), dtype=dtype))
+        optimizer = ds_ext.LOMO([p], lr=1.0, weight_update=mode)
+        updates = [RunUpdate(p, p.detach(), -new, Shard.whole(p.shape))]
+        with torch.no_grad():
+            optimizer.update(updates, None)
+        state = optimizer.state[p]
+        found.append((p.detach(), *(state[k] for k in ("master", "marks") if k in state)))
+    for a, b in zip(*found, strict=True):
+        nan = a.isnan()
+        assert nan.equal(b.isnan()) and a[~nan].equal(b[~nan])
+    assert found[0][0].isnan().sum() == new.isnan().sum()
 
 
 @pytest.mark.parametrize("name", BATCHED)

@@ -345,6 +345,17 @@ static __attribute__((noinline)) void noise(uint32_t key, int64_t at, int64_t n,
     }
 }
 
+// Rounds where some lie beyond the largest bf16, which they go to, or are not finite and stay so.
+static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *random, int64_t n, uint16_t *w) {
+    for (int64_t j = 0; j < n; ++j) {
+        uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu, sign = bits & 0x80000000u;
+        uint32_t within = a > 0x7F7F0000u ? 0x7F7F0000u : a;
+        uint32_t rounded = ((within + random[j]) & 0xFFFF0000u) | sign;
+        uint32_t odd = a > 0x7F800000u ? 0x7FC00000u : bits;
+        w[j] = static_cast<uint16_t>((a >= 0x7F800000u ? odd : rounded) >> 16);
+    }
+}
+
 // Writes ``x`` as elements i and on of the weight, and leaves in ``x`` what that then holds.
 static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i, int64_t n, float *__restrict x) {
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
@@ -367,18 +378,18 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
             x[j] = half_to_float(w[j]);
         }
         break;
-    case STOCHASTIC_BF16:
+    case STOCHASTIC_BF16: {
         noise(e.key, e.first + i, n, random);
+        uint32_t most = 0;
         for (int64_t j = 0; j < n; ++j) {
-            uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu, sign = bits & 0x80000000u;
-            uint32_t within = a > 0x7F7F0000u ? 0x7F7F0000u : a;
-            uint32_t rounded = ((within + random[j]) & 0xFFFF0000u) | sign;
-            uint32_t odd = a > 0x7F800000u ? 0x7FC00000u : bits;
-            rounded = a >= 0x7F800000u ? odd : rounded;
-            w[j] = static_cast<uint16_t>(rounded >> 16);
-            x[j] = as_float(rounded);
+            uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu;
+            most = a > most ? a : most;
+            w[j] = static_cast<uint16_t>((bits + random[j]) >> 16);
         }
+        if (most > 0x7F7F0000u) round_odd(x, random, n, w);
+        for (int64_t j = 0; j < n; ++j) x[j] = bf16_to_float(w[j]);
         break;
+    }
     case STOCHASTIC_FP16:
         noise(e.key, e.first + i, n, random);
         for (int64_t j = 0; j < n; ++j) {
