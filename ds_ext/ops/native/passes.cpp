@@ -205,18 +205,18 @@ typedef void (*Runner)(const Call &, Entry *, int64_t, int);
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
 #define ISA v4
-#include __FILE__
+#include "passes.cpp"
 #undef ISA
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 #define ISA v3
-#include __FILE__
+#include "passes.cpp"
 #undef ISA
 #pragma GCC pop_options
 #endif
 #define ISA plain
-#include __FILE__
+#include "passes.cpp"
 #undef ISA
 
 static Runner chosen() {
@@ -1008,13 +1008,23 @@ static void marks(const Call &call, const Entry &e, const Strip &s) {
     }
 }
 
-static void run(const Call &call, Entry *entries, int64_t count, int threads) {
+// The work of a call: its strips, and room for what each of them sums up.
+struct Work {
     std::vector<Strip> strips;
-    bool by_matrix = is_by_matrix(call);
-    int64_t elements = 0, floats = 0;
+    std::vector<float> columns;  // sums over columns of strips of large matrices, [2, cols] each
+    std::vector<double> sums;    // [2] of each strip
+    int64_t elements = 0;
+};
+
+// Whether strips of a parameter are of one matrix, whose sums over columns they have in part.
+INLINE bool has_parts(const Call &call, const Entry &e) { return is_by_matrix(call) && e.rows * e.cols > STRIP; }
+
+static Work cut_all(const Call &call, Entry *entries, int64_t count) {
+    Work work;
+    int64_t floats = 0;
     for (int64_t i = 0; i < count; ++i) {
         Entry &e = entries[i];
-        size_t first = strips.size();
+        size_t first = work.strips.size();
         if (call.pass == SQUARES && e.known && e.known[0] >= 0) {
             if (probed(call, e, false)) continue;  // nothing is to be read
             e.known[0] = -1;
@@ -1022,86 +1032,96 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
         if (call.pass == FACTORS) {
             int64_t each = e.rows + e.cols, step = each < STRIP ? STRIP / (each ? each : 1) : 1;
             for (int64_t mat = 0; mat < e.mats; mat += step)
-                strips.push_back({i, mat, mat + step < e.mats ? mat + step : e.mats, 0});
-            elements += e.mats * each;
+                work.strips.push_back({i, mat, mat + step < e.mats ? mat + step : e.mats, 0});
+            work.elements += e.mats * each;
         } else {
-            cut(e, i, by_matrix, strips);
-            elements += e.n;
+            cut(e, i, is_by_matrix(call), work.strips);
+            work.elements += e.n;
         }
-        if (by_matrix && e.rows * e.cols > STRIP)
-            for (size_t k = first; k < strips.size(); ++k) {
-                strips[k].partial = floats;
-                floats += 2 * e.cols;
-            }
+        for (size_t k = first; k < work.strips.size() && has_parts(call, e); ++k) {
+            work.strips[k].partial = floats;
+            floats += 2 * e.cols;
+        }
     }
-    std::vector<float> columns(static_cast<size_t>(floats), 0.0f);
-    std::vector<double> sums(2 * strips.size(), 0.0);
-    auto task = [&](int64_t k) {
-        const Strip &s = strips[static_cast<size_t>(k)];
-        const Entry &e = entries[s.entry];
-        bool is_one = e.rows * e.cols > STRIP;
-        float *col = is_one ? columns.data() + s.partial : e.out2;
-        switch (call.pass) {
-        case LARGEST: largest(call, e, s, &sums[static_cast<size_t>(2 * k)]); break;
-        case SQUARES: squares(call, e, s, &sums[static_cast<size_t>(2 * k)]); break;
-        case STATISTICS: statistics(call, e, s, col, is_one); break;
-        case WEIGHED: weighed(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
-        case FACTORS: factors(e, s.begin, s.end, &sums[static_cast<size_t>(2 * k)]); break;
-        case NUMBERS: numbers(e, s, &sums[static_cast<size_t>(2 * k)]); break;
-        case ADVANCE:
-        case ADVANCE_SQUARE: advance(call, e, s); break;
-        case APPLY: apply(call, e, s, &sums[static_cast<size_t>(2 * k)]); break;
-        default: marks(call, e, s); break;
-        }
-    };
-    parallel(static_cast<int64_t>(strips.size()), elements < STRIP ? 1 : threads, task);
+    work.columns.resize(static_cast<size_t>(floats), 0.0f);
+    work.sums.resize(2 * work.strips.size(), 0.0);
+    return work;
+}
 
-    // What strips of one parameter have made is put together, in their order.
-    if (call.pass <= SQUARES || call.pass == FACTORS || call.pass == NUMBERS || call.pass == APPLY) {
-        for (int64_t i = 0, k = 0; i < count; ++i) {
-            double sum = 0, other = 0;
-            for (; k < static_cast<int64_t>(strips.size()) && strips[static_cast<size_t>(k)].entry == i; ++k) {
-                double part = sums[static_cast<size_t>(2 * k)];
-                sum = call.pass != LARGEST ? sum + part : (part > sum ? part : sum);
-                other += sums[static_cast<size_t>(2 * k + 1)];
-            }
-            Entry &e = entries[i];
-            if (call.pass == APPLY) {
-                if (e.measured) e.measured[0] += sum, e.measured[1] += other;
-                if (e.known) {
-                    e.known[0] = static_cast<float>(other);
-                    probed(call, e, true);
-                }
-                continue;
-            }
-            if (call.pass == SQUARES && e.known && e.known[0] >= 0) {
-                *e.out = e.known[0];
-                continue;
-            }
-            if (call.pass != FACTORS) {
-                if (e.out) *e.out = static_cast<float>(sum);
-                if (e.out2) *e.out2 = static_cast<float>(other);
-            } else if (e.in3) {
-                int64_t lines = e.mats * e.rows;
-                float ratio = e.clip / static_cast<float>(std::sqrt(sum / static_cast<double>(lines * e.cols)));
-                if (ratio < 1.0f || ratio != ratio)
-                    for (int64_t r = 0; r < lines; ++r) e.out[r] *= ratio;
-            }
-        }
+static void pass_over(const Call &call, const Entry &e, const Strip &s, float *columns, double *sums) {
+    bool is_one = has_parts(call, e);
+    float *col = is_one ? columns + s.partial : e.out2;
+    switch (call.pass) {
+    case LARGEST: largest(call, e, s, sums); break;
+    case SQUARES: squares(call, e, s, sums); break;
+    case STATISTICS: statistics(call, e, s, col, is_one); break;
+    case WEIGHED: weighed(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
+    case FACTORS: factors(e, s.begin, s.end, sums); break;
+    case NUMBERS: numbers(e, s, sums); break;
+    case ADVANCE:
+    case ADVANCE_SQUARE: advance(call, e, s); break;
+    case APPLY: apply(call, e, s, sums); break;
+    default: marks(call, e, s); break;
     }
-    for (size_t k = 0; k < strips.size(); ++k) {
-        Entry &e = entries[strips[k].entry];
-        if (by_matrix && e.rows * e.cols > STRIP) {
-            int64_t mat = (e.start + strips[k].begin) / (e.rows * e.cols);
-            const float *from = columns.data() + strips[k].partial;
-            float *to = e.out2 + mat * e.cols;
-            for (int64_t c = 0; c < e.cols; ++c) to[c] += from[c];
-            if (call.pass == WEIGHED) {
-                float *to2 = e.out3 + mat * e.cols;
-                for (int64_t c = 0; c < e.cols; ++c) to2[c] += from[e.cols + c];
-            }
+}
+
+// What becomes of the two sums of a parameter.
+static void end_with(const Call &call, const Entry &e, double sum, double other) {
+    switch (call.pass) {
+    case LARGEST:
+    case NUMBERS: *e.out = static_cast<float>(sum); break;
+    case SQUARES:
+        *e.out = e.known && e.known[0] >= 0 ? e.known[0] : static_cast<float>(sum);
+        if (e.out2) *e.out2 = static_cast<float>(other);
+        break;
+    case FACTORS:
+        if (e.in3) {
+            int64_t lines = e.mats * e.rows;
+            float ratio = e.clip / static_cast<float>(std::sqrt(sum / static_cast<double>(lines * e.cols)));
+            if (ratio < 1.0f || ratio != ratio)
+                for (int64_t r = 0; r < lines; ++r) e.out[r] *= ratio;
         }
+        break;
+    case APPLY:
+        if (e.measured) e.measured[0] += sum, e.measured[1] += other;
+        if (e.known) {
+            e.known[0] = static_cast<float>(other);
+            probed(call, e, true);
+        }
+        break;
+    default: break;
     }
+}
+
+// Puts together what the strips of each parameter have made, in their order.
+static void put_together(const Call &call, Entry *entries, int64_t count, const Work &work) {
+    size_t k = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const Entry &e = entries[i];
+        double sum = 0, other = 0;
+        for (; k < work.strips.size() && work.strips[k].entry == i; ++k) {
+            double part = work.sums[2 * k];
+            sum = call.pass != LARGEST ? sum + part : (part > sum ? part : sum);
+            other += work.sums[2 * k + 1];
+            if (!has_parts(call, e)) continue;
+            int64_t first = (e.start + work.strips[k].begin) / (e.rows * e.cols) * e.cols;
+            const float *from = work.columns.data() + work.strips[k].partial;
+            for (int64_t c = 0; c < e.cols; ++c) e.out2[first + c] += from[c];
+            if (call.pass == WEIGHED)
+                for (int64_t c = 0; c < e.cols; ++c) e.out3[first + c] += from[e.cols + c];
+        }
+        end_with(call, e, sum, other);
+    }
+}
+
+static void run(const Call &call, Entry *entries, int64_t count, int threads) {
+    Work work = cut_all(call, entries, count);
+    auto task = [&](int64_t k) {
+        const Strip &s = work.strips[static_cast<size_t>(k)];
+        pass_over(call, entries[s.entry], s, work.columns.data(), &work.sums[static_cast<size_t>(2 * k)]);
+    };
+    parallel(static_cast<int64_t>(work.strips.size()), work.elements < STRIP ? 1 : threads, task);
+    put_together(call, entries, count, work);
 }
 
 #undef INLINE
