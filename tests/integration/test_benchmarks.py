@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import comm, memory, offload, report, step, train
+from benchmarks import comm, host, memory, offload, report, step, train
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests import worlds
 from tests.common import authors, pretend
@@ -466,7 +466,8 @@ def test_short_steps_are_repeated(monkeypatch):
     assert step.repeats(short, clock.sync) == 8
     assert step.repeats(clock.candidate("long", [11.0]), clock.sync) == 1
     monkeypatch.setattr(report, "time", clock)
-    names = {step.UNIT: [1.0, 0.25] + [0.5, 1.0] * 2, "ds_ext.LOMO": [11.0] + [3.0] * 2}
+    # a step that is not timed, then two that are, in each of two rounds
+    names = {step.UNIT: [1.0, 0.25] + [9.0, 0.5, 1.0] * 2, "ds_ext.LOMO": [11.0] + [9.0, 3.0] * 2}
     made = {name: lambda _, n=name, s=s: clock.candidate(n, s) for name, s in names.items()}
     found = step.measure(step.Case(SMALL, "fp32", CPU), made, 1)
     assert found == {step.UNIT: [0.75], "ds_ext.LOMO": [3.0]}
@@ -514,9 +515,25 @@ def test_goals_name_what_is_measured():
     assert {goal.size for goal in found} <= set(step.SIZES)
     lomo = step.goals(False, ["fp32", "bf16"], ["ds_ext.LOMO"])
     assert [(goal.name, goal.by) for goal in lomo] == [
-        (f"ds_ext.LOMO, {way}", by) for way in step.WAYS for by in (step.UNIT, step.PLAIN)
+        (f"ds_ext.LOMO, {way}", step.PLAIN) for way in step.WAYS
     ]
+    came = step.goals(False, ["fp32", "bf16"], ["ds_ext.CAME"])
+    assert [(goal.name, goal.by) for goal in came] == [("ds_ext.CAME", step.UNIT)]
     assert step.goals(False, ["fp32"], ["ds_ext.LOMO"]) == []
+
+
+# The host.
+
+
+@pytest.mark.parametrize("name", host.BATCHED)
+def test_the_hosts_time_is_of_many_parameters_and_of_no_pass(name):
+    row = host.small(name, 20, 2)
+    assert row.keys() == {"plain, µs", "in backward, µs"} and row["plain, µs"] > 0
+    with host.doing_nothing() as calls:
+        p = torch.nn.Parameter(torch.ones(64, 48))
+        p.grad = torch.ones_like(p)
+        host.made(name, [p]).step()
+    assert calls["made"] <= 5 and torch.equal(p.detach(), torch.ones(64, 48))
 
 
 # Offload.
