@@ -27,6 +27,8 @@ from ds_ext.rules import Rule
 
 # Elements of parameters that a plain step takes together, at least: the host's time is by bucket.
 TOGETHER = 2**28
+# Or rows and columns of them, of which sums are added up in memory that is made for the bucket.
+STATISTICS = 2**20
 # Buckets whose batches are remembered; more come up only where each step has others.
 MOST_PLANS = 4096
 CPU = torch.device("cpu")
@@ -351,14 +353,16 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.check_param_groups()
         self.refuse_complex(p for p in self.number_of if p.grad is not None)
         bucket: list[Tensor] = []
-        elements = 0
+        elements = statistics = 0
         for param in (p for group in self.param_groups for p in group["params"]):
             if param.grad is not None:
                 bucket.append(param)
-                elements += param.numel()
-            if elements >= TOGETHER:
+                shard = Shard.whole(param.shape)
+                elements += shard.numel
+                statistics += shard.mats * (shard.rows + shard.cols)
+            if elements >= TOGETHER or statistics >= STATISTICS:
                 self._step_whole(bucket)
-                bucket, elements = [], 0
+                bucket, elements, statistics = [], 0, 0
         self._step_whole(bucket)
         return loss
 

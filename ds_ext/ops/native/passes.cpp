@@ -865,7 +865,7 @@ INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols
     if (rows == 1)
         out[0] = 1.0f;
     else
-        for (int64_t r = 0; r < rows; ++r) out[r] = 1.0f / std::sqrt(row[r] / mean);
+        for (int64_t r = 0; r < rows; ++r) out[r] = std::sqrt(mean / row[r]);
     for (int64_t c = 0; c < cols; ++c) {
         float now = moved(col[c], in2[c] / height + eps, weight);
         col[c] = now;
@@ -887,14 +887,14 @@ static __attribute__((noinline)) double factors_of_squares(const Entry &e, int64
     for (int64_t j = 0; j < n; ++j) row[j] = moved(row[j], in[j] / 3.0f + eps, weight);
     for (int64_t m = 0; m < mats; ++m) mean[m] = (row[m * SIDE] + row[m * SIDE + 1] + row[m * SIDE + 2]) / 3.0f;
     for (int64_t m = 0; m < mats; ++m)
-        for (int64_t r = 0; r < SIDE; ++r) out[m * SIDE + r] = 1.0f / std::sqrt(row[m * SIDE + r] / mean[m]);
+        for (int64_t r = 0; r < SIDE; ++r) out[m * SIDE + r] = std::sqrt(mean[m] / row[m * SIDE + r]);
     for (int64_t j = 0; j < n; ++j) {
         float now = moved(col[j], in2[j] / 3.0f + eps, weight);
         col[j] = now;
         out2[j] = 1.0f / std::sqrt(now);
     }
     if (!in3) return 0;
-    for (int64_t j = 0; j < n; ++j) z[j] = in3[j] / col[j];
+    for (int64_t j = 0; j < n; ++j) z[j] = in3[j] * out2[j] * out2[j];
     for (int64_t m = 0; m < mats; ++m) mean[m] *= z[m * SIDE] + z[m * SIDE + 1] + z[m * SIDE + 2];
     return sum_of(mean, mats);
 }
