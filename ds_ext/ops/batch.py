@@ -137,6 +137,7 @@ class Batch:
         self.shards = shards
         self.is_matrix, self.holds_rows, self.is_numbers = kind(shards[0])
         assert all(kind(s) == kind(shards[0]) for s in shards), "a batch of several kinds"
+        self.is_whole = all(len(s) == s.numel and s.split is None for s in shards)
         self.row_firsts, self.rows = _offsets([s.mats * s.rows for s in shards])
         self.col_firsts, self.cols = _offsets([s.mats * s.cols for s in shards])
         self.firsts, self.elements = _offsets([s.numel for s in shards])

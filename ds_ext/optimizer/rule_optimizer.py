@@ -27,8 +27,9 @@ from ds_ext.rules import Rule
 
 # Elements of parameters that a plain step takes together, at least: the host's time is by bucket.
 TOGETHER = 2**28
-# Or rows and columns of them, of which sums are added up in memory that is made for the bucket.
-STATISTICS = 2**20
+# Or sums over rows and columns of them, in memory that is made for the bucket: convolutions have
+# nearly as many as elements.
+STATISTICS = 2**23
 # Buckets whose batches are remembered; more come up only where each step has others.
 MOST_PLANS = 4096
 CPU = torch.device("cpu")
@@ -359,7 +360,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 bucket.append(param)
                 shard = Shard.whole(param.shape)
                 elements += shard.numel
-                statistics += shard.mats * (shard.rows + shard.cols)
+                statistics += _statistics(shard)
             if elements >= TOGETHER or statistics >= STATISTICS:
                 self._step_whole(bucket)
                 bucket, elements, statistics = [], 0, 0
@@ -403,6 +404,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for param, state in states.items():
             self.state[param] = _copied_to(state, param.device)
+
+
+def _statistics(shard: Shard) -> int:
+    """How many sums over rows and columns a parameter has."""
+    return shard.numel if shard.is_numbers else shard.mats * (shard.rows + shard.cols)
 
 
 def _copied_to(value: Any, device: torch.device) -> Any:

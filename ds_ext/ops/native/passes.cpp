@@ -48,7 +48,7 @@ struct Entry {
 enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL };
 enum Dtype { FP32, BF16, FP16 };
 enum Kept { PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED };
-enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
+enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
 
 // The sum of the squares of a weight is known when it was written, and need not be read for it
 // again. Somebody else may have written since: PROBES weights tell that, and their number, which
@@ -58,6 +58,7 @@ const int PROBES = 31;
 // What is the same for all parameters of a call.
 struct Call {
     int pass, form, dtype, kept, decays;
+    int fresh;  // sums over rows and columns are to be written where nothing was yet
 };
 
 namespace {
@@ -937,7 +938,9 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, room);
         float *__restrict m = e.out + i, weight = e.share, eps = e.eps;
-        if (call.pass == ADVANCE_SQUARE)
+        if (call.pass == SQUARED)
+            for (int64_t j = 0; j < n; ++j) m[j] = u[j] * u[j];
+        else if (call.pass == ADVANCE_SQUARE)
             for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j] * u[j] + eps, weight);
         else
             for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j], weight);
@@ -1041,6 +1044,11 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         Entry &e = entries[i];
         size_t first = work.strips.size();
+        if (call.fresh && !(e.rows == SIDE && e.cols == SIDE)) {  // whose sums are written
+            std::memset(e.out, 0, sizeof(float) * static_cast<size_t>(e.mats * e.rows));
+            std::memset(e.out2, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
+            if (call.pass == WEIGHED) std::memset(e.out3, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
+        }
         if (call.pass == SQUARES && e.known && e.known[0] >= 0) {
             if (probed(call, e, false)) continue;  // nothing is to be read
             e.known[0] = -1;
@@ -1074,6 +1082,7 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     case WEIGHED: weighed(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
     case FACTORS: factors(e, s.begin, s.end, sums); break;
     case NUMBERS: numbers(e, s, sums); break;
+    case SQUARED:
     case ADVANCE:
     case ADVANCE_SQUARE: advance(call, e, s); break;
     case APPLY: apply(call, e, s, sums); break;

@@ -76,7 +76,7 @@ def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
 
 def matrix_square_sums(x: Any, batch: Batch, like: Any) -> tuple[Tensor, Tensor]:
     """Sums of squares over rows and columns -> [rows of all], [columns of all]."""
-    row, col = _new(batch.rows + batch.cols).split([batch.rows, batch.cols])
+    row, col = _sums(batch, batch.rows, batch.cols)
     _run(
         "statistics",
         batch,
@@ -91,9 +91,7 @@ def weighed_square_sums(
     x: Any, before: Runs, eps: float, beta: float, batch: Batch, like: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same of whole rows, and sums over columns of squares divided by their row's statistic."""
-    row, col, weighed = _new(batch.rows + 2 * batch.cols).split(
-        [batch.rows, batch.cols, batch.cols]
-    )
+    row, col, weighed = _sums(batch, batch.rows, batch.cols, batch.cols)
     _run(
         "weighed",
         batch,
@@ -131,9 +129,9 @@ def factors_(
 
 def squares(x: Any, batch: Batch, like: Any) -> Tensor:
     """The squares of runs where they lie in whole parameters, 0 elsewhere -> [elements of all]."""
-    out = _new(batch.elements)
+    (out,) = _sums(batch, batch.elements)
     at = Flat(out, batch.firsts + batch.own.entries["start"])
-    _run("advance_square", batch, _source(x), out=at.pointers, share=1.0, eps=0.0)
+    _run("squared", batch, _source(x), out=at.pointers)
     return out
 
 
@@ -236,12 +234,19 @@ def _run(
         dtype = table.DTYPES[source.tensors["x"].dtype]
     is_decayed = decays or "decay" in source.numbers
     form = table.FORMS[source.form]
-    batch.own.run(name, filled, form, dtype, kept, is_decayed)
+    fresh = batch.is_whole and name in ("statistics", "weighed")
+    batch.own.run(name, filled, form, dtype, kept, is_decayed, fresh)
 
 
 def _each(total: Tensor) -> Pointers:
     """Where each number of a vector is."""
     return (total.data_ptr() + 4 * np.arange(len(total))).astype(np.uint64)
+
+
+def _sums(batch: Batch, *sizes: int) -> Sequence[Tensor]:
+    """Where a pass writes sums of these sizes: zeros, unless runs have a part in each of them."""
+    made = (_empty if batch.is_whole else _new)(sum(sizes))
+    return made.split(sizes)  # type: ignore[no-any-return]
 
 
 def _new(n: int) -> Tensor:

@@ -52,8 +52,8 @@ PASSES = {
     name: i
     for i, name in enumerate(
         (
-            "largest squares statistics weighed factors numbers advance advance_square apply mark "
-            "mend"
+            "largest squares statistics weighed factors numbers squared advance advance_square "
+            "apply mark mend"
         ).split()
     )
 }
@@ -87,6 +87,7 @@ class Table:
         dtype: int = 0,
         kept: int = 0,
         decays: bool = False,
+        fresh: bool = False,
     ) -> None:
         """Makes a pass over all rows, by as many threads as torch's operations have.
 
@@ -97,6 +98,7 @@ class Table:
             dtype: of ``x``, one of ``DTYPES``.
             kept: how weights are kept, one of ``KEPT``.
             decays: whether ``decay`` times the weights is added to what is read.
+            fresh: whether sums over rows and columns are to be written where nothing was yet.
         """
         known = self._numbers
         for key, column in columns.items():
@@ -107,12 +109,12 @@ class Table:
             else:
                 known.pop(key, None)
             self._columns[key][:] = column
-        call = _Call(PASSES[name], form, dtype, kept, decays)
+        call = _Call(PASSES[name], form, dtype, kept, decays, fresh)
         threads = torch.get_num_threads()
         _library().passes_run(call, self._address, len(self.entries), threads, INSTRUCTIONS)
 
 
-_Call = ctypes.c_int * 5
+_Call = ctypes.c_int * 6
 
 
 def _library() -> ctypes.CDLL:
