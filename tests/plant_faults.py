@@ -66,6 +66,30 @@ FAULTS = (
         "absmax.copy_(quant_state.absmax.max())",
         "unit/test_galore.py -k 8",
     ),
+    Fault(
+        "ops/native/passes.cpp",
+        "h = static_cast<uint16_t>(h * 0x2993u);",
+        "h = static_cast<uint16_t>(h * 0x2995u);",
+        "unit/test_native.py -k every_number",
+    ),
+    Fault(
+        "ops/native/passes.cpp",
+        "if (probed(call, e, false)) continue;",
+        "if (true) continue;",
+        "unit/test_native.py -k edited",
+    ),
+    Fault(
+        "ops/batch.py",
+        "self.own_row_firsts = self.row_firsts + row_skips",
+        "self.own_row_firsts = self.row_firsts",
+        "unit/test_split.py unit/test_native.py",
+    ),
+    Fault(
+        "optimizer/batches.py",
+        "== 1 for group in self.groups)",
+        ">= 1 for group in self.groups)",
+        "unit/test_native.py unit/test_optimizer.py",
+    ),
     # rules: the formulas
     Fault(
         "rules/adalomo.py",

@@ -191,6 +191,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         found = expert_stacks.find(module, shape)
         self._check_states({p: self.state[p] for p in found if self.state.get(p)}, found)
         self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
+        self._plans.clear()
         return self
 
     def _check_states(self, states: Mapping[Tensor, State], stacked: Container[Tensor]) -> None:

@@ -12,9 +12,10 @@ from torch import nn
 
 import ds_ext
 from ds_ext import ops
+from ds_ext.distributed import lockstep
 from ds_ext.ops.native import library
 from ds_ext.ops.native import table as native
-from ds_ext.ops.shard import Shard
+from ds_ext.ops.shard import Box, Shard, Split
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate
@@ -23,6 +24,7 @@ from tests.common import paths, table
 from tests.common.choose import params
 from tests.common.hypers import SIMULATED, changed
 from tests.unit.test_kernels import trained
+from tests.unit.test_split import part_of
 
 SHAPES = (
     (),
@@ -245,6 +247,56 @@ def test_what_is_known_of_a_weight_saves_reading_it(monkeypatch):
     before = p.detach().clone()
     optimizer.step()
     assert moved > 3 * (p.detach() - before).norm() > 0
+
+
+def test_parameters_that_have_taken_other_numbers_of_steps(monkeypatch):
+    """As where a gradient of one was missing, or not finite: statistics decay by the step."""
+    found = []
+    for path in ("native", "ops"):
+        paths.use(monkeypatch, path)
+        shapes = ((30, 70), (40, 20), (9,))
+        weights = [nn.Parameter(w) for w in table.weights(shapes, torch.float32)]
+        optimizer = OPTIMIZERS["adalomo"](weights)
+        for i, grads in enumerate(table.gradients(5, shapes, torch.float32)):
+            for j, (p, g) in enumerate(zip(weights, grads, strict=True)):
+                p.grad = g if i != 2 or j != 1 else None
+            optimizer.step()
+        assert [optimizer.state[p]["step"] for p in weights] == [5, 4, 5]
+        found.append([p.detach().flatten() for p in weights])
+    assert worst(*found, table.weights(shapes, torch.float32)) <= 2e-5
+
+
+def test_parts_of_tensor_parallelism_are_batched(monkeypatch):
+    """Each rank has a box of a matrix, and a run of that: sums go to its rows and columns."""
+    shape, rows = (12, 20), (Box(0, 5, 0, 20), Box(5, 7, 0, 20))
+    columns = (Box(0, 12, 0, 8), Box(0, 12, 8, 12))
+    for cut in (rows, columns):
+        found = []
+        for path in ("native", "ops"):
+            paths.use(monkeypatch, path)
+            found.append(split_steps("came", shape, Split(tuple((box,) for box in cut), 2)))
+        for a, b in zip(*found, strict=True):
+            assert (a - b).norm() <= 2e-5 * b.norm()
+
+
+def split_steps(name, shape, split):
+    """The changes of the runs of simulated ranks in some steps."""
+    (weights,) = table.weights((shape,), torch.float32)
+    shards = [Shard.of_split(shape, split, i, rank) for i in range(2) for rank in range(2)]
+    params = [nn.Parameter(weights.clone()) for _ in shards]
+    optimizers = [OPTIMIZERS[name]([p], **SETTINGS[name]) for p in params]
+    runs = [part_of(weights, shard) for shard in shards]
+    before = [run.clone() for run in runs]
+    for (g,) in table.gradients(3, (shape,), torch.float32):
+        with torch.no_grad():
+            steps = [
+                o.begin([RunUpdate(p, run, part_of(g, shard), shard)])
+                for o, p, run, shard in zip(optimizers, params, runs, shards, strict=True)
+            ]
+            lockstep.simulate([step.rules for step in steps])
+            for step in steps:
+                step.end()
+    return [a - b for a, b in zip(runs, before, strict=True)]
 
 
 def test_autograd_sees_that_weights_were_written(monkeypatch):
