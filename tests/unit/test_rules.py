@@ -223,9 +223,25 @@ def test_a_round_is_one_flat_tensor_of_all_statistics(name):
     assert reduced == expected[name]
 
 
+@pytest.fixture
+def blocks_of(monkeypatch):
+    """Sets the elements of a block. Shards that are kept know what it was."""
+
+    def forget():
+        for kept in (Shard.whole, Shard.of_rank):
+            kept.cache_clear()
+
+    def set_to(limit):
+        monkeypatch.setattr(ds_ext.ops.shard, "BLOCK", limit)
+        forget()
+
+    yield set_to
+    forget()
+
+
 @pytest.mark.parametrize("limit", [1, 4, 40])
 @pytest.mark.parametrize("name", RULES)
-def test_blocks_of_any_size_give_the_same(name, limit, monkeypatch):
+def test_blocks_of_any_size_give_the_same(name, limit, blocks_of, monkeypatch):
     largest = 0
     original = Shard.blocks
 
@@ -235,7 +251,7 @@ def test_blocks_of_any_size_give_the_same(name, limit, monkeypatch):
             largest = max(largest, math.prod(b.shape))
             yield b
 
-    monkeypatch.setattr(ds_ext.ops.shard, "BLOCK", limit)
+    blocks_of(limit)
     monkeypatch.setattr(Shard, "blocks", blocks)
     shapes = [s for s in SHAPES if math.prod(s) <= 400]
     assert (13, 29) in shapes and (2, 3, 4, 5) in shapes
@@ -447,7 +463,7 @@ def test_counting_the_padding_is_seen(name, world, monkeypatch):
     assert worst_error(name, "decay", world) > BROKEN
 
 
-def test_a_block_out_of_place_is_seen(monkeypatch):
+def test_a_block_out_of_place_is_seen(blocks_of, monkeypatch):
     original = Shard.blocks
 
     def blocks(self):
@@ -457,6 +473,6 @@ def test_a_block_out_of_place_is_seen(monkeypatch):
                 cols = slice(cols.start - 1, cols.stop - 1)
             yield Block(b.run, b.mats, b.rows, cols)
 
-    monkeypatch.setattr(ds_ext.ops.shard, "BLOCK", 7)
+    blocks_of(7)
     monkeypatch.setattr(Shard, "blocks", blocks)
     assert worst_error("adalomo", "decay", 1) > BROKEN
