@@ -132,7 +132,8 @@ class BatchedStep:
 
     def end(self) -> None:
         """Notes that sums belong to what the weights are now, and tells torch of the change."""
-        torch.autograd.graph.increment_version(self.runs.tensors)
+        for run in self.runs.tensors:
+            torch.autograd.graph.increment_version(run)
         self.group.known.note(self.runs)
 
 
