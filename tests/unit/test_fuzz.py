@@ -347,6 +347,21 @@ def damaged(path, change):
         assert folder.MANIFEST in str(error)
 
 
+def test_a_manifest_with_another_letter_or_digit_is_refused(tmp_path):
+    content = manifest_text().encode()
+    said = {k: v for k, v in json.loads(content).items() if k != "crc32"}
+    refused = 0
+    for at in range(len(content)):
+        changed = bytearray(content)
+        changed[at] ^= 1
+        (tmp_path / folder.MANIFEST).write_bytes(changed)
+        try:
+            assert folder.manifest(tmp_path) == said
+        except folder.CheckpointError:
+            refused += 1
+    assert refused > len(content) / 2
+
+
 @pytest.mark.parametrize("kind", ["adalomo", "galoreadamw"])
 def test_the_comparison_sees_a_state_that_is_lost(kind, monkeypatch):
     run = simple(kind, (33, 40), (700,), worlds=[3, 2]) | {"hypers": [SETTINGS[kind][-1]] * 2}
