@@ -74,15 +74,16 @@ class Plan:
     ) -> None:
         self.kinds = list(map(_kind, updates))
         self.alone: list[int] = []
+        self.joined: list[int] = []
         found: dict[tuple[Any, ...], list[Piece]] = {}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
             if not _joins(u):
                 self.alone.append(i)
                 continue
+            self.joined.append(i)
             common = optimizer.row_of[u.param], state["step"], u.p.dtype, u.g.dtype
             for piece in _pieces(optimizer, i, u, state):
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
-        self.joined = [i for i in range(len(updates)) if i not in set(self.alone)]
         self.groups = [Group(row, pieces) for (row, *_), pieces in found.items()]
 
     def fits(self, updates: Sequence["RunUpdate"], states: Sequence[State]) -> bool:
@@ -184,7 +185,7 @@ class BucketStep:
 
 def _kind(u: "RunUpdate") -> tuple[Any, ...]:
     """What of a run a plan depends on."""
-    return id(u.shard), u.p.dtype, u.g.dtype
+    return u.shard, u.p.dtype, u.g.dtype
 
 
 def _joins(u: "RunUpdate") -> bool:

@@ -266,6 +266,19 @@ def test_parameters_that_have_taken_other_numbers_of_steps(monkeypatch):
     assert worst(*found, table.weights(shapes, torch.float32)) <= 2e-5
 
 
+def test_a_plan_is_of_the_geometry_that_it_was_made_for(monkeypatch):
+    """Also where shards are made anew at each step, in memory that others have left."""
+    paths.use(monkeypatch, "native")
+    p = nn.Parameter(torch.zeros(60))
+    optimizer = ds_ext.LOMO([p], lr=1.0)
+    for n in (60, 30, 60, 20):
+        shard = Shard((60,), 0, n, n)
+        with torch.no_grad():
+            optimizer.update([RunUpdate(p, p.detach()[:n], torch.ones(n), shard)], None)
+        del shard
+    assert p.tolist() == [-4.0] * 20 + [-3.0] * 10 + [-2.0] * 30
+
+
 def test_parts_of_tensor_parallelism_are_batched(monkeypatch):
     """Each rank has a box of a matrix, and a run of that: sums go to its rows and columns."""
     shape, rows = (12, 20), (Box(0, 5, 0, 20), Box(5, 7, 0, 20))

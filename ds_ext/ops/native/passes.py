@@ -139,9 +139,9 @@ def advance_numbers_(
     row: Runs, col: Runs, squares: Tensor, eps: float, beta: float, batch: Batch
 ) -> Tensor:
     """Advances the statistics of matrices of one element -> the sums of x² / v, [n]."""
-    totals = _new(len(batch))
+    totals, given = _new(len(batch)), Flat(squares.contiguous(), batch.firsts)
     columns = {"row": row.pointers, "col": col.pointers, "out": _each(totals), "out2": 0}
-    columns["in"] = Flat(squares.contiguous(), batch.firsts).pointers
+    columns["in"] = given.pointers
     batch.whole.run("numbers", {**columns, "share": 1 - beta, "eps": eps})
     return totals
 
