@@ -7,7 +7,7 @@ which is the same on all ranks, for the ranks' sums have to be in the same order
 A ``Plan`` is what does not change from step to step of a bucket: its batches and their tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -91,6 +91,36 @@ class Plan:
         if any(_kind(u) != known for u, known in zip(updates, self.kinds, strict=True)):
             return False
         return all(len({states[x.at]["step"] for x in group.pieces}) == 1 for group in self.groups)
+
+
+class Plans:
+    """The plans of buckets that were stepped."""
+
+    MOST = 4096  # that are remembered; more come up only where each step has others
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], Plan] = {}
+
+    def clear(self) -> None:
+        """Forgets all: groups, or which parameters are stacks, have changed."""
+        self._made.clear()
+
+    def of(self, optimizer: "RuleOptimizer", staged: Sequence["StagedRun"]) -> Plan:
+        """Returns the plan of a bucket, whose states are made; counts the batched runs' steps."""
+        updates = [run.update for run in staged]
+        states: list[State] = [run.state for run in staged]
+        key = tuple([id(u.param) for u in updates])
+        plan = self._made.get(key)
+        if plan is None or not plan.fits(updates, states):
+            if len(self._made) >= self.MOST:
+                self._made.clear()
+            plan = self._made[key] = Plan(optimizer, updates, states)
+        for i in plan.joined:
+            states[i]["step"] += 1
+        return plan
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self._made.values())
 
 
 class BatchedStep:

@@ -18,20 +18,13 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
-from ds_ext.optimizer import expert_stacks, host_offload
-from ds_ext.optimizer.batches import BucketStep, Plan
+from ds_ext.optimizer import expert_stacks, host_offload, plain_step
+from ds_ext.optimizer.batches import BucketStep, Plans
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
 from ds_ext.rules import Rule
 
-# Elements of parameters that a plain step takes together, at least: the host's time is by bucket.
-TOGETHER = 2**28
-# Or sums over rows and columns of them, in memory that is made for the bucket: convolutions have
-# nearly as many as elements.
-STATISTICS = 2**23
-# Buckets whose batches are remembered; more come up only where each step has others.
-MOST_PLANS = 4096
 CPU = torch.device("cpu")
 # What a group may hold beside its parameters and hyper-parameters: names, a scheduler's note, and
 # DeepSpeed's that it is of experts.
@@ -80,7 +73,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.row_of: dict[Tensor, int] = {}
         self.number_of: dict[Tensor, int] = {}
         self._rules = GroupRules(self.hypers)
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plans = Plans()
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -146,7 +139,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}
+        self._plans = Plans()
         self.index_parameters()
 
     def index_parameters(self) -> None:
@@ -238,24 +231,11 @@ class RuleOptimizer(torch.optim.Optimizer):
             its ``end`` called.
         """
         staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
-        plan = self._plan(staged) if self.is_batched and staged[0].update.g.device == CPU else None
-        return BucketStep(self, staged, plan)
-
-    def _plan(self, staged: list[StagedRun]) -> Plan:
-        """How runs are stepped as batches; counts the steps of those that are."""
-        updates = [run.update for run in staged]
-        states: list[dict[str, Any]] = [run.state for run in staged]
-        for u, state in zip(updates, states, strict=True):
-            self._make_state(u, state)
-        key = tuple([id(u.param) for u in updates])
-        plan = self._plans.get(key)
-        if plan is None or not plan.fits(updates, states):
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = Plan(self, updates, states)
-        for i in plan.joined:
-            states[i]["step"] += 1
-        return plan
+        if not self.is_batched or staged[0].update.g.device != CPU:
+            return BucketStep(self, staged, None)
+        for run in staged:
+            self._make_state(run.update, run.state)
+        return BucketStep(self, staged, self._plans.of(self, staged))
 
     @functools.cached_property
     def is_batched(self) -> bool:
@@ -354,32 +334,10 @@ class RuleOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.check_param_groups()
         self.refuse_complex(p for p in self.number_of if p.grad is not None)
-        bucket: list[Tensor] = []
-        elements = statistics = 0
-        for param in (p for group in self.param_groups for p in group["params"]):
-            if param.grad is not None:
-                bucket.append(param)
-                shard = Shard.whole(param.shape)
-                elements += shard.numel
-                statistics += _statistics(shard)
-            if elements >= TOGETHER or statistics >= STATISTICS:
-                self._step_whole(bucket)
-                bucket, elements, statistics = [], 0, 0
-        self._step_whole(bucket)
+        for updates in plain_step.buckets(self.number_of):
+            self.update(updates, None)
+            plain_step.write_back(updates)
         return loss
-
-    def _step_whole(self, params: list[Tensor]) -> None:
-        """Steps parameters that this process holds whole by their ``grad``."""
-        grads = [param.grad for param in params if param.grad is not None]
-        updates = []
-        for param, grad in zip(params, grads, strict=True):
-            p = param.detach().contiguous().view(-1)
-            g = grad.to_dense().contiguous().view(-1)
-            updates.append(RunUpdate(param, p, g, Shard.whole(param.shape)))
-        self.update(updates, None)
-        for param, p, *_ in updates:
-            if not param.is_contiguous():
-                param.copy_(p.view_as(param))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Overwrites states and hyper-parameters by saved ones, ``weight_update`` among them.
@@ -405,11 +363,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for param, state in states.items():
             self.state[param] = _copied_to(state, param.device)
-
-
-def _statistics(shard: Shard) -> int:
-    """How many sums over rows and columns a parameter has."""
-    return shard.numel if shard.is_numbers else shard.mats * (shard.rows + shard.cols)
 
 
 def _copied_to(value: Any, device: torch.device) -> Any:

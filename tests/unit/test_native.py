@@ -236,7 +236,7 @@ def test_what_is_known_of_a_weight_saves_reading_it(monkeypatch):
     p.grad = torch.ones_like(p)
     for _ in range(2):
         optimizer.step()
-    (plan,) = optimizer._plans.values()
+    (plan,) = optimizer._plans
     known = plan.groups[0].known._values[0, 0]
     assert known == pytest.approx(float(p.detach().square().sum()), rel=1e-5)
     plan.groups[0].known._values[0, 0] = 16 * known  # and then it is believed
