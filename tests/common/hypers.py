@@ -1,33 +1,61 @@
-"""Hyper-parameters with which few steps show much of a rule: one table for all tests."""
+"""Hyper-parameters with which few steps show much of a rule: tables that know every rule.
 
+A rule that is registered, also later on, has a row by itself: what it has of the values that all
+rules share. A row of its own is written only where other values show more.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from ds_ext.rules import REGISTRY
 
 Hypers = dict[str, Any]
 
-# By rule: of random gradients, and of the losses of small models.
-SIMULATED: dict[str, Hypers] = {
-    "lomo": {"lr": 0.02, "weight_decay": 0.1},
-    "adalomo": {"lr": 0.02, "weight_decay": 0.1},
-    "adafactor": {"lr": 0.02, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1},
-    "came": {"lr": 2e-3, "weight_decay": 0.1},
-    "lamb": {"lr": 0.02, "weight_decay": 0.1},
-    "galoreadamw": {"lr": 0.02, "rank": 3, "update_proj_gap": 2, "weight_decay": 0.1},
-}
-TRAINED: dict[str, Hypers] = {
-    "lomo": {"lr": 0.05},
-    "adalomo": {"lr": 0.01},
-    "adafactor": {"lr": 0.01, "relative_step": False, "beta1": 0.9},
-    "came": {"lr": 1e-3},
-    "lamb": {"lr": 0.01},
-    "galoreadamw": {"lr": 0.01, "rank": 3},
-}
-# What a rule cannot do without here: a rate that is given, a rank below a small matrix's own.
-NEEDED: dict[str, Hypers] = {
-    "adafactor": {"lr": 0.01, "relative_step": False},
-    "galoreadamw": {"rank": 2},
-}
+
+class Table(Mapping[str, Hypers]):
+    """A row for each registered rule: the ``shared`` values that it has a field for, and its own.
+
+    Args:
+        shared: Values by name. A rule without such a hyper-parameter goes without.
+        own: By rule, values in the place of the shared ones, or further ones.
+    """
+
+    def __init__(self, shared: Hypers, own: Mapping[str, Hypers]) -> None:
+        self.shared, self.own = shared, dict(own)
+
+    def __getitem__(self, rule: str) -> Hypers:
+        fields = {field.name for field in dataclasses.fields(REGISTRY[rule].rule)}
+        shared = {name: value for name, value in self.shared.items() if name in fields}
+        return shared | self.own.get(rule, {})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(REGISTRY)
+
+    def __len__(self) -> int:
+        return len(REGISTRY)
 
 
-def changed(table: dict[str, Hypers], **own: Hypers) -> dict[str, Hypers]:
+def changed(table: Table, **own: Hypers) -> Table:
     """A table with other settings, or further ones, of the rules that are named."""
-    return {rule: hypers | own.get(rule, {}) for rule, hypers in table.items()}
+    rows = {rule: table.own.get(rule, {}) | own.get(rule, {}) for rule in {*table.own, *own}}
+    return Table(table.shared, rows)
+
+
+# What some rules cannot do without here: a rate that is given, a rank below a small matrix's own.
+_GIVEN = {"relative_step": False}
+# Of random gradients, and of the losses of small models.
+SIMULATED = Table(
+    _GIVEN | {"lr": 0.02, "weight_decay": 0.1, "beta1": 0.9, "rank": 3, "update_proj_gap": 2},
+    {
+        "came": {"lr": 2e-3},
+    },
+)
+TRAINED = Table(
+    _GIVEN | {"lr": 0.01, "beta1": 0.9, "rank": 3},
+    {
+        "lomo": {"lr": 0.05},
+        "came": {"lr": 1e-3},
+    },
+)
+NEEDED = Table(_GIVEN | {"lr": 1e-3, "rank": 2}, {})

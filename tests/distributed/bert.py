@@ -56,7 +56,7 @@ def loss_of(model, name: str, step: int, rank: int) -> torch.Tensor:
 
 
 def optimizer_of(rule: str, model: torch.nn.Module):
-    return OPTIMIZERS[rule](model.parameters(), **HYPERS.get(rule, {"lr": 1e-3}))
+    return OPTIMIZERS[rule](model.parameters(), **HYPERS[rule])
 
 
 @functools.cache

@@ -25,7 +25,7 @@ class Mixed(nn.Module):
 
 
 def optimizer_of(name, params):
-    hypers = HYPERS.get(name, {"lr": 1e-2}) | {"weight_update": "nearest"}
+    hypers = HYPERS[name] | {"weight_update": "nearest"}
     return OPTIMIZERS[name](params, **hypers)
 
 

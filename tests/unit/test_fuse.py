@@ -18,7 +18,7 @@ HYPERS = changed(NEEDED, galoreadamw={"rank": 4})
 
 
 def optimizer_of(name, model):
-    return OPTIMIZERS[name](model.parameters(), **HYPERS.get(name, {"lr": 1e-3}))
+    return OPTIMIZERS[name](model.parameters(), **HYPERS[name])
 
 
 def weights(model):

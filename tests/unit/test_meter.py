@@ -26,7 +26,7 @@ kinds = pytest.mark.parametrize("dtype, mode", KINDS)
 
 def make(name, dtype, mode, shapes=SHAPES):
     params = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    optimizer = OPTIMIZERS[name](params, **HYPERS.get(name, {}), weight_update=mode)
+    optimizer = OPTIMIZERS[name](params, **HYPERS[name], weight_update=mode)
     optimizer.meter = Meter(1)
     return params, optimizer
 

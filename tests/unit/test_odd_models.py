@@ -48,7 +48,7 @@ class Words(nn.Module):
 def test_sparse_gradients_are_made_dense(name, how):
     def trained(sparse):
         model = Words(sparse)
-        optimizer = OPTIMIZERS[name](model.parameters(), **HYPERS.get(name, {"lr": 1e-2}))
+        optimizer = OPTIMIZERS[name](model.parameters(), **HYPERS[name])
         if how != "plain":
             fused = ds_ext.fuse_into_backward(model, optimizer, **HOW[how])
             fused.previous_norm = 1.0
