@@ -8,29 +8,22 @@ from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.log import log
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 
-# Names that DeepSpeed knew without ds_ext, and what it made of them.
-_TAKEN_OVER = {
-    "adafactor": "torch.optim's, whose state DeepSpeed leaves full-sized and unfactored",
-    "lamb": "DeepSpeed's FusedLamb",
-}
 
-
-def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
+def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleOptimizer:
     """Returns the optimizer that the JSON config names, over groups that spare norms and biases.
 
     Args:
         engine: whose config it is.
         params: the parameters to train, or groups of them, as given to deepspeed.initialize.
+        name: the optimizer's key in ``OPTIMIZERS``.
 
     Raises:
         ValueError: for an unknown or ill-valued hyper-parameter, naming its JSON key.
     """
     params = _ungrouped(engine, params)
-    optimizer_type = OPTIMIZERS[engine.optimizer_name()]
-    if engine.optimizer_name() in _TAKEN_OVER:
-        log(f"{optimizer_type.__name__} is ds_ext's, not {_TAKEN_OVER[engine.optimizer_name()]}")
+    optimizer_type = OPTIMIZERS[name]
     given = dict(engine.optimizer_params() or {})
-    is_galore = engine.optimizer_name() == "galoreadamw"
+    is_galore = name == "galoreadamw"
     targets = given.pop("target_modules", "all-linear") if is_galore else None
     grouped = bool(params) and isinstance(params[0], dict)
     checked = optimizer_type.check(given)

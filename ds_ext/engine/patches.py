@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
@@ -22,10 +21,10 @@ from torch import Tensor
 from ds_ext.backward import fuse, owners, rehearsal
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
-from ds_ext.engine import build, expert_parallel, leftovers, refusals, save_load, tiled
+from ds_ext.engine import build, expert_parallel, leftovers, names, refusals, save_load, tiled
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import deepspeed_parameter
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules import base
 
 Method: TypeAlias = Callable[..., Any]
@@ -74,7 +73,7 @@ def register() -> None:
     if getattr(DeepSpeedEngine, "_ds_ext", False):
         return
     DeepSpeedEngine._ds_ext = True
-    base.subscribe(_name_to_deepspeed)
+    base.subscribe(names.tell_deepspeed)
     # What DeepSpeed asks of its own FusedLamb (a dynamic loss scale) is not asked of ours.
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     fuse.REFUSALS.append(expert_parallel.refuse_spread_experts)
@@ -84,13 +83,13 @@ def register() -> None:
         patch.apply()
 
 
-def _name_to_deepspeed(name: str) -> None:
-    """Lets a DeepSpeed config name an optimizer, in any case."""
-    if name not in DEEPSPEED_OPTIMIZERS:
-        DEEPSPEED_OPTIMIZERS.append(name)
-
-
 # How an engine is built.
+
+
+@replaces(DeepSpeedEngine)
+def _is_supported_optimizer(original: Method, engine: DeepSpeedEngine, name: str) -> Any:
+    names.refuse_unknown(name)
+    return original(engine, name)
 
 
 @replaces(DeepSpeedEngine)
@@ -116,8 +115,9 @@ def _configure_optimizer(
 
 @replaces(DeepSpeedEngine)
 def _configure_basic_optimizer(original: Method, engine: DeepSpeedEngine, params: list[Any]) -> Any:
-    ours = engine.optimizer_name() in OPTIMIZERS
-    return build.optimizer_of(engine, params) if ours else original(engine, params)
+    names.tell_whose(engine.optimizer_name())
+    ours = names.ours(engine.optimizer_name())
+    return build.optimizer_of(engine, params, ours) if ours else original(engine, params)
 
 
 @replaces(DeepSpeedEngine)

@@ -11,10 +11,10 @@ from torch._dynamo import OptimizedModule
 from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_wrapped
-from ds_ext.engine import leftovers
+from ds_ext.engine import leftovers, names
 from ds_ext.engine.autotp import whole_shape
 from ds_ext.engine.settings import effective
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer
 
 # What may differ from rank to rank: it is about what is written and shown.
 _LOCAL = {
@@ -122,7 +122,7 @@ def facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
     client = engine.client_optimizer
     ours = isinstance(client, RuleOptimizer)
     name = type(client).__name__ if client is not None else engine.optimizer_name()
-    if not ours and name not in OPTIMIZERS:
+    if not ours and (client is not None or names.ours(name) is None):
         return {"optimizer": name}
     config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
     told = consensus.facts(model, client if ours else None, whole_shape)

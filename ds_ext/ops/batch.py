@@ -5,6 +5,7 @@ that each parameter has of its own are vectors [n]. Passes over a batch are of `
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -156,6 +157,16 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.shards)
+
+    @property
+    def cuts(self) -> tuple[range, ...]:
+        """Elements that runs start at, of each parameter."""
+        return tuple(itertools.chain.from_iterable(s.cuts for s in self.shards))
+
+    @property
+    def flat(self) -> "Batch":
+        """Itself: native passes that need no rows and columns look at none."""
+        return self
 
     def rms(self, square_sum: Tensor) -> Tensor:
         """Returns the roots of the mean squares, [n], from sums over whole parameters, [n]."""

@@ -83,6 +83,12 @@ def outward(start: int, stop: int, unit: int, total: int) -> slice:
     return slice(start // unit * unit, min(-(-stop // unit) * unit, total))
 
 
+def groups_of(run: slice, size: int) -> slice:
+    """The numbers of the groups of ``size`` elements that make up a run; the last may be short."""
+    first = run.start // size
+    return slice(first, -(-run.stop // size) if run.start < run.stop else first)
+
+
 @dataclass(frozen=True)
 class Shard:
     """One rank's run ``[start, stop)`` of a parameter of ``shape`` flattened in row-major order.
@@ -142,6 +148,11 @@ class Shard:
             return self.split.cuts
         size = self.size or 1
         return (range(-self.before % size, self.numel, size),)
+
+    @functools.cached_property
+    def flat(self) -> "Shard":
+        """The run as one of a vector, for passes that need no rows and columns."""
+        return Shard((self.numel,), self.start, self.stop, self.size)
 
     @functools.cached_property
     def is_matrix(self) -> bool:

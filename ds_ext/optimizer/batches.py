@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext import ops
+from ds_ext import ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Batch, KnownSquares, Runs, kind, may_join, stacked
@@ -77,12 +77,13 @@ class Plan:
         self.joined: list[int] = []
         found: dict[tuple[Any, ...], list[Piece]] = {}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
-            if not _joins(u):
+            pieces = _pieces(optimizer, i, u, state) if _joins(u) else []
+            if not pieces or not _are_batched(optimizer.rule_of(u.param), pieces):
                 self.alone.append(i)
                 continue
             self.joined.append(i)
             common = optimizer.row_of[u.param], state["step"], u.p.dtype, u.g.dtype
-            for piece in _pieces(optimizer, i, u, state):
+            for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
         self.groups = [Group(row, pieces) for (row, *_), pieces in found.items()]
 
@@ -222,6 +223,12 @@ def _joins(u: "RunUpdate") -> bool:
     """Whether a run is part of a batch; the same on all ranks."""
     is_known = u.p.dtype in table.DTYPES and u.g.dtype in table.DTYPES
     return is_known and may_join(u.shard)
+
+
+def _are_batched(rule: Any, pieces: Sequence[Piece]) -> bool:
+    """Whether ``rule`` steps the pieces of a parameter in a batch; the same on all ranks."""
+    entry = rules.REGISTRY[type(rule).__name__.lower()]
+    return all(entry.batches(rule, piece.shard) for piece in pieces)
 
 
 def _pieces(optimizer: "RuleOptimizer", at: int, u: "RunUpdate", state: State) -> list[Piece]:

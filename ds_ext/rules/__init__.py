@@ -2,6 +2,7 @@
 
 from ds_ext.rules.adafactor import Adafactor
 from ds_ext.rules.adalomo import AdaLomo
+from ds_ext.rules.adamw import AdamW
 from ds_ext.rules.base import REGISTRY, Rule, register
 from ds_ext.rules.came import CAME
 from ds_ext.rules.galore import GaLoreAdamW
@@ -12,6 +13,7 @@ __all__ = [
     "LOMO",
     "AdaLomo",
     "Adafactor",
+    "AdamW",
     "CAME",
     "LAMB",
     "GaLoreAdamW",

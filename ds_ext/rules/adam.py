@@ -1,9 +1,9 @@
-"""Adam's moments of a flat run, kept in 32 bits or quantized to 8, and the step by them.
+"""Adam's moments of a flat run, kept in fp32 or in fewer bits, and the update by them.
 
-    m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²,  u = m / (sqrt(v) + eps)
+    m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²,  u = (m / c1) / (sqrt(v / c2) + eps)
 
-Bias correction is a factor on u, as in the authors' code of GaLore: eps is added to the root of
-the uncorrected v.
+``c1`` and ``c2`` correct the bias of the moments where a rule divides them before eps is added; the
+authors' code of GaLore multiplies u by a factor instead.
 """
 
 from collections.abc import Generator
@@ -11,59 +11,80 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ds_ext import ops
-from ds_ext.ops import quantize
+from ds_ext.ops import formats, quantize
+from ds_ext.ops.formats import PLAIN, Format
 from ds_ext.ops.shard import Shard, outward
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Kept, Sums
 
-# The update, the weight that it is for, and the geometry of both, flat.
+# The update, the weight that it is for, and the geometry of both.
 Step: TypeAlias = tuple[ops.AdamStep, ops.Writable, Shard]
+Formats: TypeAlias = tuple[Format, Format]
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam on flat runs; 8-bit moments are those of whole blocks of 256 of the whole parameter."""
+    """Adam on flat runs; moments in groups are those of whole groups of the whole parameter."""
 
     betas: tuple[float, float]
     eps: float
-    nbits: int = 32
-    min_8bit_size: int = 4096  # fewer moments than these stay fp32
+    formats: Formats = (PLAIN, PLAIN)  # of m and of v, whose groups are of one size
+    least: int = 0  # fewer moments than these stay fp32
+
+    @classmethod
+    def of_bits(cls, betas: tuple[float, float], eps: float, nbits: int, least: int) -> "Adam":
+        """Adam whose moments have 32 bits, or 8 by bitsandbytes from ``least`` moments on."""
+        return cls(betas, eps) if nbits == 32 else cls(betas, eps, quantize.MOMENTS, least)
+
+    def biases(self, t: int) -> tuple[float, float]:
+        """What m and v of step ``t`` are divided by to correct their bias."""
+        beta1, beta2 = self.betas
+        return 1 - beta1**t, 1 - beta2**t
 
     def correction(self, t: int) -> float:
-        """What an update of step ``t`` is multiplied by to correct the moments' bias."""
-        beta1, beta2 = self.betas
-        return float((1 - beta2**t) ** 0.5 / (1 - beta1**t))
+        """The same as a factor on the update, for rules that add eps to the uncorrected root."""
+        c1, c2 = self.biases(t)
+        return float(c2**0.5 / c1)
 
     def unit(self, total: int) -> int:
-        """Elements, of ``total``, whose moments are kept together: a block of 8-bit ones."""
-        is_quantized = self.nbits == 8 and total >= self.min_8bit_size
-        return quantize.SIZE if is_quantized else 1
+        """Elements, of ``total``, whose moments are kept together."""
+        return self._formats(total)[0].size
 
     def keeps(self, run: slice, total: int) -> dict[str, Part | Parts]:
         """The moments of the elements ``run`` of ``total``."""
-        part = quantize.keeps if self.unit(total) > 1 else Part.of
-        return {"m": part(run, total), "v": part(run, total)}
+        m, v = self._formats(total)
+        return {"m": m.keeps(run, total), "v": v.keeps(run, total)}
 
     def keeps_of(self, shard: Shard) -> dict[str, Part | Parts]:
-        """The moments of a parameter's run, outward to whole blocks where they are quantized."""
+        """The moments of a parameter's run, outward to whole groups."""
         total = shard.numel
         return self.keeps(outward(shard.start, shard.stop, self.unit(total), total), total)
 
-    def advance(self, s: Kept, g: ops.Readable) -> ops.AdamStep:
+    def advance(
+        self, s: Kept, g: ops.Readable, total: int, c1: float = 1.0, c2: float = 1.0
+    ) -> ops.AdamStep:
         """The update by a flat run ``g``; its blocks advance the moments and are read once."""
-        m, v = s["m"], s["v"]
-        if isinstance(m, dict):
-            m, v = quantize.Quantized(m, signed=True), quantize.Quantized(v, signed=False)
-        return ops.AdamStep(ops.RootQuotient(m, v, self.eps), g, *self.betas)
+        m, v = (x.opened(s[key]) for x, key in zip(self._formats(total), ("m", "v"), strict=True))
+        return ops.AdamStep(ops.RootQuotient(m, v, self.eps, c1, c2), g, *self.betas)
 
     def step(
-        self, p: ops.Writable, g: ops.Gradient, s: Kept, shard: Shard
+        self,
+        p: ops.Writable,
+        g: ops.Gradient,
+        s: Kept,
+        shard: Shard,
+        c1: float = 1.0,
+        c2: float = 1.0,
     ) -> Generator[Sums, Sums, Step]:
-        """The step of a whole run, completed to blocks in one round if cuts go through some."""
-        if self.unit(shard.numel) > 1:
-            before, after = yield from quantize.complete(g, shard)
-            n = len(shard)
-            whole = Shard.whole((len(before) + n + len(after),))
-            update = self.advance(s, ops.Extended(before, g, n, after))  # g is read alone
-            return update, ops.Extended(before, p, n, after), whole
-        return self.advance(s, g), p, Shard.whole((len(shard),))
+        """The step of a whole run, completed to groups in one round if cuts go through some."""
+        size = self.unit(shard.numel)
+        if not formats.are_cut(shard, size):
+            return self.advance(s, g, shard.numel, c1, c2), p, shard.flat
+        before, after = yield from formats.complete(g, shard, size)
+        n = len(shard)
+        update = self.advance(s, ops.Extended(before, g, n, after), shard.numel, c1, c2)
+        whole = Shard.whole((len(before) + n + len(after),))
+        return update, ops.Extended(before, p, n, after), whole  # g is read alone
+
+    def _formats(self, total: int) -> Formats:
+        return self.formats if not self.least or total >= self.least else (PLAIN, PLAIN)

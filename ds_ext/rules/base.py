@@ -57,7 +57,16 @@ class Entry:
     paper: str  # arXiv number
     state: str  # bytes per parameter of a matrix [R, C] on each of d ranks
     rounds: str  # all-reduces of a bucket's partial sums
-    is_batched: bool  # whether ``step`` takes a batch of parameters as it takes one
+    joins: Callable[[Any, Shard], bool] | bool  # see ``is_batched`` of ``register``
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether ``step`` takes a batch of parameters as it takes one, of some at least."""
+        return bool(self.joins)
+
+    def batches(self, rule: Rule, shard: Shard) -> bool:
+        """Whether ``rule``, one of ``self.rule``, steps a run in a batch; alike on all ranks."""
+        return self.joins(rule, shard) if callable(self.joins) else self.joins
 
     @property
     def summary(self) -> str:
@@ -71,7 +80,13 @@ _subscribers: list[Callable[[str], None]] = []
 R = TypeVar("R", bound=type)
 
 
-def register(*, paper: str, state: str, rounds: str, is_batched: bool = False) -> Callable[[R], R]:
+def register(
+    *,
+    paper: str,
+    state: str,
+    rounds: str,
+    is_batched: Callable[[Any, Shard], bool] | bool = False,
+) -> Callable[[R], R]:
     """Makes a rule an optimizer: ``"type"`` in a DeepSpeed config, and in every table.
 
     Args:
@@ -79,7 +94,9 @@ def register(*, paper: str, state: str, rounds: str, is_batched: bool = False) -
         state: bytes per parameter of a matrix [R, C] on each of d ranks, as a formula.
         rounds: all-reduces of a bucket's partial sums in a step.
         is_batched: whether ``step`` takes a batch where it takes a parameter: it is made of
-            passes of ``ops`` that do, and of formulas that hold for vectors of numbers [n].
+            passes of ``ops`` that do, and of formulas that hold for vectors of numbers [n]. Or a
+            function of a rule and a run that tells it by hyper-parameters and geometry, alike on
+            all ranks.
 
     Raises:
         ValueError: another rule has this name.

@@ -94,7 +94,7 @@ class GaLoreAdamW:
             s["q"] = yield from lowrank.basis(g, rank, right, shard)
         (r,) = yield (lowrank.project(g, s["q"], right, shard),)
         part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
-        step = self.adam.advance(s, r.view(-1)[part])
+        step = self.adam.advance(s, r.view(-1)[part], r.numel())
         u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r)
         if right:
             own = lowrank.own_part(rank, right, shard)
@@ -119,4 +119,4 @@ class GaLoreAdamW:
     def adam(self) -> Adam:
         """The moments, of a parameter or of its projection."""
         eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)
-        return Adam(self.betas, eps, self.nbits, self.min_8bit_size)
+        return Adam.of_bits(self.betas, eps, self.nbits, self.min_8bit_size)

@@ -1,0 +1,84 @@
+"""How moments are kept between steps: in fp32, or in fewer bits by groups that share a scale.
+
+Groups are those of the whole parameter's values, counted from its first element: one that a cut
+goes through is kept by both ranks, so that a value is rounded alike on any number of them.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops import passes
+from ds_ext.ops.batch import Batch
+from ds_ext.ops.shard import Shard, outward
+from ds_ext.ops.state import Part, Parts
+
+Edges = Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, Tensor]]
+
+
+class Format(Protocol):
+    """A way to keep a run of numbers."""
+
+    @property
+    def size(self) -> int:
+        """Elements that are read and written together."""
+        ...
+
+    def keeps(self, run: slice, total: int) -> Part | Parts:
+        """Returns what is kept of the values ``run`` of ``total``, which are whole groups."""
+        ...
+
+    def opened(self, kept: Any) -> passes.Writable:
+        """Returns the values of what ``keeps`` declared, to be read and written."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Every number as it is, in the accumulator's dtype."""
+
+    size: ClassVar[int] = 1
+
+    def keeps(self, run: slice, total: int) -> Part:
+        """Returns a run of numbers."""
+        return Part.of(run, total)
+
+    def opened(self, kept: Tensor) -> Tensor:
+        """Returns the numbers themselves."""
+        return kept
+
+
+PLAIN = Plain()
+
+
+def are_cut(shard: Shard | Batch, size: int) -> bool:
+    """Whether a cut goes through a group of ``size`` elements; the same on all ranks."""
+    return any(at.start % size or (len(at) > 1 and at.step % size) for at in shard.cuts if at)
+
+
+def complete(g: passes.Gradient, shard: Shard, size: int) -> Edges:
+    """The elements before and after a run that other ranks have of its first and last group.
+
+    In one round, of the groups of ``size`` elements that cuts go through.
+    """
+    shared = sorted({at // size for cuts in shard.cuts for at in cuts if at % size})
+    dtype = passes.accumulator(g.dtype)
+    before = after = torch.zeros(0, dtype=dtype, device=g.device)
+    edges = torch.zeros(len(shared), size, dtype=dtype, device=g.device)
+    ends = {shard.start // size, (shard.stop - 1) // size} & set(shared) if len(shard) else set()
+    for group in ends:
+        start, stop = max(group * size, shard.start), min((group + 1) * size, shard.stop)
+        own = passes.flat(slice(start - shard.start, stop - shard.start))
+        row = edges[shared.index(group)]
+        row[start - group * size : stop - group * size] = passes.read(g, own).reshape(-1)
+    (edges,) = yield (edges,)
+    run = outward(shard.start, shard.stop, size, shard.numel)
+    if run.start < shard.start:
+        before = edges[shared.index(run.start // size), : shard.start - run.start]
+    if shard.stop < run.stop:
+        last = (shard.stop - 1) // size
+        after = edges[shared.index(last), shard.stop - last * size : run.stop - last * size]
+    return before, after

@@ -1,0 +1,57 @@
+"""AdamW: Adam with decoupled weight decay, as torch.optim.AdamW.
+
+Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, with lr as its alpha and no schedule of its
+own; weight decay is multiplied by lr, as in torch.
+
+    m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²
+    u = m̂ / (sqrt(v̂) + eps)
+    p ← p (1 − lr · weight_decay) − lr · u
+
+State: ``m`` and ``v`` are runs like the weight, torch's exp_avg and exp_avg_sq. With 8 bits they
+are kept by bitsandbytes, in blocks of 256 of the whole parameter; if a cut goes through a block, a
+step takes one round.
+"""
+
+from dataclasses import dataclass
+
+from ds_ext import ops
+from ds_ext.hyperparams import Bits, Fraction, NonNegative, Positive, Size
+from ds_ext.ops import quantize
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
+from ds_ext.rules.adam import Adam
+from ds_ext.rules.base import Kept, Rounds, register
+
+
+@register(
+    paper="1711.05101",
+    state="8/d; 2/d with 8-bit moments",
+    rounds="0; 1 if a cut goes through an 8-bit block",
+    is_batched=lambda rule, shard: rule.nbits == 32,
+)
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay, as torch.optim.AdamW (arXiv 1711.05101)."""
+
+    lr: NonNegative = 1e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 1e-2  # decoupled, times lr
+    nbits: Bits = 32  # of the moments
+    min_8bit_size: Size = 4096  # fewer moments than these stay fp32
+
+    def __post_init__(self) -> None:
+        if self.nbits == 8:
+            quantize.functional()
+
+    def keeps(self, shard: Shard) -> Parts:
+        return self.adam.keeps_of(shard)
+
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+
+    @property
+    def adam(self) -> Adam:
+        """The moments."""
+        return Adam.of_bits(self.betas, self.eps, self.nbits, self.min_8bit_size)
