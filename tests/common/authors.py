@@ -60,7 +60,7 @@ def ordinary(rule, groups, hypers):
     """An optimizer that steps by ``.grad``, from the authors' packages where they have one."""
     if rule == "adalomo" or rule == "adafactor":
         return transformers.Adafactor(groups, **(hypers | {"relative_step": False}))
-    made = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME}
+    made = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME, "adamw": torch.optim.AdamW}
     return galore(groups, hypers) if rule == "galoreadamw" else made[rule](groups, **hypers)
 
 

@@ -24,7 +24,7 @@ ON_THREE = re.compile(
 ALL = [(n, name) for n in (1, 2, 3) for name in CASES if n < 3 or ON_THREE.search(name)]
 EXACT = [c for c in ALL if CASES[c[1]].dtype == "fp32" and "groups" not in c[1]]
 RANKS = (1, 2, 3)
-ROUNDS = {"lomo": 0, "adalomo": 2, "adafactor": 2, "came": 3, "lamb": 1}
+ROUNDS = {"lomo": 0, "adalomo": 2, "adafactor": 2, "came": 3, "lamb": 1, "adamw": 0}
 
 
 # What `make test` runs: every optimizer at every stage, and each habit with one optimizer or two.

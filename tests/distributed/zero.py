@@ -49,9 +49,10 @@ class Case:
 
 HYPERS = {rule: TRAINED[rule] for rule in ("lomo", "adalomo", "adafactor", "came")}
 CASES: dict[str, Case] = {}
-# What differs between rules is shown by simulation (test_rules.py, test_lamb.py, test_galore.py);
+# What differs between rules is shown by simulation (test_rules.py, test_lamb.py and their kin);
 # the others of a rule's cases, on how gradients arrive, are run for the first four.
-OTHERS = {"lamb": TRAINED["lamb"], "galoreadamw": TRAINED["galoreadamw"] | {"nbits": 32}}
+OTHERS = {rule: TRAINED[rule] for rule in ("lamb", "galoreadamw", "adamw")}
+OTHERS["galoreadamw"] |= {"nbits": 32}
 RULES = (*HYPERS, *OTHERS)
 for _rule, _hypers in OTHERS.items():
     for _stage in (None, 0, 1, 2, 3):

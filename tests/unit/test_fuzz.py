@@ -30,6 +30,7 @@ SETTINGS = {
     "adafactor": [{}, {"beta1": 0.9}, {"lr": 0.1, "relative_step": False}],
     "came": [{}, {"betas": (0.8, 0.99, 0.995), "eps": (0.1, 0.05)}],
     "lamb": [{}, {"bias_correction": False}, {"min_coeff": 0.01, "max_coeff": 10.0}],
+    "adamw": [{}, {"nbits": 8, "min_8bit_size": 0}],
     "galoreadamw": [
         {"rank": 2, "update_proj_gap": 2},
         {"rank": 3, "proj_type": "right", "update_proj_gap": 1},
@@ -245,6 +246,11 @@ def test_came(count):
 @tried(1200)
 def test_lamb(count):
     attempt(count, runs("lamb"), equal("lamb"))
+
+
+@tried(600)
+def test_adamw(count):
+    attempt(count, runs("adamw"), equal("adamw"))
 
 
 @tried(1200)

@@ -1,0 +1,114 @@
+"""AdamW on simulated ranks is torch's on whole parameters, to 1e-9 in fp64."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext import ops, rules
+from ds_ext.ops import formats
+from ds_ext.ops.shard import Shard
+from tests.common import table
+from tests.common.choose import params
+from tests.common.table import MANY, SHAPES, WORLDS
+from tests.unit.test_lamb import BROKEN, EXACT, Ranks, dropping, errors
+
+STEPS = 20
+SETTINGS = {
+    "defaults": {},
+    "decay": {"lr": 0.02, "weight_decay": 0.3},
+    "betas": {"betas": (0.8, 0.95)},
+    "eps": {"eps": 0.3},
+}
+WIDE = ((70, 90), (1500,), (7, 31, 9), (1025,), (40,))  # of more than one 8-bit block, but one
+EIGHT = {"lr": 0.01, "nbits": 8, "min_8bit_size": 1025}
+
+
+def by_torch(before, steps, **hypers):
+    """The parameters after the gradients ``steps`` by torch's AdamW."""
+    made = [nn.Parameter(p.clone()) for p in before]
+    optimizer = torch.optim.AdamW(made, **hypers)
+    for grads in steps:
+        for p, g in zip(made, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return [p.detach() for p in made]
+
+
+def ranks_after(rule, shapes, world, steps=STEPS, dtype=torch.float64, **how):
+    ranks = Ranks(rule, table.weights(shapes, dtype), world)
+    rounds = {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
+    return ranks, rounds
+
+
+def worst_error(setting, world, shapes=SHAPES, dtype=torch.float64):
+    ranks, rounds = ranks_after(rules.AdamW(**SETTINGS[setting]), shapes, world, dtype=dtype)
+    assert rounds == {0}
+    before, steps = table.weights(shapes, dtype), table.gradients(STEPS, shapes, dtype)
+    exact = by_torch(
+        [p.double() for p in before], [[g.double() for g in x] for x in steps], **SETTINGS[setting]
+    )
+    return max(errors(ranks.params, exact, before))
+
+
+@pytest.mark.parametrize(
+    "setting, world",
+    params(itertools.product(SETTINGS, WORLDS), lambda case: case[1] == 3 or case[0] == "decay"),
+)
+def test_sharded_equals_torch(setting, world):
+    assert worst_error(setting, world) <= EXACT
+
+
+@pytest.mark.slow
+def test_more_ranks_than_elements():
+    assert worst_error("decay", MANY, ((5,), (1, 7), (64, 33))) <= EXACT
+
+
+def test_fp32_equals_torch():
+    assert worst_error("decay", 3, dtype=torch.float32) <= 1e-5
+
+
+def test_the_settings_matter():
+    before, steps = table.weights(), table.gradients(STEPS)
+    results = [by_torch(before, steps, **hypers) for hypers in SETTINGS.values()]
+    for a, b in itertools.combinations(results, 2):
+        assert max(errors(a, b, before)) > BROKEN
+
+
+def test_defaults_are_those_of_torch():
+    (theirs,) = torch.optim.AdamW([torch.zeros(1)]).param_groups
+    (own,) = ds_ext.AdamW([torch.zeros(1)]).param_groups
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        assert own[name] == theirs[name]
+
+
+@pytest.mark.parametrize("world", params([2, 3, 7, 64], [3, 7]))
+def test_8_bits_are_rounded_alike_on_any_number_of_ranks(world):
+    pytest.importorskip("bitsandbytes")
+    rule, before = rules.AdamW(**EIGHT), table.weights(WIDE)
+    whole, none = ranks_after(rule, WIDE, 1)
+    sharded, one = ranks_after(rule, WIDE, world)
+    assert none == {0} and one == {1}  # a cut goes through blocks
+    assert max(errors(sharded.params, whole.params, before)) <= 1e-6
+    broken, _ = ranks_after(rule, WIDE, world, simulate=dropping(0))
+    assert max(errors(broken.params, whole.params, before)) > BROKEN
+
+
+def test_8_bits_are_near_32():
+    pytest.importorskip("bitsandbytes")
+    small, _ = ranks_after(rules.AdamW(**EIGHT), WIDE, 3)
+    large, _ = ranks_after(rules.AdamW(lr=0.01), WIDE, 3)
+    found = errors(small.params, large.params, table.weights(WIDE))
+    assert 1e-4 < max(found) < 0.2
+    assert found[-1] <= EXACT  # 40 moments stay fp32
+
+
+def test_cuts_through_groups_are_found_without_listing_them():
+    for size, world, shape in itertools.product((1, 2, 32), (1, 2, 3, 5), ((64, 3), (7,), (0,))):
+        shards = [Shard.of_rank(shape, rank, world) for rank in range(world)]
+        expected = any(at % size for s in shards for cut in s.cuts for at in cut)
+        assert all(formats.are_cut(s, size) == expected for s in shards)
+        if shape != (0,):
+            assert formats.are_cut(ops.Batch(shards[:1] * 2), size) == expected
