@@ -28,8 +28,10 @@ from ds_ext.ops import accumulator
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
-from ds_ext.optimizer.param_groups import galore_groups
+from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.param_groups import role_groups
 from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.rules import REGISTRY
 
 Shape = tuple[int, ...]
 NORM = 8  # bytes of the square of the norm, summed once a step
@@ -253,7 +255,8 @@ class Rule:
         projected: set[Tensor] = set()
         self.projects = "rank" in self.optimizer.check({})
         if self.projects:
-            groups = galore_groups(model, [{"params": list(params.values())}])
+            trained = [{"params": list(params.values())}]
+            groups = role_groups(REGISTRY[name.lower()], ModelView(model), trained)
             projected = {p for group in groups if "rank" not in group for p in group["params"]}
         self.matrices = {
             key: matrices(key, tuple(p.shape), p in projected) for key, p in params.items()

@@ -28,9 +28,10 @@ Side = Annotated[
 ]
 
 
-def names(rule: type) -> list[str]:
+@functools.cache
+def names(rule: type) -> tuple[str, ...]:
     """Returns the names of a rule's hyper-parameters, in order."""
-    return [f.name for f in fields(rule)]
+    return tuple(f.name for f in fields(rule))
 
 
 def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> dict[str, Any]:

@@ -58,6 +58,8 @@ class FusedBackward:
                 f"{strange} of the optimizer's parameters are not in the model: pass the module "
                 "that holds all of them."
             )
+        for param in optimizer.group_of:
+            optimizer.check_shape(param, layout.shard(param))
         self.optimizer = optimizer
         optimizer.is_batched = not layout.any(not optimizer.is_batched)
         self.layout = layout

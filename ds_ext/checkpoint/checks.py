@@ -72,7 +72,7 @@ def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
 
 
 def _check_groups(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
-    """Raises CheckpointError if the groups have other parameters than those saved."""
+    """Raises CheckpointError if the groups have other parameters, or rules, than those saved."""
     names: list[list[str]] = [group["params"] for group in save_groups(optimizer, owned)]
     saved: list[list[str]] = [group["params"] for group in pieces.saved[0]["groups"]]
     none: list[str] = []
@@ -83,13 +83,23 @@ def _check_groups(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tenso
                 "this checkpoint has other parameter groups than the optimizer: group "
                 f"{i} differs in {', '.join(differ) or 'the order of its parameters'}."
             )
+    own = type(optimizer).__name__
+    for i, (was, group) in enumerate(
+        zip(pieces.saved[0]["groups"], optimizer.param_groups, strict=True)
+    ):
+        if was.get("type") != group.get("type"):
+            raise CheckpointError(
+                f"group {i} of this checkpoint is stepped by {was.get('type', own)}, and here by "
+                f"{group.get('type', own)}. To take its weights alone: "
+                "load_checkpoint(..., load_optimizer_states=False)."
+            )
 
 
 def _check_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
     """Raises CheckpointError if not all of a state was saved that the saved groups' rules keep."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
-        hypers = {name: saved[name] for name in hyperparams.names(optimizer.hypers)}
-        rule = optimizer.hypers(**hypers)
+        hypers = optimizer.hypers_of(saved)
+        rule = hypers(**{name: saved[name] for name in hyperparams.names(hypers)})
         for param in group["params"]:
             own = owned[param]
             if pieces.first("state", own.name) is None:

@@ -1,5 +1,6 @@
 """The optimizer that a DeepSpeed config names, over the engine's parameters."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -7,6 +8,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.log import log
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
+from ds_ext.optimizer.model_view import ModelView, summary
+from ds_ext.optimizer.param_groups import Grouped, ParamGroup
+from ds_ext.rules import REGISTRY
 
 
 def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleOptimizer:
@@ -22,25 +26,11 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleO
     """
     params = _ungrouped(engine, params)
     optimizer_type = OPTIMIZERS[name]
-    given = dict(engine.optimizer_params() or {})
-    is_galore = name == "galoreadamw"
-    targets = given.pop("target_modules", "all-linear") if is_galore else None
-    grouped = bool(params) and isinstance(params[0], dict)
-    checked = optimizer_type.check(given)
-    if checked["weight_decay"] and not grouped:
-        groups = param_groups.decay_groups(
-            engine.module, params, checked["weight_decay"], unpartitioned_shape
-        )
-        params = [group for group in groups if group["params"]]
-        log(_decay_report(engine, params))
-    if is_galore:
-        params = param_groups.galore_groups(
-            engine.module, params, targets, LINEARS, EMBEDDINGS, unpartitioned_shape
-        )
-        projected = [p for g in params if "rank" not in g for p in g["params"]]
-        names = param_groups.summary(engine.param_names[p] for p in projected)
-        log(f"GaLore projects the gradients of: {names}")
-    return optimizer_type(params, **checked)
+    model = ModelView(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
+    made = param_groups.of_config(REGISTRY[name], engine.optimizer_params() or {}, model, params)
+    for line in _report(engine, optimizer_type.__name__, made):
+        log(line)
+    return optimizer_type(made.groups, **made.hypers)
 
 
 def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
@@ -51,11 +41,26 @@ def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
     return [p for p in engine.param_names if p in given]
 
 
-def _decay_report(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> str:
-    def names(decayed: bool) -> str:
-        chosen = [g["params"] for g in groups if bool(g["weight_decay"]) == decayed]
-        params = [p for group in chosen for p in group if p.requires_grad]
-        return param_groups.summary(engine.param_names[p] for p in params)
+def _report(engine: DeepSpeedEngine, optimizer: str, made: Grouped) -> Iterator[str]:
+    """What the log says of the groups that a config makes: how which parameters are stepped."""
+    decay = made.hypers["weight_decay"]
+    if decay and any(group.get("weight_decay") == 0 for group in made.groups):
+        decayed = _names(engine, (g for g in made.groups if g["weight_decay"]))
+        others = _names(engine, (g for g in made.groups if not g["weight_decay"]))
+        yield f"weight decay {decay} on: {decayed}; no weight decay on: {others}"
+    kinds = [_kind(group, optimizer) for group in made.groups]
+    if len({*kinds}) > 1:
+        for kind in dict.fromkeys(kinds):
+            alike = (g for g, own in zip(made.groups, kinds, strict=True) if own == kind)
+            yield f"{kind} on: {_names(engine, alike)}"
 
-    decay = groups[0]["weight_decay"]
-    return f"weight decay {decay} on: {names(True)}; no weight decay on: {names(False)}"
+
+def _kind(group: ParamGroup, optimizer: str) -> str:
+    """The type of a group, and in what it differs from the optimizer's params: "AdamW, lr=1e-4"."""
+    own = {k: v for k, v in group.items() if k not in ("params", "type", "weight_decay")}
+    return ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
+
+
+def _names(engine: DeepSpeedEngine, groups: Iterable[ParamGroup]) -> str:
+    params = (p for group in groups for p in group["params"] if p.requires_grad)
+    return summary(engine.param_names[p] for p in params)

@@ -26,7 +26,7 @@ from ds_ext.engine import expert_parallel
 from ds_ext.engine.log import log
 from ds_ext.engine.zero3 import Partitions
 from ds_ext.errors import CheckpointError
-from ds_ext.optimizer import param_groups
+from ds_ext.optimizer.model_view import summary
 
 
 def owned(layout: Layout) -> dict[Tensor, Own]:
@@ -108,7 +108,7 @@ class Contents:
         """Puts back the weights, and tells of those that were not saved."""
         missing = resharding.load_weights(pieces, self.optimizer, self.owned)
         if missing:
-            names = param_groups.summary(missing)
+            names = summary(missing)
             log(f"not in the checkpoint, left as they were: {names}")
 
     def _to_be_saved(self) -> dict[Tensor, Own]:

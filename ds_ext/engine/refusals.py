@@ -87,11 +87,12 @@ def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
     Raises:
         ValueError: if it has not: DeepSpeed's OneCycle, with CAME.
     """
-    needed = len(optimizer.defaults.get("betas", ()))
     for group in optimizer.param_groups:
+        hypers = optimizer.hypers_of(group)
+        needed = len(getattr(hypers, "betas", ()))
         if len(group.get("betas", ())) != needed:
             raise ValueError(
-                f"{type(optimizer).__name__} has {needed} betas; {type(scheduler).__name__} sets "
+                f"{hypers.__name__} has {needed} betas; {type(scheduler).__name__} sets "
                 f'{group["betas"]}: put "cycle_momentum": false into scheduler.params.'
             )
 

@@ -8,7 +8,8 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.wholes import Wholes
 from ds_ext.ops.state import Part, leaves
-from ds_ext.optimizer import RuleOptimizer, param_groups
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.model_view import summary
 
 # Names that the authors' optimizers and torch's have for what a rule keeps.
 _NAMES = {
@@ -116,7 +117,7 @@ class StateAccess:
         parts = {".".join(keys): (keys, part) for keys, part in leaves(keeps)}
         found = [parts[k] for k in (key, *_NAMES.get(key, ())) if k in parts]
         if not found:
-            known = param_groups.summary(parts) if parts else "nothing"
+            known = summary(parts) if parts else "nothing"
             raise ValueError(
                 f"{type(optimizer).__name__} keeps no {key!r} of {name}; it keeps {known}."
             )

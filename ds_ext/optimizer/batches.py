@@ -227,7 +227,7 @@ def _joins(u: "RunUpdate") -> bool:
 
 def _are_batched(rule: Any, pieces: Sequence[Piece]) -> bool:
     """Whether ``rule`` steps the pieces of a parameter in a batch; the same on all ranks."""
-    entry = rules.REGISTRY[type(rule).__name__.lower()]
+    entry = rules.entry_of(type(rule))
     return all(entry.batches(rule, piece.shard) for piece in pieces)
 
 

@@ -1,36 +1,68 @@
-"""Parameter groups made from names and modules: which weights decay, which GaLore projects."""
+"""Param groups made of a model and of what a config says: "params" of its section "optimizer".
 
+Which weights decay; ``param_groups``, entries with a regular expression on names and keys of their
+own, a "type" among them; and, of a rule that is not for all parameters, ``target_modules`` and
+``others``, the keys of the rest.
+"""
+
+import difflib
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_ext.optimizer import expert_stacks
-from ds_ext.optimizer.expert_stacks import Shape, plain_shape
+from ds_ext import hyperparams
+from ds_ext.optimizer.group_rules import hypers_of
+from ds_ext.optimizer.model_view import ModelView, finds, summary
+from ds_ext.rules import Entry, named
 
-Types: TypeAlias = tuple[type[nn.Module], ...]
-Owned: TypeAlias = dict[Tensor, tuple[str, nn.Module]]  # a parameter's name, and whose it is
+ParamGroup: TypeAlias = dict[str, Any]
+Keys: TypeAlias = Mapping[str, Any]  # of a group: a "type" and hyper-parameters of that
+SECTION = "optimizer.params"
 
-_TARGETS = "GaLoreAdamW: optimizer.params.target_modules"
+
+class Grouped(NamedTuple):
+    """What an optimizer is made of."""
+
+    groups: list[ParamGroup]
+    hypers: dict[str, Any]  # all of them, for groups that do not say otherwise
 
 
-def decay_groups(
-    module: nn.Module,
-    params: list[Tensor],
-    weight_decay: float,
-    shape: Callable[[Tensor], Shape] = plain_shape,
-) -> list[dict[str, Any]]:
-    """Splits a flat list of parameters into one group with weight decay and one without.
+def of_config(entry: Entry, given: Keys, model: ModelView, params: Sequence[Any]) -> Grouped:
+    """Returns the groups and hyper-parameters that a config asks for.
+
+    Args:
+        entry: what is registered of the optimizer's rule.
+        given: "params" of the config's section "optimizer".
+        model: whose parameters are stepped.
+        params: the parameters to train, or groups of them, which then are split further.
+
+    Raises:
+        ValueError: a key is unknown or its value wrong, or it is not clear how a parameter is to
+            be stepped; it names the key.
+    """
+    rest = dict(given)
+    entries = rest.pop("param_groups", None)
+    of_roles = {k: rest.pop(k) for k in ("target_modules", "others") if entry.roles and k in rest}
+    hypers = hyperparams.check(hypers_of(entry.rule), rest, SECTION)
+    groups = _as_groups(params)
+    if hypers["weight_decay"] and not any(isinstance(x, dict) for x in params):
+        groups = decay_groups(model, groups[0]["params"], hypers["weight_decay"])
+    if entries is not None:
+        groups = matched_groups(entry, model, groups, entries)
+    if entry.roles:
+        groups = role_groups(entry, model, groups, **of_roles)
+    return Grouped([group for group in groups if group["params"]], hypers)
+
+
+def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) -> list[ParamGroup]:
+    """Splits parameters into one group with weight decay and one without.
 
     Norms, biases and whatever else has fewer than two dimensions are not decayed; an expert has
     those of one of its stack.
     """
-    owners, stacked = _owners(module), expert_stacks.find(module, shape)
-    decayed = [
-        p for p in params if p in owners and _dims(p, stacked, shape) >= 2 and _decays(*owners[p])
-    ]
+    decayed = [p for p in params if model.decays(p)]
     chosen = set(decayed)
     return [
         {"params": decayed, "weight_decay": weight_decay},
@@ -38,110 +70,156 @@ def decay_groups(
     ]
 
 
-def _owners(module: nn.Module) -> Owned:
-    """The name of each parameter and the module it belongs to, the first of several."""
-    owners: Owned = {}
-    for prefix, owner in module.named_modules():
-        for name, param in owner.named_parameters(prefix, recurse=False):
-            owners.setdefault(param, (name, owner))
-    return owners
+def matched_groups(
+    entry: Entry, model: ModelView, groups: Sequence[ParamGroup], entries: Any
+) -> list[ParamGroup]:
+    """Splits groups by ``entries``, of which at most one is for each parameter.
 
+    An entry is {"match": a regular expression that is found in names, "type": another rule's, and
+    hyper-parameters of that rule}. What none matches stays as it is.
 
-def _decays(name: str, owner: nn.Module) -> bool:
-    return "norm" not in type(owner).__name__.lower() and not name.endswith("bias")
-
-
-def _dims(param: Tensor, stacked: set[Tensor], shape: Callable[[Tensor], Shape]) -> int:
-    return len(shape(param)) - (param in stacked)
-
-
-def galore_groups(
-    module: nn.Module,
-    groups: Iterable[Any],
-    target_modules: Any = "all-linear",
-    linears: Types = (nn.Linear,),
-    embeddings: Types = (nn.Embedding,),
-    shape: Callable[[Tensor], Shape] = plain_shape,
-) -> list[dict[str, Any]]:
-    """Splits parameters, or groups of them, into those that GaLore projects and the others.
-
-    The others get ``rank`` None. ``target_modules`` is a regular expression or a list of them, of
-    which one is found somewhere in the name of a matrix; a plain part of a name is one too.
-    "all-linear" is the weight of every one of ``linears`` but the output head's
-    (get_output_embeddings(), or named lm_head) and those shared with one of ``embeddings``, and
-    the matrices of stacked experts.
+    Raises:
+        ValueError: a key is wrong, an expression matches nothing, or two the same parameter.
     """
-    given: list[dict[str, Any]] = []
-    for entry in groups:
-        if isinstance(entry, dict):
-            given.append(entry)
-        elif given:
-            given[0]["params"].append(entry)
+    trained = [p for group in groups for p in group["params"] if p in model.owners]
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{SECTION}.param_groups is {entries!r}; allowed: a list of {_ENTRY}.")
+    chosen: dict[Tensor, int] = {}
+    keys = []
+    for i, given in enumerate(entries):
+        where = f"{SECTION}.param_groups[{i}]"
+        keys.append(_checked(entry, given, where))
+        for p in _matched(given["match"], trained, model, f"{where}.match"):
+            if p in chosen:
+                raise ValueError(
+                    f"{where}.match: {given['match']!r} matches {model.owners[p][0]}, as does "
+                    f"param_groups[{chosen[p]}]: one entry at most may match a parameter."
+                )
+            chosen[p] = i
+    return _split(groups, lambda p: keys[chosen[p]] if p in chosen else {})
+
+
+def role_groups(
+    entry: Entry,
+    model: ModelView,
+    groups: Sequence[ParamGroup],
+    target_modules: Any = "all-linear",
+    others: Any = None,
+) -> list[ParamGroup]:
+    """Splits groups into what a rule is for and the rest; groups with a "type" stay as they are.
+
+    Args:
+        entry: of the rule.
+        model: whose parameters they are.
+        groups: of parameters.
+        target_modules: a regular expression or a list of them, of which one is found somewhere in
+            the name of a matrix; a plain part of a name is one too. "all-linear" is the weight of
+            every linear layer but the output head, and the matrices of stacked experts.
+        others: keys for the rest, beside those that the rule is registered with.
+
+    Raises:
+        ValueError: ``target_modules`` names no matrix that is trained, or a key is wrong.
+    """
+    free = [group for group in groups if "type" not in group]
+    matrices = [p for g in free for p in g["params"] if p in model.owners and model.dims(p) == 2]
+    where = f"{entry.rule.__name__}: {SECTION}.target_modules"
+    chosen = set(_targets(target_modules, matrices, model, where)) if free else set()
+    rest = _rest(entry, others)
+
+    def keys(p: Tensor) -> Keys:
+        if p in chosen:
+            return {}
+        own = entry.roles.get(model.role(p), entry.roles["other"])
+        return rest if own == entry.roles["other"] else own
+
+    return [part for g in groups for part in ([g] if "type" in g else _split([g], keys))]
+
+
+def _as_groups(params: Sequence[Any]) -> list[ParamGroup]:
+    """Groups of parameters, or a mixed list of these, as groups."""
+    groups: list[ParamGroup] = []
+    for x in params:
+        if isinstance(x, dict):
+            groups.append({**x, "params": list(x["params"])})
+        elif groups:
+            groups[0]["params"].append(x)
         else:
-            given.append({"params": [entry]})
-    owners, stacked = _owners(module), expert_stacks.find(module, shape)
-    trained = [p for group in given for p in group["params"]]
-    known = {p: owners[p] for p in trained if p in owners and _dims(p, stacked, shape) == 2}
-    if target_modules == "all-linear":
-        linear = _linear(known, linears) | stacked & known.keys()
-        chosen = linear - _embeddings(module, embeddings)
-        if not chosen:
+            groups.append({"params": [x]})
+    return groups
+
+
+def _split(groups: Sequence[ParamGroup], keys_of: Callable[[Tensor], Keys]) -> list[ParamGroup]:
+    """Splits groups by the keys that parameters are to have beside their group's.
+
+    In the order in which these are met, those without any first.
+    """
+    split: list[ParamGroup] = []
+    for group in groups:
+        parts: dict[str, ParamGroup] = {repr({}): {**group, "params": []}}
+        for p in group["params"]:
+            keys = keys_of(p)
+            parts.setdefault(repr(keys), {**group, **keys, "params": []})["params"].append(p)
+        split += [part for part in parts.values() if part["params"]]
+    return split
+
+
+def _checked(entry: Entry, given: Any, where: str) -> Keys:
+    """The keys of an entry, all checked; ValueError for wrong ones."""
+    if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
+        raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
+    keys = {k: v for k, v in given.items() if k not in ("match", "type")}
+    rule = named(given["type"], f"{where}.type").rule if "type" in given else entry.rule
+    checked = hyperparams.check(hypers_of(rule), keys, where)
+    return {k: rule.__name__ if k == "type" else checked[k] for k in given if k != "match"}
+
+
+def _rest(entry: Entry, others: Any) -> Keys:
+    """The keys of what a rule is not for: those it is registered with, and those a config adds."""
+    registered = entry.roles["other"]
+    if others is None:
+        return registered
+    where = f"{SECTION}.others"
+    if not isinstance(others, dict) or not others:
+        raise ValueError(f'{where} is {others!r}; allowed: keys such as {{"lr": 1e-4}}.')
+    own = others if "type" in others else {**registered, **others}
+    return _checked(entry, {"match": "", **own}, where)
+
+
+def _matched(
+    pattern: str, params: list[Tensor], model: ModelView, where: str, what: str = "parameter"
+) -> list[Tensor]:
+    """The parameters in whose names ``pattern`` is found; ValueError if there are none."""
+    names = {p: model.owners[p][0] for p in params}
+    try:
+        found = [p for p, name in names.items() if finds(pattern, name)]
+    except (re.error, TypeError):
+        raise ValueError(f"{where}: {pattern!r} is not a regular expression.") from None
+    if not found:
+        parts = {part for name in names.values() for part in name.split(".")}
+        near = difflib.get_close_matches(str(pattern), parts, n=1)
+        guess = f' Did you mean "{near[0]}"?' if near else ""
+        raise ValueError(
+            f"{where}: {pattern!r} is in no trained {what}'s name.{guess} "
+            f"Known: {summary(names.values())}."
+        )
+    return found
+
+
+def _targets(targets: Any, matrices: list[Tensor], model: ModelView, where: str) -> list[Tensor]:
+    """The matrices that ``target_modules`` names."""
+    if targets == "all-linear":
+        linear = [p for p in matrices if model.role(p) == "linear"]
+        if not linear:
             raise ValueError(
-                f'{_TARGETS} is "all-linear", but no nn.Linear weight is trained: list names.'
+                f'{where} is "all-linear", but no nn.Linear weight is trained: list names.'
             )
-    else:
-        chosen = _targets(known, target_modules)
-    split = []
-    for group in given:
-        matched = [p for p in group["params"] if p in chosen]
-        others = [p for p in group["params"] if p not in chosen]
-        split += [{**group, "params": matched}, {**group, "params": others, "rank": None}]
-    return [group for group in split if group["params"]]
-
-
-def _linear(matrices: Owned, linears: Types) -> set[Tensor]:
-    """The matrices of linear layers."""
-    return {p for p, (_, owner) in matrices.items() if isinstance(owner, linears)}
-
-
-def _targets(matrices: Owned, targets: Any) -> set[Tensor]:
-    """The matrices that ``target_modules`` names; ValueError where it names none."""
+        return linear
     patterns = [targets] if isinstance(targets, str) else targets
     if not patterns or not isinstance(patterns, list | tuple) or "" in patterns:
         raise ValueError(
-            f'{_TARGETS} is {targets!r}; allowed: "all-linear" or a list of (parts of) names.'
+            f'{where} is {targets!r}; allowed: "all-linear" or a list of (parts of) names.'
         )
-    chosen = set()
-    for pattern in patterns:
-        try:
-            found = {p for p, (name, _) in matrices.items() if _finds(pattern, name)}
-        except (re.error, TypeError):
-            raise ValueError(f"{_TARGETS}: {pattern!r} is not a regular expression.") from None
-        if not found:
-            known = summary(name for name, _ in matrices.values())
-            raise ValueError(
-                f"{_TARGETS}: {pattern!r} is in no trained matrix's name. Known: {known}."
-            )
-        chosen |= found
-    return chosen
+    return [p for pattern in patterns for p in _matched(pattern, matrices, model, where, "matrix")]
 
 
-def _finds(pattern: str, name: str) -> bool:
-    """Whether a pattern is found in the name of a parameter, or of its module (for "...$")."""
-    return bool(re.search(pattern, name) or re.search(pattern, name.rpartition(".")[0]))
-
-
-def _embeddings(module: nn.Module, embeddings: Types) -> set[Tensor]:
-    """Weights of embeddings and of the output head."""
-    spared = [m for m in module.modules() if isinstance(m, embeddings)]
-    spared += [m for name, m in module.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    output_embeddings = getattr(module, "get_output_embeddings", None)
-    if callable(output_embeddings):
-        spared.append(output_embeddings())
-    return {p for m in spared if m is not None for p in m.parameters()}
-
-
-def summary(names: Iterable[str]) -> str:
-    """Parameter names with their layer numbers left out: "layers.*.q_proj.weight (30), ..."."""
-    counts = Counter(re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name) for name in names)
-    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
+_ENTRY = '{"match": "a regular expression", "type": "an optimizer", and keys of that}'

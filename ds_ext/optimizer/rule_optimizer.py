@@ -5,7 +5,6 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import make_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,16 +17,17 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
-from ds_ext.optimizer import expert_stacks, host_offload, plain_step
+from ds_ext.optimizer import expert_stacks, host_offload, param_groups, plain_step
 from ds_ext.optimizer.batches import BucketStep, Plans
-from ds_ext.optimizer.group_rules import GroupRules
+from ds_ext.optimizer.group_rules import GroupRules, hypers_of
 from ds_ext.optimizer.meter import Meter
+from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
 from ds_ext.rules import Rule
 
 CPU = torch.device("cpu")
-# What a group may hold beside its parameters and hyper-parameters: names, a scheduler's note, and
-# DeepSpeed's that it is of experts.
+# What a group may hold beside its parameters, type and hyper-parameters: names, a scheduler's note,
+# and DeepSpeed's that it is of experts.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "moe"}
 
 
@@ -57,8 +57,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     hypers: ClassVar[type]  # the rule, with the fields of ``weight_update.Writing`` after its own
 
     def __init_subclass__(cls) -> None:
-        bases = (weight_update.Writing, cls.rule)
-        cls.hypers = make_dataclass(cls.rule.__name__, [], bases=bases, frozen=True)
+        cls.hypers = hypers_of(cls.rule)
         params = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         hypers = inspect.signature(cls.hypers).parameters.values()
         cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -72,9 +71,26 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.group_of: dict[Tensor, dict[str, Any]] = {}
         self.row_of: dict[Tensor, int] = {}
         self.number_of: dict[Tensor, int] = {}
-        self._rules = GroupRules(self.hypers)
+        self._rules = GroupRules(self.rule)
         self._plans = Plans()
         super().__init__(params, self.check(hypers))
+
+    @classmethod
+    def for_model(cls, module: nn.Module, **params: Any) -> "RuleOptimizer":
+        """Returns the optimizer of a model's trained parameters, as an engine makes it of a config.
+
+        Args:
+            module: the model.
+            **params: "params" of the config's section "optimizer": hyper-parameters, and
+                ``param_groups``, ``target_modules`` and ``others`` (docs/settings.md).
+
+        Raises:
+            ValueError: a key is unknown, or its value wrong.
+        """
+        trained = [p for p in module.parameters() if p.requires_grad]
+        entry = rules.named(cls.rule.__name__)
+        made = param_groups.of_config(entry, params, ModelView(module), trained)
+        return cls(made.groups, **made.hypers).separate_experts(module)
 
     @classmethod
     def check(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,20 +105,32 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Adds a group of parameters; see torch.optim.Optimizer.
 
         Args:
-            param_group: "params", hyper-parameters that differ from the optimizer's, a "name".
+            param_group: "params", hyper-parameters that differ from the optimizer's, a "name"; a
+                "type", if another rule is to step them, which then has its own defaults but for
+                lr, weight_decay, weight_update and seed.
 
         Raises:
             ValueError: a hyper-parameter is wrong, or a parameter cannot be stepped.
         """
         given = {k: v for k, v in param_group.items() if k not in _GROUP_KEYS}
-        checked = self.check(self.defaults | given)
-        super().add_param_group(param_group | checked)
+        checked = self._rules.complete(given, self.defaults)
+        super().add_param_group({k: v for k, v in param_group.items() if k != "type"} | checked)
+        self._forget_foreign(self.param_groups[-1])
         try:
             self._check_params(self.param_groups[-1]["params"])
         except ValueError:
             del self.param_groups[-1]
             raise
         self._index_group(len(self.param_groups) - 1)
+
+    def _forget_foreign(self, group: dict[str, Any]) -> None:
+        """Takes defaults out of a group that its rule has no such hyper-parameters for."""
+        for name in self.defaults.keys() - {*hyperparams.names(self.hypers_of(group))}:
+            del group[name]
+
+    def hypers_of(self, group: Mapping[str, Any]) -> type:
+        """Returns the class of a group's rules, a dataclass of its hyper-parameters."""
+        return self._rules.hypers(group)
 
     def check_param_groups(self) -> None:
         """Checks the hyper-parameters that groups have now, which schedulers and users change.
@@ -144,7 +172,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def index_parameters(self) -> None:
         """Notes the group and number of each parameter, after ``param_groups`` were replaced."""
-        self._rules = GroupRules(self.hypers)
+        self._rules = GroupRules(self.rule)
         self._plans.clear()
         self.group_of, self.row_of, self.number_of = {}, {}, {}
         for row in range(len(self.param_groups)):
@@ -240,12 +268,27 @@ class RuleOptimizer(torch.optim.Optimizer):
     @functools.cached_property
     def is_batched(self) -> bool:
         """Whether parameters are stepped in batches, by native passes, which all ranks have."""
-        return rules.REGISTRY[self.rule.__name__.lower()].is_batched and table.is_there()
+        kinds = {type(self._rules.of(*of)) for of in enumerate(self.param_groups)}
+        return table.is_there() and any(rules.entry_of(kind).is_batched for kind in kinds)
 
     def _make_state(self, u: RunUpdate, state: dict[str, Any]) -> None:
         """Makes a parameter's state if there is none."""
         if not state:
+            self.check_shape(u.param, u.shard)
             state.update(zeros(self.keeps(u.param, u.shard, self.rule_of(u.param)), u.p), step=0)
+
+    def check_shape(self, param: Tensor, shard: Shard) -> None:
+        """Raises ValueError if the rule of ``param`` is not for what has the shape of ``shard``."""
+        rule = self.rule_of(param)
+        entry = rules.entry_of(type(rule))
+        dims = len(shard.shape) - (param in self.stacks)
+        if entry.others is not None and dims != 2:
+            name, own = type(rule).__name__, type(self).__name__
+            raise ValueError(
+                f"{name} is for matrices, and a parameter has the shape {list(shard.shape)}. Let "
+                f"ds_ext.{own}.for_model(model, ...) make the groups, or put it into one with "
+                f'"type": "{entry.others}".'
+            )
 
     def rules(self, u: RunUpdate, state: dict[str, Any] | None = None) -> list[lockstep.Rule]:
         """Begins a parameter's step, counting it in its state, which is made if there is none.
@@ -333,8 +376,12 @@ class RuleOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_param_groups()
-        self.refuse_complex(p for p in self.number_of if p.grad is not None)
-        for updates in plain_step.buckets(self.number_of):
+        stepped = [p for p in self.number_of if p.grad is not None]
+        self.refuse_complex(stepped)
+        for param in stepped:
+            if not self.state.get(param):
+                self.check_shape(param, Shard.whole(param.shape))
+        for updates in plain_step.buckets(stepped):
             self.update(updates, None)
             plain_step.write_back(updates)
         return loss
@@ -351,7 +398,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             ValueError: it is the state of another optimizer; nothing is changed.
         """
         for group in state_dict["param_groups"]:
-            missing = [name for name in hyperparams.names(self.hypers) if name not in group]
+            names = hyperparams.names(self.hypers_of(group))
+            missing = [name for name in names if name not in group]
             if missing:
                 kind = type(self).__name__
                 raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")

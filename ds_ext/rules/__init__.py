@@ -3,7 +3,7 @@
 from ds_ext.rules.adafactor import Adafactor
 from ds_ext.rules.adalomo import AdaLomo
 from ds_ext.rules.adamw import AdamW
-from ds_ext.rules.base import REGISTRY, Rule, register
+from ds_ext.rules.base import REGISTRY, Entry, Rule, entry_of, named, register
 from ds_ext.rules.came import CAME
 from ds_ext.rules.galore import GaLoreAdamW
 from ds_ext.rules.lamb import LAMB
@@ -18,6 +18,9 @@ __all__ = [
     "LAMB",
     "GaLoreAdamW",
     "REGISTRY",
+    "Entry",
     "Rule",
+    "entry_of",
+    "named",
     "register",
 ]

@@ -5,7 +5,8 @@ A rule sees the step of one parameter from one rank: its own run ``p`` of the we
 yields its partial sums, and is sent back the totals over all ranks.
 """
 
-from collections.abc import Callable, Generator
+import difflib
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -58,6 +59,8 @@ class Entry:
     state: str  # bytes per parameter of a matrix [R, C] on each of d ranks
     rounds: str  # all-reduces of a bucket's partial sums
     joins: Callable[[Any, Shard], bool] | bool  # see ``is_batched`` of ``register``
+    # How parameters are stepped that the rule is not for, by their role: a group's keys.
+    roles: Mapping[str, Mapping[str, Any]]
 
     @property
     def is_batched(self) -> bool:
@@ -67,6 +70,11 @@ class Entry:
     def batches(self, rule: Rule, shard: Shard) -> bool:
         """Whether ``rule``, one of ``self.rule``, steps a run in a batch; alike on all ranks."""
         return self.joins(rule, shard) if callable(self.joins) else self.joins
+
+    @property
+    def others(self) -> str | None:
+        """The name of the rule of what this one is not for; None if it is for all."""
+        return self.roles.get("other", {}).get("type")
 
     @property
     def summary(self) -> str:
@@ -86,6 +94,9 @@ def register(
     state: str,
     rounds: str,
     is_batched: Callable[[Any, Shard], bool] | bool = False,
+    others: Mapping[str, Any] | None = None,
+    embedding: Mapping[str, Any] | None = None,
+    head: Mapping[str, Any] | None = None,
 ) -> Callable[[R], R]:
     """Makes a rule an optimizer: ``"type"`` in a DeepSpeed config, and in every table.
 
@@ -97,6 +108,10 @@ def register(
             passes of ``ops`` that do, and of formulas that hold for vectors of numbers [n]. Or a
             function of a rule and a run that tells it by hyper-parameters and geometry, alike on
             all ranks.
+        others: for a rule of the matrices of linear layers: the keys of the param group of all
+            other parameters, such as {"type": "AdamW"}.
+        embedding: those of embeddings, if they differ.
+        head: those of the output head, if they differ.
 
     Raises:
         ValueError: another rule has this name.
@@ -107,7 +122,10 @@ def register(
         known = REGISTRY.get(name)
         if known is not None and _full_name(known.rule) != _full_name(rule):
             raise ValueError(f"a rule named {rule.__name__} is registered already: rename one.")
-        REGISTRY[name] = Entry(rule, paper, state, rounds, is_batched)
+        roles = {}
+        if others is not None:
+            roles = {"other": others, "embedding": embedding or others, "head": head or others}
+        REGISTRY[name] = Entry(rule, paper, state, rounds, is_batched, roles)
         for tell in _subscribers:
             tell(name)
         return rule
@@ -117,6 +135,26 @@ def register(
 
 def _full_name(rule: type) -> str:
     return f"{rule.__module__}.{rule.__qualname__}"
+
+
+def named(name: Any, key: str = "type") -> Entry:
+    """Returns the registered rule that a config names, in any case, with or without "ds_ext.".
+
+    Raises:
+        ValueError: there is none; it tells the ``key`` of the config and what may have been meant.
+    """
+    wanted = name.lower().removeprefix("ds_ext.") if isinstance(name, str) else ""
+    if wanted in REGISTRY:
+        return REGISTRY[wanted]
+    near = [REGISTRY[x].rule.__name__ for x in difflib.get_close_matches(wanted, REGISTRY, n=1)]
+    guess = f' Did you mean "{near[0]}"?' if near else ""
+    known = ", ".join(entry.rule.__name__ for entry in REGISTRY.values())
+    raise ValueError(f"{key} is {name!r}, no optimizer of ds_ext.{guess} Known: {known}.")
+
+
+def entry_of(rule: type) -> Entry:
+    """Returns what is registered of a rule, or of a class that adds hyper-parameters to it."""
+    return REGISTRY[rule.__name__.lower()]
 
 
 def subscribe(tell: Callable[[str], None]) -> None:

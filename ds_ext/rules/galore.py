@@ -42,6 +42,7 @@ from ds_ext.rules.base import Kept, Rounds, Sums, register
     state="about 8·r/(L·d) for moments + 4·r/L for a replicated basis, r the rank, L the long "
     "side; 2 instead of 8 with 8-bit moments",
     rounds="1–2, more when the basis is renewed",
+    others={"rank": None},
 )
 @dataclass(frozen=True)
 class GaLoreAdamW:

@@ -24,6 +24,7 @@ from ds_ext.ops import quantize
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import param_groups
+from ds_ext.optimizer.model_view import ModelView
 from ds_ext.rules import GaLoreAdamW, lowrank
 from tests.common import table
 from tests.common.choose import params
@@ -538,6 +539,13 @@ class Net(nn.Module):
         self.score = nn.Linear(4, 2)
 
 
+def grouped(module, params, targets="all-linear", **view):
+    """Groups as GaLore's target_modules make them."""
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    entry = rules.REGISTRY["galoreadamw"]
+    return param_groups.role_groups(entry, ModelView(module, **view), groups, targets)
+
+
 def projected(module, groups):
     """Names of the parameters whose group keeps its rank."""
     names = {p: name for name, p in module.named_parameters()}
@@ -563,7 +571,7 @@ ALL = {f"layers.{i}.{name}.weight" for i in LAYERS for name in ("q_proj", "mlp")
 def test_target_modules(targets, expected):
     module = Net()
     params = list(module.parameters())
-    groups = param_groups.galore_groups(module, params, targets)
+    groups = grouped(module, params, targets)
     assert projected(module, groups) == expected
     assert [p for p in params if any(p is q for g in groups for q in g["params"])] == params
     assert sum(len(g["params"]) for g in groups) == len(params)
@@ -572,8 +580,8 @@ def test_target_modules(targets, expected):
 
 def test_target_modules_split_the_groups_of_weight_decay():
     module = Net()
-    given = param_groups.decay_groups(module, list(module.parameters()), 0.1)
-    groups = param_groups.galore_groups(module, given, ["q_proj"])
+    given = param_groups.decay_groups(ModelView(module), list(module.parameters()), 0.1)
+    groups = grouped(module, given, ["q_proj"])
     assert [(g["weight_decay"], "rank" in g, len(g["params"])) for g in groups] == [
         (0.1, False, 11),
         (0.1, True, 14),
@@ -585,13 +593,13 @@ def test_target_modules_split_the_groups_of_weight_decay():
 def test_tied_and_partitioned_weights():
     module = Net()
     module.lm_head.weight = module.embed.weight
-    groups = param_groups.galore_groups(module, list(module.parameters()), "all-linear")
+    groups = grouped(module, list(module.parameters()))
     assert projected(module, groups) == ALL | {"score.weight"}
     for p in module.parameters():  # as under ZeRO-3
         p.ds_shape = p.shape
         p.data = torch.empty(0)
     params = list(module.parameters())
-    groups = param_groups.galore_groups(module, params, "all-linear", shape=unpartitioned_shape)
+    groups = grouped(module, params, shape=unpartitioned_shape)
     assert projected(module, groups) == ALL | {"score.weight"}
 
 
@@ -602,14 +610,14 @@ def test_target_modules_that_match_nothing_are_refused():
         with pytest.raises(
             ValueError, match=r"target_modules: '.*' is in no trained matrix's name"
         ):
-            param_groups.galore_groups(module, params, targets)
+            grouped(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules.*not a regular expression"):
-        param_groups.galore_groups(module, params, ["q_proj("])
+        grouped(module, params, ["q_proj("])
     for targets in (3, [], ""):
         with pytest.raises(ValueError, match=r"optimizer.params.target_modules is .*; allowed"):
-            param_groups.galore_groups(module, params, targets)
+            grouped(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules is \"all-linear\", but no"):
-        param_groups.galore_groups(module, [module.embed.weight], "all-linear")
+        grouped(module, [module.embed.weight])
 
 
 def test_the_rules_are_exported():

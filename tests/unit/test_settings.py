@@ -8,6 +8,7 @@ from ds_ext.backward import settings
 from ds_ext.config import gradients, refused
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.optimizer import param_groups
+from ds_ext.optimizer.model_view import ModelView, summary
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
 SETTINGS = [
@@ -213,10 +214,10 @@ DECAYED = {
 def test_decay_groups_spare_norms_biases_and_vectors():
     model = Model()
     params = list(model.parameters())
-    decayed, spared = param_groups.decay_groups(model, params, 0.1)
+    decayed, spared = param_groups.decay_groups(ModelView(model), params, 0.1)
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     names = {p: name for name, p in model.named_parameters()}
-    got = param_groups.summary(names[p] for p in decayed["params"])
+    got = summary(names[p] for p in decayed["params"])
     assert {entry.split(" ")[0] for entry in got.split(", ")} == DECAYED
     assert len(decayed["params"]) == 4 + 2 * 12  # the tied weight once
     # together all of them, once each, in the order given
@@ -234,14 +235,16 @@ def test_decay_groups_follow_the_shape_before_partitioning():
         p.data = torch.empty(0)
         p.ds_shape = shapes[name]
     params = list(linear.parameters())
-    decayed, spared = param_groups.decay_groups(linear, params, 0.1, unpartitioned_shape)
+    decayed, spared = param_groups.decay_groups(
+        ModelView(linear, shape=unpartitioned_shape), params, 0.1
+    )
     assert [p is linear.weight for p in decayed["params"]] == [True]
     assert [p is linear.bias for p in spared["params"]] == [True]
 
 
 def test_decay_groups_keep_to_the_parameters_given():
     model, stranger = nn.Linear(3, 2), nn.Parameter(torch.zeros(2, 2))
-    decayed, spared = param_groups.decay_groups(model, [stranger, model.weight], 0.1)
+    decayed, spared = param_groups.decay_groups(ModelView(model), [stranger, model.weight], 0.1)
     assert [p is model.weight for p in decayed["params"]] == [True]
     assert [p is stranger for p in spared["params"]] == [True]  # of unknown kind
 
@@ -249,6 +252,6 @@ def test_decay_groups_keep_to_the_parameters_given():
 def test_summary_leaves_layer_numbers_out():
     names = [f"model.layers.{i}.mlp.{j}.weight" for i in range(12) for j in range(2)]
     expected = "model.layers.*.mlp.*.weight (24), head.weight, norm2.bias"
-    assert param_groups.summary([*names, "head.weight", "norm2.bias"]) == expected
-    assert param_groups.summary([]) == "none"
-    assert param_groups.summary(iter(["a.0.b", "a.1.b"])) == "a.*.b (2)"
+    assert summary([*names, "head.weight", "norm2.bias"]) == expected
+    assert summary([]) == "none"
+    assert summary(iter(["a.0.b", "a.1.b"])) == "a.*.b (2)"

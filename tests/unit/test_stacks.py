@@ -15,12 +15,14 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
+from ds_ext import rules
 from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
+from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
 from tests.common import needs, paths, table
@@ -299,11 +301,12 @@ def test_hugging_faces_experts_are_found(kind):
     assert len(expected) == (8 if kind == "gpt-oss" else 4)
     # GaLore projects them as it does linear layers, and their biases are not decayed.
     matrices = {n for n in expected if "bias" not in n}
-    groups = param_groups.galore_groups(model, list(model.parameters()))
+    entry, view = rules.REGISTRY["galoreadamw"], ModelView(model)
+    groups = param_groups.role_groups(entry, view, [{"params": list(model.parameters())}])
     projected = {p for g in groups if "rank" not in g for p in g["params"]}
     assert matrices <= {n for n, p in model.named_parameters() if p in projected}
     assert not projected & {p for n, p in model.named_parameters() if "bias" in n or "gate.w" in n}
-    decayed = param_groups.decay_groups(model, list(model.parameters()), 0.1)[0]["params"]
+    decayed = param_groups.decay_groups(view, list(model.parameters()), 0.1)[0]["params"]
     assert {n for n, p in model.named_parameters() if p in set(decayed)} & expected == matrices
 
 

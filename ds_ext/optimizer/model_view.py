@@ -1,0 +1,101 @@
+"""A model as param groups are made of it: whose its parameters are, and what role they have."""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from ds_ext.optimizer import expert_stacks
+from ds_ext.optimizer.expert_stacks import Shape, plain_shape
+
+Types: TypeAlias = tuple[type[nn.Module], ...]
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """What a model tells of its parameters.
+
+    Args:
+        module: the model.
+        linears: the classes of linear layers.
+        embeddings: the classes of embeddings.
+        shape: tells the shape of a whole parameter, of which this process may hold a part.
+    """
+
+    module: nn.Module
+    linears: Types = (nn.Linear,)
+    embeddings: Types = (nn.Embedding,)
+    shape: Callable[[Tensor], Shape] = plain_shape
+
+    @functools.cached_property
+    def owners(self) -> dict[Tensor, tuple[str, nn.Module]]:
+        """The name of each parameter and the module it belongs to, the first of several."""
+        owners: dict[Tensor, tuple[str, nn.Module]] = {}
+        for prefix, owner in self.module.named_modules():
+            for name, param in owner.named_parameters(prefix, recurse=False):
+                owners.setdefault(param, (name, owner))
+        return owners
+
+    @functools.cached_property
+    def stacked(self) -> set[Tensor]:
+        """The parameters that stack experts."""
+        return expert_stacks.find(self.module, self.shape)
+
+    def dims(self, param: Tensor) -> int:
+        """The dimensions of a parameter, of one expert where it stacks them."""
+        return len(self.shape(param)) - (param in self.stacked)
+
+    def decays(self, param: Tensor) -> bool:
+        """Whether weight decay is for a parameter: for no norm, bias or other vector."""
+        if param not in self.owners or self.dims(param) < 2:
+            return False
+        name, owner = self.owners[param]
+        return "norm" not in type(owner).__name__.lower() and not name.endswith("bias")
+
+    def role(self, param: Tensor) -> str:
+        """What a parameter is: "linear", a layer's or expert's matrix, or of another role.
+
+        That is "head", the output's matrix, also if it is tied to an embedding; "embedding"; or
+        "other".
+        """
+        if param not in self.owners or self.dims(param) != 2:
+            return "other"
+        if param in self._heads:
+            return "head"
+        if param in self._embeddings:
+            return "embedding"
+        is_linear = isinstance(self.owners[param][1], self.linears) or param in self.stacked
+        return "linear" if is_linear else "other"
+
+    @functools.cached_property
+    def _embeddings(self) -> set[Tensor]:
+        found = (m for m in self.module.modules() if isinstance(m, self.embeddings))
+        return {p for m in found for p in m.parameters()}
+
+    @functools.cached_property
+    def _heads(self) -> set[Tensor]:
+        named = self.module.named_modules()
+        found = [m for name, m in named if name.rpartition(".")[2] == "lm_head"]
+        output_embeddings = getattr(self.module, "get_output_embeddings", None)
+        if callable(output_embeddings):
+            found.append(output_embeddings())
+        return {p for m in found if m is not None for p in m.parameters()}
+
+
+def finds(pattern: str, name: str) -> bool:
+    """Whether a pattern is found in the name of a parameter, or of its module (for "...$").
+
+    Raises:
+        re.error, TypeError: it is no regular expression.
+    """
+    return bool(re.search(pattern, name) or re.search(pattern, name.rpartition(".")[0]))
+
+
+def summary(names: Iterable[str]) -> str:
+    """Parameter names with their layer numbers left out: "layers.*.q_proj.weight (30), ..."."""
+    counts = Counter(re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name) for name in names)
+    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"

@@ -1,0 +1,82 @@
+"""Jobs that step one model by several rules, chosen by name in the JSON config."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_ext
+from tests.common import models
+from tests.common.ranks import identical, logged, message, whole
+
+STEPS = 4
+ENTRIES: list[dict[str, Any]] = [
+    {"match": "embed|up.weight", "type": "GaLoreAdamW", "rank": None, "lr": 3e-3},
+    {"match": r"norm|bias$", "type": "lomo", "lr": 0.1},
+]
+OPTIMIZER = {"type": "AdaLomo", "params": {"lr": 0.02, "param_groups": ENTRIES}}
+CLIP = 0.5
+
+
+def start(stage: int, optimizer: dict[str, Any] = OPTIMIZER) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": CLIP,
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
+    }
+    return deepspeed.initialize(model=models.Zoo(), config=config)[0]
+
+
+def advance(engine: deepspeed.DeepSpeedEngine, steps: range) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        engine.backward(engine(models.batch(step, world)[rank], step))
+        engine.step()
+
+
+def train(stage: int, folder: str) -> dict[str, Any]:
+    """The weights before and after, what was said, and those of a run that was broken off."""
+    with logged() as said:
+        engine = start(stage)
+    before = whole(engine.module)
+    advance(engine, range(STEPS // 2))
+    engine.save_checkpoint(folder)
+    advance(engine, range(STEPS // 2, STEPS))
+    after = whole(engine.module)
+    again = start((stage + 1) % 4)
+    again.load_checkpoint(folder)
+    advance(again, range(STEPS // 2, STEPS))
+    first, second = ENTRIES
+    other = {"lr": 0.02, "param_groups": [first, {**second, "type": "LAMB"}]}
+    return {
+        "before": before,
+        "after": after,
+        "resumed": whole(again.module),
+        "identical": identical(after),
+        "said": said,
+        "refused": message(
+            lambda: start(stage, {"type": "AdaLomo", "params": other}).load_checkpoint(folder),
+            ds_ext.CheckpointError,
+        ),
+    }
+
+
+def refused(stage: int, entry: dict[str, Any]) -> str:
+    """What an engine says of an entry."""
+    params = {"lr": 0.02, "param_groups": [entry]}
+    return message(lambda: start(stage, {"type": "AdaLomo", "params": params}))
+
+
+def reference(world: int, optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
+    """The same steps in one process, by an optimizer for each kind of parameter."""
+    for step in range(STEPS):
+        losses = [model(batch, step) for batch in models.batch(step, world)]
+        torch.stack(losses).mean().backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
