@@ -28,3 +28,12 @@ class _Optimizers(Mapping[str, type[RuleOptimizer]]):
 
 
 OPTIMIZERS = _Optimizers()
+
+
+def named(name: str, key: str = "optimizer.type") -> type[RuleOptimizer]:
+    """Returns the optimizer that a config names, in any case, with or without "ds_ext.".
+
+    Raises:
+        ValueError: there is none; it tells the ``key`` of the config and what may have been meant.
+    """
+    return _optimizer_of(rules.named(name, key).rule)

@@ -1,7 +1,6 @@
 """The command line. ``plan`` tells what an optimizer holds on each rank, before a run."""
 
 import argparse
-import difflib
 import json
 import os
 from collections.abc import Callable
@@ -9,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import ds_ext
 from ds_ext.backward import settings
 from ds_ext.config import offload
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import memory
 from ds_ext.planner.memory import Memory, Shapes
 
@@ -52,9 +52,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(memory.KNOWN)
     add("--model", required=True, help=f"HF folder, config.json or Hub name, or one of: {known}")
     add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
-    add("--optimizer", default="adalomo", help=f"one of {', '.join(OPTIMIZERS)} (default adalomo)")
+    add("--optimizer", default="all", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
     add("--params", default="{}", metavar="JSON", help="optimizer.params of the DeepSpeed config")
-    add("--stage", choices=STAGES, help="one ZeRO stage, or none for a plain step(); default: all")
+    add(
+        "--stage",
+        choices=STAGES,
+        help="one ZeRO stage, or none for a plain step(); default: all of one --optimizer, else 3",
+    )
     add("--dtype", choices=DTYPES, default="bf16", help="of weights and gradients (default bf16)")
     size = settings.BUCKET_SIZE
     add("--bucket", type=_positive, default=size, help=f"reduce_bucket_size (default {size})")
@@ -87,9 +91,9 @@ def _sizes(text: str) -> tuple[float, ...]:
 
 def plan(options: argparse.Namespace) -> None:
     """Prints the table and draws it; raises ValueError, naming the option, for what cannot be."""
-    rule = _rule(options.optimizer, options.params)
-    shapes = _shapes(options.model)
-    table, n = _rows(rule, shapes, options), memory.elements(shapes)
+    model = _model(options.model)
+    shapes = memory.shapes_of(model)
+    table, n = _rows(model, shapes, options), memory.elements(shapes)
     unit = "GiB" if max(row.total for row in table.values()) >= UNITS["GiB"] else "MiB"
     ranks = f"{options.ranks} data-parallel rank{'s'[: options.ranks > 1]}"
     title = f"{options.model}: {n:,} parameters in {options.dtype} on {ranks}"
@@ -107,38 +111,41 @@ def plan(options: argparse.Namespace) -> None:
         print(f"\nPicture: {options.plot}")
 
 
-def _rule(name: str, params: str) -> Any:
-    """The rule that ``--optimizer`` names, with the hyper-parameters of ``--params``."""
-    if name.lower() not in OPTIMIZERS:
-        near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
-        guess = f' Did you mean "{near[0]}"?' if near else ""
-        raise ValueError(f"--optimizer {name}: unknown.{guess} Known: {', '.join(OPTIMIZERS)}.")
-    optimizer_type = OPTIMIZERS[name.lower()]
+def _optimizers(options: argparse.Namespace) -> list[type[RuleOptimizer]]:
+    """Those that ``--optimizer`` names."""
+    if options.optimizer.lower() == "all":
+        return list(OPTIMIZERS.values())
+    return [named(options.optimizer, "--optimizer")]
+
+
+def _rules(
+    optimizer: type[RuleOptimizer], model: nn.Module, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The rule of each parameter, by name, with the hyper-parameters of ``--params``."""
     try:
-        given = json.loads(params)
+        given = json.loads(options.params)
         if not isinstance(given, dict):
             raise ValueError('not an object such as {"lr": 1e-3}')
-        return optimizer_type.hypers(**optimizer_type.check(given))
+        return memory.rules_of(optimizer, model, given)
     except ValueError as error:
-        raise ValueError(f"--params {params}: {error}") from None
+        raise ValueError(f"--params {options.params}: {error}") from None
 
 
-def _rows(rule: Any, shapes: Shapes, options: argparse.Namespace) -> dict[str, Memory]:
+def _rows(model: nn.Module, shapes: Shapes, options: argparse.Namespace) -> dict[str, Memory]:
     """Label -> memory: ours, then AdamW at the same ZeRO stages, then Megatron-LM."""
     ranks, dtype, bucket = options.ranks, DTYPES[options.dtype], options.bucket
-    stages = [STAGES[options.stage]] if options.stage else list(STAGES.values())
-    if options.offload_optimizer and not options.stage:
-        stages.remove(None)
-    offloads = _offloads(rule, options)
+    stages = _stages(options)
     table = {}
-    for stage in stages:
-        label = "plain step()" if stage is None else f"ZeRO-{stage}"
-        name = f"{type(rule).__name__}, {label}"
-        if offloads:
-            name += f", {' and '.join(offloads)} offloaded"
-        table[name] = memory.ours(
-            rule, shapes, stage, ranks, dtype, bucket, options.accumulate, offloads
-        )
+    for optimizer in _optimizers(options):
+        rules = _rules(optimizer, model, options)
+        offloads = _offloads(rules, options)
+        for stage in stages:
+            name = f"{optimizer.__name__}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
+            if offloads:
+                name += f", {' and '.join(offloads)} offloaded"
+            table[name] = memory.ours(
+                rules, shapes, stage, ranks, dtype, bucket, options.accumulate, offloads
+            )
     for stage in sorted({stage or 0 for stage in stages}):
         adamw = memory.adamw(shapes, stage, ranks, dtype, bucket)
         table[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw
@@ -149,15 +156,30 @@ def _rows(rule: Any, shapes: Shapes, options: argparse.Namespace) -> dict[str, M
     return table
 
 
-def _offloads(rule: Any, options: argparse.Namespace) -> list[str]:
+def _stages(options: argparse.Namespace) -> list[int | None]:
+    """The one asked for; else all of one optimizer, and ZeRO-3 of all."""
+    if options.stage:
+        return [STAGES[options.stage]]
+    if options.optimizer.lower() == "all":
+        return [3]
+    return [
+        stage for stage in STAGES.values() if stage is not None or not options.offload_optimizer
+    ]
+
+
+def _offloads(rules: dict[str, Any], options: argparse.Namespace) -> list[str]:
     """What lies on the host; ValueError where DeepSpeed's setting of that name would be refused."""
     if options.offload_param and options.stage != "3":
         raise ValueError("--offload-param: only ZeRO-3 has it; add --stage 3.")
     if options.offload_optimizer and options.stage == "none":
         raise ValueError("--offload-optimizer: a plain step() has none; choose another --stage.")
-    if options.offload_optimizer and not offload.has_state(rule, DTYPES[options.dtype]):
-        raise ValueError(f"--offload-optimizer: {type(rule).__name__} has next to no state.")
-    return [name for name in ("param", "optimizer") if getattr(options, f"offload_{name}")]
+    kinds = dict.fromkeys(rules.values())
+    has_state = any(offload.has_state(rule, DTYPES[options.dtype]) for rule in kinds)
+    if options.offload_optimizer and not has_state and options.optimizer.lower() != "all":
+        name = type(next(iter(kinds))).__name__
+        raise ValueError(f"--offload-optimizer: {name} has next to no state.")
+    wanted = {"param": options.offload_param, "optimizer": options.offload_optimizer and has_state}
+    return [name for name, is_on in wanted.items() if is_on]
 
 
 def _print_table(table: dict[str, Memory], n: int, unit: str, cards: tuple[float, ...]) -> None:
@@ -172,10 +194,10 @@ def _print_table(table: dict[str, Memory], n: int, unit: str, cards: tuple[float
         print(f"{label:<{widths[0]}}  " + "  ".join(aligned))
 
 
-def _shapes(model: str) -> Shapes:
-    """Shapes of a model's parameters by name, tied ones once."""
+def _model(model: str) -> nn.Module:
+    """The model that ``--model`` names, on the device "meta"."""
     if model.lower() in memory.KNOWN:
-        return memory.llama(*memory.KNOWN[model.lower()])
+        return memory.skeleton(memory.llama(*memory.KNOWN[model.lower()]))
     if not os.path.exists(model) and "/" not in model:
         known = ", ".join(memory.KNOWN)
         raise ValueError(f"--model {model}: no such folder or file, and none of {known}.")
@@ -189,12 +211,13 @@ def _shapes(model: str) -> Shapes:
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--model {model}: no configuration of transformers: {error}") from None
+    built: nn.Module
     with torch.device("meta"):
         try:
             built = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:  # not a language model
             built = transformers.AutoModel.from_config(config)
-    return memory.shapes_of(built)
+    return built
 
 
 def _plot(table: dict[str, Memory], path: Path, title: str, unit: str) -> None:

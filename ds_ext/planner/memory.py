@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, zeros
-from ds_ext.optimizer import expert_stacks, host_offload
+from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload
 
 
 class Stack(tuple[int, ...]):
@@ -27,7 +27,8 @@ class Stack(tuple[int, ...]):
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-Init = Callable[[Tensor, Shard, bool], Any]  # makes what is kept beside a run, of a stack or not
+# Makes what a rule keeps beside a run, of a stack or not.
+Init = Callable[[Any, Tensor, Shard, bool], Any]
 
 # DeepSpeed's defaults, in elements.
 PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
@@ -77,7 +78,7 @@ def ours(
     """Returns the memory of a rule on the rank that holds most.
 
     Args:
-        rule: an instance of ``RuleOptimizer.hypers``.
+        rule: an instance of ``RuleOptimizer.hypers``; or one for each parameter, by name.
         shapes: the model's parameters.
         stage: the ZeRO stage; None for a plain ``step()`` on whole gradients.
         ranks: how many ranks of data parallelism there are.
@@ -99,18 +100,20 @@ def ours(
         runs = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
         weights = whole - runs + math.ceil(visiting * runs)
 
+    rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
+
     def held(init: Init) -> float:
-        most = _most(init, shapes, cut, dtype)
+        most = _most(init, rules, shapes, cut, dtype)
         if "optimizer" not in offloads:
             return most
-        stays = _most(lambda p, *of: _small(init(p, *of)), shapes, cut, dtype)
+        stays = _most(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
         return stays + visiting * (most - stays)
 
     return Memory(
         weights=weights * dtype.itemsize,
-        state=held(lambda p, *of: zeros(_keeps(rule, *of), p)),
+        state=held(lambda rule, p, *of: zeros(_keeps(rule, *of), p)),
         gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
-        master=held(lambda p, *_: weight_update.master(p, rule)),
+        master=held(lambda rule, p, *_: weight_update.master(p, rule)),
     )
 
 
@@ -204,19 +207,23 @@ def _largest(shapes: Shapes) -> int:
     return max(map(math.prod, shapes.values()))
 
 
-def _most(init: Init, shapes: Shapes, cut: int, dtype: torch.dtype) -> int:
+def _most(
+    init: Init, rules: Mapping[str, Any], shapes: Shapes, cut: int, dtype: torch.dtype
+) -> int:
     """Bytes of what ``init`` makes for one of ``cut`` runs of each parameter: the most of a rank.
 
     The first ranks have the longest runs; which of them holds most depends on the rows they share.
     """
-    counts = Counter((tuple(shape), isinstance(shape, Stack)) for shape in shapes.values())
+    counts = Counter(
+        (rules[name], tuple(shape), isinstance(shape, Stack)) for name, shape in shapes.items()
+    )
 
     def of_rank(rank: int) -> int:
         total = 0
-        for (shape, stacked), count in counts.items():
+        for (rule, shape, stacked), count in counts.items():
             shard = Shard.of_rank(shape, rank, cut)
             run = torch.empty(len(shard), dtype=dtype, device="meta")
-            total += count * nbytes(init(run, shard, stacked))
+            total += count * nbytes(init(rule, run, shard, stacked))
         return total
 
     return max(map(of_rank, range(min(cut, FIRST))))
@@ -236,6 +243,45 @@ def nbytes(state: Any) -> int:
     if isinstance(state, Mapping):
         return sum(map(nbytes, state.values()))
     return sum(map(nbytes, state)) if isinstance(state, (list, tuple)) else 0
+
+
+def rules_of(
+    optimizer: type[RuleOptimizer], model: nn.Module, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the rule of each parameter of a model, by name.
+
+    Args:
+        optimizer: the class.
+        model: on any device, "meta" among them.
+        params: "params" of the config's section "optimizer".
+
+    Raises:
+        ValueError: as of ``RuleOptimizer.for_model``.
+    """
+    made = optimizer.for_model(model, **params)
+    return {name: made.rule_of(param) for name, param in model.named_parameters()}
+
+
+def skeleton(shapes: Shapes) -> nn.Module:
+    """A model on "meta" with the parameters of a language model of ``shapes``, of no computation.
+
+    Its matrices are those of linear layers, but for "embed_tokens", which is its head too if it
+    has no "lm_head".
+    """
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, owner, _ = name.split(".")
+        at = root
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, nn.Module())
+            at = getattr(at, part)
+        kind = nn.Embedding if owner == "embed_tokens" else nn.Linear
+        made = kind(1, 1, device="meta") if len(shape) == 2 else nn.Module()
+        made._parameters.clear()
+        made.weight = nn.Parameter(torch.empty(shape, device="meta"))
+        at.add_module(owner, made)
+    return root
 
 
 def llama(

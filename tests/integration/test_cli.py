@@ -14,6 +14,7 @@ import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.planner.cli import main
+from ds_ext.rules import REGISTRY
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"vocab_size": 3001, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -44,6 +45,25 @@ def plan(capsys, *options):
     return read(capsys.readouterr().out)
 
 
+def rules(name):
+    """The rule of each parameter with its defaults: what one is not for, by the rule of others."""
+    entry, own = REGISTRY[name], OPTIMIZERS[name].hypers()
+    if not entry.roles:
+        return own
+
+    def of(role):
+        keys = dict(entry.roles[role])
+        kind = keys.pop("type", name).lower()
+        return OPTIMIZERS[kind].hypers(**({"lr": own.lr} | keys))
+
+    def role(key, shape):
+        known = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}
+        return known.get(key, "linear" if len(shape) == 2 else "other")
+
+    roles = {key: role(key, shape) for key, shape in SHAPES.items()}
+    return {key: own if is_ == "linear" else of(is_) for key, is_ in roles.items()}
+
+
 def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
     options = ["--model", folder, "--ranks", 3, "--optimizer", "came", "--dtype", "fp32"]
     ours = ["--stage", 3, "--bucket", 100, "--offload-param", "--offload-optimizer"]
@@ -66,7 +86,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
     [
         (["--offload-param"], "--stage 3"),
         (["--offload-param", "--stage", "2"], "--stage 3"),
-        (["--offload-optimizer"], "next to no state"),
+        (["--offload-optimizer", "--optimizer", "adalomo"], "next to no state"),
         (["--offload-optimizer", "--optimizer", "lamb", "--stage", "none"], "another --stage"),
     ],
 )
@@ -83,7 +103,7 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     heading, rows = plan(capsys, *options, "--dtype", "fp32")
     n = memory.elements(SHAPES)
     assert f"{n:,} parameters in fp32 on 3 data-parallel ranks; MiB per rank" in heading
-    kind, rule = OPTIMIZERS[name].__name__, OPTIMIZERS[name].hypers()
+    kind, rule = OPTIMIZERS[name].__name__, rules(name)
     expected = {f"{kind}, plain step()": memory.ours(rule, SHAPES, None, 3, torch.float32, 100)}
     for stage in range(4):
         ours = memory.ours(rule, SHAPES, stage, 3, torch.float32, 100)
@@ -103,6 +123,7 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
 
 def test_one_stage_and_the_cards_that_it_fits(capsys):
     options = ["--model", "LLaMA-7B", "--ranks", 8, "--stage", 2, "--memory", "12,24.5,80"]
+    options += ["--optimizer", "adalomo"]
     heading, rows = plan(capsys, *options)
     assert "6,738,415,616 parameters in bf16" in heading and "GiB" in heading
     fits = {
@@ -116,6 +137,24 @@ def test_one_stage_and_the_cards_that_it_fits(capsys):
         "Megatron-LM, fp16, fp16 gradients": ["no", "no", "fits"],
     }
     assert rows["AdaLomo, ZeRO-2"]["weights"] == "12.55"  # 2 · 6.738e9 / 2^30
+
+
+def test_all_optimizers_stand_beside_adamw(capsys):
+    _, rows = plan(capsys, "--model", "llama-7b", "--ranks", 8)
+    ours = [f"{optimizer.__name__}, ZeRO-3" for optimizer in OPTIMIZERS.values()]
+    assert list(rows)[: len(ours) + 1] == [*ours, "AdamW, DeepSpeed ZeRO-3"]
+    adamw = float(rows["AdamW, DeepSpeed ZeRO-3"]["total"])
+    assert all(float(rows[label]["total"]) < adamw for label in ours)
+    single = plan(capsys, "--model", "llama-7b", "--ranks", 8, "--optimizer", "galoreadamw")[1]
+    assert single["GaLoreAdamW, ZeRO-3"] == rows["GaLoreAdamW, ZeRO-3"]
+
+
+def test_rules_by_name_are_planned(capsys):
+    options = ["--model", "llama-7b", "--ranks", 8, "--stage", 3, "--optimizer", "lomo"]
+    entry = '{"param_groups": [{"match": "mlp", "type": "LAMB"}]}'
+    state = plan(capsys, *options, "--params", entry)[1]["LOMO, ZeRO-3"]["state"]
+    n = 32 * 3 * 4096 * 11008
+    assert float(state) == pytest.approx(8 * n / 8 / 2**30, abs=0.0051)
 
 
 def test_hyper_parameters_count(folder, capsys):
@@ -164,7 +203,7 @@ REFUSED = [
     (["--model", "lama-7b"], "--model lama-7b: no such folder or file"),
     (["--model", "."], "--model .: no configuration of transformers"),
     ([], "--model"),
-    (["--optimizer", "adalom"], '--optimizer adalom: unknown. Did you mean "adalomo"?'),
+    (["--optimizer", "adalom"], "--optimizer is 'adalom', no optimizer of ds_ext. Did you mean"),
     (["--stage", "4"], "--stage: invalid choice: '4'"),
     (["--ranks", "0"], "--ranks: '0' is not a whole number > 0"),
     (["--ranks", "two"], "--ranks: 'two' is not a whole number > 0"),
