@@ -70,6 +70,8 @@ def optimizers() -> str:
     rows = []
     for entry in REGISTRY.values():
         what = entry.summary.partition(" (arXiv")[0].rstrip(".").replace("|", "\\|")
+        if entry.others is not None:
+            what += f"; matrices of linear layers, {entry.others} for the rest"
         paper = f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})"
         rows.append(
             f"| `{entry.rule.__name__}` | {what} | {entry.state} | {entry.rounds} | {paper} |"

@@ -17,7 +17,7 @@ from ds_ext.backward import rehearsal
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import expert_parallel, leftovers, safe_access, settings
+from ds_ext.engine import autotp, expert_parallel, leftovers, safe_access, settings
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of
@@ -280,7 +280,7 @@ def _share_time_limit(layout: Layout) -> None:
     """
     everyone = dist.group.WORLD
     assert everyone is not None
-    for group in layout.groups | expert_parallel.exchanges():
+    for group in layout.groups | expert_parallel.exchanges() | autotp.exchanges():
         limit = everyone._get_backend(layout.device).options._timeout
         dist.distributed_c10d._set_pg_timeout(limit, group)
 

@@ -7,6 +7,7 @@ rank the pieces of it that lie one after another in that rank's memory. That is 
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap, contiguous_split_map
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.layers import (
@@ -14,6 +15,7 @@ from deepspeed.module_inject.layers import (
     TensorParallel_Layer,
     VocabParallelEmbedding,
 )
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from ds_ext.distributed.placement import TensorParallelShard
@@ -22,6 +24,12 @@ from ds_ext.ops.shard import Box, Split
 # What is a linear layer, and what an embedding, with tensor parallelism or without.
 LINEARS = (nn.Linear, TensorParallel_Layer)
 EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, HiddenParallelEmbedding)
+
+
+def exchanges() -> set[dist.ProcessGroup]:
+    """Returns the group whose ranks add up what each of their layers gives, if there is one."""
+    group = groups._TENSOR_MODEL_PARALLEL_GROUP
+    return set() if group is None else {group}
 
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:

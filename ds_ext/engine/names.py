@@ -1,11 +1,9 @@
 """What a config's ``"type"`` means: an optimizer of ours, DeepSpeed's or torch's."""
 
-import difflib
-
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ext.engine.log import log
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, named
 
 PREFIX = "ds_ext."  # any optimizer of ours can be named with it
 # Names of DeepSpeed's own, and of those the ones that mean ours without the prefix too.
@@ -40,16 +38,8 @@ def ours(name: str | None) -> str | None:
 
 def refuse_unknown(name: str) -> None:
     """Raises ValueError for a name with our prefix that no optimizer has."""
-    prefix, own = name[: len(PREFIX)].lower(), name[len(PREFIX) :].lower()
-    if prefix != PREFIX or own in OPTIMIZERS:
-        return
-    known = {key: optimizer.__name__ for key, optimizer in OPTIMIZERS.items()}
-    near = difflib.get_close_matches(own, known, n=1)
-    guess = f' Did you mean "{PREFIX}{known[near[0]]}"?' if near else ""
-    raise ValueError(
-        f"optimizer.type is {name!r}, which ds_ext does not have.{guess} It has: "
-        f"{', '.join(known.values())}."
-    )
+    if name.lower().startswith(PREFIX):
+        named(name)
 
 
 def tell_whose(name: str) -> None:

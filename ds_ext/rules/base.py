@@ -137,7 +137,7 @@ def _full_name(rule: type) -> str:
     return f"{rule.__module__}.{rule.__qualname__}"
 
 
-def named(name: Any, key: str = "type") -> Entry:
+def named(name: Any, key: str = "optimizer.type") -> Entry:
     """Returns the registered rule that a config names, in any case, with or without "ds_ext.".
 
     Raises:

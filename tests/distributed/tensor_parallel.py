@@ -242,9 +242,11 @@ def error(name: str) -> dict[str, Any]:
     }
     after, alike = weights(engine)
     norm = engine.get_global_grad_norm()
+    waiting = dist.group.WORLD, groups.get_tensor_model_parallel_group()
+    limits = {g._get_backend(torch.device("cpu")).options._timeout for g in waiting}
     engine.destroy()
     assert groups.get_tensor_model_parallel_world_size() == 2
-    result = {"alike": alike, "norm": norm, "held": held}
+    result = {"alike": alike, "norm": norm, "held": held, "time limits": limits}
     if not case.dropout and dist.get_rank() == 0:
         before, expected, result["expected norm"] = reference(case)
         counted = [n for n in before if not n.endswith("attention.self.key.bias")]
