@@ -26,6 +26,7 @@ Side = Annotated[
     Literal["std", "reverse_std", "left", "right"],
     Field(description='"std", "reverse_std", "left" or "right"'),
 ]
+Axis = Annotated[Literal["row", "column"], Field(description='"row" or "column"')]
 
 
 @functools.cache

@@ -3,5 +3,8 @@
 ``ops.apply_(...)`` and the other passes are reached from here.
 """
 
+from ds_ext.ops import normalize, passes
+from ds_ext.ops.normalize import *  # noqa: F403
 from ds_ext.ops.passes import *  # noqa: F403
-from ds_ext.ops.passes import __all__ as __all__
+
+__all__ = [*passes.__all__, *normalize.__all__]  # noqa: PLE0604

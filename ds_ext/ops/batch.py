@@ -139,10 +139,11 @@ class Batch:
         self.is_matrix, self.holds_rows, self.is_numbers = kind(shards[0])
         assert all(kind(s) == kind(shards[0]) for s in shards), "a batch of several kinds"
         self.is_whole = all(len(s) == s.numel and s.split is None for s in shards)
-        self.row_firsts, self.rows = _offsets([s.mats * s.rows for s in shards])
-        self.col_firsts, self.cols = _offsets([s.mats * s.cols for s in shards])
+        self.row_firsts, self.all_rows = _offsets([s.mats * s.rows for s in shards])
+        self.col_firsts, self.all_cols = _offsets([s.mats * s.cols for s in shards])
         self.firsts, self.elements = _offsets([s.numel for s in shards])
-        self.numel = torch.tensor([s.numel for s in shards], dtype=torch.float32, device="cpu")
+        sizes = torch.tensor([(s.numel, s.rows, s.cols) for s in shards], device="cpu")
+        self.numel, self.rows, self.cols = sizes.to(torch.float32).unbind(1)
         self.whole = Table([(0, s.numel, s.mats, s.rows, s.cols) for s in shards])
         boxes = [_box(s) for s in shards]
         self.own = Table([geometry for geometry, *_ in boxes])

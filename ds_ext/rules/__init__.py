@@ -8,6 +8,8 @@ from ds_ext.rules.came import CAME
 from ds_ext.rules.galore import GaLoreAdamW
 from ds_ext.rules.lamb import LAMB
 from ds_ext.rules.lomo import LOMO
+from ds_ext.rules.scale import SCALE
+from ds_ext.rules.sinkgd import SinkGD
 
 __all__ = [
     "LOMO",
@@ -17,6 +19,8 @@ __all__ = [
     "CAME",
     "LAMB",
     "GaLoreAdamW",
+    "SCALE",
+    "SinkGD",
     "REGISTRY",
     "Entry",
     "Rule",

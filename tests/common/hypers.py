@@ -49,6 +49,8 @@ SIMULATED = Table(
     _GIVEN | {"lr": 0.02, "weight_decay": 0.1, "beta1": 0.9, "rank": 3, "update_proj_gap": 2},
     {
         "came": {"lr": 2e-3},
+        "scale": {"momentum": 0.9},
+        "sinkgd": {"lr": 0.4},
     },
 )
 TRAINED = Table(
@@ -56,6 +58,8 @@ TRAINED = Table(
     {
         "lomo": {"lr": 0.05},
         "came": {"lr": 1e-3},
+        "scale": {"momentum": 0.9},
+        "sinkgd": {"lr": 0.2},
     },
 )
 NEEDED = Table(_GIVEN | {"lr": 1e-3, "rank": 2}, {})

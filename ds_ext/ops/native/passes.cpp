@@ -48,7 +48,8 @@ struct Entry {
 enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL };
 enum Dtype { FP32, BF16, FP16 };
 enum Kept { PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED };
-enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
+enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND,
+            NORMALIZE_WHOLE_ROWS, NORMALIZE_ROWS, NORMALIZE_COLUMNS };
 
 // The sum of the squares of a weight is known when it was written, and need not be read for it
 // again. Somebody else may have written since: PROBES weights tell that, and their number, which
@@ -171,7 +172,14 @@ struct Strip {
     int64_t partial;  // where its partial sums begin
 };
 
-bool is_by_matrix(const Call &call) { return call.pass == STATISTICS || call.pass == WEIGHED; }
+bool is_by_matrix(const Call &call) {
+    return call.pass == STATISTICS || call.pass == WEIGHED || call.pass == NORMALIZE_WHOLE_ROWS;
+}
+
+// Whether a pass is over the statistics of whole parameters, not over runs.
+bool is_of_statistics(const Call &call) {
+    return call.pass == FACTORS || call.pass == NORMALIZE_ROWS || call.pass == NORMALIZE_COLUMNS;
+}
 
 // Cuts a run. Sums over rows and columns want whole rows in a strip, and whole matrices where
 // these are small; all but the first and the last strip of a run are alike.
@@ -852,6 +860,103 @@ static void weighed(const Call &call, const Entry &e, const Strip &s, float *col
     }
 }
 
+// The sum of the squares of x · y, of up to CHUNK numbers, in LANES sums.
+static __attribute__((noinline)) double square_sum_of_product(const float *x, const float *y, int64_t n) {
+    Vector sum[LANES / WIDTH] = {}, v, w;
+    int64_t j = 0;
+    for (; j + LANES <= n; j += LANES)
+        for (int k = 0; k < LANES / WIDTH; ++k) {
+            std::memcpy(&v, x + j + k * WIDTH, sizeof v);
+            std::memcpy(&w, y + j + k * WIDTH, sizeof w);
+            v *= w;
+            sum[k] += v * v;
+        }
+    float rest[LANES];
+    for (int64_t k = 0; j + k < n; ++k) rest[k] = x[j + k] * y[j + k];
+    sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    float lane[WIDTH];
+    std::memcpy(lane, sum, sizeof lane);
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
+    return lane[0] + square_sum(rest, n - j);
+}
+
+// What a factor is at most: normalize.LARGEST.
+const float LARGEST_FACTOR = 1e18f;
+
+// The factor that brings a norm from factor · sqrt(sum) to ``root``: normalize._normalized.
+INLINE float normalized(float factor, float sum, float least, float root) {
+    float norm = factor * std::sqrt(sum), ratio = root / (norm < least ? least : norm);
+    float now = factor * ratio;
+    return now > LARGEST_FACTOR ? LARGEST_FACTOR : now;
+}
+
+// to ← to + by² · the sum over four rows, or fewer, of (weight · x)²
+static __attribute__((noinline)) void add_weighed_squares(const float *const *x, const float *weight, int64_t rows,
+                                                          const float *by, int64_t n, float *__restrict to) {
+    if (rows == 4) {
+        const float *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
+        float w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
+        for (int64_t j = 0; j < n; ++j) {
+            float q0 = x0[j] * w0, q1 = x1[j] * w1, q2 = x2[j] * w2, q3 = x3[j] * w3;
+            to[j] += ((q0 * q0 + q1 * q1) + (q2 * q2 + q3 * q3)) * (by[j] * by[j]);
+        }
+        return;
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+        const float *xr = x[r];
+        float w = weight[r];
+        for (int64_t j = 0; j < n; ++j) {
+            float q = xr[j] * w;
+            to[j] += q * q * (by[j] * by[j]);
+        }
+    }
+}
+
+// Factors of whole rows of x · col that make their norm √cols, into out, and the sums over columns
+// of the squares of what that gives.
+static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
+    float room[4][CHUNK], root = std::sqrt(static_cast<float>(e.cols));
+    for (int64_t i = s.begin; i < s.end;) {
+        int64_t line = (e.start + i) / e.cols, mat = line / e.rows;
+        int64_t rows = (s.end - i) / e.cols, left = (mat + 1) * e.rows - line;
+        rows = rows < left ? rows : left;
+        rows = rows < 4 ? rows : 4;
+        const float *by_col = e.col + mat * e.cols;
+        float *to = is_one ? col : col + mat * e.cols, weight[4] = {};
+        for (int64_t r = 0; r < rows; ++r) {
+            double sum = 0;
+            for (int64_t k = 0; k < e.cols; k += CHUNK) {
+                int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
+                sum += square_sum_of_product(gradient(e, call.dtype, i + r * e.cols + k, n, room[0]), by_col + k, n);
+            }
+            e.out[line + r] = normalized(e.row[line + r], static_cast<float>(sum), e.eps, root);
+            weight[r] = e.out[line + r];
+        }
+        for (int64_t k = 0; k < e.cols; k += CHUNK) {
+            int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
+            const float *x[4];
+            for (int64_t r = 0; r < rows; ++r) x[r] = gradient(e, call.dtype, i + r * e.cols + k, n, room[r]);
+            add_weighed_squares(x, weight, rows, by_col + k, n, to + k);
+        }
+        i += rows * e.cols;
+    }
+}
+
+// out ← the factors in2 that bring norms, of which ``in`` has the squares, to the root of their size:
+// of the rows, or columns, of the matrices [begin, end) of a parameter.
+static void normalize(const Call &call, const Entry &e, int64_t begin, int64_t end) {
+    bool is_of_rows = call.pass == NORMALIZE_ROWS;
+    int64_t each = is_of_rows ? e.rows : e.cols;
+    float root = std::sqrt(static_cast<float>(is_of_rows ? e.cols : e.rows)), least = e.eps;
+    const float *__restrict in = e.in, *__restrict factor = e.in2;
+    float *__restrict out = e.out;
+    for (int64_t k = begin * each; k < end * each; ++k) {
+        float norm = std::sqrt(in[k]), now = factor[k] * (root / (norm < least ? least : norm));
+        out[k] = now > LARGEST_FACTOR ? LARGEST_FACTOR : now;
+    }
+}
+
 // row, col ← those + weight · (in / cols, in2 / rows + eps − those) of one matrix; out, out2 ← the
 // factors of 1 / sqrt(row · col / mean(row)). Gives mean(row) · the sum of in3 / col.
 INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols) {
@@ -1044,7 +1149,7 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         Entry &e = entries[i];
         size_t first = work.strips.size();
-        if (call.fresh && !(e.rows == SIDE && e.cols == SIDE)) {  // whose sums are written
+        if (call.fresh && (call.pass == NORMALIZE_WHOLE_ROWS || !(e.rows == SIDE && e.cols == SIDE))) {  // whose sums are written
             std::memset(e.out, 0, sizeof(float) * static_cast<size_t>(e.mats * e.rows));
             std::memset(e.out2, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
             if (call.pass == WEIGHED) std::memset(e.out3, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
@@ -1053,7 +1158,7 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
             if (probed(call, e, false)) continue;  // nothing is to be read
             e.known[0] = -1;
         }
-        if (call.pass == FACTORS) {
+        if (is_of_statistics(call)) {
             int64_t each = e.rows + e.cols, step = each < STRIP ? STRIP / (each ? each : 1) : 1;
             for (int64_t mat = 0; mat < e.mats; mat += step)
                 work.strips.push_back({i, mat, mat + step < e.mats ? mat + step : e.mats, 0});
@@ -1081,6 +1186,9 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     case STATISTICS: statistics(call, e, s, col, is_one); break;
     case WEIGHED: weighed(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
     case FACTORS: factors(e, s.begin, s.end, sums); break;
+    case NORMALIZE_WHOLE_ROWS: normalize_whole_rows(call, e, s, col, is_one); break;
+    case NORMALIZE_ROWS:
+    case NORMALIZE_COLUMNS: normalize(call, e, s.begin, s.end); break;
     case NUMBERS: numbers(e, s, sums); break;
     case SQUARED:
     case ADVANCE:

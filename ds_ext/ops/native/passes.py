@@ -6,13 +6,15 @@ for tensors and vectors [n] for the numbers of parameters.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ds_ext.ops.batch import Batch, Flat, Pointers, Runs, Shifted, Weights
+from ds_ext.ops.lazy import Quotient
 from ds_ext.ops.native import table
 from ds_ext.ops.sources import Number, Source, source_of
 
@@ -76,7 +78,7 @@ def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
 
 def matrix_square_sums(x: Any, batch: Batch, like: Any) -> tuple[Tensor, Tensor]:
     """Sums of squares over rows and columns -> [rows of all], [columns of all]."""
-    row, col = _sums(batch, batch.rows, batch.cols)
+    row, col = _sums(batch, batch.all_rows, batch.all_cols)
     _run(
         "statistics",
         batch,
@@ -91,7 +93,7 @@ def weighed_square_sums(
     x: Any, before: Runs, eps: float, beta: float, batch: Batch, like: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same of whole rows, and sums over columns of squares divided by their row's statistic."""
-    row, col, weighed = _sums(batch, batch.rows, batch.cols, batch.cols)
+    row, col, weighed = _sums(batch, batch.all_rows, batch.all_cols, batch.all_cols)
     _run(
         "weighed",
         batch,
@@ -116,8 +118,8 @@ def factors_(
     batch: Batch,
 ) -> tuple[Flat, Flat]:
     """Advances statistics by totals -> the factors of 1 / sqrt(v), as ``Flat``s."""
-    by_row = Flat(_empty(batch.rows), batch.row_firsts)
-    by_col = Flat(_empty(batch.cols), batch.col_firsts)
+    by_row = Flat(_empty(batch.all_rows), batch.row_firsts)
+    by_col = Flat(_empty(batch.all_cols), batch.col_firsts)
     firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
     totals = [Flat(x.contiguous(), at) for x, at in zip(sums, firsts, strict=False)]
     columns = {name: x.pointers for name, x in zip(("in", "in2", "in3"), totals, strict=False)}
@@ -125,6 +127,40 @@ def factors_(
     columns |= {"out": by_row.pointers, "out2": by_col.pointers}
     batch.whole.run("factors", {"in3": 0, **columns, "share": 1 - beta, "eps": eps, "clip": clip})
     return by_row, by_col
+
+
+def unit_quotient(x: Any, batch: Batch, like: Any) -> Quotient:
+    """x as a quotient whose factors are all 1."""
+    row = Flat(_empty(batch.all_rows).fill_(1), batch.row_firsts)
+    col = Flat(_empty(batch.all_cols).fill_(1), batch.col_firsts)
+    return Quotient(x, cast(Tensor, row), cast(Tensor, col))
+
+
+def normalize_rows(x: Any, sums: Tensor, least: Number, batch: Batch) -> Any:
+    """x with rows of the norm √cols."""
+    return replace(x, row=_normalized("normalize_rows", x.row, sums, least, batch))
+
+
+def normalize_columns(x: Any, sums: Tensor, least: Number, batch: Batch) -> Any:
+    """x with columns of the norm √rows."""
+    return replace(x, col=_normalized("normalize_columns", x.col, sums, least, batch))
+
+
+def _normalized(name: str, factor: Flat, sums: Tensor, least: Number, batch: Batch) -> Flat:
+    new = Flat(torch.empty_like(factor.values), factor.firsts)
+    totals = Flat(sums.contiguous(), factor.firsts)
+    columns = {"in": totals.pointers, "in2": factor.pointers, "out": new.pointers}
+    batch.whole.run(name, {**columns, "eps": least})
+    return new
+
+
+def normalize_whole_rows(x: Any, least: Number, batch: Batch, like: Any) -> tuple[Any, Tensor]:
+    """The first of these of whole rows, and its sums of squares over columns."""
+    row, sums = _sums(batch, batch.all_rows, batch.all_cols)
+    out = {"out": Flat(row, batch.own_row_firsts).pointers}
+    out["out2"] = Flat(sums, batch.own_col_firsts).pointers
+    _run("normalize_whole_rows", batch, _source(x), **out, eps=least)
+    return replace(x, row=Flat(row, batch.row_firsts)), sums
 
 
 def squares(x: Any, batch: Batch, like: Any) -> Tensor:
@@ -234,7 +270,7 @@ def _run(
         dtype = table.DTYPES[source.tensors["x"].dtype]
     is_decayed = decays or "decay" in source.numbers
     form = table.FORMS[source.form]
-    fresh = batch.is_whole and name in ("statistics", "weighed")
+    fresh = batch.is_whole and name in ("statistics", "weighed", "normalize_whole_rows")
     batch.own.run(name, filled, form, dtype, kept, is_decayed, fresh)
 
 

@@ -53,7 +53,7 @@ PASSES = {
     for i, name in enumerate(
         (
             "largest squares statistics weighed factors numbers squared advance advance_square "
-            "apply mark mend"
+            "apply mark mend normalize_whole_rows normalize_rows normalize_columns"
         ).split()
     )
 }

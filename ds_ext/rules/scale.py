@@ -1,0 +1,57 @@
+"""SCALE: gradient descent with the gradients of each output divided by their RMS.
+
+Glentis et al., arXiv 2506.16659, algorithm 1, as in the authors' code:
+
+    m ← EMA, by ``momentum``, of g; g itself where that is 0
+    u = m, each of its rows, or columns, divided by its RMS, which counts as ``eps`` at least
+    p ← p (1 − lr · weight_decay) − lr · u
+
+The paper writes a layer as x·W and divides the columns of W, one for each output. A linear layer
+of torch keeps W transposed: its rows are divided. An embedding keeps W as it is: its columns are.
+The output head alone has momentum. Without bias correction, for u does not depend on the size of m.
+
+State: ``m`` is the authors' moment1.
+
+Dividing rows takes no round where runs hold whole ones, and one where a row is divided between
+ranks; dividing columns takes one. Leading dimensions of a tensor with more than two are separate
+matrices; a parameter with fewer than two is one row. The paper steps vectors by AdamW.
+"""
+
+from dataclasses import dataclass
+
+from ds_ext import ops
+from ds_ext.hyperparams import Axis, Fraction, NonNegative, Positive
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part, Parts
+from ds_ext.rules.base import Kept, Rounds, register
+
+
+@register(paper="2506.16659", state="0 (4/d with momentum)", rounds="0–1", is_batched=True)
+@dataclass(frozen=True)
+class SCALE:
+    """Gradient descent with rows or columns of one size; momentum on the head (arXiv 2506.16659)."""
+
+    lr: NonNegative = 1e-3
+    norm_axis: Axis = "row"  # what is divided by its RMS; of an embedding "column"
+    momentum: Fraction = 0.0  # of the output head 0.9
+    eps: Positive = 1e-8  # least RMS of a row or column
+    weight_decay: NonNegative = 0.0  # decoupled, times lr
+
+    def keeps(self, shard: Shard) -> Parts:
+        return {"m": Part.like(shard)} if self.momentum else {}
+
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        m: ops.Readable = g
+        if self.momentum:
+            m = s["m"]
+            ops.lerp_(m, g, 1 - self.momentum, shard)
+        x = ops.unit_quotient(m, shard, g)
+        if self.norm_axis == "column":
+            (sums,) = yield ops.matrix_square_sums(x, shard, g)[1:]
+            x = ops.normalize_columns(x, sums, self.eps * shard.rows**0.5, shard)
+        elif shard.holds_rows:
+            x, _ = ops.normalize_whole_rows(x, self.eps * shard.cols**0.5, shard, g)
+        else:
+            (sums,) = yield ops.matrix_square_sums(x, shard, g)[:1]
+            x = ops.normalize_rows(x, sums, self.eps * shard.cols**0.5, shard)
+        ops.apply_(p, x, shard, lr=self.lr, weight_decay=self.weight_decay)

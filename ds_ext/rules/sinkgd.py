@@ -1,0 +1,56 @@
+"""SinkGD: gradient descent by gradients whose rows and columns are all of one size. No state.
+
+Scetbon et al., arXiv 2502.06742, algorithms 3 and 4:
+
+    x = g; ``iterations`` times:
+        x ← each row of x, brought to the norm √cols
+        x ← each column of x, brought to the norm √rows
+    p ← p (1 − lr · alpha · weight_decay) − lr · alpha · x
+
+A norm counts as ``eps`` at least. At every iteration x is g times a factor of its row and one of
+its column: these are all that is kept, 4·(R + C) bytes during a step, and g is read anew.
+
+An iteration takes one read of g and one round, of a number for each column, where runs hold whole
+rows. Where a row is divided between ranks it takes two of both, for a column's sum needs the rows'
+factors. Zeros stay zeros; rows of a norm below 1e-17 stay small.
+
+It is made for the matrices of linear layers. Leading dimensions of a tensor with more than two,
+such as a convolution's, are separate matrices; a parameter with fewer than two is one row, of which
+the signs are left. The paper steps embeddings, the output head and vectors by Adam.
+"""
+
+from dataclasses import dataclass
+
+from ds_ext import ops
+from ds_ext.hyperparams import Count, NonNegative, Positive
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
+from ds_ext.rules.base import Kept, Rounds, register
+
+
+@register(paper="2502.06742", state="0", rounds="5, or 10", is_batched=True)
+@dataclass(frozen=True)
+class SinkGD:
+    """Gradient descent with rows and columns of one size, without state (arXiv 2502.06742)."""
+
+    lr: NonNegative = 1e-3
+    iterations: Count = 5  # of bringing rows, then columns, to their norm
+    alpha: NonNegative = 0.05  # times lr: x has an RMS of 1, larger than Adam's update
+    eps: Positive = 1e-8  # least norm of a row or column
+    weight_decay: NonNegative = 0.0  # decoupled, times lr · alpha
+
+    def keeps(self, shard: Shard) -> Parts:
+        return {}
+
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        x = ops.unit_quotient(g, shard, g)
+        for _ in range(self.iterations):
+            if shard.holds_rows:
+                x, sums = ops.normalize_whole_rows(x, self.eps, shard, g)
+            else:
+                (sums,) = yield ops.matrix_square_sums(x, shard, g)[:1]
+                x = ops.normalize_rows(x, sums, self.eps, shard)
+                sums = ops.matrix_square_sums(x, shard, g)[1]
+            (sums,) = yield (sums,)
+            x = ops.normalize_columns(x, sums, self.eps, shard)
+        ops.apply_(p, x, shard, lr=self.lr * self.alpha, weight_decay=self.weight_decay)
