@@ -13,6 +13,7 @@ from ds_ext.ops.lazy import Gradient, Quotient, Readable, accumulator, read, roo
 from ds_ext.ops.native import passes as native
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Number
+from ds_ext.ops.triton import launches
 
 __all__ = ["normalize_columns", "normalize_rows", "normalize_whole_rows", "unit_quotient"]
 
@@ -52,10 +53,12 @@ def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Shard) ->
 
 def _normalized(factor: Tensor, sums: Tensor, size: int, least: Number) -> Tensor:
     """The factors that bring norms from the roots of ``sums`` to √size."""
-    return (factor * (size**0.5 / sums.sqrt().clamp(min=least))).clamp(max=LARGEST)
+    ratio = size**0.5 / sums.sqrt().clamp(min=least)
+    return torch.mul(factor, ratio).clamp_(max=LARGEST)
 
 
 @native.on_batches(native.normalize_whole_rows)
+@launches.tried(launches.normalize_whole_rows)
 def normalize_whole_rows(
     x: Quotient, least: Number, shard: Shard, like: Gradient
 ) -> tuple[Quotient, Tensor]:

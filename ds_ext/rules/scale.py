@@ -29,7 +29,7 @@ from ds_ext.rules.base import Kept, Rounds, register
 @register(paper="2506.16659", state="0 (4/d with momentum)", rounds="0–1", is_batched=True)
 @dataclass(frozen=True)
 class SCALE:
-    """Gradient descent with rows or columns of one size; momentum on the head (arXiv 2506.16659)."""
+    """Gradient descent with rows or columns of one size (arXiv 2506.16659)."""
 
     lr: NonNegative = 1e-3
     norm_axis: Axis = "row"  # what is divided by its RMS; of an embedding "column"

@@ -61,6 +61,7 @@ def ordinary(rule, groups, hypers):
     if rule == "adalomo" or rule == "adafactor":
         return transformers.Adafactor(groups, **(hypers | {"relative_step": False}))
     made = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME, "adamw": torch.optim.AdamW}
+    made |= {"sinkgd": SinkGD, "scale": SCALE}
     return galore(groups, hypers) if rule == "galoreadamw" else made[rule](groups, **hypers)
 
 
@@ -102,6 +103,48 @@ class LAMB(torch.optim.Optimizer):
         u = m / (v.sqrt() + 1e-6) + decay * w
         ratio = w.norm() / u.norm() if w.norm() > 0 and u.norm() > 0 else 1.0
         p.copy_(w - lr * ratio * u)
+
+
+def sinkgd(p, g, s, lr=1e-3, iterations=5, alpha=0.05, eps=1e-8, weight_decay=0.0):
+    """Algorithms 3 and 4 of arXiv 2502.06742 -> the parameter after a step by ``g``."""
+    x = g.view(1, -1) if g.dim() < 2 else g
+    rows, cols = x.shape[-2:]
+    for _ in range(iterations):
+        x = x * (cols**0.5 / x.norm(dim=-1, keepdim=True).clamp(min=eps))
+        x = x * (rows**0.5 / x.norm(dim=-2, keepdim=True).clamp(min=eps))
+    return p * (1 - lr * alpha * weight_decay) - lr * alpha * x.view(p.shape)
+
+
+def scale(p, g, s, lr=1e-3, norm_axis="row", momentum=0.0, eps=1e-8, weight_decay=0.0):
+    """Algorithm 1 of arXiv 2506.16659, with the layouts and the floor of its authors' code."""
+    m = s["m"] = momentum * s.get("m", 0) + (1 - momentum) * g
+    x = m.view(1, -1) if m.dim() < 2 else m
+    rms = x.square().mean(dim=-1 if norm_axis == "row" else -2, keepdim=True).sqrt()
+    return p * (1 - lr * weight_decay) - lr * (x / rms.clamp(min=eps)).view(p.shape)
+
+
+class InFP64(torch.optim.Optimizer):
+    """Steps by a formula of a weight, its gradient and state, in fp64."""
+
+    def __init__(self, groups, **hypers):
+        super().__init__(groups, hypers)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            hypers = {k: v for k, v in group.items() if k != "params"}
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.copy_(self.formula(p.double(), p.grad.double(), self.state[p], **hypers))
+
+
+class SinkGD(InFP64):
+    formula = staticmethod(sinkgd)
+
+
+class SCALE(InFP64):
+    formula = staticmethod(scale)
 
 
 def galore(groups, hypers):

@@ -51,7 +51,7 @@ HYPERS = {rule: TRAINED[rule] for rule in ("lomo", "adalomo", "adafactor", "came
 CASES: dict[str, Case] = {}
 # What differs between rules is shown by simulation (test_rules.py, test_lamb.py and their kin);
 # the others of a rule's cases, on how gradients arrive, are run for the first four.
-OTHERS = {rule: TRAINED[rule] for rule in ("lamb", "galoreadamw", "adamw")}
+OTHERS = {rule: TRAINED[rule] for rule in ("lamb", "galoreadamw", "adamw", "scale", "sinkgd")}
 OTHERS["galoreadamw"] |= {"nbits": 32}
 RULES = (*HYPERS, *OTHERS)
 for _rule, _hypers in OTHERS.items():

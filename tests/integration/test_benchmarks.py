@@ -533,7 +533,8 @@ def test_the_hosts_time_is_of_many_parameters_and_of_no_pass(name):
         p = torch.nn.Parameter(torch.ones(64, 48))
         p.grad = torch.ones_like(p)
         host.made(name, [p]).step()
-    assert calls["made"] <= 5 and torch.equal(p.detach(), torch.ones(64, 48))
+    most = 11 if name == "sinkgd" else 5  # two for each of its iterations, and one to apply
+    assert calls["made"] <= most and torch.equal(p.detach(), torch.ones(64, 48))
 
 
 # Offload.

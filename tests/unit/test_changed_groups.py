@@ -9,7 +9,7 @@ import torch
 import ds_ext
 
 OPTIMIZERS = [ds_ext.LOMO, ds_ext.AdaLomo, ds_ext.Adafactor, ds_ext.CAME, ds_ext.LAMB]
-OPTIMIZERS += [ds_ext.GaLoreAdamW, ds_ext.AdamW]
+OPTIMIZERS += [ds_ext.GaLoreAdamW, ds_ext.AdamW, ds_ext.SCALE, ds_ext.SinkGD]
 WRONG = [("lr", math.nan, "nan"), ("lr", -1e-3, "-0.001"), ("lr", "1e-3", "'1e-3'")]
 
 

@@ -31,6 +31,8 @@ SETTINGS = {
     "came": [{}, {"betas": (0.8, 0.99, 0.995), "eps": (0.1, 0.05)}],
     "lamb": [{}, {"bias_correction": False}, {"min_coeff": 0.01, "max_coeff": 10.0}],
     "adamw": [{}, {"nbits": 8, "min_8bit_size": 0}],
+    "scale": [{}, {"momentum": 0.9}, {"norm_axis": "column"}],
+    "sinkgd": [{}, {"iterations": 2}],
     "galoreadamw": [
         {"rank": 2, "update_proj_gap": 2},
         {"rank": 3, "proj_type": "right", "update_proj_gap": 1},
@@ -251,6 +253,12 @@ def test_lamb(count):
 @tried(600)
 def test_adamw(count):
     attempt(count, runs("adamw"), equal("adamw"))
+
+
+@tried(600)
+@pytest.mark.parametrize("kind", ["scale", "sinkgd"])
+def test_normalized(count, kind):
+    attempt(count, runs(kind), equal(kind))
 
 
 @tried(1200)

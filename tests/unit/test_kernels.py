@@ -27,7 +27,7 @@ SETTINGS = changed(SIMULATED, lomo={"lr": 0.5}, galoreadamw={"rank": None})
 # Triton's interpreter is slow: `make test` runs each rule on one number of ranks.
 BY_RANKS = list(itertools.product(OPTIMIZERS, [1, 3]))
 QUICK_BY_RANKS = [("lomo", 3), ("adalomo", 1), ("adafactor", 3), ("came", 1), ("lamb", 1)]
-QUICK_BY_RANKS += [("galoreadamw", 3)]
+QUICK_BY_RANKS += [("galoreadamw", 3), ("sinkgd", 3)]
 IN_16_BITS = list(
     itertools.product(["lomo", "adalomo"], ["stochastic", "nearest", "master"], ["bf16", "fp16"])
 )
@@ -202,6 +202,25 @@ def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
     assert set(launched) == {"weighed", "fold"}
 
 
+@pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (42, 1040)])
+def test_normalized_whole_rows(shape, kernels, launched):
+    (whole,) = table.gradients(1, [shape])[0]
+    rows, cols = math.prod(shape[:-1]), shape[-1]
+    row, col = (torch.rand(math.prod(shape[:-2]), n) + 0.5 for n in shape[-2:])
+    for first, last in ((0, rows), (1, rows - 2), (35, 36), (40, 40)):
+        shard = Shard(shape, first * cols, last * cols, cols)
+        x = ops.Scaled(cut(whole, shard).to(DEVICE, torch.float32), 0.5, 0.7)
+        x = ops.Quotient(x, row.unsqueeze(-1).to(DEVICE), col.unsqueeze(-2).to(DEVICE))
+        made = []
+        for on in (True, False):
+            kernels(on)
+            found, sums = ops.normalize_whole_rows(x, 20.0, shard, x.row)
+            made.append((found.row.flatten()[first:last], sums))
+        for a, b in zip(*made, strict=True):
+            assert (a - b).norm() <= 1e-6 * b.norm()
+    assert set(launched) == {"normalize_whole_rows", "fold"}
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 @pytest.mark.parametrize("shape", [(3, 33, 40), (2, 5000, 7), (5, 4100)])
 def test_factors(shape, beta, kernels, launched):
@@ -240,7 +259,7 @@ def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
         counts.append(len(launched))
         taken = [b - a for a, b in zip([0, *counts], counts, strict=False)]
         assert max(taken) <= 5, (taken, launched)
-        assert 0 < sum(taken) < len(shapes) * 2
+        assert 0 < sum(taken) < len(shapes) * max(2, len(counts) - 1)
 
 
 def test_alone_and_together_give_the_same_bits(kernels):

@@ -49,6 +49,7 @@ def same_bits(a, b):
 def test_every_rule_has_an_optimizer():
     own = {"lamb": rules.LAMB, "galoreadamw": rules.GaLoreAdamW}  # test_lamb.py, test_galore.py
     own |= {"adamw": rules.AdamW}  # test_adamw.py
+    own |= {"scale": rules.SCALE, "sinkgd": rules.SinkGD}  # test_normalized.py
     expected = {n: r.rule for n, r in RULES.items()} | own
     assert {n: cls.rule for n, cls in OPTIMIZERS.items()} == expected
     assert {cls.__name__ for cls in OPTIMIZERS.values()} <= set(ds_ext.__all__)

@@ -157,9 +157,14 @@ def _normalized(name: str, factor: Flat, sums: Tensor, least: Number, batch: Bat
 def normalize_whole_rows(x: Any, least: Number, batch: Batch, like: Any) -> tuple[Any, Tensor]:
     """The first of these of whole rows, and its sums of squares over columns."""
     row, sums = _sums(batch, batch.all_rows, batch.all_cols)
-    out = {"out": Flat(row, batch.own_row_firsts).pointers}
-    out["out2"] = Flat(sums, batch.own_col_firsts).pointers
-    _run("normalize_whole_rows", batch, _source(x), **out, eps=least)
+    _run(
+        "normalize_whole_rows",
+        batch,
+        _source(x),
+        out=Flat(row, batch.own_row_firsts).pointers,
+        out2=Flat(sums, batch.own_col_firsts).pointers,
+        eps=least,
+    )
     return replace(x, row=Flat(row, batch.row_firsts)), sums
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "mark_",
     "matrix_square_sums",
     "mend_",
+    "normalize_whole_rows",
     "source_of",
     "square_lerp_",
     "square_sums",
@@ -115,6 +116,24 @@ def weighed_square_sums(
         by_col_divided = folds.over_rows(divided, weighed, made.geometry)
         ask(made.plus(tensors, share=share), [*by_col, *by_col_divided])
     return row, col, weighed
+
+
+def normalize_whole_rows(x: Any, least: Number, shard: Shard, like: Any) -> Any:
+    """Asks for the kernel of ``ops.normalize_whole_rows``; NotImplemented if none can do it."""
+    source = source_of(x.x)
+    if not _takes_matrices(like, shard) or source is None or source.form != "IS_RUN":
+        return NotImplemented
+    if shard.cols > sizes.WIDEST:
+        return NotImplemented
+    row, sums = _zeros(shard, like.device, shard.rows, shard.cols)
+    made = over_strips("normalize_whole_rows", source, shard)
+    if made.programs:
+        own, rows, _ = tiles.alone(shard)
+        part = _new(tiles.touched(own), made.geometry["down"], shard.cols, device=like.device)
+        tensors = {"before": x.row[:, rows], "col": x.col, "out": row[:, rows], "part": part}
+        made = made.plus(tensors, a=shard.cols**0.5, b=least)
+        ask(made, [*folds.over_rows(part, sums, made.geometry)])
+    return replace(x, row=row.unsqueeze(-1)), sums
 
 
 def factors_(

@@ -116,6 +116,7 @@ def _of_strips(request: Request) -> Shape:
 
 _SHAPES: dict[str, Callable[[Request], Shape]] = {
     "weighed": _of_strips,
+    "normalize_whole_rows": _of_strips,
     "factors": _of_statistics,
     "clipped_factors": _of_statistics,
     "mark": _of_groups,

@@ -10,7 +10,12 @@ import triton.language as tl
 from ds_ext.ops.triton.kernels.factored import clipped_factors, factors
 from ds_ext.ops.triton.kernels.marks import mark, mend, mend_unmarked
 from ds_ext.ops.triton.kernels.passes import apply, lerp, square_lerp, squares
-from ds_ext.ops.triton.kernels.sums import fold, statistics, weighed
+from ds_ext.ops.triton.kernels.sums import (
+    fold,
+    normalize_whole_rows,
+    statistics,
+    weighed,
+)
 from ds_ext.ops.triton.kernels.values import (
     IS_ADAM,
     IS_ADAM_STEP,
@@ -42,6 +47,7 @@ __all__ = [
     "mark",
     "mend",
     "mend_unmarked",
+    "normalize_whole_rows",
     "square_lerp",
     "squares",
     "statistics",

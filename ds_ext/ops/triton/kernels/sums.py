@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ds_ext.ops.triton.kernels.table import (
     BEFORE,
+    COL,
     COLS,
     DOWN,
     HEIGHT,
@@ -21,6 +22,8 @@ from ds_ext.ops.triton.kernels.table import (
     SHARE,
     START,
     TOTAL,
+    A,
+    B,
     N,
     X,
     elements_of,
@@ -32,6 +35,8 @@ from ds_ext.ops.triton.kernels.table import (
     vectors,
 )
 from ds_ext.ops.triton.kernels.values import factor_and_bound, scaled, value_of
+
+LARGEST_FACTOR = tl.constexpr(1e18)  # normalize.LARGEST
 
 
 @triton.jit
@@ -95,6 +100,44 @@ def weighed(
     at = tile * cols + j
     tl.store(vectors(t, PART, tl.float32, ALIGNED) + at, plain, mask=j < cols)
     tl.store(vectors(t, PART2, tl.float32, ALIGNED) + at, divided, mask=j < cols)
+
+
+@triton.jit
+def normalize_whole_rows(
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    XD: tl.constexpr, BOUNDED: tl.constexpr, STRIP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """To out, before · a / max(norm, b) for each whole row of x · col, whose norm is times before;
+    and the sums of the squares of out · x · col over the rows of a strip, in part, [strips, cols].
+
+    As ``weighed``, it reads a row once.
+    """
+    t, tile = parameter_of(table, count, COUNT)
+    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
+    down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
+    x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
+    before, root, least = pointer(t, BEFORE, tl.float32), number(t, A), number(t, B)
+    factor, most = factor_and_bound(t, BOUNDED)
+    mat = tl.load(t + MAT0) + tile // down
+    top = tl.load(t + ROW0) + (tile % down) * STRIP
+    j = tl.arange(0, TC)
+    by_col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
+    sums = tl.zeros([TC], dtype=tl.float32)
+    for i in tl.range(0, STRIP, TR, num_stages=STAGES):
+        r = top + i + tl.arange(0, TR)
+        row = mat * rows + r
+        begin = row * cols - start
+        own = (r < rows) & (begin >= 0) & (begin < n)  # rows of the run
+        ok = own[:, None] & (j < cols)[None, :]
+        values = tl.load(x + hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
+        u = scaled(values, factor, most, BOUNDED) * by_col[None, :]
+        square = u * u
+        old = tl.load(before + row, mask=own, other=0.0)
+        ratio = root / tl.maximum(old * tl.sqrt(tl.sum(square, axis=1)), least)
+        new = tl.minimum(old * ratio, LARGEST_FACTOR)
+        tl.store(out + row, new, mask=own)
+        sums += tl.sum(square * (new * new)[:, None], axis=0)
+    tl.store(vectors(t, PART, tl.float32, ALIGNED) + tile * cols + j, sums, mask=j < cols)
 
 
 @triton.jit
