@@ -1,11 +1,12 @@
 """Which weights were changed by others since they were written, where a master is kept of them.
 
-A bf16 weight and the 16 bits that it lacks to an fp32 have no bit to spare: a weight that someone
+A weight and the 8 or 16 bits that are kept beside it have no bit to spare: a weight that someone
 sets (a row to zero, a mask, a loaded model) looks like any other beside what was left of the one
 before. So every ``GROUP`` elements of a run have a mark of 16 bits, a hash of their weights as
 they were written. Where it differs at the next step, their remainders are dropped: of a weight
 that was set to zero its own alone (a weight that is written as zero has none, but for numbers
-below 1e-40), else of the whole group, which then stands where the model has computed with it.
+below 1e-40, in fp16 below 3e-8), else of the whole group, which then stands where the model has
+computed with it.
 """
 
 import functools
@@ -22,7 +23,7 @@ INFINITE = 0x7F80  # the bits of a bf16 infinity; those of a NaN are more
 
 
 def marks(run: Tensor) -> Tensor:
-    """The marks of a bf16 run [n], on its device -> [ceil(n / GROUP)] int16."""
+    """The marks of a 16-bit run [n], on its device -> [ceil(n / GROUP)] int16."""
     out = room(run)
     _mark_(run, out)
     return out
@@ -43,11 +44,13 @@ def _mark_(run: Tensor, out: Tensor) -> None:
 
 @launches.tried(launches.mend_)
 def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> None:
-    """Drops, in place, what is left in ``residual``, [n] int16, of weights that were changed.
+    """Drops, in place, what is left in ``residual``, [n] int16 or int8, of weights that changed.
 
     ``marked`` are the marks of the run as it was written. With None, of a state that has none, only
-    pairs that stand for no number are found: 0 less something, inf or NaN and something.
+    pairs that stand for no number are found: 0 less something, inf or NaN and something. With 8
+    bits there are none.
     """
+    is_split = residual.dtype == torch.int16
     for b in scratch.blocks(Shard.whole((len(run),))):
         bits, rest = run[b.run].view(torch.int16), residual[b.run]
         size = torch.bitwise_and(bits, 0x7FFF, out=scratch.like(bits))
@@ -56,11 +59,12 @@ def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> None:
         if marked is not None:
             found = _hashes(run[b.run])
             differs = found != marked[b.run.start // GROUP :][: len(found)]
-            if least > 0 and most < INFINITE and not differs.any():
+            if (least > 0 and most < INFINITE or not is_split) and not differs.any():
                 continue
-        # what stands for no number, also in a group whose mark is the same by chance
-        drop = ((size == 0) & (rest < 0)) | ((size == INFINITE) & (rest > 0))
-        drop |= (size > INFINITE) & (rest != 0)
+        drop = torch.zeros_like(rest, dtype=torch.bool)
+        if is_split:  # what stands for no number, also in a group whose mark is the same by chance
+            drop |= ((size == 0) & (rest < 0)) | ((size == INFINITE) & (rest > 0))
+            drop |= (size > INFINITE) & (rest != 0)
         if differs is not None:
             drop |= _changed((size == 0) & (rest != 0), differs)
         rest.masked_fill_(drop, 0)
@@ -75,7 +79,7 @@ def _changed(zeroed: Tensor, differs: Tensor) -> Tensor:
 
 
 def _hashes(run: Tensor) -> Tensor:
-    """The marks of a block of a run, [n] bf16 -> [ceil(n / GROUP)] int16."""
+    """The marks of a block of a run, [n] of 16 bits -> [ceil(n / GROUP)] int16."""
     n = len(run)
     x = scratch.empty((-(-n // GROUP) * GROUP,), torch.int32, run.device)
     x[n:] = 0

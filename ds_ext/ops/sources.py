@@ -14,7 +14,7 @@ class Kept:
     """A weight that a kernel can read and write."""
 
     run: Tensor
-    how: str = "PLAIN"  # or STOCHASTIC, SPLIT, COPIED: see weight_update.py
+    how: str = "PLAIN"  # or STOCHASTIC, SPLIT, COPIED, CORRECTED: see weight_forms.py
     aux: Tensor | None = None
     key: int = 0
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Block, Shard
-from ds_ext.ops.weight_update import CopiedWeight, SplitWeight, StochasticWeight, Weight
+from ds_ext.ops.weight_forms import Form
+from ds_ext.ops.weight_update import Weight
 
 
 class Meter:
@@ -117,9 +118,7 @@ class MeteredTensor:
 class MeteredWeight:
     """A run kept in another form, which tells what it holds when it was written."""
 
-    def __init__(
-        self, run: StochasticWeight | SplitWeight | CopiedWeight, moved: Tensor, weight: Tensor
-    ) -> None:
+    def __init__(self, run: Form, moved: Tensor, weight: Tensor) -> None:
         self.run, self.moved, self.weight = run, moved, weight
         self.last: tuple[Block, Tensor] | None = None
 

@@ -244,6 +244,7 @@ def checkpointed_reference(world: int, max_norm: float) -> Tower:
 RESUMED: dict[str, dict[str, Any]] = {
     "bf16 stochastic": {"bf16": {"enabled": True}},
     "bf16 master": {"bf16": {"enabled": True}, "weight_update": "master"},
+    "bf16 master24": {"bf16": {"enabled": True}, "weight_update": "master24"},
     "clipped by the step before": {
         "gradient_clipping": 0.05,
         "ds_ext": {"clip_mode": "previous"},

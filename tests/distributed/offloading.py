@@ -113,6 +113,7 @@ HOW: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
     "bf16 master": BF16 | {"hypers": {"weight_update": "master"}},
+    "bf16 master24": BF16 | {"hypers": {"weight_update": "master24"}},
     "fp16 master": {
         "fp16": {"enabled": True, "loss_scale": 8},
         "hypers": {"weight_update": "master"},

@@ -166,15 +166,17 @@ BITS = {
     "stochastic": ({"weight_update": "stochastic", "seed": 3}, HALF),
     "master": ({"weight_update": "master"}, HALF),
     "fp32": ({}, {}),
+    "master24": ({"weight_update": "master24"}, HALF),
 }
 
 
 KINDS_OF_BITS = ("adalomo", "came", "lamb", "lomo", "galore 8-bit", "adafactor")
 IN_BITS = [
     (way, kind, stage)
-    for way, kind in zip([*BITS] * 2, KINDS_OF_BITS, strict=True)
+    for way, kind in zip(["stochastic", "master", "fp32"] * 2, KINDS_OF_BITS, strict=True)
     for stage in (0, 2, 3)
 ]
+IN_BITS += [("master24", "came", 0), ("master24", "lomo", 2), ("master24", "adalomo", 3)]
 
 
 def bits(way: str, kind: str, stage: int) -> dict[str, bool]:

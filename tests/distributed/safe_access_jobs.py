@@ -65,9 +65,9 @@ def message_of(action: Any, *args: Any) -> str:
     return ""
 
 
-def weights(stage: int, dtype: torch.dtype) -> dict[str, Any]:
+def weights(stage: int, mode: str, dtype: torch.dtype) -> dict[str, Any]:
     """Weights as they are read and as they are after they were set, and used in a step."""
-    master = {"weight_update": "master"} if dtype == torch.bfloat16 else {}
+    master = {"weight_update": mode} if dtype == torch.bfloat16 else {}
     engine = start(stage, "lomo", dtype=dtype, lr=1e-3, **master)
     step(engine, 0)
     model = engine.module

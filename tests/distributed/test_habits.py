@@ -29,7 +29,7 @@ BITS = [
     for n in RANKS
     for stage in range(4)
     for way in ("stochastic", "nearest", "master")
-]
+] + [(2, 1, "master24"), (3, 3, "master24")]
 QUICK_BITS = [
     (1, 0, "stochastic"),
     (2, 0, "master"),
@@ -37,13 +37,13 @@ QUICK_BITS = [
     (2, 2, "stochastic"),
     (3, 1, "master"),
     (3, 2, "master"),
-    *((3, 3, way) for way in ("stochastic", "nearest", "master")),
+    *((3, 3, way) for way in ("stochastic", "nearest", "master", "master24")),
 ]
 WAYS = [("fused", 0.0), ("sharded", 0.05)]
 CHECKPOINTED = [(n, stage, *way) for n in RANKS for stage in (1, 3) for way in WAYS]
 QUICK_CHECKPOINTED = [(2, 1, "fused", 0.0), (2, 3, "sharded", 0.05), (3, 3, "fused", 0.0)]
 RESUMED = [(n, kind) for n in RANKS for kind in habits.RESUMED]
-QUICK_RESUMED = [(2, kind) for kind in habits.RESUMED]
+QUICK_RESUMED = [(2, kind) for kind in habits.RESUMED if kind != "bf16 master24"]
 
 
 @pytest.mark.supports("layers frozen and unfrozen on the way", stage="stage", optimizer="AdaLomo")

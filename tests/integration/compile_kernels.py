@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from ds_ext.ops.triton import kernels
 
-TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16)}
+TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
 ARGUMENTS = {"table": "*i64", "count": "i32"}
 
 

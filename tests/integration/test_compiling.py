@@ -21,8 +21,8 @@ from tests.unit.test_kernels import SETTINGS
 pytestmark = needs.nvidia
 MODES = {
     torch.float32: ("nearest",),
-    torch.bfloat16: ("stochastic", "nearest", "master"),
-    torch.float16: ("stochastic", "nearest", "master"),
+    torch.bfloat16: ("stochastic", "nearest", "master", "master24"),
+    torch.float16: ("stochastic", "nearest", "master", "master24"),
 }
 ALIGNED, ODD = ((4, 64), (64,)), ((4, 5), (5,))
 

@@ -86,13 +86,37 @@ def test_a_step_after_an_edit_is_that_of_fp32(name, edit, path):
             assert held(optimizer, p).equal(q)
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@by_path
+def test_24_bits_are_taken_as_they_were_set(path, edit, half, monkeypatch):
+    paths.use(monkeypatch, path)
+    shapes = SHAPES if path != "kernels" else SHAPES[:2]
+    kept = [nn.Parameter(p) for p in table.weights(shapes, half)]
+    optimizer = OPTIMIZERS["lomo"](kept, lr=0.01, weight_update="master24")
+    for gradients in [*table.gradients(2, shapes, half), None]:
+        for p, g in zip(kept, gradients or [torch.zeros_like(p) for p in kept], strict=True):
+            p.grad = g
+        if gradients is None:
+            before = [held(optimizer, p) for p in kept]
+            assert all((x != p).float().mean() > 0.9 for x, p in zip(before, kept, strict=True))
+            for p in kept:
+                edit(p.data)
+            after = [held(optimizer, p) for p in kept]
+        optimizer.step()
+    for p, x, y in zip(kept, before, after, strict=True):
+        assert y.equal(p.float() if edit is load else x.where(p != 0, 0))
+        assert held(optimizer, p).equal(y)  # after a step by nothing
+
+
 @needs.triton
+@pytest.mark.parametrize("size", [torch.int8, torch.int16])
 @pytest.mark.parametrize("path", ["kernels"], indirect=True)
-def test_kernels_mark_and_mend_as_the_ops_do(path, monkeypatch):
+def test_kernels_mark_and_mend_as_the_ops_do(path, size, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     for n in (1, 255, 256, 257, 9001):
         bits = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16)
-        rest = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16)
+        rest = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(size)
         run = bits.view(torch.bfloat16)
         marked = edits.marks(run)
         changed = run.clone()

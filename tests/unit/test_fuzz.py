@@ -273,7 +273,7 @@ def runs_of_16_bits(draw):
     kind = draw(st.sampled_from(list(SETTINGS)))
     return kind, draw(runs(kind)) | {
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
-        "way": draw(st.sampled_from(["stochastic", "nearest", "master"])),
+        "way": draw(st.sampled_from(["stochastic", "nearest", "master", "master24"])),
     }
 
 

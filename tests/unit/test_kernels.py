@@ -29,7 +29,9 @@ BY_RANKS = list(itertools.product(OPTIMIZERS, [1, 3]))
 QUICK_BY_RANKS = [("lomo", 3), ("adalomo", 1), ("adafactor", 3), ("came", 1), ("lamb", 1)]
 QUICK_BY_RANKS += [("galoreadamw", 3), ("sinkgd", 3)]
 IN_16_BITS = list(
-    itertools.product(["lomo", "adalomo"], ["stochastic", "nearest", "master"], ["bf16", "fp16"])
+    itertools.product(
+        ["lomo", "adalomo"], ["stochastic", "nearest", "master", "master24"], ["bf16", "fp16"]
+    )
 )
 QUICK_IN_16_BITS = [case for case in IN_16_BITS if case[0] == "lomo"]
 QUICK_IN_16_BITS += [("adalomo", "nearest", "bf16")]
@@ -141,8 +143,8 @@ def test_16_bits(name, mode, dtype, kernels):
     found, before = trained(name, dtype, mode, 2)
     kernels(False)
     expected, _ = trained(name, dtype, mode, 2)
-    if mode == "master":
-        assert worst(found, expected, before) <= CLOSE
+    if mode.startswith("master"):  # 8 bits may be rounded to either of two
+        assert worst(found, expected, before) <= (CLOSE if mode == "master" else 1e-3)
         return
     # What lies next to the border of two numbers may go to either.
     apart = [a != b for a, b in zip(found, expected, strict=True)]
@@ -164,6 +166,29 @@ def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, kernels):
         expected = rounding.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
         assert torch.equal(run.nan_to_num(7.0), expected.nan_to_num(7.0))
         assert not torch.equal(run, new.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_8_bits_beside_a_weight_are_those_of_the_ops(dtype, kernels, launched):
+    """Bit for bit, of all exponents: as they are written, and as they are read again."""
+    bits = torch.randint(-(2**31), 2**31, (40_000,), generator=torch.Generator().manual_seed(0))
+    new = bits.to(torch.int32).view(torch.float32)
+    if dtype == torch.bfloat16:  # Triton's interpreter does not know its subnormal numbers
+        new[new.abs() < 2**-115] = 0.0
+    new = new.to(DEVICE)
+    shard, found = Shard.whole((len(new),)), []
+    for on in (True, False):
+        kernels(on)
+        run, s = torch.zeros(len(new), dtype=dtype, device=DEVICE), {"step": 1}
+        w = weight_update.weight(run, s, Writing("master24"), 0, shard)
+        ops.apply_(w, -new, shard, lr=1)
+        written = run.clone(), s["master"].clone()
+        ops.apply_(w, -new / 1024, shard, lr=1)
+        found.append([*written, run, s["master"]])
+    assert "apply" in launched
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    assert found[0][1].unique().numel() == 255 and not found[0][0].equal(found[0][2])
 
 
 @pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (5, 700)])

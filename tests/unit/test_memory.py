@@ -24,6 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SETTINGS = [(name, {}) for name in OPTIMIZERS]
 SETTINGS += [("adafactor", {"beta1": 0.9}), ("galoreadamw", {"rank": 16, "nbits": 8})]
 SETTINGS += [(name, {"weight_update": "master"}) for name in ("lomo", "adalomo", "came")]
+SETTINGS += [("lomo", {"weight_update": "master24"})]
 BUCKET = 5000
 
 
@@ -228,15 +229,22 @@ def test_state_of_a_7b_model(name, factored, sharded, hypers, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 @pytest.mark.parametrize(
-    "dtype, size", [(torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 0)]
+    "mode, dtype, size, marks",
+    [
+        ("master", torch.bfloat16, 2, 2),
+        ("master", torch.float16, 4, 0),
+        ("master", torch.float32, 0, 0),
+        ("master24", torch.bfloat16, 1, 2),
+        ("master24", torch.float16, 1, 2),
+    ],
 )
-def test_a_master_is_the_half_that_bf16_lacks_and_a_copy_of_fp16(dtype, size, ranks):
-    kept = plan("came", 3, ranks, dtype, weight_update="master")
-    most = size * N * (1 + (size == 2) / edits.GROUP)  # 2 bytes for every GROUP of bf16
+def test_a_master_is_what_16_bits_lack_and_a_copy_of_fp16(mode, dtype, size, marks, ranks):
+    kept = plan("came", 3, ranks, dtype, weight_update=mode)
+    most = N * (size + marks / edits.GROUP)
     assert kept.master == pytest.approx(most / ranks, rel=1e-5)
     assert plan("came", 3, ranks, dtype).master == 0
     assert kept.state == plan("came", 3, ranks, dtype).state
-    whole = plan("came", 0, ranks, dtype, weight_update="master").master
+    whole = plan("came", 0, ranks, dtype, weight_update=mode).master
     assert whole == pytest.approx(most, rel=1e-5)
 
 

@@ -20,7 +20,11 @@ from tests.common.hypers import NEEDED, changed
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
 HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
 KINDS = [(torch.float32, "stochastic"), (torch.float64, "stochastic")]
-KINDS += [(half, mode) for half in rounding.ROUND for mode in ("stochastic", "nearest", "master")]
+KINDS += [
+    (half, mode)
+    for half in rounding.ROUND
+    for mode in ("stochastic", "nearest", "master", "master24")
+]
 kinds = pytest.mark.parametrize("dtype, mode", KINDS)
 
 
@@ -89,7 +93,7 @@ def test_measuring_changes_no_bit(name, dtype, mode):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
-@pytest.mark.parametrize("mode", ["stochastic", "nearest", "master"])
+@pytest.mark.parametrize("mode", ["stochastic", "nearest", "master", "master24"])
 def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
     def sums(world):
         made = [make("lomo", torch.bfloat16, mode) for _ in range(world)]

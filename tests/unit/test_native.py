@@ -13,6 +13,7 @@ from torch import nn
 import ds_ext
 from ds_ext import ops
 from ds_ext.distributed import lockstep
+from ds_ext.ops import edits
 from ds_ext.ops.native import library
 from ds_ext.ops.native import table as native
 from ds_ext.ops.shard import Box, Shard, Split
@@ -50,6 +51,8 @@ WAYS = [
     (torch.float16, "stochastic"),
     (torch.float16, "nearest"),
     (torch.float16, "master"),
+    (torch.bfloat16, "master24"),
+    (torch.float16, "master24"),
 ]
 CASES = list(itertools.product(BATCHED, WAYS, [1, 3]))
 QUICK = [(name, WAYS[0], 3) for name in BATCHED]
@@ -79,7 +82,8 @@ def test_equals_the_torch_ops(name, way, world, monkeypatch):
         found.append(weights)
     # What is rounded to 16 bits falls on the other side of a middle for sums in another order.
     is_wide = dtype == torch.float32 or mode == "master"
-    assert worst(*found, before) <= (2e-5 if is_wide else 3e-2)
+    most = 2e-5 if is_wide else (2e-4 if mode == "master24" else 3e-2)
+    assert worst(*found, before) <= most
 
 
 @pytest.mark.parametrize("name", BATCHED)
@@ -159,7 +163,10 @@ def test_every_number_is_written_as_the_ops_write_it(dtype, mode, monkeypatch):
         with torch.no_grad():
             optimizer.update(updates, None)
         state = optimizer.state[p]
-        found.append((p.detach(), *(state[k] for k in ("master", "marks") if k in state)))
+        found.append((p.detach(), *(state[k] for k in ("master",) if k in state)))
+        if "marks" in state:
+            paths.use(monkeypatch, "ops")
+            assert state["marks"].equal(edits.marks(p.detach()))  # NaNs have bits of their own
     for a, b in zip(*found, strict=True):
         nan = a.isnan()
         assert nan.equal(b.isnan()) and a[~nan].equal(b[~nan])
@@ -185,7 +192,7 @@ def test_sizes_of_updates_are_measured(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])
-@pytest.mark.parametrize("dtype, mode", [WAYS[0], WAYS[1], WAYS[3]])
+@pytest.mark.parametrize("dtype, mode", [WAYS[0], WAYS[1], WAYS[3], WAYS[7]])
 def test_experts_are_stepped_as_the_ops_do(name, dtype, mode, monkeypatch):
     shapes = ((3, 6, 40), (5, 8), (2, 7, 600))
     found = []
@@ -201,10 +208,10 @@ def test_experts_are_stepped_as_the_ops_do(name, dtype, mode, monkeypatch):
         held = [optimizer.weights(p, p.detach().view(-1), Shard.whole(p.shape)) for p in weights]
         found.append(held)
         assert list(optimizer.state[weights[0]]["experts"]) == ["4", "5", "6"]
-        assert ("master" in optimizer.state[weights[0]]) == (mode == "master")
+        assert ("master" in optimizer.state[weights[0]]) == (mode in ("master", "master24"))
         assert "master" not in optimizer.state[weights[0]]["experts"]["4"]
     before = table.weights(shapes, dtype)
-    assert worst(*found, before) <= (2e-5 if mode != "stochastic" else 3e-2)
+    assert worst(*found, before) <= {"stochastic": 3e-2, "master24": 2e-4}.get(mode, 2e-5)
 
 
 @pytest.mark.parametrize("how", ["op", "data", "other"])

@@ -329,7 +329,10 @@ REFUSED = [
     (
         "lomo",
         {"weight_update": "exact"},
-        ["optimizer.params.weight_update is 'exact'", '"stochastic", "nearest" or "master"'],
+        [
+            "optimizer.params.weight_update is 'exact'",
+            '"stochastic", "nearest", "master" or "master24"',
+        ],
     ),
     ("came", {"weight_update": None}, ["weight_update is None", '"nearest"']),
     ("came", {"weight_updates": "master"}, ['Did you mean "weight_update"?', "CAME: unknown key"]),

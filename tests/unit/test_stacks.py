@@ -173,7 +173,7 @@ def tensors(state):
     return [t for v in state.values() for t in tensors(v)] if isinstance(state, dict) else []
 
 
-@pytest.mark.parametrize("weight_update", ["stochastic", "master"])
+@pytest.mark.parametrize("weight_update", ["stochastic", "master", "master24"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_experts_have_the_same_bits_on_any_number_of_ranks(dtype, weight_update):
     # Gradients are small whole numbers, whose sums are exact.

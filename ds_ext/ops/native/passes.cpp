@@ -47,9 +47,16 @@ struct Entry {
 
 enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL };
 enum Dtype { FP32, BF16, FP16 };
+<<<<<<< HEAD
 enum Kept { PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED };
 enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND,
             NORMALIZE_WHOLE_ROWS, NORMALIZE_ROWS, NORMALIZE_COLUMNS };
+=======
+enum Kept {
+    PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED, CORRECTED_BF16, CORRECTED_FP16
+};
+enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
+>>>>>>> a5a5df2 (A master of 24 bits: "weight_update": "master24" keeps 8 bits beside a bf16 or fp16 weight)
 
 // The sum of the squares of a weight is known when it was written, and need not be read for it
 // again. Somebody else may have written since: PROBES weights tell that, and their number, which
@@ -68,7 +75,7 @@ const int WIDTH = 16, LANES = 4 * WIDTH;
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 const int64_t CHUNK = 512;      // elements that are worked on at a time
 const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, about
-const int64_t GROUP = 256;       // bf16 weights that have one mark: edits.GROUP
+const int64_t GROUP = 256;       // weights that have one mark: edits.GROUP
 
 // Threads that wait for work. A forked process has none of its parent's, and makes its own.
 class Pool {
@@ -288,6 +295,46 @@ template <class T> INLINE void ask_ahead(const T *from, int64_t n) {
     for (int64_t k = 0; k < n * static_cast<int64_t>(sizeof(T)); k += 64) __builtin_prefetch(at + k);
 }
 
+// The 16 bits of fp32 numbers, rounded to nearest.
+INLINE void round_all(const float *__restrict x, int64_t n, uint16_t *__restrict w, bool is_bf16) {
+    if (is_bf16)
+        for (int64_t j = 0; j < n; ++j) w[j] = float_to_bf16(x[j]);
+    else
+        for (int64_t j = 0; j < n; ++j) w[j] = float_to_half(x[j]);
+}
+
+// weight_forms.CorrectedWeight: what it is of numbers of ``epsilon`` that are normal from ``least`` on.
+const float PARTS = 127.0f, MOST = 126.75f, HALF = 0.49999f;
+
+struct Correction {
+    float epsilon;
+    uint32_t least;
+
+    // The bits of the power of two below a weight.
+    uint32_t power(float near) const {
+        uint32_t bits = as_bits(near) & 0x7F800000u;
+        bits = bits < least ? least : bits;
+        return bits > 0x7F000000u ? 0x7F000000u : bits;
+    }
+
+    float read(float near, int8_t parts) const {
+        float x = parts;
+        x = x > MOST ? MOST : (x < -MOST ? -MOST : x);
+        return x * (epsilon / (2.0f * PARTS)) * as_float(power(near)) + near;
+    }
+
+    int8_t parts_of(float x, float near) const {
+        float parts = (x - near) * as_float(0x7F800000u - power(near)) * (PARTS / epsilon);
+        parts = parts < 0.0f ? parts - HALF : parts + HALF;
+        parts = (as_bits(near) & 0x7F800000u) == 0x7F800000u ? 0.0f : parts;  // not finite
+        return static_cast<int8_t>(static_cast<int32_t>(parts));
+    }
+};
+
+INLINE Correction correction(bool is_bf16) {
+    return is_bf16 ? Correction{0x1p-7f, 0x00800000u} : Correction{0x1p-10f, 0x38800000u};
+}
+
 // x as fp32: itself, or in ``room``.
 static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float *__restrict room) {
     if (dtype == FP32) {
@@ -329,6 +376,16 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int kept, i
         const int16_t *__restrict rest = static_cast<const int16_t *>(e.aux) + i;
         for (int64_t j = 0; j < n; ++j)
             room[j] = as_float((static_cast<uint32_t>(w[j]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(rest[j])));
+        return room;
+    }
+    case CORRECTED_BF16:
+    case CORRECTED_FP16: {
+        bool is_bf16 = kept == CORRECTED_BF16;
+        const Correction c = correction(is_bf16);
+        const int8_t *__restrict parts = static_cast<const int8_t *>(e.aux) + i;
+        loaded(e.w, is_bf16 ? BF16 : FP16, i, n, room);
+        ask_ahead(parts, n);
+        for (int64_t j = 0; j < n; ++j) room[j] = c.read(room[j], parts[j]);
         return room;
     }
     default: {  // COPIED: the copy counts where the run is still what was made of it
@@ -439,6 +496,18 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
             w[j] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
             x[j] = as_float(bits);
         }
+        break;
+    }
+    case CORRECTED_BF16:
+    case CORRECTED_FP16: {
+        bool is_bf16 = kept == CORRECTED_BF16;
+        const Correction c = correction(is_bf16);
+        int8_t *__restrict parts = static_cast<int8_t *>(e.aux) + i;
+        float near[CHUNK];
+        round_all(x, n, w, is_bf16);
+        loaded(e.w, is_bf16 ? BF16 : FP16, i, n, near);
+        for (int64_t j = 0; j < n; ++j) parts[j] = c.parts_of(x[j], near[j]);
+        for (int64_t j = 0; j < n; ++j) x[j] = c.read(near[j], parts[j]);
         break;
     }
     default: {  // COPIED
@@ -1095,27 +1164,33 @@ INLINE int32_t odd_number(int64_t k) {
     return static_cast<int32_t>(h | 1u);
 }
 
-// edits._hashes of one group of n bf16 weights.
+// edits._hashes of one group of n 16-bit weights.
 INLINE int16_t hash_of(const int16_t *w, int64_t n, const int32_t *numbers) {
     uint32_t sum = 0;
     for (int64_t k = 0; k < n; ++k) sum += static_cast<uint32_t>(static_cast<int32_t>(w[k])) * static_cast<uint32_t>(numbers[k]);
     return static_cast<int16_t>(static_cast<int32_t>(sum) >> 16);
 }
 
-// marks ← the marks of a bf16 run, or aux ← 0 where the run is not what it was: edits.mend_.
-static void marks(const Call &call, const Entry &e, const Strip &s) {
-    int32_t numbers[GROUP];
-    for (int64_t k = 0; k < GROUP; ++k) numbers[k] = odd_number(k);
+// marks ← the marks of a 16-bit run.
+static void mark(const Entry &e, const Strip &s, const int32_t *numbers) {
     const int16_t *w = static_cast<const int16_t *>(e.w);
-    int16_t *rest = static_cast<int16_t *>(e.aux);
+    for (int64_t i = s.begin; i < s.end; i += GROUP)
+        e.marks[i / GROUP] = hash_of(w + i, s.end - i < GROUP ? s.end - i : GROUP, numbers);
+}
+
+// Whether a bf16 weight and the half that it lacks stand for no number; 8 bits always do.
+INLINE bool is_no_number(int size, int16_t rest) {
+    return (size == 0 && rest < 0) || (size == 0x7F80 && rest > 0) || size > 0x7F80;
+}
+INLINE bool is_no_number(int, int8_t) { return false; }
+
+// aux ← 0 where the run is not what it was: edits.mend_.
+template <class Rest> static void mend(const Entry &e, const Strip &s, const int32_t *numbers) {
+    const int16_t *w = static_cast<const int16_t *>(e.w);
+    Rest *rest = static_cast<Rest *>(e.aux);
     for (int64_t i = s.begin; i < s.end; i += GROUP) {
         int64_t n = s.end - i < GROUP ? s.end - i : GROUP;
-        int16_t found = hash_of(w + i, n, numbers);
-        if (call.pass == MARK) {
-            e.marks[i / GROUP] = found;
-            continue;
-        }
-        bool differs = e.marks && found != e.marks[i / GROUP];
+        bool differs = e.marks && hash_of(w + i, n, numbers) != e.marks[i / GROUP];
         int odd = 0, zeroed = 0;
         for (int64_t k = i; k < i + n; ++k) {
             int size = w[k] & 0x7FFF;
@@ -1125,11 +1200,21 @@ static void marks(const Call &call, const Entry &e, const Strip &s) {
         if (!odd && !differs) continue;
         for (int64_t k = i; k < i + n; ++k) {
             int size = w[k] & 0x7FFF;
-            bool drop = (size == 0 && rest[k] < 0) || (size == 0x7F80 && rest[k] > 0) || size > 0x7F80;
-            drop |= differs && (!zeroed || size == 0);
+            bool drop = is_no_number(size, rest[k]) || (differs && (!zeroed || size == 0));
             if (drop) rest[k] = 0;
         }
     }
+}
+
+static void marks(const Call &call, const Entry &e, const Strip &s) {
+    int32_t numbers[GROUP];
+    for (int64_t k = 0; k < GROUP; ++k) numbers[k] = odd_number(k);
+    if (call.pass == MARK)
+        mark(e, s, numbers);
+    else if (call.kept == SPLIT)
+        mend<int16_t>(e, s, numbers);
+    else
+        mend<int8_t>(e, s, numbers);
 }
 
 // The work of a call: its strips, and room for what each of them sums up.

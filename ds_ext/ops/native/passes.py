@@ -218,17 +218,22 @@ def apply_(p: Weights, u: Any, batch: Batch, *, lr: Number, weight_decay: Number
 
 
 def mark_all(given: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Writes the marks of bf16 runs, ``edits.marks``, given with room for them."""
+    """Writes the marks of 16-bit runs, ``edits.marks``, given with room for them."""
     runs, marks = zip(*given, strict=True)
     _flat(runs).run("mark", {"w": Runs(runs).pointers, "marks": Runs(marks).pointers})
 
 
 def mend_all_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Drops what is left of weights that were changed: ``edits.mend_`` of its arguments."""
-    runs, residuals, marks = zip(*given, strict=True)
-    found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.uint64)
-    columns = {"w": Runs(runs).pointers, "aux": Runs(residuals).pointers, "marks": found}
-    _flat(runs).run("mend", columns)
+    by_size: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+    for of_run in given:
+        by_size.setdefault(of_run[1].element_size(), []).append(of_run)
+    for size, alike in by_size.items():
+        runs, residuals, marks = zip(*alike, strict=True)
+        found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.uint64)
+        columns = {"w": Runs(runs).pointers, "aux": Runs(residuals).pointers, "marks": found}
+        how = "SPLIT" if size == 2 else "CORRECTED"
+        _flat(runs).run("mend", columns, kept=table.KEPT[how, torch.bfloat16])
 
 
 def _flat(runs: Sequence[Tensor]) -> table.Table:

@@ -47,6 +47,8 @@ KEPT = {
     ("STOCHASTIC", torch.float16): 4,
     ("SPLIT", torch.bfloat16): 5,
     ("COPIED", torch.float16): 6,
+    ("CORRECTED", torch.bfloat16): 7,
+    ("CORRECTED", torch.float16): 8,
 }
 PASSES = {
     name: i

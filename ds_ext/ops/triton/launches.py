@@ -210,9 +210,12 @@ def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> Any:
     """Asks for the kernel of ``edits.mend_``; NotImplemented where none can do it."""
     if not _takes_runs(run):
         return NotImplemented
-    if marked is None:
-        return ask(over_groups("mend_unmarked", run, {"aux": residual}))
-    return ask(over_groups("mend", run, {"aux": residual, "before": marked}))
+    tensors = {"aux": residual}
+    if marked is not None:
+        return ask(over_groups("mend", run, {**tensors, "before": marked}, residual.dtype))
+    if residual.dtype == torch.int8:
+        return None  # stands for a number whatever it is
+    return ask(over_groups("mend_unmarked", run, tensors))
 
 
 def _takes_runs(like: Any) -> bool:

@@ -14,6 +14,7 @@ from ds_ext.ops.triton.tiles import Tiles
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPES |= {torch.int16: "int16", torch.int8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,13 @@ def over_strips(kernel: str, source: Source, shard: Shard) -> Request:
     return _of(kernel, named, source, _within(shard, tiles.by_strip(own)))
 
 
-def over_groups(kernel: str, run: Tensor, tensors: Mapping[str, Tensor]) -> Request:
-    """A pass over a bf16 run as groups of elements that share a mark."""
+def over_groups(
+    kernel: str, run: Tensor, tensors: Mapping[str, Tensor], kept: torch.dtype | None = None
+) -> Request:
+    """A pass over a 16-bit run, beside which ``kept`` is kept, as groups that share a mark."""
     at = tiles.by_group(len(run))
-    return Request(kernel, (), at.programs, at.geometry, {"w": run, **tensors}, {})
+    constants = () if kept is None else (("AD", _DTYPES[kept]),)
+    return Request(kernel, constants, at.programs, at.geometry, {"w": run, **tensors}, {})
 
 
 def _of(kernel: str, constants: Constants, source: Source, at: Tiles) -> Request:

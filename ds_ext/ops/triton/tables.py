@@ -74,7 +74,7 @@ def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
     named = dict(request.constants)
     for name in named.keys() & {"FORM", "KEPT"}:
         named[name] = getattr(kernels, named[name])
-    for name in named.keys() & {"XD", "WD"}:
+    for name in named.keys() & {"XD", "WD", "AD"}:
         named[name] = getattr(kernels.tl, named[name])
     named["COUNT"] = max(16, 1 << (len(requests) - 1).bit_length())
     shape, warps = _SHAPES.get(request.kernel, _of_tiles)(request)

@@ -25,10 +25,11 @@ from ds_ext.ops.triton.kernels.values import (
     IS_VECTOR,
     IS_WEIGHT,
 )
-from ds_ext.ops.triton.kernels.weights import COPIED, PLAIN, SPLIT, STOCHASTIC
+from ds_ext.ops.triton.kernels.weights import COPIED, CORRECTED, PLAIN, SPLIT, STOCHASTIC
 
 __all__ = [
     "COPIED",
+    "CORRECTED",
     "IS_ADAM",
     "IS_ADAM_STEP",
     "IS_QUOTIENT",

@@ -20,7 +20,7 @@ from ds_ext.ops.triton.kernels.table import (
 def mark(
     table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """out ← the marks of a bf16 run w."""
+    """out ← the marks of a 16-bit run w."""
     t, tile = parameter_of(table, count, COUNT)
     _, _, _, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
     tl.store(pointer(t, OUT, tl.int16) + group, found, mask=has)
@@ -28,27 +28,30 @@ def mark(
 
 @triton.jit
 def mend(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """aux ← 0 where w was changed: edits.mend_. What is left is read only where it may be."""
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    AD: tl.constexpr,
+):  # fmt: skip
+    """aux, of dtype AD, ← 0 where w was changed: edits.mend_. It is read only where it may be."""
     t, tile = parameter_of(table, count, COUNT)
     bits, e, ok, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
     size = bits.to(tl.int32) & 0x7FFF
-    at = vectors(t, AUX, tl.int16, ALIGNED) + e
+    at = vectors(t, AUX, AD, ALIGNED) + e
     differs = found != tl.load(pointer(t, BEFORE, tl.int16) + group, mask=has, other=0)
     differs = (differs & has)[:, None]
     rest = tl.load(at, mask=ok & (_is_odd(size) | differs), other=0)
     zeroed = differs & (size == 0) & (rest != 0)
     some = tl.max(zeroed.to(tl.int32), axis=1)[:, None] > 0
-    drop = zeroed | (differs & (some == 0)) | _is_no_number(size, rest)
-    tl.store(at, tl.zeros([TR, TC], dtype=tl.int16), mask=ok & drop & (rest != 0))
+    drop = zeroed | (differs & (some == 0))
+    if AD == tl.int16:
+        drop = drop | _is_no_number(size, rest)
+    tl.store(at, tl.zeros([TR, TC], dtype=AD), mask=ok & drop & (rest != 0))
 
 
 @triton.jit
 def mend_unmarked(
     table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """The same of a state without marks: aux ← 0 where the pair stands for no number."""
+    """The same of a split state without marks: aux ← 0 where the pair stands for no number."""
     t, tile = parameter_of(table, count, COUNT)
     bits, e, ok, _, _, _ = _hashed(t, tile, TR, TC, ALIGNED)
     size = bits.to(tl.int32) & 0x7FFF
@@ -60,7 +63,7 @@ def mend_unmarked(
 
 @triton.jit
 def _hashed(t, table_tile, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """TR groups of a bf16 run -> its bits [TR, TC], which elements those are, which of them it
+    """TR groups of a 16-bit run -> its bits [TR, TC], which elements those are, which of them it
     has, the groups [TR], which of them it has, their marks.
     """
     n = tl.load(t + N)

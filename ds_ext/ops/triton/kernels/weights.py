@@ -3,12 +3,16 @@
 import triton
 import triton.language as tl
 
+from ds_ext.ops import weight_forms
 from ds_ext.ops.triton.kernels.table import AUX, KEY, ORIGIN, W, run_at
 
 # How a weight is kept.
-PLAIN, STOCHASTIC, SPLIT, COPIED = (tl.constexpr(i) for i in range(4))
+PLAIN, STOCHASTIC, SPLIT, COPIED, CORRECTED = (tl.constexpr(i) for i in range(5))
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
+# Of CORRECTED weights: see weight_forms.py.
+MOST_PARTS, HALF = tl.constexpr(weight_forms.MOST), tl.constexpr(weight_forms.HALF)
+PARTS = tl.constexpr(weight_forms.PARTS)
 
 
 @triton.jit
@@ -26,6 +30,11 @@ def load_weight(
         if KEPT == COPIED:
             copy = tl.load(run_at(t, AUX, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
             x = tl.where(copy.to(WD) == run, copy, x)
+        if KEPT == CORRECTED:
+            parts = tl.load(run_at(t, AUX, tl.int8, e, TC, ALIGNED), mask=ok, other=0)
+            parts = tl.minimum(tl.maximum(parts.to(tl.float32), -MOST_PARTS), MOST_PARTS)
+            epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
+            x += parts * (epsilon / (2 * PARTS)) * _power(x, WD).to(tl.float32, bitcast=True)
     return x
 
 
@@ -41,6 +50,10 @@ def store_weight(
         upper = ((bits + 0x8000) >> 16).to(tl.int16)
         tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16), mask=ok)
         tl.store(w, upper.to(WD, bitcast=True), mask=ok)
+    elif KEPT == CORRECTED:
+        held = _to_nearest(new, WD)
+        tl.store(run_at(t, AUX, tl.int8, e, TC, ALIGNED), _parts(new, held, WD), mask=ok)
+        tl.store(w, held, mask=ok)
     elif KEPT == COPIED:
         tl.store(run_at(t, AUX, tl.float32, e, TC, ALIGNED), new, mask=ok)
         tl.store(w, new.to(WD), mask=ok)
@@ -53,6 +66,25 @@ def store_weight(
         tl.store(w, tl.where(_is_finite(new), rounded, new).to(WD), mask=ok)
     else:
         tl.store(w, _to_nearest(new, WD), mask=ok)
+
+
+@triton.jit
+def _parts(new, held, WD: tl.constexpr):
+    """What rounding took: int8 parts of half a spacing of the numbers in the dtype of a weight."""
+    near = held.to(tl.float32)
+    epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
+    inverse = (0x7F800000 - _power(near, WD)).to(tl.float32, bitcast=True)
+    parts = (new - near) * inverse * (PARTS / epsilon)
+    parts = tl.where(_is_finite(near), parts, 0.0)
+    return tl.where(parts < 0, parts - HALF, parts + HALF).to(tl.int32).to(tl.int8)
+
+
+@triton.jit
+def _power(near, WD: tl.constexpr):
+    """The bits of the power of two below a weight; subnormal ones lie as those above do."""
+    least: tl.constexpr = 0x00800000 if WD == tl.bfloat16 else 0x38800000
+    bits = near.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(bits, least), 0x7F000000)
 
 
 @triton.jit
