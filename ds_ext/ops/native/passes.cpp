@@ -47,16 +47,11 @@ struct Entry {
 
 enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL };
 enum Dtype { FP32, BF16, FP16 };
-<<<<<<< HEAD
-enum Kept { PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED };
-enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND,
-            NORMALIZE_WHOLE_ROWS, NORMALIZE_ROWS, NORMALIZE_COLUMNS };
-=======
 enum Kept {
     PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED, CORRECTED_BF16, CORRECTED_FP16
 };
-enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND };
->>>>>>> a5a5df2 (A master of 24 bits: "weight_update": "master24" keeps 8 bits beside a bf16 or fp16 weight)
+enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND,
+            NORMALIZE_WHOLE_ROWS, NORMALIZE_ROWS, NORMALIZE_COLUMNS };
 
 // The sum of the squares of a weight is known when it was written, and need not be read for it
 // again. Somebody else may have written since: PROBES weights tell that, and their number, which
