@@ -61,7 +61,7 @@ clean:
 .venv/.base: setup.cfg pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet "setuptools>=70" wheel ninja numpy
+	$(BIN)/pip install --quiet "setuptools>=74.1" wheel ninja numpy
 	$(BIN)/pip install --quiet --no-build-isolation -e .
 	touch $@
 

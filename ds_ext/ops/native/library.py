@@ -1,8 +1,9 @@
-"""The C++ file as a library: built once for a machine, at its first use, and loaded.
+"""The C++ file as a library: built with the wheel, or once for a machine at its first use.
 
-Where it cannot be built the torch ops serve, and one line in the log says so.
+Where neither can be had the torch ops serve, and one line in the log says so.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,7 +17,7 @@ from pathlib import Path
 from ds_ext.logs import logger
 
 SOURCE = Path(__file__).with_name("passes.cpp")
-FLAGS = (
+FLAGS = (  # pyproject.toml has the same for wheels
     "-O3 -std=c++17 -fPIC -shared -pthread -fvisibility=hidden "
     # None of these changes a result: there is no fused multiply-add, and no sum in another order.
     "-fno-math-errno -fno-trapping-math -ffp-contract=off"
@@ -31,7 +32,7 @@ def load() -> ctypes.CDLL | None:
     if os.environ.get(SWITCH, "1") == "0":
         return None
     try:
-        library = ctypes.CDLL(str(_built()))
+        library = _shipped() or ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("steps on the CPU are made by torch's own operations: %s", error)
         return None
@@ -50,6 +51,19 @@ def load() -> ctypes.CDLL | None:
 def cache_folder() -> Path:
     """Returns where libraries are kept: ``XDG_CACHE_HOME``/ds_ext, or ~/.cache/ds_ext."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ext"
+
+
+def _shipped() -> ctypes.CDLL | None:
+    """The library that a wheel brought, if this machine can load it.
+
+    In a source tree, which pyproject.toml tells, it may be of an older source: it does not count.
+    """
+    if (SOURCE.parents[3] / "pyproject.toml").exists():
+        return None
+    for path in SOURCE.parent.glob("_passes*.so"):
+        with contextlib.suppress(OSError):  # of a newer C++ library than there is here
+            return ctypes.CDLL(str(path))
+    return None
 
 
 def _built() -> Path:
