@@ -24,6 +24,10 @@ from ds_ext.backward.streams import Beside
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
 
+# A bucket that holds less than this part of its size takes one more parameter of any size: norms,
+# which lie between large matrices, would else be buckets of their own.
+FEW = 1 / 16
+
 
 class Sent(NamedTuple):
     """A bucket on its way."""
@@ -37,8 +41,9 @@ class Buckets:
 
     With ``overlap`` a bucket is reduced while the next one fills, and delivered when that is full:
     neither backward nor the host waits for it, and two are in flight.
-    At most ``size`` elements wait, or one parameter larger than that, beside those that other
-    ranks have no gradient of. They are reduced in ``comm_dtype(param)``, None for their own.
+    At most ``size`` elements wait, or one parameter with a few small ones before it (``FEW``),
+    beside those that other ranks have no gradient of. They are reduced in ``comm_dtype(param)``,
+    None for their own.
     ``begin`` gives the receiver when the first gradient of a backward pass arrives. A parameter
     whose gradient comes in parts (``uses.py``) is delivered when backward has ended. Gradients
     that are not ``wanted`` are dropped.
@@ -159,7 +164,7 @@ class Buckets:
             return
         self._find_receiver()
         if param not in self.waiting:
-            if self.elements + size > self.size:
+            if not self._has_room(self.elements, size):
                 self.flush()
             self.waiting[param] = None
             self.elements += size
@@ -268,16 +273,20 @@ class Buckets:
         return self.receiver
 
     def pieces(self, params: list[Tensor]) -> list[list[Tensor]]:
-        """Cuts what is ready into pieces of at most ``size`` elements: this rank may lack some."""
+        """Cuts what is ready into pieces of the size of buckets: this rank may lack some."""
         pieces: list[list[Tensor]] = []
-        room = 0
+        elements = 0
         for param in params:
-            if self.counted[param] > room or not pieces:
+            if not pieces or not self._has_room(elements, self.counted[param]):
                 pieces.append([])
-                room = self.size
+                elements = 0
             pieces[-1].append(param)
-            room -= self.counted[param]
+            elements += self.counted[param]
         return pieces
+
+    def _has_room(self, elements: int, more: int) -> bool:
+        """Whether a bucket of so many elements takes a parameter of ``more``."""
+        return elements + more <= self.size or elements < FEW * self.size
 
     def _hold(self, param: Tensor, run: Run) -> None:
         if param in self.parts:
