@@ -224,7 +224,7 @@ class Matrix(NamedTuple):
     shape: Shape
     stack: Shape  # of the parameter that ZeRO cuts
     first: int  # element of it that the matrix begins at
-    is_projected: bool  # by GaLore
+    keys: tuple[tuple[str, Any], ...] = ()  # of its param group: what a rule is not for has some
 
     def shard(self, rank: int, world: int) -> Shard:
         """What a rank owns of it."""
@@ -237,12 +237,12 @@ class Matrix(NamedTuple):
         return Shard(self.shape, start, stop, whole.size)
 
 
-def matrices(name: str, shape: Shape, is_projected: bool) -> list[Matrix]:
+def matrices(shape: Shape, keys: tuple[tuple[str, Any], ...]) -> list[Matrix]:
     """What is stepped of a parameter: the experts of a stack one by one."""
     if len(shape) < 3:
-        return [Matrix(shape, shape, 0, is_projected)]
+        return [Matrix(shape, shape, 0, keys)]
     n = math.prod(shape[1:])
-    return [Matrix(shape[1:], shape, i * n, is_projected) for i in range(shape[0])]
+    return [Matrix(shape[1:], shape, i * n, keys) for i in range(shape[0])]
 
 
 class Rule:
@@ -252,15 +252,15 @@ class Rule:
         self.optimizer = OPTIMIZERS[name.lower()]
         params = dict(model.named_parameters())
         self.dtype = next(iter(params.values())).dtype
-        projected: set[Tensor] = set()
-        self.projects = "rank" in self.optimizer.check({})
-        if self.projects:
-            trained = [{"params": list(params.values())}]
-            groups = role_groups(REGISTRY[name.lower()], ModelView(model), trained)
-            projected = {p for group in groups if "rank" not in group for p in group["params"]}
-        self.matrices = {
-            key: matrices(key, tuple(p.shape), p in projected) for key, p in params.items()
+        entry, groups = REGISTRY[name.lower()], [{"params": list(params.values())}]
+        if entry.roles:
+            groups = role_groups(entry, ModelView(model), groups)
+        keys = {
+            p: tuple((key, value) for key, value in group.items() if key != "params")
+            for group in groups
+            for p in group["params"]
         }
+        self.matrices = {name: matrices(tuple(p.shape), keys[p]) for name, p in params.items()}
         self.rounds = functools.cache(self._rounds)
 
     def of(self, bucket: Bucket) -> list[Bucket]:
@@ -299,9 +299,9 @@ class Rule:
         return found
 
     def _optimizer(self, param: Tensor, matrix: Matrix) -> RuleOptimizer:
-        plain = {"rank": None} if self.projects and not matrix.is_projected else {}
         # How weights are rounded says nothing of what is sent, and reads values.
-        return self.optimizer([{"params": [param], **plain}], weight_update="nearest")
+        group = {"params": [param], **dict(matrix.keys)}
+        return self.optimizer([group], weight_update="nearest")
 
     def state_bytes(self, worlds: dict[str, int], ranks: int) -> int:
         """Bytes of state of the rank of ``ranks`` that has most; ``worlds`` share a parameter."""

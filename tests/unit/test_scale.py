@@ -23,7 +23,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
-from ds_ext.rules import lowrank
+from ds_ext.rules import REGISTRY, lowrank
 from tests.common import apart
 from tests.common.choose import params
 
@@ -60,8 +60,9 @@ def real_rounds(name, params, world):
     for key in params:
         p = whole[key]
         size, n = -(-p.numel() // world), math.prod(p.shape[-2:])
-        plain = {"rank": None} if name == "galoreadamw" and p.ndim < 2 else {}
-        rule = OPTIMIZERS[name].hypers(**plain, weight_update="nearest")
+        keys = dict(REGISTRY[name].roles.get("other", {})) if p.ndim < 2 else {}
+        kind = OPTIMIZERS[keys.pop("type", name).lower()]
+        rule = kind.hypers(**keys, weight_update="nearest")
         for rank in range(world):
             run = range(min(rank * size, p.numel()), min((rank + 1) * size, p.numel()))
             for first in range(0, p.numel(), n):
