@@ -1,5 +1,5 @@
 # make demo    fine-tune a real language model (about five minutes on two cores)
-# make test    what each change has to pass (some nine minutes on two cores); ARGS="-k lomo" for a part
+# make test    what each change has to pass; ARGS="-k lomo" for a part (times: docs/tests.md)
 # make test-all    the other tests, marked slow
 # make check   lint, format, types, import walls
 # make matrix  the README's support matrix, from the tests that ran

@@ -105,8 +105,8 @@ FAULTS = (
     ),
     Fault(
         "rules/factored.py",
-        'v["row"] * beta + (1 - beta) * eps',
-        'v["row"] * beta + eps',
+        "(clip / shard.rms(u_sq)).clamp(max=1)",
+        "(clip / shard.rms(u_sq)).clamp(min=1)",
         "unit/test_rules.py",
     ),
     Fault(

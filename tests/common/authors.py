@@ -8,6 +8,7 @@ import lomo_optim
 import torch
 import transformers
 
+from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.distributed.zero import Case
 
@@ -57,12 +58,15 @@ class Reference:
 
 
 def ordinary(rule, groups, hypers):
-    """An optimizer that steps by ``.grad``, from the authors' packages where they have one."""
+    """An optimizer that steps by ``.grad``: its authors' where they have one, or its paper's.
+
+    A rule that has none in this module is held against itself in one process.
+    """
     if rule == "adalomo" or rule == "adafactor":
         return transformers.Adafactor(groups, **(hypers | {"relative_step": False}))
-    made = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME, "adamw": torch.optim.AdamW}
-    made |= {"sinkgd": SinkGD, "scale": SCALE}
-    return galore(groups, hypers) if rule == "galoreadamw" else made[rule](groups, **hypers)
+    if rule == "galoreadamw":
+        return galore(groups, hypers)
+    return OTHERS.get(rule, OPTIMIZERS[rule])(groups, **hypers)
 
 
 class SGD(torch.optim.Optimizer):
@@ -157,3 +161,8 @@ def galore(groups, hypers):
         split.append({**group, "params": matrices, **keys})
         split.append({**group, "params": others})
     return galore_torch.GaLoreAdamW([g for g in split if g["params"]], lr=hypers["lr"])
+
+
+OTHERS = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME, "adamw": torch.optim.AdamW}
+OTHERS |= {"sinkgd": SinkGD, "scale": SCALE}
+INDEPENDENT = {"adalomo", "adafactor", "galoreadamw", *OTHERS}  # rules that have a reference here

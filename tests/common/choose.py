@@ -6,6 +6,16 @@ from typing import Any
 import pytest
 
 
+def spread(rules: Iterable[Any], others: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Cases in which each rule comes up, and each of ``others``, but not each with each.
+
+    As many as the longer of the two: a further rule adds one case, or none.
+    """
+    rules, others = list(rules), list(others)
+    number = max(len(rules), len(others))
+    return [(rules[i % len(rules)], *others[i % len(others)]) for i in range(number)]
+
+
 def params(cases: Iterable[Any], quick: Container[Any] | Callable[[Any], bool]) -> list[Any]:
     """The parameters of a test; those that are not ``quick`` are marked slow.
 

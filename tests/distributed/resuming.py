@@ -14,6 +14,7 @@ import ds_ext
 from ds_ext.engine.checkpoint_contents import owned
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models, ranks
+from tests.common.hypers import TRAINED
 from tests.common.ranks import logged, shared_folder
 from tests.integration import trainer_jobs
 from tests.integration.trainer import config as shipped
@@ -32,6 +33,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"lr": 0.05, "rank": 30, "nbits": 8, "min_8bit_size": 100, "update_proj_gap": 2},
     ),
 }
+_KNOWN = {name for name, _ in KINDS.values()}
+KINDS |= {rule: (rule, hypers) for rule, hypers in TRAINED.items() if rule not in _KNOWN}
 STAGES = (0, 1, 2, 3)
 
 

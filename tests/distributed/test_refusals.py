@@ -14,7 +14,7 @@ from tests.distributed.unusual import COMPILED
 HPZ = {"hpz adalomo": (4, "adalomo", 0), "hpz came": (2, "came", 30)}
 
 
-QUICK = [(case,) for case in COMPILED if case[0] in (None, 1, 3)]
+QUICK = [(case,) for case in COMPILED if case[0] in (None,)]  # at stage 3 it takes 12 s
 
 
 def error(after, model, before) -> float:
@@ -26,7 +26,7 @@ def error(after, model, before) -> float:
 
 
 @pytest.mark.supports("ZeRO++ hpZ", stage=3, optimizer=lambda name: HPZ[name][1])
-@pytest.mark.parametrize("name", HPZ)
+@pytest.mark.parametrize("name", params(HPZ, ["hpz adalomo"]))
 def test_second_copies_of_the_weights_never_go_stale(name):
     world, rule, persist = HPZ[name]
     reference = training.Reference(training.Training(rule, 3), authors.ordinary)

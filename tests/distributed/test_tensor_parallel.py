@@ -13,11 +13,10 @@ from tests.support import of
 
 EXACT = 1e-5  # of the update of the whole model
 ALONE = [name for name in CASES if re.match("(llama-came|accumulate|clip)-", name)]
-# What `make test` runs: each optimizer, and each way of dividing, at most stages.
+# What `make test` runs: each optimizer, and each way of dividing, at one stage or another.
 QUICK = [
-    *("llama-adalomo-0", "llama-came-1", "llama-lamb-2", "llama-galoreadamw-3", "llama-lomo-3"),
-    *("bert-adafactor-0", "bert-came-2", "bert-lamb-3", "fused-0", "fused-3", "tied-1"),
-    *("shipped-config", "clip-1", "clip-3", "accumulate-2", "resume-1", "resume-3", "dropout-2"),
+    *("llama-came-1", "llama-galoreadamw-3", "llama-lomo-3", "bert-adafactor-0", "bert-lamb-2"),
+    *("fused-0", "tied-1", "shipped-config", "clip-1", "accumulate-2", "resume-3"),
 ]
 
 
@@ -48,7 +47,7 @@ def test_two_ranks_without_data_parallelism_equal_one_process(name):
 def test_the_cases_divide_unevenly_and_in_every_way():
     """Rows, columns, a fused matrix, biases of both kinds, a vocabulary."""
     boxes = {}
-    for name in ("llama-came-1", "bert-came-2", "fused-0", "tied-1"):
+    for name in ("llama-came-1", "bert-lamb-2", "fused-0", "tied-1"):
         boxes |= worlds.once(4, tensor_parallel.error, name)[0]["held"]
     sizes = {n: [sum(b.numel for b in part) for part in parts] for n, parts in boxes.items()}
     assert any(a != b for a, b in sizes.values())

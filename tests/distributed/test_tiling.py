@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import worlds
+from tests.common.choose import params
 from tests.distributed import tiling
 from tests.distributed.tiling import Case
 
@@ -20,9 +21,11 @@ CASES = [
     Case(3, 0.0, "sharded", tied=True, accumulation=2),
     *(Case(stage, CLIP, reentrant=reentrant) for stage in (2, 3) for reentrant in (True, False)),
 ]
+# What `make test` runs: some of each kind, at each stage.
+QUICK = [(case,) for case in (*CASES[::3], CASES[20])]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", params([(case,) for case in CASES], QUICK), ids=str)
 def test_tiled_functions_train_exactly(case):
     world = 2
     plain = tiling.make(case, tiled=False)

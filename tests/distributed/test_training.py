@@ -27,27 +27,23 @@ ROUTED = [
 QUICK = {
     *((2, f"clip-{at}-none") for at in ("plain-fused", "stage0-sharded", "stage1-fused")),
     *((2, f"clip-{at}") for at in ("stage1-sharded-none", "stage2-fused-reentrant")),
-    *((2, f"clip-{at}") for at in ("plain-sharded-none", "stage2-sharded-none")),
-    *((2, f"clip-stage3-{at}") for at in ("fused-none", "sharded-nonreentrant")),
+    *((2, f"clip-{at}") for at in ("plain-sharded-none", "stage2-sharded-nonreentrant")),
     (2, "clip-stage0-fused-reentrant"),
     *((2, f"clip-stage3-{at}") for at in ("fused-nonreentrant", "sharded-reentrant")),
-    *((2, f"{rule}-clip") for rule in training.HYPERS),
+    *((2, f"{rule}-clip") for rule in ("adalomo", "lamb", "galoreadamw")),
     *((2, name) for name in ("value-stage0-fused", "value-stage3-sharded")),
     *((2, f"accumulation{n}") for n in ("2-stage0", "3-stage2-clip", "2-stage3-clip")),
     *((2, f"accumulation2-{at}-clip") for at in ("plain", "stage1")),
-    *((2, name) for name in ("previous-plain", "previous-stage0", "previous-stage3", "scale")),
+    *((2, name) for name in ("previous-plain", "previous-stage3", "scale")),
     *((2, name) for name in ("tensor backward", "tensor backward of many", "boundary-3")),
-    *((2, name) for name in ("unmanaged-1", "no_sync-0", "no_sync-1")),
-    (3, "clip-stage3-fused-reentrant"),
-    *((1, name) for name in ("clip-stage2-fused-none", "accumulation2-stage3-clip")),
+    *((2, name) for name in ("unmanaged-1", "no_sync-1")),
+    (1, "accumulation2-stage3-clip"),
 }
 QUICK_ROUTED = {
-    *((2, name) for name in ("plain-60", "stage0-1", "stage1-60", "stage2-60", "stage3-60")),
-    *((2, name) for name in ("plain-reentrant", "stage0-nonreentrant", "stage1-reentrant")),
-    *((2, name) for name in ("stage2-nonreentrant", "stage3-reentrant", "stage3-nonreentrant")),
-    *((2, name) for name in ("plain-clip-sharded", "stage0-clip", "stage3-clip")),
-    *((2, name) for name in ("stage1-clip-sharded", "stage3-clip-sharded", "stage3-1000000")),
-    *((3, name) for name in ("stage3-60", "stage1-reentrant", "plain-clip")),
+    *((2, name) for name in ("plain-60", "stage0-1", "stage1-reentrant", "stage2-nonreentrant")),
+    *((2, name) for name in ("stage3-reentrant", "stage3-nonreentrant", "stage3-1000000")),
+    *((2, name) for name in ("plain-clip-sharded", "stage0-clip", "stage3-clip-sharded")),
+    *((3, name) for name in ("stage3-60", "plain-clip")),
 }
 
 

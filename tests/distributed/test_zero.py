@@ -2,46 +2,64 @@
 
 import re
 from collections import Counter
+from itertools import cycle
 
 import pytest
 import torch
 import transformers
 
+from ds_ext.ops import state
+from ds_ext.ops.shard import Shard
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import REGISTRY
 from tests import worlds
 from tests.common import models
-from tests.common.authors import Reference
+from tests.common.authors import INDEPENDENT, Reference
 from tests.common.choose import params
 from tests.distributed import zero
-from tests.distributed.zero import CASES, HYPERS, RULES, STEPS
+from tests.distributed.zero import CASES, RULES, STEPS
 from tests.support import of
 
 # Three ranks on two cores are slow: what is run there is one case of each kind, and what awkward
 # cuts may break. (Numbers of ranks up to 1,024 are simulated in test_rules.py.)
 ON_THREE = re.compile(
-    r"^(lomo|adalomo|adafactor|came)(-stage1|-reentrant|-plain)?$|^(lamb|galoreadamw)-stage[13]$"
+    r"^(lomo|adalomo|adafactor|came)(-stage1|-reentrant|-plain)?$|^(lamb|galoreadamw)(-stage1)?$"
     r"|^adalomo-(groups|bf16-stage3|authors)$"
 )
 ALL = [(n, name) for n in (1, 2, 3) for name in CASES if n < 3 or ON_THREE.search(name)]
 EXACT = [c for c in ALL if CASES[c[1]].dtype == "fp32" and "groups" not in c[1]]
 RANKS = (1, 2, 3)
-ROUNDS = {"lomo": 0, "adalomo": 2, "adafactor": 2, "came": 3, "lamb": 1, "adamw": 0}
-ROUNDS |= {"scale": 1, "sinkgd": 10}
+# Of the model's update: what is not exact because a rule rounds its state, where that is so.
+CLOSE: dict[str, float] = {}
 
-
-# What `make test` runs: every optimizer at every stage, and each habit with one optimizer or two.
-QUICK = {(2, rule + at) for rule in RULES for at in ("-plain", "-stage0", "-stage1", "-stage2")}
-QUICK |= {(2, rule if rule in HYPERS else f"{rule}-stage3") for rule in RULES}
+# What `make test` runs: each rule at two stages, whose pairs go round, and each habit once.
+PAIRS = (("", "-stage0"), ("-plain", "-stage1"), ("", "-stage2"))
+QUICK = {(2, rule + at) for rule, pair in zip(RULES, cycle(PAIRS)) for at in pair}  # noqa: B905
 QUICK |= {
-    *((2, name) for name in ("lomo-authors", "adalomo-decay-authors", "came-decay-json")),
+    *((2, name) for name in ("adalomo-authors", "lomo-decay-authors", "came-decay-json")),
     *((2, name) for name in ("adafactor-reentrant", "lomo-nonreentrant", "adafactor-zero-init")),
     *((2, name) for name in ("came-zero-init-reentrant", "adalomo-plain-reentrant")),
     *((2, name) for name in ("lomo-stage0-reentrant", "adafactor-stage1-reentrant")),
-    *((2, name) for name in ("came-stage2-reentrant", "adalomo-groups", "adalomo-authors")),
-    *((2, f"adalomo-bf16-stage{stage}") for stage in range(4)),
+    *((2, name) for name in ("came-stage2-reentrant", "adalomo-groups")),
+    *((2, f"adalomo-bf16-stage{stage}") for stage in (1, 3)),
     *((1, name) for name in ("came", "lomo-stage0", "adalomo-plain", "lamb-stage1")),
-    *((3, name) for name in ("came", "lomo", "adafactor-stage1", "adalomo-plain")),
-    *((3, name) for name in ("lamb-stage1", "galoreadamw-stage3")),
+    *((3, name) for name in ("came", "adafactor-stage1", "adalomo-plain")),
 }
+
+
+def test_each_rule_is_quick_at_two_stages_and_each_stage_with_rules_of_several_kinds():
+    kinds: dict[int | None, set] = {}
+    stages: dict[str, set] = {}
+    for _, name in QUICK:
+        case = CASES[name]
+        rule = OPTIMIZERS[case.rule].hypers(**case.hypers)
+        kept = state.leaves(rule.keeps(Shard.of_rank((12, 20), 0, 2)))
+        kind = REGISTRY[case.rule].rounds, frozenset(part.is_shared for _, part in kept)
+        stages.setdefault(case.rule, set()).add(case.stage)
+        kinds.setdefault(case.stage, set()).add(kind)
+    assert stages.keys() == REGISTRY.keys() and min(map(len, stages.values())) >= 2
+    assert all(at & {None, 3} for at in stages.values())
+    assert kinds.keys() == {None, 0, 1, 2, 3} and min(map(len, kinds.values())) >= 2
 
 
 def shown(name: str) -> list[str]:
@@ -49,7 +67,7 @@ def shown(name: str) -> list[str]:
     case = CASES[name]
     usual = case.checkpointing is None and not case.zero_init
     said = {
-        "fp32, each optimizer against its authors' code": usual,
+        "fp32, each optimizer against its authors' code": usual and case.rule in INDEPENDENT,
         "tied, shared, unused weights; 0 to 4 dimensions": usual and case.tensors and case.odd,
         "models built under `zero.Init`": case.zero_init,
         "weight decay by the JSON config": not case.client,
@@ -68,16 +86,16 @@ def test_equals_the_authors(ranks, name):
     for step in range(STEPS):
         reference.step(models.batch(step, ranks), case.step(step))
     after = {n: p.detach() for n, p in reference.model.named_parameters()}
-    square, square_error = 0.0, 0.0
+    square, square_error, close = 0.0, 0.0, CLOSE.get(case.rule, 1e-5)
     for n in before:
         assert torch.equal(got["before"][n], before[n])
         update = (after[n] - before[n]).norm()
         error = (got["after"][n] - after[n]).norm()
         # fp32 itself cannot tell apart what lies within its rounding of the weight at each step
         resolution = STEPS * 2**-24 * after[n].norm()
-        assert error <= max(1e-5 * update, resolution), (n, float(error), float(update))
+        assert error <= max(close * update, resolution), (n, float(error), float(update))
         square, square_error = square + update**2, square_error + error**2
-    assert square_error**0.5 <= 1e-5 * square**0.5
+    assert square_error**0.5 <= close * square**0.5
     if reference.norms:
         assert got["norms"] == pytest.approx(reference.norms, rel=1e-4)
     untouched = {"unused.weight", "unused.bias", "frozen.weight", "frozen.bias"}
@@ -125,13 +143,16 @@ def check_traffic(sent: list[tuple[str, int]], case, ranks: int) -> None:
         assert calls["all_reduce"] == calls["bucket"]
         return
     assert calls["reduce_scatter"] == calls["bucket"]
-    if case.rule != "galoreadamw":  # a renewal of the basis takes more
-        assert calls["all_reduce"] <= ROUNDS[case.rule] * calls["bucket"] + 1  # and the norm
+    rounds = REGISTRY[case.rule].rounds
+    if "more" not in rounds:  # as when a basis is renewed
+        most = max(map(int, re.findall(r"\b\d+\b(?!-)", rounds)))
+        assert calls["all_reduce"] <= most * calls["bucket"] + 1  # and the norm
     gradients = sum(-(-p.numel() // ranks) * ranks for p in used)
     assert totals["reduce_scatter"] == gradients + ranks * len(used)
-    statistics = sum(sum(p.shape) + 2 for p in used)
-    most = 5 if case.rule == "sinkgd" else 4  # one for each of its iterations
-    assert totals.get("all_reduce", 0) <= most * statistics
+    if case.rule in INDEPENDENT:  # the sums of these are of rows, columns and whole parameters
+        statistics = sum(sum(p.shape) + 2 for p in used)
+        most = 5 if case.rule == "sinkgd" else 4  # one for each of its iterations
+        assert totals.get("all_reduce", 0) <= most * statistics
 
 
 @pytest.mark.supports("own settings for a parameter group", stage=3, optimizer="AdaLomo")

@@ -18,7 +18,7 @@ from tests.common import models
 from tests.common.hypers import TRAINED, changed
 from tests.common.ranks import whole
 
-STEPS = 8
+STEPS = 5
 BUCKET = 500
 HYPERS = changed(TRAINED, lomo={"lr": 0.3})
 

@@ -202,6 +202,7 @@ def test_the_second_step_is_measured():
     assert memory.peak_of_second(step, [kept], CPU) == 40 + 400 + 800
 
 
+@pytest.mark.slow
 def test_a_step_takes_what_its_optimizer_must():
     # Wide and with few tokens: weights, gradients and state are nearly all.
     sizes, shape = (1024, 512, 2048, 2, 2, 2, False), (1, 2)

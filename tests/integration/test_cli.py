@@ -281,12 +281,16 @@ def run(*arguments):
 
 
 def test_as_a_command():
-    done = run()
-    assert done.returncode == 0 and "plan" in done.stdout and done.stdout.startswith("usage:")
     done = run("plan", "--model", "smollm2-135m", "--ranks", "2", "--optimizer", "came")
     heading, rows = read(done.stdout)  # nothing else is on stdout
     assert heading.startswith("smollm2-135m: 134,515,008 parameters")
     assert "CAME, ZeRO-3" in rows
+
+
+@pytest.mark.slow
+def test_a_command_that_tells_how_it_is_called_and_one_that_fails():
+    done = run()
+    assert done.returncode == 0 and "plan" in done.stdout and done.stdout.startswith("usage:")
     assert run("plan", "--model", "nothing").returncode == 2
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from ds_ext import ops
@@ -16,6 +17,7 @@ from ds_ext.ops.triton import tables
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths
+from tests.common.choose import params
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia
@@ -74,8 +76,13 @@ def step(name, dtype, mode, shapes):
             weight_update.mark(run, optimizer.state[p])
 
 
-def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
+@pytest.mark.parametrize("which", params(["one", "every"], ["one"]))
+def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypatch, tmp_path):
+    """Every variant of every kernel, or one of each, where there is one of aligned runs."""
     asked = asked_for(monkeypatch)
+    if which == "one":
+        asked.sort(key=lambda one: one[2].get("ALIGNED", False))
+        asked = list({one[0]: one for one in asked}.values())
     assert {kernel for kernel, _, _ in asked} == {
         *("squares", "statistics", "weighed", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors", "mark", "mend", "mend_unmarked"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ext.rules import REGISTRY
 from tests import support
 from tests.support import BEGIN, END, cells
 
@@ -18,6 +19,24 @@ def test_the_readme_has_the_table_of_the_tests_that_ran():
     readme = (ROOT / "README.md").read_text()
     found = json.loads((ROOT / "tests" / "support.json").read_text())
     assert readme == support.replace(readme, support.render(found))
+
+
+def test_the_table_names_every_registered_optimizer():
+    assert set(support.OPTIMIZERS) == {entry.rule.__name__ for entry in REGISTRY.values()}
+
+
+FARED = [
+    (dict.fromkeys(support.OPTIMIZERS, "passed"), "✓"),
+    (dict.fromkeys(support.OPTIMIZERS[1:], "passed"), f"✓ but {support.OPTIMIZERS[0]}"),
+    (dict.fromkeys(support.OPTIMIZERS, "passed") | {"CAME": "skipped"}, "✓ but CAME"),
+    ({"CAME": "passed", "LAMB": "failed"}, "CAME, ✗ LAMB"),
+    ({}, ""),
+]
+
+
+@pytest.mark.parametrize("row, cell", FARED)
+def test_a_cell_names_the_fewer_of_those_that_passed_and_the_others(row, cell):
+    assert support._cell(row) == cell
 
 
 SAID = [
@@ -77,6 +96,7 @@ def test_refusal():
     pass
 """
 CONFTEST = """
+from ds_ext.rules import REGISTRY
 from tests import support
 
 def pytest_configure(config):
@@ -102,9 +122,10 @@ def project(tmp_path_factory):
 
 def pytest_in(root, *args):
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *args, "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-p", "xdist.plugin", *args, "-p", "no:cacheprovider"],
         cwd=root,
-        env={k: v for k, v in os.environ.items() if "PYTEST" not in k} | {"PYTHONPATH": str(ROOT)},
+        env={k: v for k, v in os.environ.items() if "PYTEST" not in k}
+        | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # others take time
         capture_output=True,
         text=True,
         timeout=120,

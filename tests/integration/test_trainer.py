@@ -27,8 +27,7 @@ COMPARED = [name for name in JOBS if name not in OTHER]
 FULL = [name for name in COMPARED if not JOBS[name].lora]
 # What `make test` runs.
 QUICK = [
-    *("adalomo", "came-clip", "lomo-accumulation", "lomo-both-nonreentrant", "adafactor"),
-    *("lora-adalomo-stage3", "lora-came-stage2"),
+    *("adalomo", "lomo-both-nonreentrant", "lora-adalomo-stage3"),
 ]
 
 
@@ -126,7 +125,7 @@ def test_the_saved_model_is_the_trained_one(folder, name):
     assert all(torch.equal(saved[n], after[n]) for n in saved)
 
 
-@pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3", "lora-came-stage2"]))
+@pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3"]))
 def test_lora_changes_the_adapters_alone_and_they_load(folder, name):
     got, before = result(folder, name), weights(build(lora=True))
     changed = {n for n in before if not torch.equal(got["after"][n], before[n])}
@@ -136,6 +135,7 @@ def test_lora_changes_the_adapters_alone_and_they_load(folder, name):
     assert all(torch.equal(p, got["after"][n]) for n, p in loaded.named_parameters())
 
 
+@pytest.mark.slow
 def test_fp16_equals_one_process_but_for_its_rounding(folder):
     got, job = result(folder, "lomo-fp16"), JOBS["lomo-fp16"]
     after, log = reference(job.config, job.max_norm, job.lora)

@@ -12,8 +12,8 @@ from ds_ext.ops import formats
 from ds_ext.ops.shard import Shard
 from tests.common import table
 from tests.common.choose import params
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
 from tests.common.table import MANY, SHAPES, WORLDS
-from tests.unit.test_lamb import BROKEN, EXACT, Ranks, dropping, errors
 
 STEPS = 20
 SETTINGS = {

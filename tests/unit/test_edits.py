@@ -134,7 +134,9 @@ def test_kernels_mark_and_mend_as_the_ops_do(path, size, monkeypatch):
         paths.use(monkeypatch, "kernels")
 
 
-@by_path
+@pytest.mark.parametrize(
+    "path", [*PATHS[:2], pytest.param("kernels", marks=[needs.triton, pytest.mark.slow])]
+)
 def test_no_pair_is_a_nan_where_the_weight_is_none(path, monkeypatch):
     """With every weight and what may be left, also of a state without marks: an older file's."""
     paths.use(monkeypatch, path)

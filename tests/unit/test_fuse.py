@@ -1,6 +1,7 @@
 """``fuse_into_backward`` in one process: the same bits as an ordinary step, and what it refuses."""
 
 import copy
+import itertools
 import logging
 import traceback
 
@@ -12,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
+from tests.common.choose import params, spread
 from tests.common.hypers import NEEDED, changed
 
 HYPERS = changed(NEEDED, galoreadamw={"rank": 4})
+WAYS = list(itertools.product([None, "reentrant", "nonreentrant"], [None, 300, 10**6]))
 
 
 def optimizer_of(name, model):
@@ -34,9 +37,10 @@ def weights(model):
     stage=None,
     optimizer="name",
 )
-@pytest.mark.parametrize("bucket", [None, 300, 10**6])
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name, checkpointing, bucket",
+    params([(name, *way) for name in OPTIMIZERS for way in WAYS], [*spread(OPTIMIZERS, WAYS)]),
+)
 def test_the_weights_have_the_bits_of_an_ordinary_step(name, checkpointing, bucket):
     plain, model = models.make(checkpointing), models.make(checkpointing)
     ordinary, optimizer = optimizer_of(name, plain), optimizer_of(name, model)

@@ -24,17 +24,17 @@ pytestmark = needs.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = ((), (5,), (300,), (1, 7), (7, 1), (40, 150), (3, 33, 20), (70, 17))
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5}, galoreadamw={"rank": None})
-# Triton's interpreter is slow: `make test` runs each rule on one number of ranks.
+# Triton's interpreter is slow: `make test` runs rules that ask for different kernels.
 BY_RANKS = list(itertools.product(OPTIMIZERS, [1, 3]))
-QUICK_BY_RANKS = [("lomo", 3), ("adalomo", 1), ("adafactor", 3), ("came", 1), ("lamb", 1)]
-QUICK_BY_RANKS += [("galoreadamw", 3), ("sinkgd", 3)]
+QUICK_BY_RANKS = [("lomo", 3), ("adafactor", 3), ("lamb", 1), ("sinkgd", 3)]
 IN_16_BITS = list(
     itertools.product(
         ["lomo", "adalomo"], ["stochastic", "nearest", "master", "master24"], ["bf16", "fp16"]
     )
 )
-QUICK_IN_16_BITS = [case for case in IN_16_BITS if case[0] == "lomo"]
-QUICK_IN_16_BITS += [("adalomo", "nearest", "bf16")]
+QUICK_IN_16_BITS = [("lomo", "stochastic", "bf16"), ("lomo", "master", "bf16")]
+QUICK_IN_16_BITS += [("lomo", "nearest", "fp16"), ("lomo", "stochastic", "fp16")]
+QUICK_IN_16_BITS += [("lomo", "master24", "bf16")]
 CLOSE = 1e-5  # of the norm of the update
 STEPS = 2
 
@@ -120,9 +120,7 @@ def test_a_step_is_that_of_the_ops(name, world, kernels, launched):
     assert worst(found, expected, before) <= CLOSE
 
 
-@pytest.mark.parametrize(
-    "name", params(["adalomo", "adafactor", "came", "lamb"], ["adafactor", "lamb"])
-)
+@pytest.mark.parametrize("name", params(["adalomo", "adafactor", "came", "lamb"], ["lamb"]))
 def test_without_decay_and_with_gradients_averaged_and_bounded(name, kernels):
     hypers = {k: v for k, v in SETTINGS[name].items() if k not in ("weight_decay", "beta1")}
 
@@ -263,7 +261,7 @@ def test_factors(shape, beta, kernels, launched):
     assert launched == ["factors", "clipped_factors", "clipped_factors"]
 
 
-@pytest.mark.parametrize("name, world", params(BY_RANKS, QUICK_BY_RANKS))
+@pytest.mark.parametrize("name, world", params(BY_RANKS, [("lomo", 3), ("came", 1)]))
 def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
     shapes = [(30, 20), (12, 9), (7,), (4, 3, 5), (1,), (9, 9), (40,)]
     params = [p.to(DEVICE, torch.float32).requires_grad_() for p in table.weights(shapes)]
@@ -308,7 +306,7 @@ def test_alone_and_together_give_the_same_bits(kernels):
 
 @pytest.mark.parametrize("name", params(["adalomo", "came", "lamb"], ["lamb"]))
 def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
-    shapes = ((64, 128), (48,), (3, 16, 32), (40, 150), (5,))
+    shapes = ((32, 64), (48,), (3, 8, 16), (20, 30), (5,))
     aligned = []
     original = tables.constants
 

@@ -1,5 +1,6 @@
 """The planner's arithmetic against the tensors that are really alive, and known closed forms."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
 from tests.common import models
+from tests.common.choose import params, spread
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -82,11 +84,16 @@ def test_a_plain_step_holds_what_is_planned(name, hypers, model, dtype):
     assert close(planned.state + planned.master, state), (planned, state)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name, hypers", SETTINGS)
-def test_simulated_ranks_hold_what_is_planned(name, hypers, model, dtype, ranks):
+ON_RANKS = list(itertools.product(MODELS, DTYPES, [1, 2, 3, 8]))
+
+
+@pytest.mark.parametrize(
+    "setting, model, dtype, ranks",
+    params([(s, *way) for s in SETTINGS for way in ON_RANKS], spread(SETTINGS, ON_RANKS)),
+    ids=str,
+)
+def test_simulated_ranks_hold_what_is_planned(setting, model, dtype, ranks):
+    name, hypers = setting
     module = MODELS[model]().to(DTYPES[dtype])
     params = list(module.parameters())
     optimizers = [OPTIMIZERS[name](params, **hypers) for _ in range(ranks)]

@@ -14,7 +14,7 @@ from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.meter import Meter, rms
 from ds_ext.optimizer.run_updates import RunUpdate
-from tests.common import table
+from tests.common import choose, table
 from tests.common.hypers import NEEDED, changed
 
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
@@ -25,7 +25,12 @@ KINDS += [
     for half in rounding.ROUND
     for mode in ("stochastic", "nearest", "master", "master24")
 ]
-kinds = pytest.mark.parametrize("dtype, mode", KINDS)
+each_kind = pytest.mark.parametrize(
+    "name, dtype, mode",
+    choose.params(
+        [(name, *kind) for name in OPTIMIZERS for kind in KINDS], choose.spread(OPTIMIZERS, KINDS)
+    ),
+)
 
 
 def make(name, dtype, mode, shapes=SHAPES):
@@ -61,8 +66,7 @@ def read(w, shard):
     return [w.block(b).clone() for b in shard.blocks()]
 
 
-@kinds
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_kind
 def test_sums_are_those_of_what_was_stored(name, dtype, mode):
     params, optimizer = make(name, dtype, mode)
     expected = torch.zeros(3, dtype=torch.float64)
@@ -81,8 +85,7 @@ def test_sums_are_those_of_what_was_stored(name, dtype, mode):
     assert figures["weight_rms"] == pytest.approx((expected[1] / expected[2]).item() ** 0.5)
 
 
-@kinds
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_kind
 def test_measuring_changes_no_bit(name, dtype, mode):
     (params, measured), (others, plain) = [make(name, dtype, mode) for _ in range(2)]
     plain.meter = None

@@ -353,6 +353,7 @@ def unloaded(monkeypatch, tmp_path):
     library.load.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_library_is_built_once(unloaded, monkeypatch):
     assert library.load() is not None
     (built,) = (unloaded / "ds_ext").iterdir()

@@ -11,8 +11,8 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from tests.common import authors, paths, table
 from tests.common.choose import params
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
 from tests.common.table import MANY, WORLDS
-from tests.unit.test_lamb import BROKEN, EXACT, Ranks, dropping, errors
 
 SHAPES = ((5,), (1, 7), (7, 1), (3, 5), (16, 16), (13, 29), (64, 33), (4, 3, 5), (6, 2, 3, 3))
 STEPS = 5

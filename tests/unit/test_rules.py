@@ -20,7 +20,7 @@ from tests.common.choose import params
 from tests.common.reference import Authors, Textbook
 from tests.common.table import CASES, MANY, REDUCING, RULES, SHAPES, VECTORS, WORLDS
 
-STEPS = 20
+STEPS = 10
 EXACT = 1e-9
 
 
@@ -103,7 +103,7 @@ def worst_error(name, setting, world, steps=STEPS, shapes=SHAPES):
 def is_quick(case):
     """Whether `make test` runs it: all settings on three ranks, one on other numbers of them."""
     _, setting, world = case
-    return world in (1, 3) or setting == "decay"
+    return world == 3 or setting == "decay"
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,11 @@ LARGE = {
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", RULES)
 def test_fp32_equals_the_authors_in_fp32(name, world):
+    """Over more steps, for the errors of fp32 to be small beside the update."""
     before = table.weights(dtype=torch.float32)
     reference = Authors(name, before, **LARGE[name])
     ranks = Ranks(name, before, world, **LARGE[name])
-    for grads in table.gradients(STEPS, dtype=torch.float32):
+    for grads in table.gradients(2 * STEPS, dtype=torch.float32):
         reference.step(grads)
         ranks.step(grads)
     assert all(p.dtype == torch.float32 for p in ranks.params)
@@ -417,7 +418,7 @@ def test_the_broken_simulation_is_exact_when_nothing_is_dropped(monkeypatch):
 DROPS = [(name, k) for name in REDUCING for k in range(RULES[name].rounds)]
 
 
-@pytest.mark.parametrize("world", [2, 7])
+@pytest.mark.parametrize("world", params([2, 7], [2]))
 @pytest.mark.parametrize("name, drop", DROPS)
 def test_a_missing_reduction_is_seen(name, drop, world, monkeypatch):
     monkeypatch.setattr(lockstep, "simulate", functools.partial(broken_simulate, drop=drop))

@@ -16,6 +16,7 @@ from ds_ext.ops.triton import tables
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths, table
+from tests.common.choose import params
 from tests.common.hypers import SIMULATED, changed
 
 SHAPE = (12, 20)
@@ -34,6 +35,8 @@ DIVIDED = {
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5})
 LEFT = SETTINGS["galoreadamw"] | {"proj_type": "right"}  # the other side than "std" takes here
 STEPS = 4
+ON_KERNELS = list(itertools.product(["adalomo", "came"], ["rows-uneven", "cols-uneven", "qkv"]))
+QUICK_ON_KERNELS = [("adalomo", "cols-uneven"), ("came", "qkv")]
 
 
 def shards_of(boxes, world, shape=SHAPE):
@@ -188,8 +191,7 @@ def test_noise_differs_from_box_to_box():
 
 
 @needs.triton
-@pytest.mark.parametrize("how", ["rows-uneven", "cols-uneven", "qkv"])
-@pytest.mark.parametrize("name", ["adalomo", "came"])
+@pytest.mark.parametrize("name, how", params(ON_KERNELS, QUICK_ON_KERNELS))
 def test_kernels_of_a_box(name, how, monkeypatch):
     used = []
     run = tables.run

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.common.choose import params
+
 PACKAGE = next(up for up in Path(__file__).parents if (up / "ds_ext").is_dir()) / "ds_ext"
 
 # What each room may import beside itself and the foundation (errors, logs, hyperparams), which
@@ -204,7 +206,10 @@ def test_plain_pytorch_does_not_import_deepspeed():
     assert in_a_new_process(code) == ""
 
 
-@pytest.mark.parametrize("order", ["import ds_ext, deepspeed", "import deepspeed, ds_ext"])
+ORDERS = ["import ds_ext, deepspeed", "import deepspeed, ds_ext"]
+
+
+@pytest.mark.parametrize("order", params(ORDERS, ORDERS[1:]))
 def test_deepspeed_knows_the_optimizers_in_either_order_of_imports(order):
     code = f"{order}\nfrom deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as known\n"
     assert in_a_new_process(code + "print(known.count('adalomo'))").splitlines()[-1] == "1"
