@@ -49,7 +49,7 @@ FAULTS = (
         "unit/test_precision.py",
     ),
     Fault(
-        "ops/weight_update.py",
+        "ops/weight_forms.py",
         "upper = torch.add(bits, 0x8000,",
         "upper = torch.add(bits, 0x0000,",
         "unit/test_precision.py",
