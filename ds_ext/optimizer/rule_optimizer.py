@@ -282,7 +282,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         rule = self.rule_of(param)
         entry = rules.entry_of(type(rule))
         dims = len(shard.shape) - (param in self.stacks)
-        if entry.others is not None and dims != 2:
+        if not entry.any_shape and dims != 2:
             name, own = type(rule).__name__, type(self).__name__
             raise ValueError(
                 f"{name} is for matrices, and a parameter has the shape {list(shard.shape)}. Let "

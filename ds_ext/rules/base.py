@@ -61,6 +61,7 @@ class Entry:
     joins: Callable[[Any, Shard], bool] | bool  # see ``is_batched`` of ``register``
     # How parameters are stepped that the rule is not for, by their role: a group's keys.
     roles: Mapping[str, Mapping[str, Any]]
+    any_shape: bool = True  # whether ``step`` is defined for more than matrices
 
     @property
     def is_batched(self) -> bool:
@@ -97,6 +98,7 @@ def register(
     others: Mapping[str, Any] | None = None,
     embedding: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
+    any_shape: bool | None = None,
 ) -> Callable[[R], R]:
     """Makes a rule an optimizer: ``"type"`` in a DeepSpeed config, and in every table.
 
@@ -112,6 +114,8 @@ def register(
             other parameters, such as {"type": "AdamW"}.
         embedding: those of embeddings, if they differ.
         head: those of the output head, if they differ.
+        any_shape: whether ``step`` is defined for more than matrices, where a script's own param
+            group holds more; not given, that of a rule whose ``others`` have a type is not.
 
     Raises:
         ValueError: another rule has this name.
@@ -125,7 +129,8 @@ def register(
         roles = {}
         if others is not None:
             roles = {"other": others, "embedding": embedding or others, "head": head or others}
-        REGISTRY[name] = Entry(rule, paper, state, rounds, is_batched, roles)
+        is_for_all = "type" not in (others or {}) if any_shape is None else any_shape
+        REGISTRY[name] = Entry(rule, paper, state, rounds, is_batched, roles, is_for_all)
         for tell in _subscribers:
             tell(name)
         return rule

@@ -13,8 +13,9 @@ The output head alone has momentum. Without bias correction, for u does not depe
 State: ``m`` is the authors' moment1.
 
 Dividing rows takes no round where runs hold whole ones, and one where a row is divided between
-ranks; dividing columns takes one. Leading dimensions of a tensor with more than two are separate
-matrices; a parameter with fewer than two is one row. The paper steps vectors by AdamW.
+ranks; dividing columns takes one. The paper steps vectors by AdamW. Where a script's own param
+group holds others than matrices, leading dimensions of a tensor with more than two are separate
+matrices, and a parameter with fewer than two is one row.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,16 @@ from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Kept, Rounds, register
 
 
-@register(paper="2506.16659", state="0 (4/d with momentum)", rounds="0–1", is_batched=True)
+@register(
+    paper="2506.16659",
+    state="0; 4/d of the output head",
+    rounds="0, or 1",
+    is_batched=True,
+    others={"type": "AdamW"},
+    any_shape=True,
+    embedding={"norm_axis": "column"},
+    head={"momentum": 0.9},
+)
 @dataclass(frozen=True)
 class SCALE:
     """Gradient descent with rows or columns of one size (arXiv 2506.16659)."""

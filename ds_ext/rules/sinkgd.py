@@ -14,9 +14,10 @@ An iteration takes one read of g and one round, of a number for each column, whe
 rows. Where a row is divided between ranks it takes two of both, for a column's sum needs the rows'
 factors. Zeros stay zeros; rows of a norm below 1e-17 stay small.
 
-It is made for the matrices of linear layers. Leading dimensions of a tensor with more than two,
-such as a convolution's, are separate matrices; a parameter with fewer than two is one row, of which
-the signs are left. The paper steps embeddings, the output head and vectors by Adam.
+It is made for the matrices of linear layers; the paper steps embeddings, the output head and
+vectors by Adam. Where a script's own param group holds others, leading dimensions of a tensor with
+more than two are separate matrices, and a parameter with fewer than two is one row, of which the
+signs are left.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,14 @@ from ds_ext.ops.state import Parts
 from ds_ext.rules.base import Kept, Rounds, register
 
 
-@register(paper="2502.06742", state="0", rounds="5, or 10", is_batched=True)
+@register(
+    paper="2502.06742",
+    state="0",
+    rounds="5, or 10",
+    is_batched=True,
+    others={"type": "AdamW"},
+    any_shape=True,
+)
 @dataclass(frozen=True)
 class SinkGD:
     """Gradient descent with rows and columns of one size, without state (arXiv 2502.06742)."""

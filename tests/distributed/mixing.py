@@ -65,6 +65,16 @@ def train(stage: int, folder: str) -> dict[str, Any]:
     }
 
 
+def by_role(stage: int, kind: str) -> dict[str, Any]:
+    """The weights before and after steps by a rule of linear layers, and what was said."""
+    with logged() as said:
+        engine = start(stage, {"type": kind, "params": {"lr": 0.02}})
+    before = whole(engine.module)
+    advance(engine, range(STEPS))
+    after = whole(engine.module)
+    return {"before": before, "after": after, "identical": identical(after), "said": said}
+
+
 def refused(stage: int, entry: dict[str, Any]) -> str:
     """What an engine says of an entry."""
     params = {"lr": 0.02, "param_groups": [entry]}

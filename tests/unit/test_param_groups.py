@@ -1,6 +1,7 @@
 """Several rules in one model: entries by name, and what a rule is not for."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def matrices_only(monkeypatch):
     entry = REGISTRY["lomo"]
     roles = {"other": {"type": "AdaLomo"}, "head": {"type": "AdaLomo", "lr": 0.5}}
     roles["embedding"] = roles["other"]
-    monkeypatch.setitem(REGISTRY, "lomo", type(entry)(**{**vars(entry), "roles": roles}))
+    monkeypatch.setitem(REGISTRY, "lomo", replace(entry, roles=roles, any_shape=False))
 
 
 def test_roles_choose_the_rule(matrices_only):
@@ -210,6 +211,21 @@ def test_roles_choose_the_rule(matrices_only):
     assert found["layers.1.weight"] == (None, 0.1)
     assert found["lm_head.weight"] == ("AdaLomo", 0.5)
     assert found["embed.weight"] == found["norm.bias"] == ("AdaLomo", 0.1)
+
+
+@pytest.mark.parametrize("kind", ["SCALE", "SinkGD"])
+def test_the_papers_roles(kind):
+    model = Net()
+    optimizer = getattr(ds_ext, kind).for_model(model, lr=0.1)
+    names = {p: n for n, p in model.named_parameters()}
+    found = {names[p]: g for g in optimizer.param_groups for p in g["params"]}
+    assert "type" not in found["layers.1.weight"] and found["norm.bias"]["type"] == "AdamW"
+    ends = found["embed.weight"], found["lm_head.weight"]
+    if kind == "SinkGD":
+        assert all(group["type"] == "AdamW" for group in ends)
+        return
+    shown = [(g["norm_axis"], g["momentum"]) for g in (*ends, found["layers.1.weight"])]
+    assert shown == [("column", 0.0), ("row", 0.9), ("row", 0.0)]
 
 
 def test_vectors_of_a_rule_for_matrices_are_refused(matrices_only):
