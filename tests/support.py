@@ -82,6 +82,7 @@ FEATURES = (
 # In the table's order. A rule that is not among them yet is tested, and its name is missing here.
 OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW", "AdamW")
 OPTIMIZERS += ("SCALE", "SinkGD")
+OPTIMIZERS += ("FlashAdamW", "Lion")
 STAGES = {None: "plain", 0: "0", 1: "1", 2: "2", 3: "3"}
 WHOLE, QUICK, SLOW = "", "not slow", "slow"  # the expressions of `-m` for all tests, and two parts
 REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer

@@ -6,7 +6,7 @@ goes through is kept by both ranks, so that a value is rounded alike on any numb
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from ds_ext.ops.batch import Batch
 from ds_ext.ops.shard import Shard, outward
 from ds_ext.ops.state import Part, Parts
 
-Edges = Generator[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, Tensor]]
+Sums: TypeAlias = tuple[Tensor, ...]
+Edges: TypeAlias = Generator[Sums, Sums, tuple[Tensor, Tensor]]
+# A weight, its gradient, and the geometry of both.
+Completed: TypeAlias = Generator[Sums, Sums, tuple[passes.Writable, passes.Readable, Shard]]
 
 
 class Format(Protocol):
@@ -59,10 +62,31 @@ def are_cut(shard: Shard | Batch, size: int) -> bool:
     return any(at.start % size or (len(at) > 1 and at.step % size) for at in shard.cuts if at)
 
 
-def complete(g: passes.Gradient, shard: Shard, size: int) -> Edges:
+def keeps(format_: Format, shard: Shard) -> Part | Parts:
+    """What is kept of one number for each element of a parameter's run, outward to whole groups."""
+    total = shard.numel
+    return format_.keeps(outward(shard.start, shard.stop, format_.size, total), total)
+
+
+def whole_groups(p: passes.Writable, g: passes.Gradient, shard: Shard, size: int) -> Completed:
+    """A run of a weight and of its gradient as whole groups, and their geometry as a vector's.
+
+    In one round, of the groups of ``size`` elements that cuts go through, if there are such. Of
+    the elements that other ranks have, gradients are read, and weights are neither read nor
+    written: what is read instead is thrown away.
+    """
+    if not are_cut(shard, size):
+        return p, g, shard.flat
+    before, after = yield from _others(g, shard, size)
+    n = len(shard)
+    whole = Shard.whole((len(before) + n + len(after),))
+    return passes.Extended(before, p, n, after), passes.Extended(before, g, n, after), whole
+
+
+def _others(g: passes.Gradient, shard: Shard, size: int) -> Edges:
     """The elements before and after a run that other ranks have of its first and last group.
 
-    In one round, of the groups of ``size`` elements that cuts go through.
+    In one round.
     """
     shared = sorted({at // size for cuts in shard.cuts for at in cuts if at % size})
     dtype = passes.accumulator(g.dtype)

@@ -1,12 +1,12 @@
 """Updates that are formulas until a pass evaluates them, block by block, and how runs are read.
 
 Anything with ``block(b)`` can be read, anything with ``write_(b, new)`` can be written; a tensor
-is both. What ``block`` returns is the caller's to overwrite. Two formulas advance momenta as they
-are read, ``Residual`` and ``AdamStep``: one pass may read them, once.
+is both. What ``block`` returns is the caller's to overwrite. Some formulas advance momenta as they
+are read, ``Residual``, ``AdamStep`` and ``SignStep``: one pass may read them, once.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -309,10 +309,13 @@ class RootQuotient:
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
-        if not isinstance(self.m, Tensor | Runs) or not isinstance(self.v, Tensor | Runs):
-            return None
-        a, b = self.c1 / self.c2**0.5, self.eps * self.c1
-        return Source("IS_ADAM", {"m": self.m, "v": self.v}, {"a": a, "b": b})
+        kept, (a, b) = columns(m=self.m, v=self.v), self.numbers
+        return Source("IS_ADAM", kept, {"a": a, "b": b}) if kept and len(kept) == 2 else None
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """Returns a and b of m / (sqrt(v) · a + b), which this is."""
+        return self.c1 / self.c2**0.5, self.eps * self.c1
 
 
 @dataclass(frozen=True)
@@ -340,11 +343,56 @@ class AdamStep:
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
-        g, u = source_of(self.g), self.u.source()
-        if g is None or u is None or g.form != "IS_RUN":
+        g, u, kept = source_of(self.g), self.u, columns(m=self.u.m, v=self.u.v)
+        if g is None or kept is None or g.form != "IS_RUN":
             return None
-        g = g.plus("IS_ADAM_STEP", u.tensors, **u.numbers)
-        return g.plus(g.form, {}, beta1=1 - self.beta1, beta2=1 - self.beta2)
+        a, b = u.numbers
+        form = "IS_ADAM_STEP" if len(kept) == 2 else "IS_ADAM8_STEP"
+        return g.plus(form, kept, a=a, b=b, beta1=1 - self.beta1, beta2=1 - self.beta2)
+
+
+@dataclass(frozen=True)
+class SignStep:
+    """Lion's update, the sign of m + (1 − beta1) · (g − m), after which m was advanced by beta2.
+
+    Reading a block advances m there: blocks are read in order, each once, which is asserted.
+    """
+
+    m: Writable
+    g: Readable
+    beta1: float
+    beta2: float
+    _progress: "_Progress" = field(default_factory=lambda: _Progress(), compare=False)
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        self._progress.advance(b)
+        g = read(self.g, b)
+        m = read(self.m, b).to(g.dtype)
+        u = torch.lerp(m, g, 1 - self.beta1, out=scratch.like(g)).sign_()
+        advance_(self.m, b, g, 1 - self.beta2)
+        return u
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        g, kept = source_of(self.g), columns(m=self.m)
+        if g is None or kept is None or g.form != "IS_RUN" or not isinstance(kept["m"], Runs):
+            return None  # it is of native passes alone
+        form = "IS_SIGN_STEP" if len(kept) == 1 else "IS_SIGN8_STEP"
+        return g.plus(form, kept, beta1=1 - self.beta1, beta2=1 - self.beta2)
+
+
+def columns(**moments: Writable) -> dict[str, Any] | None:
+    """The tensors that a kernel finds moments in, by columns of its table; None if it cannot."""
+    found: dict[str, Any] = {}
+    for name, x in moments.items():
+        if isinstance(x, Tensor | Runs):
+            found[name] = x
+        elif hasattr(x, "columns"):
+            found |= x.columns(name)
+    are_native = any(isinstance(x, Runs) for x in found.values())
+    # moments of 8 bits are of native passes alone
+    return found if len(found) == len(moments) or are_native else None
 
 
 @dataclass

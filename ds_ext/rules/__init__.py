@@ -5,8 +5,10 @@ from ds_ext.rules.adalomo import AdaLomo
 from ds_ext.rules.adamw import AdamW
 from ds_ext.rules.base import REGISTRY, Entry, Rule, entry_of, named, register
 from ds_ext.rules.came import CAME
+from ds_ext.rules.flashadamw import FlashAdamW
 from ds_ext.rules.galore import GaLoreAdamW
 from ds_ext.rules.lamb import LAMB
+from ds_ext.rules.lion import Lion
 from ds_ext.rules.lomo import LOMO
 from ds_ext.rules.scale import SCALE
 from ds_ext.rules.sinkgd import SinkGD
@@ -21,6 +23,8 @@ __all__ = [
     "GaLoreAdamW",
     "SCALE",
     "SinkGD",
+    "FlashAdamW",
+    "Lion",
     "REGISTRY",
     "Entry",
     "Rule",

@@ -77,14 +77,9 @@ class Adam:
         c2: float = 1.0,
     ) -> Generator[Sums, Sums, Step]:
         """The step of a whole run, completed to groups in one round if cuts go through some."""
-        size = self.unit(shard.numel)
-        if not formats.are_cut(shard, size):
-            return self.advance(s, g, shard.numel, c1, c2), p, shard.flat
-        before, after = yield from formats.complete(g, shard, size)
-        n = len(shard)
-        update = self.advance(s, ops.Extended(before, g, n, after), shard.numel, c1, c2)
-        whole = Shard.whole((len(before) + n + len(after),))
-        return update, ops.Extended(before, p, n, after), whole  # g is read alone
+        total = shard.numel
+        p, x, whole = yield from formats.whole_groups(p, g, shard, self.unit(total))
+        return self.advance(s, x, total, c1, c2), p, whole
 
     def _formats(self, total: int) -> Formats:
         return self.formats if not self.least or total >= self.least else (PLAIN, PLAIN)

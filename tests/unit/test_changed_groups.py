@@ -10,6 +10,7 @@ import ds_ext
 
 OPTIMIZERS = [ds_ext.LOMO, ds_ext.AdaLomo, ds_ext.Adafactor, ds_ext.CAME, ds_ext.LAMB]
 OPTIMIZERS += [ds_ext.GaLoreAdamW, ds_ext.AdamW, ds_ext.SCALE, ds_ext.SinkGD]
+OPTIMIZERS += [ds_ext.FlashAdamW, ds_ext.Lion]
 WRONG = [("lr", math.nan, "nan"), ("lr", -1e-3, "-0.001"), ("lr", "1e-3", "'1e-3'")]
 
 

@@ -33,6 +33,8 @@ SETTINGS = {
     "adamw": [{}, {"nbits": 8, "min_8bit_size": 0}],
     "scale": [{}, {"momentum": 0.9}, {"norm_axis": "column"}],
     "sinkgd": [{}, {"iterations": 2}],
+    "flashadamw": [{}],
+    "lion": [{}, {"nbits": 8}],
     "galoreadamw": [
         {"rank": 2, "update_proj_gap": 2},
         {"rank": 3, "proj_type": "right", "update_proj_gap": 1},
@@ -250,9 +252,10 @@ def test_lamb(count):
     attempt(count, runs("lamb"), equal("lamb"))
 
 
-@tried(600)
-def test_adamw(count):
-    attempt(count, runs("adamw"), equal("adamw"))
+@pytest.mark.parametrize("name", ["adamw", "flashadamw", "lion"])
+@tried(300)
+def test_adamw_and_its_kin(count, name):
+    attempt(count, runs(name), equal(name))
 
 
 @tried(600)

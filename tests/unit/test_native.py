@@ -42,6 +42,7 @@ SHAPES = (
     (600, 400),  # more than a strip
 )
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5})
+EIGHT = ("flashadamw", "lion")
 BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 WAYS = [
     (torch.float32, "nearest"),
@@ -68,7 +69,7 @@ def worst(found, expected, before):
 
 
 def test_the_rules_of_the_table_are_batched():
-    expected = {"lomo", "adalomo", "adafactor", "came", "lamb", "adamw", "scale", "sinkgd"}
+    expected = {"lomo", "adalomo", "adafactor", "came", "lamb", "adamw", "scale", "sinkgd", *EIGHT}
     assert set(BATCHED) == expected
 
 

@@ -107,7 +107,8 @@ def test_rounds_counted_without_storage_are_those_of_real_tensors(name, world, m
     monkeypatch.setattr(lowrank, "SLICE", 100)  # a basis is renewed in several rounds
     found = counted_rounds(name, NAMES, world)
     assert found == real_rounds(name, NAMES, world)
-    assert name in ("lomo", "adamw") or sum(map(len, found))
+    takes_none = name in ("lomo", "adamw", "lion") or (name == "flashadamw" and world == 1)
+    assert takes_none != bool(sum(map(len, found)))
 
 
 @pytest.mark.parametrize("world", params([2, 16], [2]))

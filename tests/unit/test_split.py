@@ -93,12 +93,23 @@ def whole_and_split(name, hypers, boxes, world, shape=SHAPE, dtype=torch.float64
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_split_matrix_takes_the_step_of_the_whole(name, how, world):
     error, states, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], world)
-    assert error <= 1e-9
+    if name == "flashadamw" and how.startswith(("cols", "qkv")):  # other elements share a scale
+        assert 1e-3 < error <= 0.1
+    else:
+        assert error <= 1e-9
     for state in states[1:]:  # statistics are those of the whole matrix, on every rank
         for v in ("v", "r"):
             if isinstance(state.get(v), dict) and "row" in state[v]:
                 assert torch.equal(state[v]["row"], states[0][v]["row"])
                 assert torch.equal(state[v]["col"], states[0][v]["col"])
+
+
+@pytest.mark.parametrize("name, hypers", [("flashadamw", {}), ("lion", {"nbits": 8})])
+def test_8_bit_groups_are_those_of_the_whole_where_boxes_hold_whole_ones(name, hypers):
+    boxes = ((Box(0, 12, 0, 64),), (Box(0, 12, 64, 32),))
+    for world in (1, 3):
+        error, _, _ = whole_and_split(name, SETTINGS[name] | hypers, boxes, world, (12, 96))
+        assert error <= 1e-9
 
 
 @pytest.mark.parametrize("how", DIVIDED)

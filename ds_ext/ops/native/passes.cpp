@@ -27,7 +27,8 @@ struct Entry {
     int64_t first;                       // number of its first element, for random bits
     const void *x;                       // a gradient, or another run that is read
     void *w, *aux;                       // the weight, and what is kept beside it
-    float *m, *v;                        // moments: runs
+    float *m, *v;                        // moments: runs, or the codes of those that have 8 bits
+    uint16_t *m_scale, *v_scale;         // and the scales of these
     float *row, *col;                    // statistics or factors: [mats, rows], [mats, cols]
     float *out, *out2, *out3;            // what a pass makes
     const float *before, *in, *in2, *in3;  // statistics as they were; totals
@@ -39,13 +40,14 @@ struct Entry {
     float scale;                         // of an update
     float lr, decay;
     float weight;                        // of a residual: of what the momentum moves towards
-    float beta1, beta2, a, b;            // Adam: shares of the new; sqrt(v) · a + b
+    float beta1, beta2, a, b;            // shares of the new in moments; Adam: sqrt(v) · a + b
     float eps;
     float clip;
     float share;                         // of what a statistic or moment moves towards
 };
 
-enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL };
+enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL,
+            IS_ADAM8_STEP, IS_SIGN_STEP, IS_SIGN8_STEP };
 enum Dtype { FP32, BF16, FP16 };
 enum Kept {
     PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED, CORRECTED_BF16, CORRECTED_FP16
@@ -643,6 +645,136 @@ static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, i
     }
 }
 
+// Moments of 8 bits: companding.py. Groups lie whole in a chunk, but for the last of a parameter.
+
+const int64_t FEW = 32;         // elements that share a scale: companding.SIZE
+const int CUT = 13;             // of the bits of a scale
+const uint32_t FIRST = 83 << 10;
+const float LEAST = 0x1p-44f, MOST = 0x1p20f - 0x1p9f;
+
+INLINE float scale_of(uint16_t code) { return as_float((code + FIRST) << CUT); }
+
+INLINE uint16_t code_of(float scale) {
+    uint32_t bits = as_bits(scale);
+    return static_cast<uint16_t>(((bits + ((1u << (CUT - 1)) - 1) + ((bits >> CUT) & 1u)) >> CUT) - FIRST);
+}
+
+INLINE float within(float low, float x, float high) { return x < low ? low : x > high ? high : x; }
+
+// The scale of a group: its largest magnitude, within bounds.
+INLINE float largest_of(const float *x, int64_t n) {
+    float most = 0;
+    for (int64_t k = 0; k < n; ++k) {
+        float a = std::fabs(x[k]);
+        most = a > most ? a : most;
+    }
+    return within(LEAST, most, MOST);
+}
+
+INLINE void read_signed_group(const int8_t *code, float scale, int64_t n, float *__restrict m) {
+    for (int64_t k = 0; k < n; ++k) {
+        float c = static_cast<float>(code[k]);
+        m[k] = c / (254.0f - std::fabs(c)) * scale;
+    }
+}
+
+INLINE void write_signed_group(const float *m, float scale, int64_t n, int8_t *__restrict code) {
+    for (int64_t k = 0; k < n; ++k) {
+        float y = m[k] * 254.0f / (std::fabs(m[k]) + scale) + 0.5f;
+        code[k] = static_cast<int8_t>(within(-127.0f, std::floor(y), 127.0f));
+    }
+}
+
+INLINE void read_square_group(const uint8_t *code, float scale, int64_t n, float *__restrict v) {
+    float step = scale / 255.0f;
+    for (int64_t k = 0; k < n; ++k) {
+        float root = static_cast<float>(code[k]) * step;
+        v[k] = root * root;
+    }
+}
+
+INLINE void write_root_group(const float *root, float scale, int64_t n, uint8_t *__restrict code) {
+    float steps = 255.0f / scale;
+    for (int64_t k = 0; k < n; ++k)
+        code[k] = static_cast<uint8_t>(within(0.0f, std::floor(root[k] * steps + 0.5f), 255.0f));
+}
+
+static __attribute__((noinline)) void read_signed(const Entry &e, int64_t i, int64_t n, float *__restrict m) {
+    const int8_t *code = reinterpret_cast<const int8_t *>(e.m) + i;
+    const uint16_t *scale = e.m_scale + i / FEW;
+    ask_ahead(code, n);
+    int64_t j = 0;
+    for (; j + FEW <= n; j += FEW) read_signed_group(code + j, scale_of(scale[j / FEW]), FEW, m + j);
+    if (j < n) read_signed_group(code + j, scale_of(scale[j / FEW]), n - j, m + j);
+}
+
+static __attribute__((noinline)) void write_signed(const Entry &e, int64_t i, int64_t n, const float *m) {
+    int8_t *code = reinterpret_cast<int8_t *>(e.m) + i;
+    uint16_t *scale = e.m_scale + i / FEW;
+    float most[CHUNK / FEW + 1];
+    int64_t j = 0;
+    for (; j + FEW <= n; j += FEW) most[j / FEW] = largest_of(m + j, FEW);
+    if (j < n) most[j / FEW] = largest_of(m + j, n - j);
+    for (j = 0; j < n; j += FEW) scale[j / FEW] = code_of(most[j / FEW]);
+    for (j = 0; j + FEW <= n; j += FEW) write_signed_group(m + j, most[j / FEW], FEW, code + j);
+    if (j < n) write_signed_group(m + j, most[j / FEW], n - j, code + j);
+}
+
+static __attribute__((noinline)) void read_squares(const Entry &e, int64_t i, int64_t n, float *__restrict v) {
+    const uint8_t *code = reinterpret_cast<const uint8_t *>(e.v) + i;
+    const uint16_t *scale = e.v_scale + i / FEW;
+    ask_ahead(code, n);
+    int64_t j = 0;
+    for (; j + FEW <= n; j += FEW) read_square_group(code + j, scale_of(scale[j / FEW]), FEW, v + j);
+    if (j < n) read_square_group(code + j, scale_of(scale[j / FEW]), n - j, v + j);
+}
+
+static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int64_t n, const float *root) {
+    uint8_t *code = reinterpret_cast<uint8_t *>(e.v) + i;
+    uint16_t *scale = e.v_scale + i / FEW;
+    float most[CHUNK / FEW + 1];
+    int64_t j = 0;
+    for (; j + FEW <= n; j += FEW) most[j / FEW] = largest_of(root + j, FEW);
+    if (j < n) most[j / FEW] = largest_of(root + j, n - j);
+    for (j = 0; j < n; j += FEW) scale[j / FEW] = code_of(most[j / FEW]);
+    for (j = 0; j + FEW <= n; j += FEW) write_root_group(root + j, most[j / FEW], FEW, code + j);
+    if (j < n) write_root_group(root + j, most[j / FEW], n - j, code + j);
+}
+
+// Adam's update by moments of 8 bits, which are rounded after it.
+static __attribute__((noinline)) void adam8_step(const Entry &e, int64_t i, int64_t n, const float *g, float *__restrict out) {
+    float m[CHUNK], v[CHUNK], a = e.a, b = e.b, beta1 = e.beta1, beta2 = e.beta2, scale = e.scale;
+    read_signed(e, i, n, m);
+    read_squares(e, i, n, v);
+    for (int64_t j = 0; j < n; ++j) {
+        m[j] = moved(m[j], g[j], beta1);
+        v[j] = std::sqrt(moved(v[j], g[j] * g[j], beta2));
+    }
+    for (int64_t j = 0; j < n; ++j) out[j] = m[j] / (v[j] * a + b) * scale;
+    write_signed(e, i, n, m);
+    write_roots(e, i, n, v);
+}
+
+INLINE void sign_of_moved(const Entry &e, const float *g, int64_t n, float *__restrict m, float *__restrict out) {
+    float beta1 = e.beta1, beta2 = e.beta2, scale = e.scale;
+    for (int64_t j = 0; j < n; ++j) {
+        float x = g[j], c = moved(m[j], x, beta1);
+        m[j] = moved(m[j], x, beta2);
+        out[j] = c > 0 ? scale : c < 0 ? -scale : 0.0f;
+    }
+}
+
+// Lion's update; ``g`` may be ``out``.
+static __attribute__((noinline)) void sign_step(const Entry &e, bool is_8bit, int64_t i, int64_t n, const float *g, float *out) {
+    float held[CHUNK], *m = is_8bit ? held : e.m + i;
+    if (is_8bit)
+        read_signed(e, i, n, m);
+    else
+        ask_ahead(m, n);
+    sign_of_moved(e, g, n, m, out);
+    if (is_8bit) write_signed(e, i, n, m);
+}
+
 // What a pass reads: up to CHUNK elements, in ``room`` or where they lie. Moments are advanced.
 static __attribute__((noinline)) const float *value(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict room) {
     const float *u = room;
@@ -700,6 +832,13 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
         u = room;
         break;
     }
+    case IS_ADAM8_STEP:
+        adam8_step(e, i, n, u, room);
+        return room;
+    case IS_SIGN_STEP:
+    case IS_SIGN8_STEP:
+        sign_step(e, call.form == IS_SIGN8_STEP, i, n, u, room);
+        return room;
     default: break;
     }
     return u;

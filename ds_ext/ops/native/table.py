@@ -15,8 +15,9 @@ ENTRY = np.dtype(
     + [
         (name, np.uint64)
         for name in (
-            "x w aux m v row col out out2 out3 before in in2 in3 marks measured known".split()
-        )
+            "x w aux m v m_scale v_scale row col out out2 out3 before in in2 in3 marks measured "
+            "known"
+        ).split()
     ]
     + [("key", np.uint32)]
     + [
@@ -34,7 +35,7 @@ FORMS = {
     for i, name in enumerate(
         (
             "IS_WEIGHT IS_RUN IS_QUOTIENT IS_VECTOR IS_ADAM IS_ADAM_STEP IS_RESIDUAL "
-            "IS_VECTOR_RESIDUAL"
+            "IS_VECTOR_RESIDUAL IS_ADAM8_STEP IS_SIGN_STEP IS_SIGN8_STEP"
         ).split()
     )
 }

@@ -1,0 +1,137 @@
+"""8-bit moments as FlashAdamW keeps them: 32 elements share a scale of 16 bits.
+
+Arguments and codes are those of arXiv 2602.23349. A group of signed numbers is companded, so that
+small ones keep more bits than large ones; one of squares is kept as their roots.
+
+    m:  x = m / max|m|,  y = 2 x / (1 + |x|),  code = floor(127 y + 1/2), int8
+        y = code / 127,  m = y / (2 − |y|) · scale
+    v:  x = sqrt(v) / max sqrt(v),  code = floor(255 x + 1/2), uint8
+        v = (code / 255 · scale)²
+
+The scale, which is the group's largest, is an fp16 but for its sign: that bit is one more of the
+exponent, for scales from 2⁻⁴⁴ (6e-14) to 2²⁰. Where the published fp16 is normal, from 6e-5 to
+65504, it holds the same numbers; below 6e-8 that one is 0, so that both moments of a gradient of
+1e-9 would be lost and the next update as large as a first one. The mantissa keeps 10 bits, for a
+root decays by 1/2000 in a step by beta2 = 0.999, which fewer bits would round away for ever.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ds_ext.ops import passes
+from ds_ext.ops.shard import Block, groups_of
+from ds_ext.ops.state import Part
+
+SIZE = 32  # elements of a group
+CUT = 13  # bits of an fp32's mantissa that a scale does without
+FIRST = 83 << 10  # what is left of the bits of the least scale
+LEAST, MOST = 2.0**-44, 2.0**20 - 2.0**9
+
+
+def scale_codes(x: Tensor) -> Tensor:
+    """Scales, fp32 from ``LEAST`` to ``MOST``, as 16 bits: rounded to nearest, ties to even."""
+    bits = x.view(torch.int32)
+    rounded = (bits + (2 ** (CUT - 1) - 1) + ((bits >> CUT) & 1)) >> CUT
+    codes: Tensor = rounded - FIRST
+    return codes.to(torch.int16)  # keeps the low 16 bits
+
+
+def scales(codes: Tensor) -> Tensor:
+    """The scales, fp32, of 16 bits each."""
+    bits: Tensor = ((codes.int() & 0xFFFF) + FIRST) << CUT
+    return bits.view(torch.float32)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """A run to be read and written in blocks that start at multiples of 32."""
+
+    state: dict[str, Tensor]
+
+    def columns(self, name: str) -> dict[str, Tensor]:
+        """Returns the tensors that a native pass finds its values in."""
+        return {name: self.state["code"], f"{name}_scale": self.state["scale"]}
+
+    def _read(self, b: Block) -> tuple[Tensor, Tensor]:
+        """The codes of a block as fp32, [groups, 32] with zeros at the end, and [groups, 1]."""
+        code, scale = self._parts(b)
+        found = pad(code.float(), (0, len(scale) * SIZE - len(code)))
+        return found.view(-1, SIZE), scales(scale).unsqueeze(1)
+
+    def _write(self, b: Block, codes: Tensor, scale: Tensor) -> None:
+        """Stores codes, [groups, 32], and scales, [groups, 1], of a block."""
+        code, kept = self._parts(b)
+        code.copy_(codes.view(-1)[: len(code)])
+        kept.copy_(scale_codes(scale.float()).view(-1))
+
+    def _parts(self, b: Block) -> tuple[Tensor, Tensor]:
+        assert b.run.start % SIZE == 0, "a group of 8-bit values is read or written in part"
+        return self.state["code"][b.run], self.state["scale"][groups_of(b.run, SIZE)]
+
+
+def _grouped(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values as groups, [groups, 32] with zeros at the end, and their scales, [groups, 1]."""
+    x = pad(x.reshape(-1), (0, -x.numel() % SIZE)).view(-1, SIZE)
+    low, high = x.aminmax(dim=1, keepdim=True)
+    return x, torch.maximum(high, -low).clamp_(LEAST, MOST)
+
+
+def _values(x: Tensor, b: Block) -> Tensor:
+    """The values of a block, of groups whose last may be longer than it."""
+    return x.view(-1)[: b.run.stop - b.run.start].view(b.shape)
+
+
+class SignedGroups(_Groups):
+    """Signed numbers, companded. With one division: 127 y = 254 m / (max|m| + |m|)."""
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        code, scale = self._read(b)
+        return _values(code.div_(254 - code.abs()).mul_(scale), b)
+
+    def write_(self, b: Block, new: Tensor) -> None:
+        """Writes a block, [mats, rows, cols]."""
+        m, scale = _grouped(new)
+        y = (m * 254).div_(m.abs().add_(scale))
+        self._write(b, y.add_(0.5).floor_().clamp_(-127, 127), scale)
+
+
+class SquareGroups(_Groups):
+    """Numbers that are not negative, as their roots."""
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        code, scale = self._read(b)
+        return _values(code.mul_(scale.div_(255)).square_(), b)
+
+    def write_(self, b: Block, new: Tensor) -> None:
+        """Writes a block, [mats, rows, cols]."""
+        root, scale = _grouped(new.sqrt())
+        self._write(b, root.mul_(255 / scale).add_(0.5).floor_().clamp_(0, 255), scale)
+
+
+@dataclass(frozen=True)
+class Companded:
+    """The format of a run of numbers, none of which is negative unless it is ``signed``."""
+
+    signed: bool
+    size: ClassVar[int] = SIZE
+
+    def keeps(self, run: slice, total: int) -> dict[str, Part]:
+        """Returns what is kept of the values ``run`` of ``total``, which are whole groups."""
+        code = torch.int8 if self.signed else torch.uint8
+        return {
+            "code": Part.of(run, total, code),
+            "scale": Part.of(groups_of(run, SIZE), -(-total // SIZE), torch.int16),
+        }
+
+    def opened(self, kept: dict[str, Tensor]) -> passes.WritableRun:
+        """Returns the values of what ``keeps`` declared, to be read and written."""
+        return SignedGroups(kept) if self.signed else SquareGroups(kept)
+
+
+MOMENT, SQUARES = Companded(signed=True), Companded(signed=False)

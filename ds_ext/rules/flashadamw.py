@@ -1,0 +1,49 @@
+"""FlashAdamW: AdamW whose moments have 8 bits. arXiv 2602.23349, algorithm of its optimizer state.
+
+    m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²
+    u = m̂ / (sqrt(v̂) + eps)
+    p ← p (1 − lr · weight_decay) − lr · u
+
+The update is made of m and v before they are rounded. State: ``m`` and ``v``, a code of 8 bits for
+each element and a scale of 16 for every 32 of the whole parameter; ``ops.companding`` has the
+formats, and says where its scales differ from the published ones. If a cut goes through a group, a
+step takes one round.
+"""
+
+from dataclasses import dataclass
+
+from ds_ext import ops
+from ds_ext.hyperparams import Fraction, NonNegative, Positive
+from ds_ext.ops import companding, formats
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
+from ds_ext.rules.adam import Adam
+from ds_ext.rules.base import Kept, Rounds, register
+
+
+@register(
+    paper="2602.23349",
+    state="2.125/d",
+    rounds="0; 1 if a cut goes through 32 elements",
+    is_batched=lambda rule, shard: not formats.are_cut(shard, companding.SIZE),
+)
+@dataclass(frozen=True)
+class FlashAdamW:
+    """AdamW with moments of 8 bits, companded (arXiv 2602.23349)."""
+
+    lr: NonNegative = 1e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 1e-2  # decoupled, times lr
+
+    def keeps(self, shard: Shard) -> Parts:
+        return self.adam.keeps_of(shard)
+
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+
+    @property
+    def adam(self) -> Adam:
+        """The moments."""
+        return Adam(self.betas, self.eps, (companding.MOMENT, companding.SQUARES))

@@ -1,0 +1,285 @@
+"""FlashAdamW and Lion on simulated ranks are the papers' algorithms on whole parameters.
+
+The moments of the transcription are rounded as the paper rounds them: codes of 8 bits, and a scale
+for 32 elements of the flattened parameter. They are decoded in fp32, as everywhere: a last bit that
+differs there would be another code now and then.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import ds_ext
+from ds_ext import rules
+from ds_ext.ops import companding, formats
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import zeros
+from tests.common import paths, table
+from tests.common.choose import params
+from tests.common.table import MANY, SHAPES, WORLDS
+from tests.unit.test_lamb import BROKEN, EXACT, Ranks, dropping, errors
+
+STEPS = 10
+WIDE = ((70, 90), (1500,), (7, 31, 9), (64, 32), (33,))  # cuts go through groups of most
+ADAMW = {
+    "defaults": {},
+    "decay": {"lr": 0.02, "weight_decay": 0.3},
+    "betas-eps": {"betas": (0.8, 0.95), "eps": 0.3},
+}
+LION = {
+    "defaults": {},
+    "decay": {"lr": 0.02, "weight_decay": 0.3},
+    "betas": {"betas": (0.5, 0.8)},
+    "8 bits": {"nbits": 8},
+}
+
+
+def scale_of(x):
+    """A positive number rounded to 11 significant bits, within the scales that there are."""
+    x = np.float32(min(max(float(x), 2.0**-44), 2.0**20 - 2.0**9))
+    spacing = 2.0 ** (math.frexp(x)[1] - 11)
+    return np.float32(np.round(x / spacing) * spacing)
+
+
+def rounded(x, signed):
+    """Values as they come back from 8 bits, group by group."""
+    flat, out = x.flatten().numpy(), []
+    for at in range(0, x.numel(), 32):
+        group = flat[at : at + 32] if signed else np.sqrt(flat[at : at + 32])
+        most = max(float(np.abs(group).max()), 2.0**-44)
+        scale, part = scale_of(most), group / most
+        if signed:
+            y = 2 * part / (1 + np.abs(part))
+            code = np.floor(127 * y + 0.5).astype(np.float32)
+            out.append(code / (254 - np.abs(code)) * scale)
+        else:
+            code = np.floor(255 * part + 0.5).astype(np.float32)
+            out.append((code * (scale / np.float32(255))) ** 2)
+    return torch.from_numpy(np.concatenate(out)).to(x.dtype).view(x.shape) if out else x
+
+
+def adamw(p, grads, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, eight=True):
+    """FlashAdamW's parameter after the gradients ``grads``; with ``eight`` false, AdamW's."""
+    m = v = torch.zeros_like(p)
+    for t, g in enumerate(grads, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        u = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+        p = p * (1 - lr * weight_decay) - lr * u
+        if eight:
+            m, v = rounded(m, True), rounded(v, False)
+    return p
+
+
+def lion(p, grads, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, nbits=32):
+    """Lion's parameter after the gradients ``grads``."""
+    m = torch.zeros_like(p)
+    for g in grads:
+        c = betas[0] * m + (1 - betas[0]) * g
+        p = p * (1 - lr * weight_decay) - lr * c.sign()
+        m = betas[1] * m + (1 - betas[1]) * g
+        m = rounded(m, True) if nbits == 8 else m
+    return p
+
+
+RULES = {"flashadamw": (rules.FlashAdamW, adamw, ADAMW), "lion": (rules.Lion, lion, LION)}
+QUICK = [(("flashadamw", "decay"), 7), (("flashadamw", "betas-eps"), 2), (("lion", "betas"), 3)]
+QUICK += [(("flashadamw", "defaults"), 1), (("lion", "8 bits"), 1), (("lion", "8 bits"), 7)]
+CASES = [(rule, setting) for rule, (*_, settings) in RULES.items() for setting in settings]
+
+
+def expected(rule, setting, shapes, steps=STEPS):
+    _, formula, settings = RULES[rule]
+    grads = zip(*table.gradients(steps, shapes), strict=True)
+    return [
+        formula(p, gs, **settings[setting])
+        for p, gs in zip(table.weights(shapes), grads, strict=True)
+    ]
+
+
+def ranks_after(rule, shapes, world, steps=STEPS, dtype=torch.float64, **how):
+    ranks = Ranks(rule, table.weights(shapes, dtype), world)
+    rounds = {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
+    return ranks, rounds
+
+
+def worst_error(rule, setting, world, shapes, **how):
+    cls, _, settings = RULES[rule]
+    ranks, _ = ranks_after(cls(**settings[setting]), shapes, world, **how)
+    return max(errors(ranks.params, expected(rule, setting, shapes), table.weights(shapes)))
+
+
+@pytest.mark.parametrize(
+    "case, world",
+    params(itertools.product(CASES, WORLDS), QUICK.__contains__),
+)
+def test_sharded_equals_the_paper(case, world):
+    assert worst_error(*case, world, (*SHAPES, *WIDE)) <= EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [("flashadamw", "decay"), ("lion", "8 bits")])
+def test_more_ranks_than_elements(case):
+    assert worst_error(*case, MANY, ((5,), (1, 7), (64, 33))) <= EXACT
+
+
+@pytest.mark.parametrize("case", [("flashadamw", "decay"), ("lion", "8 bits")])
+def test_a_missing_round_is_seen(case):
+    assert worst_error(*case, 7, WIDE, simulate=dropping(None)) <= EXACT
+    assert worst_error(*case, 7, WIDE, simulate=dropping(0)) > BROKEN
+
+
+def test_the_settings_and_the_rounding_matter():
+    for rule, (*_, settings) in RULES.items():
+        results = [expected(rule, setting, WIDE) for setting in settings]
+        for a, b in itertools.combinations(results, 2):
+            assert max(errors(a, b, table.weights(WIDE))) > BROKEN
+    grads = list(zip(*table.gradients(STEPS, WIDE), strict=True))
+    exact = [adamw(p, g, eight=False) for p, g in zip(table.weights(WIDE), grads, strict=True)]
+    error = max(errors(expected("flashadamw", "defaults", WIDE), exact, table.weights(WIDE)))
+    assert error > 1e-3
+
+
+def test_rounds_are_for_groups_that_cuts_go_through():
+    rule = rules.FlashAdamW()
+    for shape, world, rounds in (((64, 32), 4, 0), ((64, 32), 3, 1), ((33,), 1, 0), ((33,), 2, 1)):
+        assert ranks_after(rule, (shape,), world, 2)[1] == {rounds}
+    assert ranks_after(rules.Lion(), WIDE, 3, 2)[1] == {0}
+
+
+def test_a_step_in_fp32_from_the_same_moments():
+    """Of the update <= 1e-5 at each step; codes fall on the other side of a middle now and then."""
+    hypers = {"lr": 0.1, "weight_decay": 0.1}
+    (p,), shard = table.weights(((70, 90),), torch.float32), Shard.whole((70, 90))
+    ranks = Ranks(rules.FlashAdamW(**hypers), [p], 1)
+    for t, (g,) in enumerate(table.gradients(STEPS, ((70, 90),), torch.float32), 1):
+        state, before = ranks.states[0][0], ranks.params[0].double()
+        m, v = (
+            form.opened(state[key]).block(next(shard.flat.blocks())).double().view(70, 90)
+            for form, key in ((companding.MOMENT, "m"), (companding.SQUARES, "v"))
+        )
+        m, v = 0.9 * m + 0.1 * g.double(), 0.999 * v + 0.001 * g.double() ** 2
+        ranks.step([g])
+        u = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        exact = before * (1 - 0.01) - 0.1 * u
+        assert max(errors(ranks.params, [exact], [before])) <= 1e-5
+        kept = companding.MOMENT.opened(state["m"]).block(next(shard.flat.blocks()))
+        assert (kept.double().view(70, 90) != rounded(m, True)).float().mean() <= 1e-3
+
+
+# The scales.
+
+
+def test_scales_are_those_of_fp16_where_that_is_normal_and_reach_further():
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    scales = companding.scales(bits)
+    assert scales.diff().min() > 0 and scales[0] == companding.LEAST == 2.0**-44
+    assert scales[-1] == companding.MOST
+    assert companding.scale_codes(scales).equal(bits)
+    x = torch.rand(10**5, generator=torch.Generator().manual_seed(0)) * 60 - 40
+    x = torch.cat([x.exp2(), scales[1:] - scales.diff() / 2]).clamp(2.0**-44, 2.0**20 - 2.0**9)
+    found = companding.scales(companding.scale_codes(x))
+    assert found.tolist() == [float(scale_of(y)) for y in x]
+    normal = (x >= 2.0**-14) & (x <= 65504)
+    assert found[normal].equal(x[normal].half().float()) and normal.sum() > 10**4
+    assert x[x < 2.0**-26].half().count_nonzero() == 0  # what the published scales lose
+
+
+def small_steps(scale, steps=30):
+    """FlashAdamW and AdamW after gradients of a size, with an eps below all of them."""
+    shape, hypers = (64, 50), {"eps": 1e-15, "weight_decay": 0.0}
+    before, made = table.weights([shape]), []
+    for cls in (rules.FlashAdamW, rules.AdamW):
+        ranks = Ranks(cls(**hypers), before, 1)
+        for grads in table.gradients(steps, [shape]):
+            ranks.step([g * scale for g in grads])
+        made.append(ranks.params)
+    return max(errors(*made, before))
+
+
+def test_gradients_of_1e_9_keep_their_moments(monkeypatch):
+    usual = small_steps(1.0)
+    assert small_steps(1e-9) < 1.1 * usual < 0.2
+    monkeypatch.setattr(companding, "scale_codes", lambda x: x.half().view(torch.int16))
+    monkeypatch.setattr(companding, "scales", lambda x: x.view(torch.float16).float())
+    assert small_steps(1.0) < 1.1 * usual
+    assert small_steps(1e-9) > 0.4  # as published: both moments are 0, each step is a first one
+
+
+def root_after(steps):
+    """A root of v after a gradient of 1 and ``steps`` of nearly 0, of what an exact one would be."""
+    ranks = Ranks(rules.FlashAdamW(lr=0.0), [torch.zeros(32)], 1)
+    for g in [torch.ones(32)] + [torch.full((32,), 1e-6)] * steps:
+        ranks.step([g])
+    block = next(Shard.whole((32,)).blocks())
+    v = companding.SQUARES.opened(ranks.states[0][0]["v"]).block(block)
+    return float(v[0, 0, 0].sqrt()) / (0.001 * 0.999**steps) ** 0.5
+
+
+def test_second_moments_decay(monkeypatch):
+    assert 0.6 < root_after(1000) < 1.1
+    monkeypatch.setattr(companding, "CUT", 16)  # scales in bf16
+    monkeypatch.setattr(companding, "FIRST", 83 << 7)
+    assert root_after(1000) > 1.5  # they stay where they were
+
+
+def test_values_beyond_all_scales_are_bounded():
+    x = torch.tensor([3e7, -3e7, 1e6, 0.0] * 8)
+    state = zeros(companding.MOMENT.keeps(slice(0, 32), 32), x)
+    block, run = next(Shard.whole((32,)).blocks()), companding.MOMENT.opened(state)
+    run.write_(block, x.view(1, 1, 32))
+    assert run.block(block).view(-1)[:2].tolist() == [companding.MOST, -companding.MOST]
+    state = zeros(companding.SQUARES.keeps(slice(0, 32), 32), x)
+    run = companding.SQUARES.opened(state)
+    run.write_(block, x.square().view(1, 1, 32))
+    assert run.block(block).isfinite().all()
+
+
+# What is kept.
+
+
+def test_state_is_a_quarter_and_plain_tensors():
+    state = zeros(rules.FlashAdamW().keeps(Shard.whole((70, 90))), torch.zeros(6300))
+    assert state["m"]["code"].dtype == torch.int8 and state["v"]["code"].dtype == torch.uint8
+    for moment in state.values():
+        assert len(moment["code"]) == 6300 and len(moment["scale"]) == 197
+        assert moment["scale"].dtype == torch.int16
+    (kept,) = zeros(rules.Lion(nbits=8).keeps(Shard.whole((33,))), torch.zeros(33)).values()
+    assert len(kept["code"]) == 33 and len(kept["scale"]) == 2
+
+
+@pytest.mark.parametrize("path", ["native", "ops"])
+@pytest.mark.parametrize("name, hypers", [("FlashAdamW", {}), ("Lion", {"nbits": 8}), ("Lion", {})])
+def test_state_saved_and_loaded_goes_on_bit_for_bit(name, hypers, path, monkeypatch):
+    paths.use(monkeypatch, path)
+    before = table.weights(WIDE, torch.float32)
+    grads = table.gradients(6, WIDE, torch.float32)
+
+    def after(steps, saved=None, params=before):
+        params = [p.clone().requires_grad_() for p in params]
+        optimizer = getattr(ds_ext, name)(params, lr=0.05, **hypers)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for gs in steps:
+            for p, g in zip(params, gs, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+        return [p.detach() for p in params], optimizer.state_dict()
+
+    whole, _ = after(grads)
+    half, saved = after(grads[:3])
+    assert all(map(torch.equal, whole, after(grads[3:], saved, half)[0]))
+    assert not any(map(torch.equal, whole, after(grads[3:], None, half)[0]))
+
+
+def test_only_runs_of_whole_groups_are_batched():
+    entries = rules.REGISTRY
+    for world, whole in ((2, True), (3, False)):
+        shard = Shard.of_rank((64, 32), 0, world)
+        assert formats.are_cut(shard, 32) != whole
+        assert entries["flashadamw"].batches(rules.FlashAdamW(), shard) == whole
+        assert entries["lion"].batches(rules.Lion(nbits=8), shard) == whole
+        assert entries["lion"].batches(rules.Lion(), shard)
