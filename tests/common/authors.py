@@ -127,6 +127,14 @@ def scale(p, g, s, lr=1e-3, norm_axis="row", momentum=0.0, eps=1e-8, weight_deca
     return p * (1 - lr * weight_decay) - lr * (x / rms.clamp(min=eps)).view(p.shape)
 
 
+def lion(p, g, s, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+    """Algorithm 2 of arXiv 2302.06675."""
+    m = s.get("m", torch.zeros_like(g))
+    s["m"] = betas[1] * m + (1 - betas[1]) * g
+    c = betas[0] * m + (1 - betas[0]) * g
+    return p * (1 - lr * weight_decay) - lr * c.sign()
+
+
 class InFP64(torch.optim.Optimizer):
     """Steps by a formula of a weight, its gradient and state, in fp64."""
 
@@ -151,6 +159,10 @@ class SCALE(InFP64):
     formula = staticmethod(scale)
 
 
+class Lion(InFP64):
+    formula = staticmethod(lion)
+
+
 def galore(groups, hypers):
     """galore_torch's optimizer, low-rank for the matrices and plain AdamW for the rest."""
     keys = {"rank": hypers["rank"], "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
@@ -164,5 +176,5 @@ def galore(groups, hypers):
 
 
 OTHERS = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME, "adamw": torch.optim.AdamW}
-OTHERS |= {"sinkgd": SinkGD, "scale": SCALE}
+OTHERS |= {"sinkgd": SinkGD, "scale": SCALE, "lion": Lion}
 INDEPENDENT = {"adalomo", "adafactor", "galoreadamw", *OTHERS}  # rules that have a reference here

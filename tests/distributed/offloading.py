@@ -26,6 +26,7 @@ HYPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adafactor beta1": ("adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9}),
     "came": ("came", {"lr": 2e-3}),
     "lamb": ("lamb", {"lr": 0.05}),
+    "flash": ("flashadamw", {"lr": 0.05}),
     "galore": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
     "galore right": ("galoreadamw", {"lr": 0.05, "rank": 3, "proj_type": "right"}),
     "galore 8-bit": ("galoreadamw", {"lr": 0.05, "rank": 3, "nbits": 8, "min_8bit_size": 100}),

@@ -28,6 +28,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lamb": ("lamb", {"lr": 0.05}),
     "galore": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2, "proj_type": "right"}),
     "galore left": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
+    "adamw": ("adamw", {"lr": 0.05}),
+    "flash 8-bit": ("flashadamw", {"lr": 0.05}),
+    "lion 8-bit": ("lion", {"lr": 0.05, "nbits": 8}),
     "galore 8-bit": (
         "galoreadamw",
         {"lr": 0.05, "rank": 30, "nbits": 8, "min_8bit_size": 100, "update_proj_gap": 2},

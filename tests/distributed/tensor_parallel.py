@@ -34,13 +34,15 @@ HYPERS: dict[str, dict[str, Any]] = {
     "adafactor": {"lr": 5e-3},
     "came": {"lr": 5e-4},
     "lamb": {"lr": 5e-3},
+    "adamw": {"lr": 5e-3},
+    "lion": {"lr": 5e-4},
     "galoreadamw": {"lr": 5e-3, "rank": 4},
 }
 OURS: dict[str, dict[str, Any]] = {
     "adafactor": {"relative_step": False},
     "galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": ["."]},
 }
-RULES = ("adalomo", "adafactor", "came", "lamb", "galoreadamw")
+RULES = ("adalomo", "adafactor", "came", "lamb", "galoreadamw", "adamw", "lion")
 
 
 @dataclass

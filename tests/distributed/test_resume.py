@@ -40,7 +40,7 @@ def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, kind, stage):
         assert got["same"]
         assert got["lr"][0] == got["lr"][1] and got["counts"] == (6, 6)
         assert got["client"] == {"told": stage}
-        if kind == "galore 8-bit":  # a buffer that counts
+        if "8-bit" in kind:  # a buffer that counts
             assert got["buffers"][0][0] == 6
 
 
