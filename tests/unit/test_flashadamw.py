@@ -210,7 +210,7 @@ def test_gradients_of_1e_9_keep_their_moments(monkeypatch):
 
 
 def root_after(steps):
-    """A root of v after a gradient of 1 and ``steps`` of nearly 0, of what an exact one would be."""
+    """A root of v after a gradient of 1 and ``steps`` of nearly 0, over what it should be."""
     ranks = Ranks(rules.FlashAdamW(lr=0.0), [torch.zeros(32)], 1)
     for g in [torch.ones(32)] + [torch.full((32,), 1e-6)] * steps:
         ranks.step([g])

@@ -650,7 +650,7 @@ static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, i
 const int64_t FEW = 32;         // elements that share a scale: companding.SIZE
 const int CUT = 13;             // of the bits of a scale
 const uint32_t FIRST = 83 << 10;
-const float LEAST = 0x1p-44f, MOST = 0x1p20f - 0x1p9f;
+const float LEAST_SCALE = 0x1p-44f, MOST_SCALE = 0x1p20f - 0x1p9f;
 
 INLINE float scale_of(uint16_t code) { return as_float((code + FIRST) << CUT); }
 
@@ -668,7 +668,7 @@ INLINE float largest_of(const float *x, int64_t n) {
         float a = std::fabs(x[k]);
         most = a > most ? a : most;
     }
-    return within(LEAST, most, MOST);
+    return within(LEAST_SCALE, most, MOST_SCALE);
 }
 
 INLINE void read_signed_group(const int8_t *code, float scale, int64_t n, float *__restrict m) {
