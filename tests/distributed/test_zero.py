@@ -30,7 +30,7 @@ ALL = [(n, name) for n in (1, 2, 3) for name in CASES if n < 3 or ON_THREE.searc
 EXACT = [c for c in ALL if CASES[c[1]].dtype == "fp32" and "groups" not in c[1]]
 RANKS = (1, 2, 3)
 # Of the model's update: what is not exact because a rule rounds its state, where that is so.
-CLOSE: dict[str, float] = {}
+CLOSE = {"flashadamw": 1e-2}  # codes of 8 bits jump where gradients differ in their last bits
 
 # What `make test` runs: each rule at two stages, whose pairs go round, and each habit once.
 PAIRS = (("", "-stage0"), ("-plain", "-stage1"), ("", "-stage2"))

@@ -6,9 +6,7 @@ differs there would be another code now and then.
 """
 
 import itertools
-import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,8 +17,9 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from tests.common import paths, table
 from tests.common.choose import params
+from tests.common.companded import rounded, scale_of
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
 from tests.common.table import MANY, SHAPES, WORLDS
-from tests.unit.test_lamb import BROKEN, EXACT, Ranks, dropping, errors
 
 STEPS = 10
 WIDE = ((70, 90), (1500,), (7, 31, 9), (64, 32), (33,))  # cuts go through groups of most
@@ -35,30 +34,6 @@ LION = {
     "betas": {"betas": (0.5, 0.8)},
     "8 bits": {"nbits": 8},
 }
-
-
-def scale_of(x):
-    """A positive number rounded to 11 significant bits, within the scales that there are."""
-    x = np.float32(min(max(float(x), 2.0**-44), 2.0**20 - 2.0**9))
-    spacing = 2.0 ** (math.frexp(x)[1] - 11)
-    return np.float32(np.round(x / spacing) * spacing)
-
-
-def rounded(x, signed):
-    """Values as they come back from 8 bits, group by group."""
-    flat, out = x.flatten().numpy(), []
-    for at in range(0, x.numel(), 32):
-        group = flat[at : at + 32] if signed else np.sqrt(flat[at : at + 32])
-        most = max(float(np.abs(group).max()), 2.0**-44)
-        scale, part = scale_of(most), group / most
-        if signed:
-            y = 2 * part / (1 + np.abs(part))
-            code = np.floor(127 * y + 0.5).astype(np.float32)
-            out.append(code / (254 - np.abs(code)) * scale)
-        else:
-            code = np.floor(255 * part + 0.5).astype(np.float32)
-            out.append((code * (scale / np.float32(255))) ** 2)
-    return torch.from_numpy(np.concatenate(out)).to(x.dtype).view(x.shape) if out else x
 
 
 def adamw(p, grads, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, eight=True):
