@@ -11,6 +11,7 @@ is not seen. A fault whose line has been changed since is an error: plant anothe
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -285,15 +286,16 @@ def main() -> None:
         for fault in chosen:
             tests = "" if options.all else fault.tests
             if tests not in passes:
-                passes[tests] = options.green or run(tree, tests)
+                passes[tests] = options.green or run(tree, tests) == ""
             began = time.monotonic()
             if not passes[tests]:
                 told = "THE TESTS FAIL WITHOUT IT"
             else:
-                told = "not seen" if planted(tree, fault, tests) else "seen"
-            missed += told != "seen"
+                by = planted(tree, fault, tests)
+                told = f"seen by {by}" if by else "NOT SEEN"
+            missed += not told.startswith("seen")
             seconds = time.monotonic() - began
-            print(f"{told:9} {seconds:5.0f} s  {fault.file}: {fault.wrong.strip()}", flush=True)
+            print(f"{fault.file}: {fault.wrong.strip()}\n{seconds:5.0f} s  {told}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} faults are seen.")
     sys.exit(missed > 0)
 
@@ -314,8 +316,8 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def planted(tree: Path, fault: Fault, tests: str) -> bool:
-    """Whether the tests pass with a fault in the tree, which is taken out again."""
+def planted(tree: Path, fault: Fault, tests: str) -> str:
+    """The test that fails with a fault in the tree, which is taken out again; "" if none does."""
     path = tree / "ds_ext" / fault.file
     text = path.read_text()
     assert text.count(fault.line) == 1, f"{fault.file} has {text.count(fault.line)} × {fault.line}"
@@ -326,8 +328,8 @@ def planted(tree: Path, fault: Fault, tests: str) -> bool:
         path.write_text(text)
 
 
-def run(tree: Path, tests: str) -> bool:
-    """Whether tests, those that are not slow, pass in a tree."""
+def run(tree: Path, tests: str) -> str:
+    """The first test, of those that are not slow, that fails in a tree; "" if none does."""
     places = [f"tests/{t}" if t.endswith(".py") else t for t in shlex.split(tests)] or ["tests"]
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-m", "not slow", *places]
     environment = os.environ | {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu"}
@@ -337,11 +339,15 @@ def run(tree: Path, tests: str) -> bool:
             cwd=tree,
             env=environment,
             capture_output=True,
+            text=True,
             timeout=LIMIT,
         )
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return f"a hang of {LIMIT} s"
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    return failed[1] if failed else f"pytest's exit status {done.returncode}"
 
 
 if __name__ == "__main__":
