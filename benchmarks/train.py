@@ -2,7 +2,8 @@
 
 One process, random weights and tokens. Runs are timed in turns and compared within a round. The
 unit is forward and backward of the same weights without DeepSpeed, each gradient dropped as it
-appears. On a GPU each engine has a process to itself, for two do not fit; peaks are measured.
+appears; what DeepSpeed adds to that is told by an engine that drops all gradients but one vector's.
+On a GPU each engine has a process to itself, for two do not fit; peaks are measured.
 """
 
 import argparse
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 MODELS: dict[str, Sizes] = {"10M": (8192, 256, 704, 8, 4, 4, False), **LLAMAS}
 LR = 1e-5
 ALONE = "forward and backward alone"
+BARE = "forward and backward, ZeRO-3"
 PLAIN = "AdaLomo, no DeepSpeed"
 OURS = "AdaLomo, ZeRO-3"
 ADAMW = "AdamW, ZeRO-3"
 OPTIMIZERS = {  # what DeepSpeed's config says
+    BARE: {"type": "AdaLomo", "params": {"lr": LR}},
     OURS: {"type": "AdaLomo", "params": {"lr": LR}},
     ADAMW: {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
 }
@@ -55,7 +58,7 @@ class Job:
     shape: tuple[int, int]  # rows, tokens a row
     dtype: str
     rounds: int
-    runs: tuple[str, ...] = (ALONE, PLAIN, OURS, ADAMW)
+    runs: tuple[str, ...] = (ALONE, BARE, PLAIN, OURS, ADAMW)
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,13 @@ def main(args: argparse.Namespace) -> None:
         job = Job(model, (args.batch, args.length), args.dtype, args.rounds)
         jobs = [job]
         if torch.cuda.is_available():
-            jobs = [replace(job, runs=runs) for runs in ((ALONE, PLAIN, OURS), (ADAMW,))]
+            jobs = [replace(job, runs=runs) for runs in ((ALONE, PLAIN, OURS), (BARE,), (ADAMW,))]
         found: dict[str, Found] = {}
         for part in jobs:
             found |= isolated(part)
         rows += [row(job, run, found) for run in job.runs]
         print(report.table(rows[-len(job.runs) :]), flush=True)
-    text = TEXT.format(dtype=args.dtype, batch=args.batch, length=args.length, rounds=args.rounds)
+    text = TEXT.format(bare=BARE, load=os.getloadavg()[1], cpus=os.cpu_count(), **vars(args))
     title = "Speed of a whole training step"
     shown = rows if torch.cuda.is_available() else [relative(row) for row in rows]
     report.write("train", title, text, {"Steps": shown}, lambda figure: draw(figure, rows))
@@ -95,11 +98,13 @@ TEXT = """
 One process trains a Llama with random {dtype} weights on {batch} × {length} random tokens a step,
 without activation checkpointing: under DeepSpeed's ZeRO-3 with ds_ext's AdaLomo and with torch's
 AdamW (`"torch_adam": true`), by ds_ext's `fuse_into_backward` without DeepSpeed, and forward and
-backward alone, each gradient dropped as it appears, with no optimizer and no DeepSpeed. Medians of
-{rounds} rounds, in each of which the runs are timed in turn; ratios are medians of those within a
-round (in brackets the smallest); on a GPU AdamW has a process to itself, so its rounds come later.
-"Weights + largest gradient + activations" is measured too: the last are the bytes that one forward
-pass leaves allocated.
+backward alone, each gradient dropped as it appears, with no optimizer and no DeepSpeed.
+"{bare}" is DeepSpeed's part: an engine that drops each gradient but that of the last norm, which
+AdaLomo steps. Medians of {rounds} rounds, in each of which the runs are timed in turn; ratios are
+medians of those within a round (in brackets the smallest); on a GPU this engine and AdamW's have a
+process to themselves, so their rounds come later. "Weights + largest gradient + activations" is
+measured too: the last are the bytes that one forward pass leaves allocated. Others used the machine
+too where its load, {load:.0f} on {cpus} cores in the last minutes, is more than 1.
 """
 
 
@@ -161,7 +166,8 @@ def engine_of(job: Job, run: str, device: torch.device) -> Any:
         "optimizer": OPTIMIZERS[run],
     }
     model = llama(MODELS[job.model], DTYPES[job.dtype], device)
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    stepped = list(model.model.norm.parameters()) if run == BARE else None
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=stepped)
     return engine
 
 
@@ -228,10 +234,13 @@ def least(model: nn.Module, batch: Tensor) -> int:
     return sum(sizes) + max(sizes) + activations
 
 
+UNITS = (ALONE, BARE, ADAMW)
+
+
 def row(job: Job, run: str, found: Mapping[str, Found]) -> dict[str, object]:
     """A row of the table."""
     shown: dict[str, object] = {"model": job.model, "run": run}
-    columns = ["s", "tokens/s", f"time / {ALONE}", f"time / {ADAMW}", "peak, GB", FLOOR]
+    columns = ["s", "tokens/s", *(f"time / {unit}" for unit in UNITS), "peak, GB", FLOOR]
     if run not in found:
         return shown | dict.fromkeys(columns) | {"s": "does not fit"}
     own = found[run]
@@ -239,8 +248,7 @@ def row(job: Job, run: str, found: Mapping[str, Found]) -> dict[str, object]:
     figures = [
         seconds,
         job.shape[0] * job.shape[1] / seconds,
-        _ratio(found, run, ALONE),
-        _ratio(found, run, ADAMW),
+        *(_ratio(found, run, unit) for unit in UNITS),
         own.peak / 1e9 or None,
         own.floor / 1e9 or None,
     ]

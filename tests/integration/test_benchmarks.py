@@ -370,6 +370,7 @@ def test_a_runs_row():
         "s": 3,
         "tokens/s": 100 / 3,
         f"time / {train.ALONE}": "2.00 (1.00)",
+        f"time / {train.BARE}": None,
         f"time / {train.ADAMW}": None,
         "peak, GB": 3,
         train.FLOOR: 2,
