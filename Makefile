@@ -2,7 +2,7 @@
 # make test    what each change has to pass; ARGS="-k lomo" for a part (times: docs/tests.md)
 # make test-all    the other tests, marked slow
 # make check   lint, format, types, import walls
-# make matrix  the README's support matrix, from the tests that ran
+# make matrix  the table of docs/support.md, from the tests that ran
 # make readme  the code that README.md and docs/ quote, from the package
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
 #
@@ -46,7 +46,7 @@ check: .venv/.test
 	$(BIN)/python -m pytest -q tests/unit/test_walls.py
 
 matrix: .venv/.test
-	$(BIN)/python -m tests.support README.md
+	$(BIN)/python -m tests.support docs/support.md
 
 readme: .venv/.test
 	$(BIN)/python -m tests.snippets

@@ -1,4 +1,4 @@
-"""How many cases each feature of the README's matrix has, and each file: `make test`, and in all.
+"""How many cases each feature of the support matrix has, and each file: `make test`, and in all.
 
 Usage: python -m tests.features docs/tests-by-feature.md
 

@@ -1,4 +1,4 @@
-"""The support matrix of the README: feature × stage × optimizer, from the tests that ran.
+"""The support matrix of docs/support.md: feature × stage × optimizer, from the tests that ran.
 
 A test says what it shows:
 
@@ -10,9 +10,9 @@ A test says what it shows:
 
 A function is called with the test's parameters that it names, and gives one value or a list (an
 empty one: nothing is shown). Features are those of ``FEATURES``, where a new one takes its place.
-What ran is in build/support.json. ``python -m tests.support README.md`` makes tests/support.json
-and the README's table of it. When all tests have run, by `make test` and then `make test-all`, both
-are compared with what they showed.
+What ran is in build/support.json. ``python -m tests.support docs/support.md`` makes
+tests/support.json and the table of it. When all tests have run, by `make test` and then
+`make test-all`, both are compared with what they showed.
 """
 
 import inspect
@@ -177,7 +177,7 @@ class Collector:
         elif part == QUICK:
             shown = {feature for ended in ran["tests"].values() for feature, *_ in ended["cells"]}
             lost = sorted(claimed["cells"].keys() - shown)
-            self.said = [f"README.md claims {f}: `make test` has no test of it" for f in lost]
+            self.said = [f"docs/support.md claims {f}: `make test` has no test of it" for f in lost]
             wrong = bool(lost)
         if wrong:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -224,7 +224,7 @@ def _sorted(stages: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
 
 
 def compare(claimed: Mapping[str, Any], shown: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """What the README claims and a full run did not show, in words; whether that is a fault."""
+    """What the document claims and a full run did not show, in words; whether that is a fault."""
     said, wrong = [], False
     for feature, stages in claimed["cells"].items():
         for stage, row in stages.items():
@@ -234,9 +234,9 @@ def compare(claimed: Mapping[str, Any], shown: Mapping[str, Any]) -> tuple[list[
                 if outcome != "passed":
                     wrong |= outcome != "skipped"
                     at = optimizer if stage == REFUSED else f"stage {stage}, {optimizer}"
-                    said.append(f"README.md claims {feature}, {at}: {outcome} in this run")
+                    said.append(f"docs/support.md claims {feature}, {at}: {outcome} in this run")
     if wrong:
-        said.append("make matrix writes into README.md what this run showed.")
+        said.append("make matrix writes into docs/support.md what this run showed.")
     return said, wrong
 
 
@@ -257,7 +257,7 @@ def render(found: Mapping[str, Any]) -> str:
             refused.append(f"{feature} ({', '.join(f'`{s}`' for s in settings)})")
         if stages.keys() != {REFUSED}:
             row = [_cell(stages.get(stage, {})) for stage in heads]
-            links = [f"[{Path(f).stem[5:]}]({f})" for f in found["files"][feature]]
+            links = [f"[{Path(f).stem[5:]}](../{f})" for f in found["files"][feature]]
             lines.append(f"| {feature} | {' | '.join(row)} | {', '.join(links)} |")
     if refused:
         lines += ["", f"Refused, in one sentence that names the setting: {'; '.join(refused)}."]
@@ -280,12 +280,12 @@ def replace(text: str, table: str) -> str:
 
 
 def main() -> None:
-    readme = Path(sys.argv[1])
-    root = readme.resolve().parent
+    document = Path(sys.argv[1])  # in a folder of the repository
+    root = document.resolve().parents[1]
     found = summary(json.loads((root / "build" / "support.json").read_text()))
     found = {"date": date.today().isoformat()} | found
     (root / "tests" / "support.json").write_text(json.dumps(found, indent=1) + "\n")
-    readme.write_text(replace(readme.read_text(), render(found)))
+    document.write_text(replace(document.read_text(), render(found)))
 
 
 if __name__ == "__main__":

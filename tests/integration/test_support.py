@@ -1,4 +1,4 @@
-"""The README's support matrix: what tests say of themselves, how it is gathered and held to."""
+"""The support matrix, docs/support.md: what tests say of themselves, and how it is held to."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from tests.support import BEGIN, END, cells
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readme_has_the_table_of_the_tests_that_ran():
-    readme = (ROOT / "README.md").read_text()
+def test_the_document_has_the_table_of_the_tests_that_ran():
+    text = (ROOT / "docs/support.md").read_text()
     found = json.loads((ROOT / "tests" / "support.json").read_text())
-    assert readme == support.replace(readme, support.render(found))
+    assert text == support.replace(text, support.render(found))
 
 
 def test_the_table_names_every_registered_optimizer():
@@ -107,7 +107,7 @@ PROJECT = '[tool.pytest.ini_options]\nmarkers = ["supports"]\ntestpaths = ["test
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A repository of four tests whose README claims things, and a full run of it by xdist."""
+    """A repository of four tests whose document claims things, and a full run of it by xdist."""
     root = tmp_path_factory.mktemp("project")
     (root / "tests").mkdir()
     (root / "tests" / "test_it.py").write_text(SUITE)
@@ -116,7 +116,8 @@ def project(tmp_path_factory):
     claimed = {s: {"CAME": "passed"} for s in ("0", "1", "2", "3", "plain")}
     found = {"date": "then", "full": True, "cells": {"MiCS": claimed}, "files": {}}
     (root / "tests" / "support.json").write_text(json.dumps(found))
-    (root / "README.md").write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    (root / "docs").mkdir()
+    (root / "docs/support.md").write_text(f"before\n{BEGIN}\n{END}\nafter\n")
     return root, pytest_in(root, "-n2"), ran(root)
 
 
@@ -151,13 +152,13 @@ def test_outcomes_are_gathered_from_all_processes(project):
     assert got["files"]["MiCS"] == ["tests/test_it.py"]
 
 
-def test_a_full_run_tells_what_the_readme_claims_and_it_did_not_show(project):
+def test_a_full_run_tells_what_the_document_claims_and_it_did_not_show(project):
     _, done, _ = project
-    told = [line for line in done.stdout.splitlines() if line.startswith("README.md claims")]
+    told = [line for line in done.stdout.splitlines() if line.startswith("docs/support.md claims")]
     assert told == [
-        "README.md claims MiCS, stage 1, CAME: failed in this run",
-        "README.md claims MiCS, stage 2, CAME: skipped in this run",
-        "README.md claims MiCS, stage plain, CAME: not tested in this run",
+        "docs/support.md claims MiCS, stage 1, CAME: failed in this run",
+        "docs/support.md claims MiCS, stage 2, CAME: skipped in this run",
+        "docs/support.md claims MiCS, stage plain, CAME: not tested in this run",
     ]
 
 
@@ -165,22 +166,24 @@ def test_a_claim_without_its_test_fails_a_full_run_and_no_part_of_one(project):
     root, *_ = project
     passing = ["--deselect", "tests/test_it.py::test_one[1]", "--deselect"]
     part = pytest_in(root, *passing, "tests/test_it.py::test_never_run")
-    assert part.returncode == 0 and "README.md claims" not in part.stdout, part.stdout
+    assert part.returncode == 0 and "docs/support.md claims" not in part.stdout, part.stdout
     assert not ran(root)["full"] and len(ran(root)["tests"]) == 10  # added to what was there
     (root / "tests" / "test_it.py").write_text(
         SUITE.replace("assert stage != 1", "pass").replace("raise OSError", "pass")
     )
     whole = pytest_in(root)
     assert whole.returncode == 1 and " failed" not in whole.stdout, whole.stdout
-    assert "README.md claims MiCS, stage plain, CAME: not tested in this run" in whole.stdout
+    assert "docs/support.md claims MiCS, stage plain, CAME: not tested in this run" in whole.stdout
 
 
 def test_the_table_is_written_between_its_marks(project):
     root, *_ = project
-    command = [sys.executable, "-m", "tests.support", str(root / "README.md")]
+    command = [sys.executable, "-m", "tests.support", str(root / "docs/support.md")]
     for _ in range(2):  # again: the same
         subprocess.run(command, cwd=ROOT, check=True)
-        text = (root / "README.md").read_text()
+        text = (root / "docs/support.md").read_text()
         assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
-    assert "| MiCS | LAMB | CAME | CAME |  | CAME | [it](tests/test_it.py) |" in text
+    found = json.loads((root / "tests" / "support.json").read_text())
+    assert support.render(found) in text
+    assert "| CAME | [it](../tests/test_it.py) |" in text
     assert "that names the setting: ZenFlow (`zero_optimization.zenflow`)." in text
