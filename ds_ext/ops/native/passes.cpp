@@ -659,16 +659,19 @@ INLINE uint16_t code_of(float scale) {
     return static_cast<uint16_t>(((bits + ((1u << (CUT - 1)) - 1) + ((bits >> CUT) & 1u)) >> CUT) - FIRST);
 }
 
-INLINE float within(float low, float x, float high) { return x < low ? low : x > high ? high : x; }
+INLINE float within(float low, float x, float high) {
+    x = x > low ? x : low;  // in two steps, each one instruction
+    return x < high ? x : high;
+}
 
 // The scale of a group: its largest magnitude, within bounds.
 INLINE float largest_of(const float *x, int64_t n) {
-    float most = 0;
+    uint32_t most = 0;  // of whole numbers, for which the order of a maximum is free
     for (int64_t k = 0; k < n; ++k) {
-        float a = std::fabs(x[k]);
+        uint32_t a = as_bits(x[k]) & 0x7FFFFFFFu;
         most = a > most ? a : most;
     }
-    return within(LEAST_SCALE, most, MOST_SCALE);
+    return within(LEAST_SCALE, as_float(most), MOST_SCALE);
 }
 
 INLINE void read_signed_group(const int8_t *code, float scale, int64_t n, float *__restrict m) {
