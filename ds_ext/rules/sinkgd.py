@@ -14,10 +14,10 @@ An iteration takes one read of g and one round, of a number for each column, whe
 rows. Where a row is divided between ranks it takes two of both, for a column's sum needs the rows'
 factors. Zeros stay zeros; rows of a norm below 1e-17 stay small.
 
-It is made for the matrices of linear layers; the paper steps embeddings, the output head and
-vectors by Adam. Where a script's own param group holds others, leading dimensions of a tensor with
-more than two are separate matrices, and a parameter with fewer than two is one row, of which the
-signs are left.
+It is made for the matrices of linear layers; FlashAdamW steps embeddings, the output head and
+vectors, which the paper steps by Adam. Where a script's own param group holds others, leading
+dimensions of a tensor with more than two are separate matrices, and a parameter with fewer than two
+is one row, of which the signs are left.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from ds_ext.rules.base import Kept, Rounds, register
     state="0",
     rounds="5, or 10",
     is_batched=True,
-    others={"type": "AdamW"},
+    others={"type": "FlashAdamW"},
     any_shape=True,
 )
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def by_hand(model):
 
 
 def by_role(kind):
-    """Optimizers of linear layers, of the embedding and of all else: of ``kind``, or AdamW."""
+    """Optimizers of linear layers, of the embedding and of all else: of ``kind``, or its others."""
 
     def of(model):
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -37,7 +37,9 @@ def by_role(kind):
         if kind == "scale":
             hypers = {"lr": 0.02, "norm_axis": "column"}
             made.append(ordinary(kind, [{"params": [named.pop("embed.weight")]}], hypers))
-        return [*made, torch.optim.AdamW(named.values(), lr=0.02, weight_decay=0.0)]
+        other = "adamw" if kind == "scale" else "flashadamw"
+        rest = [{"params": list(named.values()), "weight_decay": 0.0}]
+        return [*made, ordinary(other, rest, {"lr": 0.02})]
 
     return of
 

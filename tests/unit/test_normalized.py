@@ -21,15 +21,15 @@ STEPS = 5
 PAPERS = {"sinkgd": (rules.SinkGD, authors.sinkgd), "scale": (rules.SCALE, authors.scale)}
 # Hyper-parameters, and the rounds of a bucket in which rows are divided, and are not.
 SETTINGS = {
-    ("sinkgd", "defaults"): ({}, 10, 5),
-    ("sinkgd", "decay"): ({"lr": 0.3, "alpha": 0.5, "weight_decay": 0.3}, 10, 5),
-    ("sinkgd", "iterations"): ({"iterations": 2}, 4, 2),
-    ("sinkgd", "eps"): ({"eps": 4.0}, 10, 5),
-    ("scale", "defaults"): ({}, 1, 0),
-    ("scale", "decay"): ({"lr": 0.02, "weight_decay": 0.3}, 1, 0),
-    ("scale", "embedding"): ({"norm_axis": "column", "weight_decay": 0.3}, 1, 1),
-    ("scale", "head"): ({"momentum": 0.9}, 1, 0),
-    ("scale", "eps"): ({"eps": 1.0}, 1, 0),
+    "sinkgd defaults": ({}, 10, 5),
+    "sinkgd decay": ({"lr": 0.3, "alpha": 0.5, "weight_decay": 0.3}, 10, 5),
+    "sinkgd iterations": ({"iterations": 2}, 4, 2),
+    "sinkgd eps": ({"eps": 4.0}, 10, 5),
+    "scale defaults": ({}, 1, 0),
+    "scale decay": ({"lr": 0.02, "weight_decay": 0.3}, 1, 0),
+    "scale embedding": ({"norm_axis": "column", "weight_decay": 0.3}, 1, 1),
+    "scale head": ({"momentum": 0.9}, 1, 0),
+    "scale eps": ({"eps": 1.0}, 1, 0),
 }
 
 
@@ -43,11 +43,11 @@ def by_paper(name, before, steps, **hypers):
 
 
 def expected(case, before, steps):
-    return by_paper(case[0], before, steps, **SETTINGS[case][0])
+    return by_paper(case.split()[0], before, steps, **SETTINGS[case][0])
 
 
 def ranks_of(case, before, world, shift=0):
-    return Ranks(PAPERS[case[0]][0](**SETTINGS[case][0]), before, world, shift)
+    return Ranks(PAPERS[case.split()[0]][0](**SETTINGS[case][0]), before, world, shift)
 
 
 def worst_error(case, world, shapes=SHAPES, shift=0, simulate=lockstep.simulate):
@@ -60,14 +60,14 @@ def worst_error(case, world, shapes=SHAPES, shift=0, simulate=lockstep.simulate)
 
 @pytest.mark.parametrize(
     "case, world",
-    params(itertools.product(SETTINGS, WORLDS), lambda c: c[1] in (1, 3) or c[0][1] == "decay"),
+    params(itertools.product(SETTINGS, WORLDS), lambda c: c[1] in (1, 3) or "decay" in c[0]),
 )
 def test_sharded_equals_the_paper(case, world):
     assert worst_error(case, world) <= EXACT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [("sinkgd", "decay"), ("scale", "embedding")])
+@pytest.mark.parametrize("case", ["sinkgd decay", "scale embedding"])
 def test_more_ranks_than_elements(case):
     assert worst_error(case, MANY, ((5,), (1, 7), (64, 33))) <= EXACT
 
@@ -75,7 +75,7 @@ def test_more_ranks_than_elements(case):
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_settings_matter(name):
     before, grads = table.weights(SHAPES), table.gradients(STEPS, SHAPES)
-    results = [expected(case, before, grads) for case in SETTINGS if case[0] == name]
+    results = [expected(case, before, grads) for case in SETTINGS if name in case]
     for a, b in itertools.combinations(results, 2):
         assert max(errors(a, b, before)) > BROKEN
 
@@ -89,7 +89,7 @@ def test_whole_rows_take_fewer_rounds(case):
 
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12)], ids=["whole rows", "cut rows"])
-@pytest.mark.parametrize("case", [("sinkgd", "decay"), ("scale", "embedding"), ("scale", "decay")])
+@pytest.mark.parametrize("case", ["sinkgd decay", "scale embedding", "scale decay"])
 def test_a_missing_reduction_is_seen(case, shape):
     _, cut, whole = SETTINGS[case]
     rounds = whole if shape == (12, 5) else cut
@@ -98,7 +98,7 @@ def test_a_missing_reduction_is_seen(case, shape):
         assert worst_error(case, 3, (shape,), simulate=dropping(number)) > 1e-6
 
 
-@pytest.mark.parametrize("case", [("sinkgd", "decay"), ("scale", "embedding"), ("scale", "decay")])
+@pytest.mark.parametrize("case", ["sinkgd decay", "scale embedding", "scale decay"])
 def test_a_run_in_the_wrong_place_is_seen(case):
     assert worst_error(case, 3, ((13, 29),), shift=5) > BROKEN
 
