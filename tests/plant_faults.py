@@ -352,7 +352,7 @@ def run(tree: Path, tests: str) -> str:
         return f"a hang of {LIMIT} s"
     if done.returncode == 0:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
     return failed[1] if failed else f"pytest's exit status {done.returncode}"
 
 
