@@ -20,7 +20,7 @@ from tests.common.ranks import whole
 
 STEPS = 5
 BUCKET = 500
-HYPERS = changed(TRAINED, lomo={"lr": 0.3})
+HYPERS = changed(TRAINED, lomo={"lr": 0.3}, adafactor={"lr": 0.03})  # few steps: large updates
 
 
 @dataclass(frozen=True)
