@@ -26,7 +26,7 @@ from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner.memory import KNOWN, llama
-from ds_ext.rules import lowrank
+from ds_ext.rules import entry_of, lowrank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -226,10 +226,20 @@ def device_copy(case: Case) -> Callable[[], object]:
     return lambda: torch._foreach_copy_(out, weights)
 
 
+def groups_of(cls: type[RuleOptimizer], params: list[Tensor]) -> list[dict[str, Any]]:
+    """Parameters in groups, so that a rule of matrices leaves vectors to its others."""
+    entry = entry_of(cls.rule)
+    if entry.any_shape:
+        return [{"params": params}]
+    own, rest = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
+    groups = [{"params": own}, {"params": rest, **entry.roles["other"]}]
+    return [group for group in groups if group["params"]]
+
+
 def ours(cls: type[RuleOptimizer], way: str) -> Make:
     def make(case: Case) -> Callable[[], object]:
         if cls is not OPTIMIZERS["galoreadamw"]:
-            optimizer = cls(case.params, weight_update=way)
+            optimizer = cls(groups_of(cls, case.params), weight_update=way)
         else:
             params = [p for p, _ in case.matrices]
             optimizer = cls(params, weight_update=way, rank=RANK, update_proj_gap=NEVER)

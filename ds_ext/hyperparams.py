@@ -28,6 +28,12 @@ Side = Annotated[
 ]
 Axis = Annotated[Literal["row", "column"], Field(description='"row" or "column"')]
 
+Number = Annotated[float, Field(description="a number", **_NUMBER)]
+Adjustment = Annotated[
+    Literal["original", "match_rms_adamw"], Field(description='"original" or "match_rms_adamw"')
+]
+Scaling = Annotated[Literal["channel", "tensor"], Field(description='"channel" or "tensor"')]
+
 
 @functools.cache
 def names(rule: type) -> tuple[str, ...]:

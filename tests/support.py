@@ -83,6 +83,7 @@ FEATURES = (
 OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW", "AdamW")
 OPTIMIZERS += ("SCALE", "SinkGD")
 OPTIMIZERS += ("FlashAdamW", "Lion")
+OPTIMIZERS += ("APOLLO", "APOLLOMini", "Muon")
 STAGES = {None: "plain", 0: "0", 1: "1", 2: "2", 3: "3"}
 WHOLE, QUICK, SLOW = "", "not slow", "slow"  # the expressions of `-m` for all tests, and two parts
 REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer

@@ -4,6 +4,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ext.engine.log import log
 from ds_ext.optimizer import OPTIMIZERS, named
+from ds_ext.rules.base import REGISTRY, key_of
 
 PREFIX = "ds_ext."  # any optimizer of ours can be named with it
 # Names of DeepSpeed's own, and of those the ones that mean ours without the prefix too.
@@ -20,7 +21,8 @@ def tell_deepspeed(name: str) -> None:
     Args:
         name: of its rule, in lower case.
     """
-    for known in (name, PREFIX + name):
+    spelling = REGISTRY[name].spelling.lower()
+    for known in (name, spelling, PREFIX + name, PREFIX + spelling):
         if known not in DEEPSPEED_OPTIMIZERS:
             DEEPSPEED_OPTIMIZERS.append(known)
 
@@ -31,7 +33,7 @@ def ours(name: str | None) -> str | None:
     Args:
         name: ``optimizer.type``, which DeepSpeed has made lower case if it knows it.
     """
-    own = (name or "").removeprefix(PREFIX)
+    own = key_of(name or "")
     is_theirs = own == name and own in _DEEPSPEEDS - _TAKEN_OVER.keys()
     return own if own in OPTIMIZERS and not is_theirs else None
 

@@ -155,6 +155,11 @@ class Shard:
         return Shard((self.numel,), self.start, self.stop, self.size)
 
     @functools.cached_property
+    def is_cut(self) -> bool:
+        """Whether more than one rank may have elements of it; alike on all ranks."""
+        return any(0 < at < self.numel for cuts in self.cuts for at in cuts[:2])
+
+    @functools.cached_property
     def is_matrix(self) -> bool:
         """Whether the parameter has at least two dimensions."""
         return len(self.shape) >= 2

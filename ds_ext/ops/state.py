@@ -5,6 +5,7 @@ bytes, saving it and laying it out anew for another number of ranks follow from 
 """
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, Union
@@ -21,7 +22,8 @@ class Part:
     """Elements ``[start, stop)``, on this rank, of the ``total`` that all ranks keep together.
 
     Ranks may keep the same elements, which then have the same values on them; what ``is_shared``
-    lies whole on every rank. ``dtype`` None is the accumulator's of the parameter.
+    lies whole on every rank. ``dtype`` None is the accumulator's of the parameter. ``is_stream``:
+    see ``stream``.
     """
 
     start: int
@@ -30,12 +32,22 @@ class Part:
     shape: tuple[int, ...]  # in which the rank keeps them
     dtype: torch.dtype | None = None
     is_shared: bool = False
+    is_stream: bool = False
 
     @classmethod
     def whole(cls, *shape: int) -> "Part":
         """What is the same on every rank."""
         n = math.prod(shape)
         return cls(0, n, n, shape, is_shared=True)
+
+    @classmethod
+    def stream(cls) -> "Part":
+        """A number that tells a parameter's random numbers from those of others.
+
+        It is kept, so that a run that is resumed draws the same ones whatever has changed of the
+        order or the groups of parameters.
+        """
+        return cls(0, 1, 1, (), torch.int64, is_shared=True, is_stream=True)
 
     @classmethod
     def of(cls, run: slice, total: int, dtype: torch.dtype | None = None) -> "Part":
@@ -52,16 +64,21 @@ Parts: TypeAlias = Mapping[str, Union[Part, "Parts"]]
 State: TypeAlias = dict[str, Union[Tensor, "State"]]
 
 
-def zeros(parts: Parts, p: Tensor) -> State:
-    """The state before the first step of a run ``p``, on its device."""
-    return {
-        key: torch.zeros(
-            part.shape, dtype=part.dtype or passes.accumulator(p.dtype), device=p.device
-        )
-        if isinstance(part, Part)
-        else zeros(part, p)
-        for key, part in parts.items()
-    }
+def zeros(parts: Parts, p: Tensor, stream: int = 0) -> State:
+    """The state before the first step of a run ``p``, on its device: zeros, but for streams.
+
+    ``stream`` is the parameter's number; parts under further keys, as those of an expert, have
+    streams of their own.
+    """
+    made: State = {}
+    for key, part in parts.items():
+        if isinstance(part, Part):
+            dtype = part.dtype or passes.accumulator(p.dtype)
+            fill = stream if part.is_stream else 0
+            made[key] = torch.full(part.shape, fill, dtype=dtype, device=p.device)
+        else:
+            made[key] = zeros(part, p, zlib.crc32(key.encode(), stream))
+    return made
 
 
 def leaves(parts: Parts, *above: str) -> Iterator[tuple[tuple[str, ...], Part]]:

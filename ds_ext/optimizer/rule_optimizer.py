@@ -275,7 +275,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Makes a parameter's state if there is none."""
         if not state:
             self.check_shape(u.param, u.shard)
-            state.update(zeros(self.keeps(u.param, u.shard, self.rule_of(u.param)), u.p), step=0)
+            parts = self.keeps(u.param, u.shard, self.rule_of(u.param))
+            state.update(zeros(parts, u.p, self.number_of[u.param]), step=0)
 
     def check_shape(self, param: Tensor, shard: Shard) -> None:
         """Raises ValueError if the rule of ``param`` is not for what has the shape of ``shard``."""

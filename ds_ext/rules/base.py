@@ -62,6 +62,7 @@ class Entry:
     # How parameters are stepped that the rule is not for, by their role: a group's keys.
     roles: Mapping[str, Mapping[str, Any]]
     any_shape: bool = True  # whether ``step`` is defined for more than matrices
+    spelling: str = ""  # of its name in papers and configs
 
     @property
     def is_batched(self) -> bool:
@@ -99,6 +100,7 @@ def register(
     embedding: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
     any_shape: bool | None = None,
+    spelling: str | None = None,
 ) -> Callable[[R], R]:
     """Makes a rule an optimizer: ``"type"`` in a DeepSpeed config, and in every table.
 
@@ -116,6 +118,7 @@ def register(
         head: those of the output head, if they differ.
         any_shape: whether ``step`` is defined for more than matrices, where a script's own param
             group holds more; not given, that of a rule whose ``others`` have a type is not.
+        spelling: its name in papers, if that has dashes; configs may write either.
 
     Raises:
         ValueError: another rule has this name.
@@ -130,7 +133,8 @@ def register(
         if others is not None:
             roles = {"other": others, "embedding": embedding or others, "head": head or others}
         is_for_all = "type" not in (others or {}) if any_shape is None else any_shape
-        REGISTRY[name] = Entry(rule, paper, state, rounds, is_batched, roles, is_for_all)
+        spelled = spelling or rule.__name__
+        REGISTRY[name] = Entry(rule, paper, state, rounds, is_batched, roles, is_for_all, spelled)
         for tell in _subscribers:
             tell(name)
         return rule
@@ -142,13 +146,18 @@ def _full_name(rule: type) -> str:
     return f"{rule.__module__}.{rule.__qualname__}"
 
 
+def key_of(name: str) -> str:
+    """Returns the key of a name as configs write it: "ds_ext.APOLLO-Mini" -> "apollomini"."""
+    return name.lower().removeprefix("ds_ext.").replace("-", "")
+
+
 def named(name: Any, key: str = "optimizer.type") -> Entry:
-    """Returns the registered rule that a config names, in any case, with or without "ds_ext.".
+    """Returns the registered rule that a config names: see ``key_of``.
 
     Raises:
         ValueError: there is none; it tells the ``key`` of the config and what may have been meant.
     """
-    wanted = name.lower().removeprefix("ds_ext.") if isinstance(name, str) else ""
+    wanted = key_of(name) if isinstance(name, str) else ""
     if wanted in REGISTRY:
         return REGISTRY[wanted]
     near = [REGISTRY[x].rule.__name__ for x in difflib.get_close_matches(wanted, REGISTRY, n=1)]

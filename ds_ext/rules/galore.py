@@ -39,8 +39,8 @@ from ds_ext.rules.base import Kept, Rounds, Sums, register
 
 @register(
     paper="2403.03507",
-    state="about 8·r/(L·d) for moments + 4·r/L for a replicated basis, r the rank, L the long "
-    "side; 2 instead of 8 with 8-bit moments",
+    state="about 8·r/(S·d) for moments + 4·r/L for a replicated basis, r the rank, S and L the "
+    "short and the long side; 2 instead of 8 with 8-bit moments",
     rounds="1–2, more when the basis is renewed",
     others={"rank": None},
 )

@@ -13,6 +13,10 @@ from ds_ext.rules import REGISTRY
 Hypers = dict[str, Any]
 
 
+# Rules that step parameters of any shape; the others are for matrices of linear layers.
+FOR_ALL = [name for name, entry in REGISTRY.items() if entry.any_shape]
+
+
 class Table(Mapping[str, Hypers]):
     """A row for each registered rule: the ``shared`` values that it has a field for, and its own.
 

@@ -8,15 +8,19 @@ defaults in the first and those of docs/algorithms.md in the second.
 """
 
 import contextlib
+import functools
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import came_pytorch
 import lomo_optim
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 LR = {"came": 2e-4}  # CAME's authors have no default
@@ -211,3 +215,30 @@ def _rms(x: Tensor) -> Tensor:
 
 def _clip(u: Tensor, threshold: float) -> Tensor:
     return u / max(1, _rms(u) / threshold)
+
+
+# Normal numbers from a counter, as ops/normal.py describes them.
+
+
+def normal_numbers(stream: int, key: int, draw: int, n: int) -> NDArray[np.float32]:
+    """The first ``n`` of a sequence, in numpy's unsigned integers; ``key`` is of (seed, draw)."""
+    with np.errstate(over="ignore"):
+        words = _lowbias32(
+            np.arange(-(-n // 2), dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(key)
+        )
+        own = np.array([(stream * 0x85EBCA77 + draw) % 2**32], dtype=np.uint32)
+        words = _lowbias32(words ^ _lowbias32(own))
+    return _quantiles()[words.view(np.uint16).reshape(-1)[:n]]  # little-endian: lower half first
+
+
+def _lowbias32(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+@functools.cache
+def _quantiles() -> NDArray[np.float32]:
+    normal = statistics.NormalDist()
+    q = np.array([normal.inv_cdf((i + 0.5) / 2**16) for i in range(2**16)])
+    return (q / np.sqrt(np.mean(q**2))).astype(np.float32)

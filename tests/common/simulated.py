@@ -8,6 +8,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.hypers import SIMULATED
 
@@ -91,9 +92,15 @@ def errors(got, expected, before):
     ]
 
 
-def sharded_error(name, world, steps=10, shapes=table.SHAPES, simulate=lockstep.simulate):
+def shapes_of(name):
+    """The table's shapes of parameters that a registered rule is for."""
+    matrices = tuple(shape for shape in table.SHAPES if len(shape) == 2)
+    return table.SHAPES if REGISTRY[name].any_shape else matrices
+
+
+def sharded_error(name, world, steps=10, simulate=lockstep.simulate):
     """The worst error of a registered rule on ``world`` ranks against itself on one, and both."""
-    rule = OPTIMIZERS[name].hypers(**SIMULATED[name])
+    rule, shapes = OPTIMIZERS[name].hypers(**SIMULATED[name]), shapes_of(name)
     before = table.weights(shapes)
     whole, ranks = Ranks(rule, before, 1), Ranks(rule, before, world)
     for grads in table.gradients(steps, shapes):

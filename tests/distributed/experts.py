@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 import ds_ext
 from ds_ext.engine import autotp, expert_parallel
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks
+from tests.common.hypers import FOR_ALL
 from tests.common.ranks import shared_folder, whole
 from tests.distributed.training import HYPERS
 
@@ -69,7 +70,7 @@ class Run:
 
 def _runs() -> dict[str, Run]:
     made = {}
-    for rule in HYPERS:
+    for rule in FOR_ALL:
         made[f"mixtral-{rule}-stage3"] = Run("mixtral", rule, 3, leaves=rule == "lomo")
     for stage in (None, 0, 1, 2):
         name = "plain" if stage is None else f"stage{stage}"

@@ -14,7 +14,7 @@ import ds_ext
 from ds_ext.engine.checkpoint_contents import owned
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models, ranks
-from tests.common.hypers import TRAINED
+from tests.common.hypers import FOR_ALL, TRAINED
 from tests.common.ranks import logged, shared_folder
 from tests.integration import trainer_jobs
 from tests.integration.trainer import config as shipped
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _KNOWN = {name for name, _ in KINDS.values()}
-KINDS |= {rule: (rule, hypers) for rule, hypers in TRAINED.items() if rule not in _KNOWN}
+KINDS |= {rule: (rule, hypers) for rule, hypers in TRAINED.items() if rule in {*FOR_ALL} - _KNOWN}
 STAGES = (0, 1, 2, 3)
 
 

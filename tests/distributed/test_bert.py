@@ -4,16 +4,16 @@ import itertools
 
 import pytest
 
-from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
 from tests.common.choose import params, spread
+from tests.common.hypers import FOR_ALL
 from tests.distributed import bert
 from tests.distributed.bert import CLASSES, STAGES
 
-ALL = list(itertools.product(CLASSES, OPTIMIZERS, STAGES))
+ALL = list(itertools.product(CLASSES, FOR_ALL, STAGES))
 # Each class twice, at each stage several of them; rules take turns.
 PAIRS = [(name, stage) for i, name in enumerate(CLASSES) for stage in (i % 4, (i + 2) % 4)]
-QUICK = [(name, rule, stage) for rule, name, stage in spread(OPTIMIZERS, PAIRS)]
+QUICK = [(name, rule, stage) for rule, name, stage in spread(FOR_ALL, PAIRS)]
 
 
 @pytest.mark.supports("nine BERT classes", stage="stage", optimizer="rule")

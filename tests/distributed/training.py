@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
-from tests.common.hypers import TRAINED, changed
+from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.ranks import whole
 
 STEPS = 5
@@ -68,7 +68,7 @@ def _runs() -> dict[str, Training]:
     for stage in (None, 0, 3):
         name = "plain" if stage is None else f"stage{stage}"
         made[f"previous-{name}"] = Training(stage=stage, max_norm=0.5, clip_mode="previous")
-    for rule in HYPERS:
+    for rule in FOR_ALL:
         made[f"{rule}-clip"] = Training(rule, 3, "fused", 0.3)
     made["scale"] = Training(max_norm=0.5, how="scale")
     made["tensor backward"] = Training(max_norm=0.5, how="tensor", policy="sharded")

@@ -16,7 +16,7 @@ from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
-from tests.common.hypers import TRAINED, changed
+from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.ranks import identical, message, shared_folder, whole
 
 STEPS = 8
@@ -51,9 +51,10 @@ class Case:
 # gradients arrive does not depend on the rule: that is run for these four.
 FOUR = ("lomo", "adalomo", "adafactor", "came")
 HYPERS = changed(TRAINED, galoreadamw={"nbits": 32})
-RULES = tuple(HYPERS)
+RULES = tuple(FOR_ALL)  # the others: test_matrices.py
 CASES: dict[str, Case] = {}
-for _rule, _hypers in HYPERS.items():
+for _rule in RULES:
+    _hypers = HYPERS[_rule]
     _decay = _hypers | {"weight_decay": 0.1}
     CASES[_rule] = Case(_rule, _hypers)
     CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None, plain_backward=True)

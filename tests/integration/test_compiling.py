@@ -18,6 +18,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths
 from tests.common.choose import params
+from tests.common.hypers import FOR_ALL
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia
@@ -49,7 +50,7 @@ def asked_for(monkeypatch) -> list:
 
     monkeypatch.setattr(tables, "run", note)
     paths.use(monkeypatch, "kernels")
-    for name in OPTIMIZERS:
+    for name in FOR_ALL:
         for dtype, modes in MODES.items():
             for mode in modes:
                 for shapes in (ALIGNED, ODD):

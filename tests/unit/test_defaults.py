@@ -15,11 +15,12 @@ from ds_ext.ops import quantize, rounding, scratch
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, table
 from tests.common.choose import params
+from tests.common.hypers import FOR_ALL
 from tests.unit.test_kernels import SETTINGS
 
 SHAPES = ((), (300,), (40, 150), (3, 7, 20))
 GALORE = {"lr": 0.02, "rank": 3, "update_proj_gap": 2}
-CASES = {name: (name, SETTINGS[name]) for name in OPTIMIZERS} | {
+CASES = {name: (name, SETTINGS[name]) for name in FOR_ALL} | {
     "projected": ("galoreadamw", GALORE),
     "8 bits": ("galoreadamw", GALORE | {"nbits": 8, "min_8bit_size": 16}),
 }

@@ -6,7 +6,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common.hypers import NEEDED
+from tests.common.hypers import FOR_ALL, NEEDED
 
 HYPERS = NEEDED
 
@@ -44,7 +44,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("dtypes, how", CASES, ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_parameters_of_all_dtypes_step_as_those_of_one_do(name, dtypes, how):
     model, plain = make(dtypes), make(dtypes)
     before = {n: p.detach().clone() for n, p in plain.named_parameters()}

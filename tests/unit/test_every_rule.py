@@ -16,11 +16,12 @@ import torch
 
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules.base import key_of
 from tests.common import hypers, newcomer
 from tests.common.choose import params, spread
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, sharded_error
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, shapes_of, sharded_error
 from tests.common.table import WORLDS, gradients, weights
-from tests.distributed import resuming, zero
+from tests.distributed import matrices, resuming, zero
 from tests.plant_faults import copied
 
 MANY = [n for n in WORLDS if n > 1]
@@ -42,7 +43,7 @@ def check_on_ranks(name, world):
             if part.is_shared:
                 first, *others = [at(states[k], path) for states in ranks.states]
                 assert all(torch.equal(first, other) for other in others), path
-    assert not any(map(torch.equal, whole.params, weights()))
+    assert not any(map(torch.equal, whole.params, weights(shapes_of(name))))
 
 
 @pytest.mark.parametrize("name, world", params(ON_RANKS, spread(OPTIMIZERS, [(3,), (16,), (2,)])))
@@ -53,9 +54,9 @@ def test_sharded_equals_whole(name, world):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_missing_reduction_is_seen(name):
     rule = OPTIMIZERS[name].hypers(**hypers.SIMULATED[name])
-    (grads,) = gradients(1)
-    taken = Ranks(rule, weights(), 2).step(grads)
-    assert taken == Ranks(rule, weights(), 2).step(grads, dropping(None))
+    before, (grads,) = weights(shapes_of(name)), gradients(1, shapes_of(name))
+    taken = Ranks(rule, before, 2).step(grads)
+    assert taken == Ranks(rule, before, 2).step(grads, dropping(None))
     if taken:  # at least in the first round of a step
         assert sharded_error(name, 2, 3, simulate=dropping(0))[0] > BROKEN
 
@@ -63,12 +64,13 @@ def test_a_missing_reduction_is_seen(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_becomes_nan_where_gradients_are_zero(name):
     rule = OPTIMIZERS[name].hypers(**hypers.SIMULATED[name] | {"weight_decay": 0.0})
-    ranks = Ranks(rule, weights(), 3)
-    nothing = [torch.zeros_like(p) for p in weights()]
+    before = weights(shapes_of(name))
+    ranks = Ranks(rule, before, 3)
+    nothing = [torch.zeros_like(p) for p in before]
     for _ in range(2):
         ranks.step(nothing)
-    assert all(map(torch.equal, ranks.params, weights()))
-    for grads in gradients(2):
+    assert all(map(torch.equal, ranks.params, before))
+    for grads in gradients(2, shapes_of(name)):
         ranks.step(grads)
         ranks.step(nothing)
     assert all(p.isfinite().all() for p in ranks.params)
@@ -156,4 +158,5 @@ def test_a_new_rule_of_the_repository_is_collected_and_run(tmp_path):
 
 
 def test_the_kinds_of_runs_that_are_resumed_are_of_every_rule():
-    assert {name for name, _ in resuming.KINDS.values()} == set(OPTIMIZERS)
+    kinds = {name for name, _ in resuming.KINDS.values()} | {*map(key_of, matrices.TYPES)}
+    assert kinds == set(OPTIMIZERS)

@@ -14,7 +14,7 @@ import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.choose import params, spread
-from tests.common.hypers import NEEDED, changed
+from tests.common.hypers import FOR_ALL, NEEDED, changed
 
 HYPERS = changed(NEEDED, galoreadamw={"rank": 4})
 WAYS = list(itertools.product([None, "reentrant", "nonreentrant"], [None, 300, 10**6]))
@@ -39,7 +39,7 @@ def weights(model):
 )
 @pytest.mark.parametrize(
     "name, checkpointing, bucket",
-    params([(name, *way) for name in OPTIMIZERS for way in WAYS], [*spread(OPTIMIZERS, WAYS)]),
+    params([(name, *way) for name in FOR_ALL for way in WAYS], [*spread(FOR_ALL, WAYS)]),
 )
 def test_the_weights_have_the_bits_of_an_ordinary_step(name, checkpointing, bucket):
     plain, model = models.make(checkpointing), models.make(checkpointing)
@@ -103,7 +103,7 @@ def test_a_scheduler_is_followed():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e19])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_no_gradient_makes_a_weight_or_a_state_that_is_not_finite(name, value, caplog):
     model = torch.nn.Linear(64, 64, bias=False)
     other = torch.nn.Linear(64, 3)
@@ -235,7 +235,7 @@ def test_a_second_backward_before_step_is_refused_where_it_was_clipped_by_the_fi
 
 
 @pytest.mark.parametrize("how", [{"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_a_step_that_is_measured_or_kept_is_skipped_whole(name, how, caplog):
     model, twin = models.make(), models.make()
     optimizer, other = optimizer_of(name, model), optimizer_of(name, twin)
@@ -338,7 +338,7 @@ def test_backward_passes_add_up_though_autograd_lets_gradients_share_memory(chec
         assert (p - expected[n]).norm() <= 1e-4 * (expected[n] - start[n]).norm(), n
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_no_hook_reads_a_number_of_the_device(name):
     """``.item()`` and what else makes the host wait. Whether gradients are finite is one flag of a
     bucket, brought to the host on its way (beside.py)."""

@@ -18,7 +18,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths, table
 from tests.common.choose import params
-from tests.common.hypers import SIMULATED, changed
+from tests.common.hypers import FOR_ALL, SIMULATED, changed
 
 pytestmark = needs.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,7 +26,7 @@ SHAPES = ((), (5,), (300,), (1, 7), (7, 1), (40, 150), (3, 33, 20), (70, 17))
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5}, galoreadamw={"rank": None})
 # Triton's interpreter is slow: `make test` runs rules that ask for different kernels.
 WITHOUT = ("flashadamw", "lion")  # kernels of their own; the ops serve
-BY_RANKS = list(itertools.product([name for name in OPTIMIZERS if name not in WITHOUT], [1, 3]))
+BY_RANKS = list(itertools.product([name for name in FOR_ALL if name not in WITHOUT], [1, 3]))
 QUICK_BY_RANKS = [("lomo", 3), ("adafactor", 3), ("lamb", 1), ("sinkgd", 3)]
 IN_16_BITS = list(
     itertools.product(

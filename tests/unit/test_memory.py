@@ -20,10 +20,11 @@ from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
 from tests.common import models
 from tests.common.choose import params, spread
+from tests.common.hypers import FOR_ALL
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SETTINGS = [(name, {}) for name in OPTIMIZERS]
+SETTINGS = [(name, {}) for name in FOR_ALL]
 SETTINGS += [("adafactor", {"beta1": 0.9}), ("galoreadamw", {"rank": 16, "nbits": 8})]
 SETTINGS += [(name, {"weight_update": "master"}) for name in ("lomo", "adalomo", "came")]
 SETTINGS += [("lomo", {"weight_update": "master24"})]

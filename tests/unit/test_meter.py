@@ -15,7 +15,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.meter import Meter, rms
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import choose, table
-from tests.common.hypers import NEEDED, changed
+from tests.common.hypers import FOR_ALL, NEEDED, changed
 
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
 HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
@@ -28,7 +28,7 @@ KINDS += [
 each_kind = pytest.mark.parametrize(
     "name, dtype, mode",
     choose.params(
-        [(name, *kind) for name in OPTIMIZERS for kind in KINDS], choose.spread(OPTIMIZERS, KINDS)
+        [(name, *kind) for name in FOR_ALL for kind in KINDS], choose.spread(FOR_ALL, KINDS)
     ),
 )
 

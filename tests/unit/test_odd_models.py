@@ -9,7 +9,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common.hypers import NEEDED
+from tests.common.hypers import FOR_ALL, NEEDED
 
 HYPERS = NEEDED
 HOW = {
@@ -44,7 +44,7 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["plain", *HOW])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_sparse_gradients_are_made_dense(name, how):
     def trained(sparse):
         model = Words(sparse)

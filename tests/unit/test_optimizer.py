@@ -17,7 +17,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import table
-from tests.common.hypers import SIMULATED
+from tests.common.hypers import FOR_ALL, SIMULATED
 from tests.common.reference import Authors, Textbook
 from tests.common.table import RULES, SHAPES
 
@@ -119,7 +119,7 @@ def test_named_parameters():
     assert not torch.equal(module.weight, before)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_closure(name):
     p = nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = OPTIMIZERS[name]([p], **HYPERS[name])
@@ -137,7 +137,7 @@ def test_closure(name):
     assert optimizer.step() is None
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_a_parameter_without_gradient_is_left_alone(name):
     shapes = [(3, 5), (3, 5)]
     params = parameters(shapes=shapes)
@@ -184,7 +184,7 @@ def _views():
     return [transposed, strided, channels.to(memory_format=torch.channels_last)]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_weights_and_gradients_that_are_not_contiguous(name):
     torch.manual_seed(0)
     views = [nn.Parameter(v) for v in _views()]
@@ -223,7 +223,7 @@ def saved(optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_resumed_equals_uninterrupted(name, dtype):
     gradients = table.gradients(6)
     through = parameters(dtype)
@@ -271,7 +271,7 @@ def test_a_state_of_other_groups_is_refused():
         one.load_state_dict(two.state_dict())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_a_copy_steps_its_own_parameters(name):
     params, gradients = parameters(shapes=[(3, 5)]), table.gradients(2, [(3, 5)])
     optimizer = OPTIMIZERS[name](params, **HYPERS[name])

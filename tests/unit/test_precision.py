@@ -19,7 +19,7 @@ from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import choose, table
-from tests.common.hypers import Table
+from tests.common.hypers import FOR_ALL, Table
 
 CPU = torch.device("cpu")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -284,8 +284,8 @@ def test_1000_updates_that_nearest_would_lose_add_up(half):
 @pytest.mark.parametrize(
     "name, half",
     choose.params(
-        itertools.product(OPTIMIZERS, HALVES.values()),
-        choose.spread(OPTIMIZERS, [(half,) for half in HALVES.values()]),
+        itertools.product(FOR_ALL, HALVES.values()),
+        choose.spread(FOR_ALL, [(half,) for half in HALVES.values()]),
     ),
 )
 def test_steps_with_a_master_have_the_bits_of_fp32(name, half):
@@ -346,9 +346,7 @@ CUTS = list(itertools.product(MODES, HALVES.values(), [1, 2, 3, 7]))
 
 @pytest.mark.parametrize(
     "name, mode, half, world",
-    choose.params(
-        [(name, *cut) for name in OPTIMIZERS for cut in CUTS], choose.spread(OPTIMIZERS, CUTS)
-    ),
+    choose.params([(name, *cut) for name in FOR_ALL for cut in CUTS], choose.spread(FOR_ALL, CUTS)),
 )
 def test_a_sharded_step_has_the_bits_of_a_whole_one(name, mode, half, world, monkeypatch):
     """Given the same totals: sums in another order may differ in their last bit."""

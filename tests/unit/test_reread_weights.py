@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common.hypers import FOR_ALL
 
 
 class Reading(nn.Module):
@@ -22,7 +23,7 @@ class Reading(nn.Module):
         return F.linear(torch.tanh(h), self.weight).square().sum()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_a_weight_that_was_read_detached_and_is_needed_after_its_step_is_an_error(name):
     model = Reading()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -61,7 +62,7 @@ class Rotating(nn.Module):
         return torch.view_as_real(pairs).square().sum()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_complex_parameters_are_refused(name):
     with pytest.raises(ValueError, match="complex64.*view_as_real"):
         OPTIMIZERS[name](Rotating(trains=True).parameters())

@@ -27,6 +27,7 @@ from ds_ext.planner import memory
 from ds_ext.rules import REGISTRY, lowrank
 from tests.common import apart
 from tests.common.choose import params, spread
+from tests.common.hypers import FOR_ALL
 
 SMALL = (256, 48, 132, 2, 4, 2, False)
 STACK = (4, 6, 8)  # of experts; a rank of 2 or 4 holds whole ones, one of 8 or 16 a part of one
@@ -99,9 +100,7 @@ def _noting(rule):
 
 @pytest.mark.parametrize(
     "name, world",
-    params(
-        itertools.product(OPTIMIZERS, range(1, 8)), spread(OPTIMIZERS, [(n,) for n in (1, 2, 3, 7)])
-    ),
+    params(itertools.product(FOR_ALL, range(1, 8)), spread(FOR_ALL, [(n,) for n in (1, 2, 3, 7)])),
 )
 def test_rounds_counted_without_storage_are_those_of_real_tensors(name, world, monkeypatch):
     monkeypatch.setattr(lowrank, "SLICE", 100)  # a basis is renewed in several rounds
@@ -112,7 +111,7 @@ def test_rounds_counted_without_storage_are_those_of_real_tensors(name, world, m
 
 
 @pytest.mark.parametrize("world", params([2, 16], [2]))
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_each_expert_of_a_stack_has_statistics_of_its_own(name, world):
     found = counted_rounds(name, ("experts.up", *NAMES), world)
     assert found == real_rounds(name, ("experts.up", *NAMES), world)
@@ -141,7 +140,7 @@ def test_ranks_that_differ_in_what_they_add_to_are_found(monkeypatch):
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_state_is_that_of_the_rank_that_has_most(name, world):
     with torch.device("meta"):
         rule = Rule(name, Model())

@@ -17,7 +17,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths, table
 from tests.common.choose import params
-from tests.common.hypers import SIMULATED, changed
+from tests.common.hypers import FOR_ALL, SIMULATED, changed
 
 SHAPE = (12, 20)
 DIVIDED = {
@@ -117,7 +117,7 @@ def test_galore_on_the_other_side(how):
     assert whole_and_split("galoreadamw", LEFT, DIVIDED[how], 2)[0] <= 1e-9
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_a_split_bias_takes_the_step_of_the_whole(name):
     boxes = ((Box(0, 1, 0, 7),), (Box(0, 1, 7, 4),))
     assert whole_and_split(name, SETTINGS[name], boxes, 2, (11,))[0] <= 1e-9

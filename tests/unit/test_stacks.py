@@ -28,14 +28,15 @@ from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
 from tests.common import needs, paths, table
 from tests.common.choose import params
-from tests.common.hypers import SIMULATED, changed
+from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.reference import Authors
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
 STEPS = 6
-HYPERS = changed(
+_ALL = changed(
     SIMULATED, adalomo={"clip_threshold": 0.5}, galoreadamw={"rank": 2, "update_proj_gap": 3}
 )
+HYPERS = {name: _ALL[name] for name in FOR_ALL}
 EIGHT = {"nbits": 8, "min_8bit_size": 10}
 
 

@@ -37,6 +37,7 @@ ONLY = {
     "lomo_optim": "",  # the authors' code is for tests
     "came_pytorch": "",
     "galore_torch": "",
+    "apollo_torch": "",
 }
 WITHOUT_TORCH = {
     "ops/shard.py",

@@ -1,0 +1,143 @@
+"""APOLLO: the gradient, its rows or columns scaled as Adam scales those of a random projection.
+
+Zhu et al., arXiv 2412.05270, algorithm 1, as in the authors' apollo_torch: the root of ``scale``
+after the norm-growth limiter, bias correction as a factor, eps added to the uncorrected root,
+weight decay after the update, moments kept when the projection is renewed. Unlike theirs, the
+projection has the same bits on every device and on any number of ranks, and the limiter begins
+after the first update that is not 0: theirs would bound all that follows a first gradient of 0,
+as of an expert that no token has reached, to a growth of 1 % a step from 1e-8.
+
+    A channel is a row of G where rows >= cols, else a column: those of the long side.
+    P [short side, rank] ~ N(0, 1 / rank), new each update_proj_gap steps
+    R = G · P, or Gᵀ · P  [channels, rank]
+    m ← EMA, by beta1, of R,  v ← EMA, by beta2, of R²,  N = m / (sqrt(v) + eps)
+    a = ‖N‖ / (‖R‖ + 1e-8), of each channel, or of all of them together
+    U = G, its channels times a;  U ← U / l,  l = max(‖U‖ / (n + 1e-8), 1.01) / 1.01 if n > 0
+    n ← ‖U‖
+    p ← p − lr · c · sqrt(scale) · U,  c = sqrt(1 − beta2^t) / (1 − beta1^t)
+    p ← p (1 − lr · weight_decay)
+
+State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq, transposed where cols > rows; ``n``
+is their scaled_grad. P is made when it is needed: 4 · rank · short side bytes for a moment.
+
+A step takes two rounds. The first adds up R and the square sums of channels; each rank then
+advances the moments of its share of the channels, 8 · rank · channels / d bytes, and the second
+makes ‖N‖² known to all. ‖U‖² = sum(a² · ‖channel‖²) needs no round of its own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.hyperparams import Count, Fraction, NonNegative, Positive, Scaling, Size
+from ds_ext.ops import scratch
+from ds_ext.ops.normal import normals
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part, Parts
+from ds_ext.rules.base import Kept, Rounds, register
+
+GROWTH = 1.01  # what an update's norm may be of the one before
+TINY = 1e-8  # what norms are divided by at least
+
+STATE = "8·r/(S·d), r the rank, S the short side"
+
+
+@register(paper="2412.05270", state=STATE, rounds="2", others={"type": "AdamW"})
+@dataclass(frozen=True)
+class APOLLO:
+    """The gradient, its channels scaled as Adam would scale them (arXiv 2412.05270)."""
+
+    lr: NonNegative = 1e-3
+    rank: Count = 256  # dimensions of the projected gradient
+    update_proj_gap: Count = 200  # steps between renewals of the projection
+    scale: Positive = 1.0  # an update is multiplied by its root
+    scale_type: Scaling = "channel"  # a factor for each channel, or one for the tensor
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-6
+    weight_decay: NonNegative = 0.0  # decoupled, times lr
+    seed: Size = 0  # of the projections
+
+    def keeps(self, shard: Shard) -> Parts:
+        own, n = _own_channels(shard), max(shard.rows, shard.cols)
+        moment = Part.of(slice(own.start * self.rank, own.stop * self.rank), n * self.rank)
+        return {"m": moment, "v": moment, "n": Part.whole(), "stream": Part.stream()}
+
+    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        (beta1, beta2), own = self.betas, _own_channels(shard)
+        draw = (t - 1) // self.update_proj_gap
+        row_sq, col_sq = ops.matrix_square_sums(g, shard, g)
+        g_sq = row_sq if _is_tall(shard) else col_sq
+        r, g_sq = yield self.projected(g, s["stream"], draw, shard), g_sq.view(-1)
+
+        adam = ops.AdamStep(
+            ops.RootQuotient(s["m"], s["v"], self.eps), r[own].view(-1), beta1, beta2
+        )
+        n_sq = ops.evaluate(adam, Shard.whole((s["m"].numel(),)), r).square_()
+        n_sq = n_sq.view(-1, self.rank).sum(1)
+        (n_sq,) = yield (ops.pad(n_sq, own, g_sq),)
+
+        r_sq = r.square_().sum(1)
+        if self.scale_type == "tensor":
+            n_sq, r_sq = n_sq.sum(0, keepdim=True), r_sq.sum(0, keepdim=True)
+        a = n_sq.sqrt() / (r_sq.sqrt() + TINY)
+        norm = (a.square() * g_sq).sum().sqrt()
+        limit = (norm / (s["n"] + TINY)).clamp(min=GROWTH) / GROWTH
+        limit = limit.where(s["n"] > 0, 1.0)
+        s["n"].copy_(norm / limit)
+        factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) * self.scale**0.5
+        factor *= 1 - self.lr * self.weight_decay  # the decay is that of the updated weight
+        u = _scaled(g, a * (factor / limit), shard)
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+
+    def projected(self, g: ops.Gradient, stream: Tensor, draw: int, shard: Shard) -> Tensor:
+        """R of a run, [channels, rank], to be summed over ranks."""
+        tall = _is_tall(shard)
+        side = slice(0, shard.cols) if tall else shard.touched  # that P is needed of
+        numbers = slice(side.start * self.rank, side.stop * self.rank)
+        dtype = ops.accumulator(g.dtype)
+        basis = normals(stream, self.seed, draw, numbers).to(dtype).mul_(self.rank**-0.5)
+        basis = basis.view(-1, self.rank)
+        r = torch.zeros(max(shard.rows, shard.cols), self.rank, dtype=dtype, device=g.device)
+        for b in scratch.blocks(shard):
+            x = ops.read(g, b)[0]
+            if tall:
+                r[b.rows] += x @ basis[b.cols]
+            else:
+                r[b.cols] += x.T @ basis[b.rows.start - side.start : b.rows.stop - side.start]
+        return r
+
+
+@register(
+    paper="2412.05270",
+    state=STATE + ", r = 1",
+    rounds="2",
+    others={"type": "AdamW"},
+    spelling="APOLLO-Mini",
+)
+@dataclass(frozen=True)
+class APOLLOMini(APOLLO):
+    """APOLLO of rank 1, with one factor for the whole gradient (arXiv 2412.05270)."""
+
+    rank: Count = 1  # dimensions of the projected gradient
+    scale: Positive = 128.0  # an update is multiplied by its root
+    scale_type: Scaling = "tensor"  # a factor for each channel, or one for the tensor
+
+
+def _is_tall(shard: Shard) -> bool:
+    """Whether the channels of a matrix are its rows."""
+    return shard.rows >= shard.cols
+
+
+def _own_channels(shard: Shard) -> slice:
+    """The channels whose moments a rank keeps: they are cut over the ranks as the matrix is."""
+    n, numel = max(shard.rows, shard.cols), max(shard.numel, 1)
+    return slice(n * shard.start // numel, n * shard.stop // numel)
+
+
+def _scaled(g: ops.Gradient, by: Tensor, shard: Shard) -> ops.Quotient:
+    """A run whose channels are multiplied by ``by``, [channels], or by one factor, [1]."""
+    row, col = (by, by.new_ones(1)) if _is_tall(shard) else (by.new_ones(1), by)
+    row, col = row.expand(shard.rows), col.expand(shard.cols)
+    return ops.Quotient(g, row[None, :, None], col[None, None])

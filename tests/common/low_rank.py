@@ -1,0 +1,64 @@
+"""apollo_torch with our projection put in, and torch's Muon in a dtype to compare with."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from unittest import mock
+
+import apollo_torch
+import torch
+from apollo_torch import random_projector
+from torch import Tensor
+
+from ds_ext.ops import rounding
+from tests.common.reference import normal_numbers
+
+
+@functools.cache
+def projection(side: int, rank: int, period: int, seed: int = 0, stream: int = 0) -> Tensor:
+    """P [side, rank] in fp64, from the formula of the counter written out in the tests."""
+    numbers = normal_numbers(stream, rounding.key(seed, 0, period), period, side * rank)
+    return torch.from_numpy(numbers).view(side, rank).double() / rank**0.5
+
+
+class Projector(random_projector.GradientProjector):
+    """Theirs, with our P; ``seed`` is the parameter's stream."""
+
+    def update_ortho_matrix(self, full_rank_grad, proj_type):
+        self.period = getattr(self, "period", -1) + 1
+        self.ortho_matrix = self.get_orthogonal_matrix(
+            full_rank_grad, self.rank, proj_type, self.seed
+        )
+
+    def get_orthogonal_matrix(self, weights, rank, type, seed):
+        q = projection(min(weights.shape), rank, self.period, stream=seed)
+        return (q.T if type == "right" else q).contiguous().to(weights.dtype)
+
+
+class APOLLO(apollo_torch.APOLLOAdamW):
+    """apollo_torch's optimizer of matrices.
+
+    Args:
+        streams: The parameters, and the streams of their random numbers.
+        rank, scale, scale_type, gap: Their "rank" and so on of a group; gap: "update_proj_gap".
+    """
+
+    def __init__(
+        self, streams: Mapping[Tensor, int], rank, scale, scale_type, gap, **hypers
+    ) -> None:
+        low = {"rank": rank, "scale": scale, "scale_type": scale_type, "update_proj_gap": gap}
+        low |= {"proj": "random", "proj_type": "std"}
+        super().__init__([{"params": list(streams), **low}], **hypers)
+        for p, stream in streams.items():
+            self.state[p]["seed"] = stream
+
+    def step(self, closure=None):
+        with mock.patch.object(apollo_torch.apollo, "GradientProjector", Projector):
+            return super().step(closure)
+
+
+@contextlib.contextmanager
+def in_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch.optim.Muon computes in what it calls bfloat16; here that is ``dtype``."""
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x.to(dtype, copy=True)):
+        yield

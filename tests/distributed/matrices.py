@@ -1,0 +1,74 @@
+"""Training by rules that are for the matrices of linear layers, others by AdamW: jobs."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from tests.common import models
+from tests.common.ranks import identical, logged, whole
+from tests.distributed import resuming
+
+STEPS = 8
+# By what a config says; a projection is renewed in step 4 and 7.
+TYPES: dict[str, dict[str, Any]] = {
+    "APOLLO": {"lr": 0.02, "rank": 3, "update_proj_gap": 3, "weight_decay": 0.1},
+    "APOLLO-Mini": {"lr": 0.005, "update_proj_gap": 3, "weight_decay": 0.1},
+    "ds_ext.Muon": {"lr": 0.02, "weight_decay": 0.1},
+}
+
+
+def start(name: str, stage: int, model: torch.nn.Module, **more: Any) -> deepspeed.DeepSpeedEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": name, "params": TYPES[name] | more},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 300,
+            "stage3_param_persistence_threshold": 30,
+        },
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def train(name: str, stage: int) -> dict[str, Any]:
+    """The weights before and after, and how each parameter was stepped."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with logged() as said:
+        engine = start(name, stage, models.make())
+    before = whole(engine.module)
+    for step in range(STEPS):
+        engine.backward(engine(models.batch(step, world)[rank], step=step))
+        engine.step()
+    after, optimizer = whole(engine.module), engine.optimizer
+    return {
+        "before": before,
+        "after": after,
+        "identical": identical(after),
+        "said": said,
+        "groups": {
+            engine.param_names[p]: (group.get("type"), group["lr"], group["weight_decay"])
+            for group in optimizer.param_groups
+            for p in group["params"]
+        },
+        "streams": {
+            engine.param_names[p]: int(state["stream"])
+            for p, state in optimizer.state.items()
+            if "stream" in state
+        },
+    }
+
+
+def resume(name: str, stage: int, folder: str, first: int, last: int) -> dict[str, Any]:
+    """Steps ``first`` to ``last``, from a checkpoint if there is one; then saves another."""
+    model = resuming.model_of("apollo")
+    engine = start(name, stage, model, seed=5)
+    before = whole(engine.module)
+    if first:
+        engine.load_checkpoint(folder, tag=str(first))
+    for step in range(first, last):
+        engine.backward(engine(resuming.batch(step), step=step))
+        engine.step()
+    engine.save_checkpoint(folder, tag=str(last))
+    return {"before": before, "after": whole(engine.module)}

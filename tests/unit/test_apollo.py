@@ -1,0 +1,307 @@
+"""APOLLO on simulated ranks is its authors' code with our projection, and its textbook in fp64."""
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+
+import ds_ext
+from ds_ext.distributed import lockstep
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import leaves
+from ds_ext.rules import APOLLO, APOLLOMini
+from tests.common import low_rank, table
+from tests.common.choose import params
+from tests.common.low_rank import projection
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
+from tests.common.table import MANY, WORLDS
+
+STEPS = 12
+GAP = 5  # a projection is renewed twice
+SHAPES = ((13, 29), (29, 13), (16, 16), (1, 7), (7, 1), (1, 1), (3, 5), (64, 33))
+
+SETTINGS = {
+    "channel": {"rank": 4},
+    "decay": {"rank": 3, "weight_decay": 0.3, "lr": 0.02, "scale": 2.0},
+    "betas-eps": {"rank": 4, "betas": (0.8, 0.95), "eps": 0.1},
+    "tensor": {"rank": 4, "scale_type": "tensor"},
+    "mini": {"rank": 1, "scale": 128.0, "scale_type": "tensor", "lr": 0.02, "weight_decay": 0.1},
+    "more than the short side": {"rank": 70},
+    "seed": {"rank": 4, "seed": 2**40},
+}
+
+
+def textbook(
+    p,
+    grads,
+    rank=256,
+    scale=1.0,
+    scale_type="channel",
+    lr=1e-3,
+    betas=(0.9, 0.999),
+    eps=1e-6,
+    weight_decay=0.0,
+    seed=0,
+    gap=GAP,
+):
+    """The parameter after ``grads``, by the paper's formulas on the whole matrix in fp64."""
+    tall = p.shape[0] >= p.shape[1]
+    m = v = before = 0.0
+    for t, g in enumerate(grads, 1):
+        q = projection(min(p.shape), rank, (t - 1) // gap, seed)
+        r = g @ q if tall else q.T @ g
+        m, v = betas[0] * m + (1 - betas[0]) * r, betas[1] * v + (1 - betas[1]) * r**2
+        n = m / (v.sqrt() + eps)
+        if scale_type == "channel":
+            along = {"dim": 1 if tall else 0, "keepdim": True}
+        else:
+            along = {}
+        u = g * (torch.norm(n, **along) / (torch.norm(r, **along) + 1e-8))
+        if t > 1:
+            u = u / (max(float(u.norm()) / (before + 1e-8), 1.01) / 1.01)
+        before = float(u.norm())
+        step = lr * (1 - betas[1] ** t) ** 0.5 / (1 - betas[0] ** t)
+        p = p - step * scale**0.5 * u
+        p = p - lr * weight_decay * p
+    return p
+
+
+@functools.cache
+def expected(setting, shapes=SHAPES):
+    grads = zip(*table.gradients(STEPS, shapes), strict=True)
+    return [
+        textbook(p, gs, **SETTINGS[setting])
+        for p, gs in zip(table.weights(shapes), grads, strict=True)
+    ]
+
+
+def run(setting, world, shapes=SHAPES, shift=0, simulate=lockstep.simulate):
+    rule = APOLLO(**SETTINGS[setting], update_proj_gap=GAP)
+    ranks = Ranks(rule, table.weights(shapes), world, shift)
+    for grads in table.gradients(STEPS, shapes):
+        ranks.step(grads, simulate)
+    return ranks.params
+
+
+def worst_error(setting, world, shapes=SHAPES, **how):
+    got = run(setting, world, shapes, **how)
+    return max(errors(got, expected(setting, shapes), table.weights(shapes)))
+
+
+# What `make test` runs: each setting, each number of ranks.
+QUICK = {*zip(SETTINGS, itertools.cycle(WORLDS), strict=False), ("channel", 16), ("tensor", 7)}
+
+
+@pytest.mark.parametrize(
+    "setting, world", params(list(itertools.product(SETTINGS, WORLDS)), QUICK.__contains__)
+)
+def test_sharded_equals_the_textbook_across_renewals(setting, world):
+    assert worst_error(setting, world) <= EXACT
+
+
+@pytest.mark.slow
+def test_more_ranks_than_elements():
+    assert worst_error("decay", MANY, ((1, 7), (13, 5), (5, 13))) <= EXACT
+
+
+def test_the_settings_matter():
+    before = table.weights(SHAPES)
+    for a, b in itertools.combinations(SETTINGS, 2):
+        assert max(errors(expected(a), expected(b), before)) > BROKEN
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("setting", ["channel", "tensor"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_missing_reduction_is_seen(setting, world, number):
+    for shapes in [((29, 13),), ((13, 29),)]:
+        assert worst_error(setting, world, shapes, simulate=dropping(None)) <= EXACT
+        assert not worst_error(setting, world, shapes, simulate=dropping(number)) <= BROKEN
+
+
+@pytest.mark.parametrize("shape", [(29, 13), (13, 29)])
+def test_geometry_shifted_by_one_is_seen(shape):
+    assert worst_error("channel", 3, (shape,), shift=1) > BROKEN
+
+
+@pytest.mark.parametrize("limit", [1, 4, 40])
+def test_blocks_of_any_size_give_the_same(limit, monkeypatch):
+    original = Shard.blocks
+    monkeypatch.setattr(Shard, "blocks", lambda self: original(self, limit))
+    assert worst_error("decay", 3, ((13, 29), (29, 13))) <= EXACT
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_step_takes_two_rounds(world):
+    ranks = Ranks(APOLLO(rank=4, update_proj_gap=2), table.weights(SHAPES), world)
+    assert [ranks.step(grads) for grads in table.gradients(4, SHAPES)] == [2] * 4
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_moments_are_cut_over_the_ranks(shape, world):
+    rule = APOLLO(rank=4)
+    for key in ("m", "v"):
+        parts = [rule.keeps(Shard.of_rank(shape, r, world))[key] for r in range(world)]
+        kept = [i for part in parts for i in range(part.start, part.stop)]
+        assert kept == list(range(4 * max(shape)))  # each by one rank
+        assert {part.total for part in parts} == {4 * max(shape)}
+    ours = [part.shape for _, part in leaves(rule.keeps(Shard.of_rank(shape, 0, world)))]
+    assert sorted(ours)[:2] == [(), ()] and len(ours) == 4  # the limiter's norm and the stream
+
+
+def authors(before, steps, **hypers):
+    """The parameters after ``steps``, by apollo_torch; their streams are their numbers."""
+    theirs = [p.clone().requires_grad_() for p in before]
+    reference = low_rank.APOLLO({p: i for i, p in enumerate(theirs)}, gap=GAP, **hypers)
+    for grads in steps:
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g.clone()
+        reference.step()
+    return [p.detach() for p in theirs]
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.float64, EXACT)])
+@pytest.mark.parametrize("kind", [APOLLO, APOLLOMini])
+def test_equals_the_authors(kind, dtype, close):
+    before, steps = table.weights(SHAPES, dtype), table.gradients(STEPS, SHAPES, dtype)
+    given = {"lr": 0.02, "weight_decay": 0.1}
+    rule = kind(**given)
+    own = {k: getattr(rule, k) for k in ("rank", "scale", "scale_type", "eps", "betas")}
+    theirs = authors(before, steps, **given, **own)
+    mine = [p.clone().requires_grad_() for p in before]
+    optimizer = getattr(ds_ext, kind.__name__)(mine, **given, update_proj_gap=GAP)
+    for grads in steps:
+        for p, g in zip(mine, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    assert max(errors([p.detach() for p in mine], theirs, before)) <= close
+
+
+@pytest.mark.parametrize("world", params([2, 3, 7, 16], [3]))
+@pytest.mark.parametrize("scale_type", ["channel", "tensor"])
+def test_sharded_equals_the_authors_in_fp32(scale_type, world):
+    for shape in SHAPES:  # alone: simulated parameters are all of stream 0
+        before = table.weights([shape], torch.float32)
+        steps = table.gradients(STEPS, [shape], torch.float32)
+        own = {"rank": 4, "scale": 2.0, "scale_type": scale_type}
+        ranks = Ranks(APOLLO(lr=0.1, **own, update_proj_gap=GAP), before, world)
+        for grads in steps:
+            ranks.step(grads)
+        theirs = authors(before, steps, lr=0.1, **own)
+        assert max(errors(ranks.params, theirs, before)) <= 1e-5
+
+
+def test_defaults_are_those_of_the_authors_readme():
+    assert APOLLO() == APOLLO(rank=256, scale=1.0, scale_type="channel", update_proj_gap=200)
+    mini = APOLLOMini()
+    assert (mini.rank, mini.scale, mini.scale_type) == (1, 128.0, "tensor")
+    assert (mini.betas, mini.eps, mini.update_proj_gap) == ((0.9, 0.999), 1e-6, 200)
+
+
+# The norm-growth limiter.
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_update_grows_by_a_hundredth_at_most(world):
+    (p,), (g,) = table.weights([(13, 29)]), table.gradients(1, [(13, 29)])[0]
+    ranks = Ranks(APOLLO(rank=4, lr=1.0, betas=(0.0, 0.0), eps=1e-12), [p], world)
+    norms = []
+    for factor in (1.0, 1e6, 1e6, 1e-3):
+        before = ranks.params[0]
+        ranks.step([g * factor])
+        norms.append(float((ranks.params[0] - before).norm()))
+    # without momentum an update does not depend on the gradient's scale: 1.01 is not reached
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)
+    ranks = Ranks(APOLLO(rank=4, lr=1.0, betas=(0.0, 0.999), eps=1e-12), [p], world)
+    norms = []
+    for t, factor in enumerate((1.0, 1e-3, 1.0, 1.0), 1):
+        before = ranks.params[0]
+        ranks.step([g * factor])
+        norms.append(float((ranks.params[0] - before).norm()) / (1 - 0.999**t) ** 0.5)
+    assert norms[1] < 0.01 * norms[0]
+    assert norms[2] / norms[1] == pytest.approx(1.01)
+    assert norms[3] / norms[2] == pytest.approx(1.01)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_first_gradient_of_zero_does_not_bound_what_follows(world):
+    p, steps = table.weights([(29, 13)]), table.gradients(3, [(29, 13)])
+    ranks = Ranks(APOLLO(rank=4), p, world)
+    ranks.step([torch.zeros_like(p[0])])
+    assert torch.equal(ranks.params[0], p[0])
+    moved = []
+    for grads in steps:
+        before = ranks.params[0]
+        ranks.step(grads)
+        moved.append(float((ranks.params[0] - before).norm()))
+    fresh = Ranks(APOLLO(rank=4), p, 1)
+    fresh.step(steps[0])
+    assert moved[0] > 0.1 * float((fresh.params[0] - p[0]).norm())
+    assert all(torch.isfinite(x).all() for x in ranks.params)
+
+
+# The streams of random numbers.
+
+
+def test_parameters_and_seeds_have_projections_of_their_own():
+    (g,) = table.gradients(1, [(29, 13)])[0]
+
+    def moved(seed):
+        alike = [torch.zeros(29, 13, dtype=torch.float64).requires_grad_() for _ in range(3)]
+        for p in alike:
+            p.grad = g.clone()
+        optimizer = ds_ext.APOLLO(alike, rank=2, seed=seed)
+        optimizer.step()
+        assert [int(optimizer.state[p]["stream"]) for p in alike] == [0, 1, 2]
+        return [p.detach() for p in alike]
+
+    found = [*moved(0), *moved(1)]
+    for a, b in itertools.combinations(found, 2):
+        assert float((a - b).norm() / a.norm()) > 0.01
+    assert all(map(torch.equal, moved(0), found[:3]))
+
+
+@pytest.mark.parametrize("kind", ["APOLLO", "APOLLOMini"])
+def test_a_resumed_run_draws_the_same_though_parameters_have_another_order(kind):
+    steps, before = table.gradients(9, SHAPES, torch.float32), table.weights(SHAPES, torch.float32)
+
+    def go_on(optimizer, weights, steps):
+        for grads in steps:
+            for p, g in zip(weights, grads, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+        return [p.detach().clone() for p in weights]
+
+    def start(weights):
+        return getattr(ds_ext, kind)(weights, lr=0.02, update_proj_gap=4)
+
+    weights = [p.clone().requires_grad_() for p in before]
+    optimizer = start(weights)
+    go_on(optimizer, weights, steps[:5])
+    saved = copy.deepcopy(optimizer.state_dict())
+    half = [p.detach().clone().requires_grad_() for p in weights]
+    whole = go_on(optimizer, weights, steps[5:])
+    other = start(half[::-1])
+    saved["state"] = {len(SHAPES) - 1 - i: s for i, s in saved["state"].items()}
+    other.load_state_dict(saved)
+    assert all(map(torch.equal, whole, go_on(other, half, steps[5:])))
+
+
+ILL = [
+    ({"rank": 0}, r"optimizer.params.rank is 0; allowed: a whole number > 0"),
+    ({"rank": None}, r"rank is None; allowed: a whole number > 0"),
+    ({"scale_type": "row"}, r"scale_type is 'row'; allowed: \"channel\" or \"tensor\""),
+    ({"scale": 0.0}, r"scale is 0.0; allowed: a number > 0"),
+    ({"update_proj_gap": 0.5}, r"update_proj_gap is 0.5; allowed: a whole number > 0"),
+    ({"proj": "svd"}, r"unknown key optimizer.params.proj"),
+]
+
+
+@pytest.mark.parametrize("hypers, message", ILL)
+def test_ill_values_are_refused(hypers, message):
+    for kind in (ds_ext.APOLLO, ds_ext.APOLLOMini):
+        with pytest.raises(ValueError, match=message):
+            kind([torch.zeros(2, 2)], **hypers)

@@ -1,0 +1,234 @@
+"""Muon on simulated ranks is torch.optim.Muon on whole matrices, whose bf16 is made fp64 here."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import ds_ext
+from ds_ext.distributed import lockstep
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import leaves
+from ds_ext.rules import Muon, muon
+from tests.common import low_rank, table
+from tests.common.choose import params
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
+from tests.common.table import MANY, WORLDS
+
+STEPS = 8
+SHAPES = ((13, 29), (29, 13), (16, 16), (1, 7), (7, 1), (1, 1), (3, 5), (64, 33), (96, 4))
+FP32 = 1e-3  # of the update: the bound that the rule promises whatever the spectrum
+
+SETTINGS = {
+    "defaults": {},
+    "decay": {"lr": 0.02, "weight_decay": 0.3},
+    "plain": {"lr": 0.02, "nesterov": False, "weight_decay": 0.0},
+    "match": {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.5},
+    "cubic": {"lr": 0.02, "ns_coefficients": (1.5, -0.5, 0.0), "ns_steps": 9},
+    "one": {"lr": 0.02, "ns_steps": 1, "eps": 30.0},
+}
+
+
+def torchs(before, steps, **hypers):
+    """The parameters after ``steps`` by torch.optim.Muon, which computes in their dtype here."""
+    theirs = [p.clone().requires_grad_() for p in before]
+    optimizer = torch.optim.Muon(theirs, **hypers)
+    with low_rank.in_dtype(before[0].dtype):
+        for grads in steps:
+            for p, g in zip(theirs, grads, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+    return [p.detach() for p in theirs]
+
+
+@functools.cache
+def expected(setting, shapes=SHAPES):
+    return torchs(table.weights(shapes), table.gradients(STEPS, shapes), **SETTINGS[setting])
+
+
+def worst_error(setting, world, shapes=SHAPES, shift=0, simulate=lockstep.simulate):
+    before = table.weights(shapes)
+    ranks = Ranks(Muon(**SETTINGS[setting]), before, world, shift)
+    for grads in table.gradients(STEPS, shapes):
+        ranks.step(grads, simulate)
+    return max(errors(ranks.params, expected(setting, shapes), before))
+
+
+# What `make test` runs: each setting, each number of ranks.
+QUICK = {*zip(SETTINGS, itertools.cycle(WORLDS), strict=False), ("decay", 16), ("plain", 7)}
+
+
+@pytest.mark.parametrize(
+    "setting, world", params(list(itertools.product(SETTINGS, WORLDS)), QUICK.__contains__)
+)
+def test_sharded_equals_torchs(setting, world):
+    assert worst_error(setting, world) <= EXACT
+
+
+@pytest.mark.slow
+def test_more_ranks_than_elements():
+    assert worst_error("decay", MANY, ((1, 7), (13, 5), (5, 13))) <= EXACT
+
+
+def test_the_settings_matter():
+    before = table.weights(SHAPES)
+    for a, b in itertools.combinations(SETTINGS, 2):
+        assert max(errors(expected(a), expected(b), before)) > BROKEN
+
+
+def test_an_update_of_torchs_algorithm_written_out():
+    """One step from zero momentum: singular values through the polynomial, by an SVD."""
+    (p,), (g,) = table.weights([(29, 13)]), table.gradients(1, [(29, 13)])[0]
+    u, s, v = torch.linalg.svd(g, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    for world in (1, 3):
+        ranks = Ranks(Muon(lr=0.1, weight_decay=0.5), [p], world)
+        ranks.step([g])
+        after = p * (1 - 0.1 * 0.5) - 0.1 * (29 / 13) ** 0.5 * u @ torch.diag(s) @ v
+        assert max(errors(ranks.params, [after], [p])) <= EXACT
+
+
+def hard(n, m):
+    """Matrices [m, n] whose singular values lie far apart, as those of gradients do."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    u, v = torch.linalg.qr(normal(m, n))[0], torch.linalg.qr(normal(n, n))[0]
+    noise = torch.rand(n - 1, generator=generator, dtype=torch.float64)
+    spectra = {
+        "one and noise": torch.cat([torch.ones(1).double(), 1e-2 * noise]),
+        "one and little": torch.cat([torch.ones(1).double(), 1e-4 * noise]),
+        "1 / k": 1 / torch.arange(1, n + 1).double(),
+        "1 / k²": 1 / torch.arange(1, n + 1).double() ** 2,
+        "1e-8": torch.logspace(0, -8, n).double(),
+    }
+    made = {name: u @ torch.diag(s) @ v.T for name, s in spectra.items()}
+    return made | {"normal": normal(m, n), "rank 4": normal(m, 4) @ normal(4, n)}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("turned", [False, True])
+def test_fp32_is_within_the_bound_for_any_spectrum(turned, world):
+    for name, g in hard(96, 200).items():
+        g = (g.T if turned else g).float().contiguous()
+        p = torch.zeros_like(g)
+        (exact,) = torchs([p.double()], [[g.double()]], weight_decay=0.0)
+        (bf16,) = [torch.zeros_like(g).requires_grad_()]
+        bf16.grad = g.clone()
+        torch.optim.Muon([bf16], weight_decay=0.0).step()
+        ranks = Ranks(Muon(weight_decay=0.0), [p], world)
+        ranks.step([g])
+        (mine,) = errors(ranks.params, [exact], [p])
+        (theirs,) = errors([bf16.detach()], [exact], [p])
+        assert mine <= FP32 < 0.01 < theirs, name
+        assert name != "normal" or mine <= 1e-5
+
+
+@pytest.mark.parametrize("world", params([2, 3, 7, 16], [3]))
+def test_fp32_follows_torchs_in_fp32(world):
+    before, steps = (f(dtype=torch.float32) for f in (weights, gradients))
+    ranks = Ranks(Muon(lr=0.02), before, world)
+    for grads in steps:
+        ranks.step(grads)
+    assert max(errors(ranks.params, torchs(before, steps, lr=0.02), before)) <= 1e-5
+
+
+def weights(dtype):
+    return table.weights(SHAPES, dtype)
+
+
+def gradients(dtype):
+    return table.gradients(STEPS, SHAPES, dtype)
+
+
+@pytest.mark.parametrize("shape", [(29, 13), (13, 29)])
+def test_a_missing_reduction_is_seen(shape):
+    taken = Ranks(Muon(), table.weights([shape]), 3).step(table.gradients(1, [shape])[0])
+    for number in range(taken):
+        assert worst_error("decay", 3, (shape,), simulate=dropping(None)) <= EXACT
+        assert not worst_error("decay", 3, (shape,), simulate=dropping(number)) <= BROKEN
+
+
+def test_geometry_shifted_by_one_is_seen():
+    assert worst_error("decay", 3, ((13, 29),), shift=1) > BROKEN
+    with pytest.raises(RuntimeError, match="size"):  # a row that is neither whole nor a cut one
+        worst_error("decay", 3, ((29, 13),), shift=1)
+
+
+@pytest.mark.parametrize(
+    "shape, world, rounds",
+    [
+        *(((29, 13), 1, 0), ((13, 29), 1, 0), ((16, 16), 1, 0)),
+        *(((29, 13), 2, 2), ((13, 29), 2, 1), ((16, 16), 2, 1), ((30, 14), 2, 1)),
+        *(((1, 1), 16, 0), ((7, 1), 16, 1), ((1, 7), 16, 1)),
+    ],
+)
+def test_rounds(shape, world, rounds):
+    ranks = Ranks(Muon(), table.weights([shape]), world)
+    assert [ranks.step(grads) for grads in table.gradients(2, [shape])] == [rounds] * 2
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_tall_matrix_sends_half_of_its_short_sides_square(world):
+    shape, sent = (96, 32), []
+
+    def counting(ranks):
+        merged = [lockstep.merged_rounds(lockstep.lockstep(rules)) for rules in ranks]
+        for flats in zip(*merged, strict=True):
+            sent.append(flats[0].numel())
+            total = sum(flats)
+            for flat in flats:
+                flat.copy_(total)
+
+    Ranks(Muon(), table.weights([shape]), world).step(table.gradients(1, [shape])[0], counting)
+    assert sent == [16 * 33]  # n / 2 rows of n + 1
+    sent.clear()
+    shape = (32, 96)
+    Ranks(Muon(), table.weights([shape]), world).step(table.gradients(1, [shape])[0], counting)
+    assert sent == [32 * 96]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
+def test_a_packed_matrix_is_what_it_was(n):
+    x = torch.randn(n, n, generator=torch.Generator().manual_seed(n))
+    x = x + x.T
+    packed = muon._pack(x)
+    assert packed.shape == ((n + 1) // 2, n + 1)
+    assert torch.equal(muon._unpack(packed), x)
+
+
+def test_the_state_is_four_bytes_a_parameter_over_all_ranks():
+    shards = [Shard.of_rank((13, 29), r, 3) for r in range(3)]
+    parts = [part for shard in shards for _, part in leaves(Muon().keeps(shard))]
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(13 * 29))
+
+
+def test_gradients_of_zero_and_of_low_rank_give_finite_updates():
+    for shape in [(29, 13), (13, 29)]:
+        p = torch.ones(shape, dtype=torch.float64)
+        ranks = Ranks(Muon(weight_decay=0.0), [p], 3)
+        ranks.step([torch.zeros_like(p)])
+        assert torch.equal(ranks.params[0], p)
+        column, row = table.gradients(1, [(shape[0], 1), (1, shape[1])])[0]
+        ranks.step([column @ row])
+        assert ranks.params[0].isfinite().all() and not torch.equal(ranks.params[0], p)
+
+
+ILL = [
+    ({"momentum": 1.0}, r"optimizer.params.momentum is 1.0; allowed: a number in \[0, 1\)"),
+    ({"ns_steps": 0}, r"ns_steps is 0; allowed: a whole number > 0"),
+    ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients is \(1.0, 2.0\); allowed: a list of 3"),
+    ({"adjust_lr_fn": "rms"}, r'adjust_lr_fn is .rms.; allowed: "original" or "match_rms_adamw"'),
+    ({"beta": 0.9}, r"unknown key optimizer.params.beta"),
+]
+
+
+@pytest.mark.parametrize("hypers, message", ILL)
+def test_ill_values_are_refused(hypers, message):
+    with pytest.raises(ValueError, match=message):
+        ds_ext.Muon([torch.zeros(2, 2)], **hypers)
