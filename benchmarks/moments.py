@@ -1,0 +1,215 @@
+"""Whether AdamW's moments in 8 bits train as well as fp32 ones: FlashAdamW and torch's AdamW.
+
+A byte-level Llama is trained from scratch on real text with torch's AdamW in fp32, with FlashAdamW
+for fp32 and for bf16 weights, and with codes of 8 bits that are not companded, over the same
+batches. Run as ``python -m benchmarks.moments``; about three minutes on one core.
+"""
+
+import datetime
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.rounding import BATCH, LENGTH, RESULTS, Run, held_out, model, spread, text
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import ds_ext  # noqa: E402
+from ds_ext import ops  # noqa: E402
+from ds_ext.hyperparams import Fraction, NonNegative, Positive  # noqa: E402
+from ds_ext.ops import companding  # noqa: E402
+from ds_ext.ops.shard import Block, Shard  # noqa: E402
+from ds_ext.rules import base  # noqa: E402
+from ds_ext.rules.adam import Adam  # noqa: E402
+
+STEPS, WARMUP, LR = 300, 30, 3e-3
+LAST = 50  # steps that the training loss is averaged over
+SEEDS = (1, 2, 3)
+
+
+class LinearGroups(companding._Groups):
+    """Groups of 32 numbers at even distances from one another: the moments themselves."""
+
+    most: ClassVar[int] = 127
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values."""
+        code, scale = self._read(b)
+        return companding._values(code.mul_(scale / self.most), b)
+
+    def write_(self, b: Block, new: Tensor) -> None:
+        """Writes a block."""
+        x, scale = companding._grouped(new)
+        self._write(b, (x * (self.most / scale)).add_(0.5).floor_().clamp_(max=self.most), scale)
+
+
+class LinearSquares(LinearGroups):
+    """The same for numbers that are not negative."""
+
+    most = 255
+
+
+class Linear(companding.Companded):
+    """FlashAdamW's format but for what the codes stand for."""
+
+    def opened(self, kept: dict[str, Tensor]) -> LinearGroups:
+        """Returns the values of what ``keeps`` declared."""
+        return LinearGroups(kept) if self.signed else LinearSquares(kept)
+
+
+@base.register(paper="2602.23349", state="2.125/d", rounds="0")
+@dataclass(frozen=True)
+class LinearAdamW:
+    """FlashAdamW with codes that are not companded."""
+
+    lr: NonNegative = 1e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 1e-2
+
+    def keeps(self, shard: Shard) -> Any:
+        return self.adam.keeps_of(shard)
+
+    def step(self, p: Any, g: Any, s: Any, t: int, shard: Shard) -> base.Rounds:
+        u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+
+    @property
+    def adam(self) -> Adam:
+        """The moments."""
+        return Adam(self.betas, self.eps, (Linear(signed=True), Linear(signed=False)))
+
+
+Make = Callable[[Any, int], torch.optim.Optimizer]
+
+
+def flash(weight_update: str = "stochastic") -> Make:
+    return lambda params, seed: ds_ext.FlashAdamW(
+        params, lr=LR, weight_update=weight_update, seed=seed
+    )
+
+
+WAYS: dict[str, tuple[torch.dtype, Make]] = {
+    "AdamW of torch, fp32": (torch.float32, lambda p, seed: torch.optim.AdamW(p, lr=LR)),
+    "FlashAdamW, fp32 weights": (torch.float32, flash()),
+    "FlashAdamW, bf16 weights, master24": (torch.bfloat16, flash("master24")),
+    "FlashAdamW, bf16 weights, stochastic": (torch.bfloat16, flash()),
+    "8 bits not companded, fp32 weights": (
+        torch.float32,
+        lambda params, seed: ds_ext.LinearAdamW(params, lr=LR, seed=seed),
+    ),
+}
+EXACT = "AdamW of torch, fp32"
+
+
+def main() -> None:
+    """Trains every model and writes the table and the picture."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    train, test = text("devil_train.jsonl"), text("devil_test.jsonl")
+    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+    for seed in SEEDS:
+        for way, (dtype, make) in WAYS.items():
+            module = model().to(dtype)
+            losses = fit(module, train, make(module.parameters(), seed), seed)
+            runs[way].append(Run(losses, held_out(module, test)))
+            last = sum(losses[-LAST:]) / LAST
+            print(f"seed {seed}, {way}: {last:.4f}, {runs[way][-1].held_out:.4f}", flush=True)
+    minutes = (time.perf_counter() - began) / 60
+    size = sum(p.numel() for p in model().parameters())
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "moments.md").write_text(report(runs, size, minutes))
+    plot(runs)
+
+
+def fit(
+    module: torch.nn.Module, data: Tensor, optimizer: torch.optim.Optimizer, seed: int
+) -> list[float]:
+    """Trains on random pieces of ``data``, which ``seed`` chooses -> the loss of each step."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces = data.unfold(0, LENGTH, 1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1, (t + 1) / WARMUP))
+    losses = []
+    for _ in range(STEPS):
+        batch = pieces[torch.randint(len(pieces), (BATCH,), generator=generator)]
+        loss = module(batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def report(runs: dict[str, list[Run]], size: int, minutes: float) -> str:
+    """The table, in Markdown: means over seeds, and differences from fp32 over the same batches."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"""# Moments of 8 bits
+
+A byte-level Llama of {size:,} parameters is trained from scratch on *The Devil's Dictionary* for
+{STEPS} steps of {BATCH} × {LENGTH} bytes, lr {LR:g} after {WARMUP} steps of warm-up, weight decay
+0.01. Losses are in nats per byte; ± is the standard deviation over {len(SEEDS)} seeds of the order
+of the data. Differences are those from the fp32 run of the same seed, so of the same batches.
+"Not companded" has the same groups and scales, and codes for the moments themselves at even
+distances.
+
+| optimizer | training loss, last {LAST} steps | difference | held-out loss | difference |
+|---|---|---|---|---|
+{table(runs)}
+
+2 CPU cores, one thread, {minutes:.1f} minutes in all; {datetime.date.today()}; {versions}.
+Made by `python -m benchmarks.moments`. Losses over steps:
+
+![training losses](moments.png)
+"""
+
+
+def table(runs: dict[str, list[Run]]) -> str:
+    lines = []
+    for way, made in runs.items():
+        cells = [way]
+        for figure in (lambda run: sum(run.losses[-LAST:]) / LAST, lambda run: run.held_out):
+            values, exact = ([figure(run) for run in found] for found in (made, runs[EXACT]))
+            apart = [a - b for a, b in zip(values, exact, strict=True)]
+            cells += [shown(values), "" if way == EXACT else shown(apart, "+")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shown(values: list[float], sign: str = "") -> str:
+    """The mean and the spread, or in how many seeds there is none."""
+    finite = [x for x in values if math.isfinite(x)]
+    if len(finite) < len(values):
+        return f"not finite in {len(values) - len(finite)} of {len(values)} seeds"
+    return spread(values, sign)
+
+
+def plot(runs: dict[str, list[Run]]) -> None:
+    """Draws the losses, each the mean of the steps around it, over all seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for way, made in runs.items():
+        smooth = torch.tensor([run.losses for run in made]).unfold(1, 20, 1).mean(-1)
+        steps = range(20, 20 + smooth.shape[1])
+        (line,) = axes.plot(steps, smooth.mean(0), label=way)
+        if way == EXACT:
+            low, high = smooth.amin(0), smooth.amax(0)
+            label = "the same, lowest and highest seed"
+            axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), label=label)
+    axes.set(xlabel="step", ylabel="training loss, mean of 20 steps (nats per byte)")
+    axes.set_ylim(top=6)
+    axes.legend()
+    figure.savefig(RESULTS / "moments.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()
