@@ -1,8 +1,9 @@
 """Random numbers with a normal distribution, from a counter: no generator, no state.
 
 Number i of (stream, seed, draw) depends on these four alone. It is made of 16 bits of an integer
-hash, which choose one of 65,536 quantiles from a table that the CPU has made, so that it has the
-same bits on every device and however many numbers are drawn at a time.
+hash, which choose one of 65,536 quantiles from a table that the CPU has made: whole numbers and a
+look-up, which no device rounds, and nothing that depends on how many are drawn at a time. (The
+tests hold it on CPUs; it has not been run on a GPU.)
 """
 
 import functools

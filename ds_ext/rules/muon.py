@@ -17,8 +17,8 @@ State: ``m`` is a run like the weight. What a step sends and takes, S and L the 
                   them: one round of the whole x in fp32, 4·rows·cols bytes on each rank until the
                   step of its bucket ends; the same where tensor parallelism divides a matrix
 No round where one rank holds all of a matrix. Each rank iterates by itself, 2·S³·(4·ns_steps − 3)
-operations in fp32 (fp64 for fp64 parameters). The result is within 1e-3 of the iteration in fp64 on
-the whole matrix, in fp32; in bf16, as others take it, it would be 2e-2 to 1.
+operations in fp32 (fp64 for fp64 parameters). For the spectra of the tests the result in fp32 is
+within 1e-3 of the iteration in fp64 on the whole matrix; in bf16 it would be 2e-2 to 1.
 """
 
 from collections.abc import Generator
