@@ -142,8 +142,9 @@ class Batch:
         self.row_firsts, self.all_rows = _offsets([s.mats * s.rows for s in shards])
         self.col_firsts, self.all_cols = _offsets([s.mats * s.cols for s in shards])
         self.firsts, self.elements = _offsets([s.numel for s in shards])
-        sizes = torch.tensor([(s.numel, s.rows, s.cols) for s in shards], device="cpu")
-        self.numel, self.rows, self.cols = sizes.to(torch.float32).unbind(1)
+        sizes = [(s.numel, s.rows, s.cols) for s in shards]
+        sizes_of_each = torch.tensor(sizes, dtype=torch.float32, device="cpu")
+        self.numel, self.rows, self.cols = sizes_of_each.unbind(1)
         self.whole = Table([(0, s.numel, s.mats, s.rows, s.cols) for s in shards])
         boxes = [_box(s) for s in shards]
         self.own = Table([geometry for geometry, *_ in boxes])

@@ -279,7 +279,7 @@ def skeleton(shapes: Shapes) -> nn.Module:
         kind = nn.Embedding if owner == "embed_tokens" else nn.Linear
         made = kind(1, 1, device="meta") if len(shape) == 2 else nn.Module()
         made._parameters.clear()
-        made.weight = nn.Parameter(torch.empty(shape, device="meta"))
+        made.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
         at.add_module(owner, made)
     return root
 

@@ -55,6 +55,13 @@ def counted_rounds(name, params, world):
     return [stepped.rounds for stepped in rule.of(bucket)]
 
 
+def stepping(name, p):
+    """The rule that steps a parameter of the model: another for what ``name`` is not for."""
+    keys = dict(REGISTRY[name].roles.get("other", {})) if p.ndim < 2 else {}
+    kind = OPTIMIZERS[keys.pop("type", name).lower()]
+    return kind.hypers(**keys, weight_update="nearest")
+
+
 def real_rounds(name, params, world):
     """The same, by rules that step real tensors on all ranks; the cut is computed here."""
     whole = dict(Model().named_parameters())
@@ -62,9 +69,7 @@ def real_rounds(name, params, world):
     for key in params:
         p = whole[key]
         size, n = -(-p.numel() // world), math.prod(p.shape[-2:])
-        keys = dict(REGISTRY[name].roles.get("other", {})) if p.ndim < 2 else {}
-        kind = OPTIMIZERS[keys.pop("type", name).lower()]
-        rule = kind.hypers(**keys, weight_update="nearest")
+        rule = stepping(name, p)
         for rank in range(world):
             run = range(min(rank * size, p.numel()), min((rank + 1) * size, p.numel()))
             for first in range(0, p.numel(), n):
@@ -145,14 +150,12 @@ def test_state_is_that_of_the_rank_that_has_most(name, world):
     with torch.device("meta"):
         rule = Rule(name, Model())
     rule.matrices.pop("experts.up")
-    plain = {"rank": None} if name == "galoreadamw" else {}
     held = []
     for rank in range(world):
         total = 0
         for p in (dict(Model().named_parameters())[key] for key in NAMES):
-            hypers = OPTIMIZERS[name].hypers(**(plain if p.ndim < 2 else {}))
             shard = Shard.of_rank(tuple(p.shape), rank, world)
-            total += memory.nbytes(zeros(hypers.keeps(shard), torch.empty(len(shard))))
+            total += memory.nbytes(zeros(stepping(name, p).keeps(shard), torch.empty(len(shard))))
         held.append(total)
     assert rule.state_bytes(dict.fromkeys(NAMES, world), world) == max(held)
 
