@@ -268,7 +268,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @functools.cached_property
     def is_batched(self) -> bool:
         """Whether parameters are stepped in batches, by native passes, which all ranks have."""
-        kinds = {type(self._rules.of(*of)) for of in enumerate(self.param_groups)}
+        kinds = {self.hypers_of(group) for group in self.param_groups}
         return table.is_there() and any(rules.entry_of(kind).is_batched for kind in kinds)
 
     def _make_state(self, u: RunUpdate, state: dict[str, Any]) -> None:
@@ -280,11 +280,11 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def check_shape(self, param: Tensor, shard: Shard) -> None:
         """Raises ValueError if the rule of ``param`` is not for what has the shape of ``shard``."""
-        rule = self.rule_of(param)
-        entry = rules.entry_of(type(rule))
+        rule = self.hypers_of(self.group_of[param])
+        entry = rules.entry_of(rule)
         dims = len(shard.shape) - (param in self.stacks)
         if not entry.any_shape and dims != 2:
-            name, own = type(rule).__name__, type(self).__name__
+            name, own = rule.__name__, type(self).__name__
             raise ValueError(
                 f"{name} is for matrices, and a parameter has the shape {list(shard.shape)}. Let "
                 f"ds_ext.{own}.for_model(model, ...) make the groups, or put it into one with "

@@ -32,6 +32,26 @@ def start(name: str, stage: int, model: torch.nn.Module, **more: Any) -> deepspe
     return deepspeed.initialize(model=model, config=config)[0]
 
 
+def accumulate(name: str, stage: int, weight_update: str) -> dict[str, Any]:
+    """Weights before and after steps in bf16 of two micro-batches each, clipped by their norm."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": name, "params": TYPES[name] | {"weight_update": weight_update}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 300},
+    }
+    engine = deepspeed.initialize(model=models.make(), config=config)[0]
+    before = whole(engine.module)
+    for step in range(2 * STEPS):
+        engine.backward(engine(models.batch(step, world)[rank], step=step))
+        engine.step()
+    after = whole(engine.module)
+    return {"before": before, "after": after, "identical": identical(after)}
+
+
 def train(name: str, stage: int) -> dict[str, Any]:
     """The weights before and after, and how each parameter was stepped."""
     rank, world = dist.get_rank(), dist.get_world_size()

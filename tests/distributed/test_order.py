@@ -36,11 +36,10 @@ NEXT = {
     ("swapped", 0): "the forward pass of a on rank 0, and the forward pass of b on rank 1",
     ("less", 0): "the forward pass of up on rank 0, and the backward pass of the model on rank 1",
     ("either", FROM): "the gradient of b.weight on rank 0, and the gradient of a.weight on rank 1",
-    ("less", FROM): "a full bucket on rank 0, and the gradient of b.weight on rank 1",
-    (
-        "frozen",
-        FROM,
-    ): "the gradient of down.weight on rank 0, and the gradient of up.weight on rank 1",
+    ("less", FROM): "the gradient of down.weight on rank 0, and the gradient of b.weight on rank 1",
+    ("frozen", FROM): (
+        "the gradient of down.weight on rank 0, and the gradient of up.weight on rank 1"
+    ),
 }
 
 

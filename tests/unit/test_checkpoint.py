@@ -15,7 +15,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
 from ds_ext.optimizer.run_updates import RunUpdate
 
-SHAPE = (4096, 2048)
+SHAPE = (2048, 4608)  # more than 32 MiB: glibc gives these fresh pages, which are seen
 
 
 def owned(values, rank, world):

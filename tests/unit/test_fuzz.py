@@ -22,10 +22,11 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
+from tests.common.hypers import FOR_ALL
 
 EXACT = 1e-9
-SETTINGS = {
-    "lomo": [{}],
+# A rule that has no row is run with its defaults.
+ROWS = {
     "adalomo": [{}, {"clip_threshold": 0.3}, {"eps": (0.1, 0.9)}],
     "adafactor": [{}, {"beta1": 0.9}, {"lr": 0.1, "relative_step": False}],
     "came": [{}, {"betas": (0.8, 0.99, 0.995), "eps": (0.1, 0.05)}],
@@ -33,7 +34,6 @@ SETTINGS = {
     "adamw": [{}, {"nbits": 8, "min_8bit_size": 0}],
     "scale": [{}, {"momentum": 0.9}, {"norm_axis": "column"}],
     "sinkgd": [{}, {"iterations": 2}],
-    "flashadamw": [{}],
     "lion": [{}, {"nbits": 8}],
     "galoreadamw": [
         {"rank": 2, "update_proj_gap": 2},
@@ -44,6 +44,7 @@ SETTINGS = {
         {"rank": None, "nbits": 8, "min_8bit_size": 0},
     ],
 }
+SETTINGS = {rule: ROWS.get(rule, [{}]) for rule in FOR_ALL}
 
 sizes = st.integers(0, 9) | st.sampled_from([1, 2, 13, 29])
 shapes = st.lists(sizes, max_size=4).map(tuple).filter(lambda s: math.prod(s) < 2000) | (
