@@ -45,7 +45,7 @@ def accumulate(name: str, stage: int, weight_update: str) -> dict[str, Any]:
     }
     engine = deepspeed.initialize(model=models.make(), config=config)[0]
     before = whole(engine.module)
-    for step in range(2 * STEPS):
+    for step in range(STEPS):
         engine.backward(engine(models.batch(step, world)[rank], step=step))
         engine.step()
     after = whole(engine.module)

@@ -94,7 +94,7 @@ def test_a_run_goes_on_on_other_ranks_and_another_stage(name, stage, tmp_path):
     assert off**0.5 <= CLOSE[name] / 10 * update**0.5
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", params(TYPES, ["APOLLO"]))
 def test_bf16_weights_are_clipped_and_accumulated_alike_at_every_stage(name):
     """At stage 3 as at stage 0, where no rank has a part: with 24 bits, and rounded at random."""
     for weight_update in ("master24", "stochastic"):

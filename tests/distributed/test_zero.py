@@ -43,12 +43,12 @@ QUICK = {(2, rule + at) for rule, pair in zip(RULES, cycle(PAIRS)) for at in pai
 QUICK |= {
     *((2, name) for name in ("adalomo-authors", "lomo-decay-authors", "came-decay-json")),
     *((2, name) for name in ("adafactor-reentrant", "lomo-nonreentrant", "adafactor-zero-init")),
-    *((2, name) for name in ("came-zero-init-reentrant", "adalomo-plain-reentrant")),
+    (2, "adalomo-plain-reentrant"),
     *((2, name) for name in ("lomo-stage0-reentrant", "adafactor-stage1-reentrant")),
     *((2, name) for name in ("came-stage2-reentrant", "adalomo-groups")),
     *((2, f"adalomo-bf16-stage{stage}") for stage in (1, 3)),
     *((1, name) for name in ("came", "lomo-stage0", "adalomo-plain", "lamb-stage1")),
-    *((3, name) for name in ("came", "adafactor-stage1", "adalomo-plain")),
+    *((3, name) for name in ("came", "adalomo-plain")),
 }
 
 

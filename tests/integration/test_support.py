@@ -162,6 +162,7 @@ def test_a_full_run_tells_what_the_document_claims_and_it_did_not_show(project):
     ]
 
 
+@pytest.mark.slow
 def test_a_claim_without_its_test_fails_a_full_run_and_no_part_of_one(project):
     root, *_ = project
     passing = ["--deselect", "tests/test_it.py::test_one[1]", "--deselect"]

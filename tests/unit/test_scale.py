@@ -361,6 +361,7 @@ def test_rounds_dominate(gradients, rounds, step, dominated):
     assert outlook.Times(gradients, rounds, step, step).dominated == dominated
 
 
+@pytest.mark.slow
 def test_the_least_number_of_ranks_is_found(monkeypatch):
     monkeypatch.setitem(giants.MODELS, "tiny", giants.Giant(SMALL))
     counted = [Counted("tiny", ranks, 2**14) for ranks in (8, 2, 4)]
