@@ -22,6 +22,11 @@ def _feature(name):
     return "expert parallelism by AutoEP" if RUNS[name].ep else "Hugging Face's mixtures of experts"
 
 
+# A basis of GaLore's is as exact as the gap between singular values allows; codes of 8 bits jump
+# where gradients differ in their last bits.
+CLOSE = {"galoreadamw": 3e-5, "flashadamw": 1e-2}
+
+
 @pytest.mark.supports(_feature, **of(RUNS))
 @pytest.mark.parametrize("name", params(RUNS, QUICK))
 def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
@@ -34,12 +39,12 @@ def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
         square, square_error = 0.0, 0.0
         for n, p in rank["after"].items():
             error, update = (p - after[n]).norm(), (after[n] - before[n]).norm()
-            # A basis of GaLore's is as exact as the gap between singular values allows.
-            close = 3e-5 if run.rule == "galoreadamw" else 1e-5
+            close = CLOSE.get(run.rule, 1e-5)
             assert error <= max(close * update, STEPS * 2**-24 * after[n].norm()), n
             square, square_error = square + update**2, square_error + error**2
-        assert square_error**0.5 <= 1e-5 * square**0.5
-        assert rank["norm"] == pytest.approx(norms[-1], rel=1e-5)
+        whole = 1e-2 if run.rule == "flashadamw" else 1e-5
+        assert square_error**0.5 <= whole * square**0.5
+        assert rank["norm"] == pytest.approx(norms[-1], rel=whole)
         assert rank["kept"] == {4 // max(1, run.then[1] if run.then else run.ep)}
     assert held == after.keys()
     for n in held:  # the same bits wherever it is
