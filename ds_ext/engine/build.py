@@ -45,8 +45,8 @@ def _report(engine: DeepSpeedEngine, optimizer: str, made: Grouped) -> Iterator[
     """What the log says of the groups that a config makes: how which parameters are stepped."""
     decay = made.hypers["weight_decay"]
     if decay and any(group.get("weight_decay") == 0 for group in made.groups):
-        decayed = _names(engine, (g for g in made.groups if g["weight_decay"]))
-        others = _names(engine, (g for g in made.groups if not g["weight_decay"]))
+        decayed = _names(engine, (g for g in made.groups if g.get("weight_decay", decay)))
+        others = _names(engine, (g for g in made.groups if not g.get("weight_decay", decay)))
         yield f"weight decay {decay} on: {decayed}; no weight decay on: {others}"
     kinds = [_kind(group, optimizer) for group in made.groups]
     if len({*kinds}) > 1:

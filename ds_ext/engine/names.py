@@ -50,7 +50,7 @@ def tell_whose(name: str) -> None:
     Args:
         name: ``optimizer.type``, known to DeepSpeed.
     """
-    own = name.removeprefix(PREFIX)
+    own = key_of(name)
     if own not in OPTIMIZERS or own not in _DEEPSPEEDS | _TAKEN_OVER.keys():
         return
     kind = OPTIMIZERS[own].__name__

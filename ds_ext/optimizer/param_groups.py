@@ -88,7 +88,9 @@ def matched_groups(
     keys = []
     for i, given in enumerate(entries):
         where = f"{SECTION}.param_groups[{i}]"
-        keys.append(_checked(entry, given, where))
+        if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
+            raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
+        keys.append(_checked(entry, {k: v for k, v in given.items() if k != "match"}, where))
         for p in _matched(given["match"], trained, model, f"{where}.match"):
             if p in chosen:
                 raise ValueError(
@@ -163,14 +165,12 @@ def _split(groups: Sequence[ParamGroup], keys_of: Callable[[Tensor], Keys]) -> l
     return split
 
 
-def _checked(entry: Entry, given: Any, where: str) -> Keys:
-    """The keys of an entry, all checked; ValueError for wrong ones."""
-    if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
-        raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
-    keys = {k: v for k, v in given.items() if k not in ("match", "type")}
+def _checked(entry: Entry, given: Keys, where: str) -> Keys:
+    """The keys of a group, all checked; ValueError for wrong ones."""
+    keys = {k: v for k, v in given.items() if k != "type"}
     rule = named(given["type"], f"{where}.type").rule if "type" in given else entry.rule
     checked = hyperparams.check(hypers_of(rule), keys, where)
-    return {k: rule.__name__ if k == "type" else checked[k] for k in given if k != "match"}
+    return {k: rule.__name__ if k == "type" else checked[k] for k in given}
 
 
 def _rest(entry: Entry, others: Any) -> Keys:
@@ -182,7 +182,7 @@ def _rest(entry: Entry, others: Any) -> Keys:
     if not isinstance(others, dict) or not others:
         raise ValueError(f'{where} is {others!r}; allowed: keys such as {{"lr": 1e-4}}.')
     own = others if "type" in others else {**registered, **others}
-    return _checked(entry, {"match": "", **own}, where)
+    return _checked(entry, own, where)
 
 
 def _matched(

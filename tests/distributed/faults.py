@@ -325,7 +325,10 @@ def soak(folder: str, kills: int, seed: int = 0) -> dict[str, Any]:
     while done < kills:
         world = chance.choice((1, 2, 2))
         running = worlds.begin(world, run_on, folder, chance.randrange(4), timeout=60)
-        time.sleep(chance.uniform(0.5, 3))
+        while not all("joined" in running.told(rank) for rank in range(world)):
+            assert running.is_alive(), "a rank ended before it had joined"
+            time.sleep(0.05)  # of one that has not, torch's store tells
+        time.sleep(chance.uniform(0, 2.5))
         chance.choice(running.processes).kill()
         ended = running.end(limit=90)
         done += 1
@@ -345,6 +348,7 @@ SOAKED = 10**6
 
 def run_on(folder: str, stage: int) -> None:
     """Trains from the newest checkpoint on, saving each step and saying so, until it is killed."""
+    print("joined", flush=True)
     engine = start("adalomo", stage)
     if found := ds_ext.newest_checkpoint(folder):
         engine.load_checkpoint(found.folder, found.tag)

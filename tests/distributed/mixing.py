@@ -65,6 +65,21 @@ def train(stage: int, folder: str) -> dict[str, Any]:
     }
 
 
+def grouped_by_script(stage: int) -> list[float]:
+    """The weight decay of groups of a script, of which one says its own and one does not."""
+    model = models.Zoo()
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdaLomo", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    return [group["weight_decay"] for group in engine.optimizer.param_groups]
+
+
 def by_role(stage: int, kind: str) -> dict[str, Any]:
     """The weights before and after steps by a rule of linear layers, and what was said."""
     with logged() as said:

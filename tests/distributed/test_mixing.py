@@ -87,3 +87,7 @@ def test_wrong_entries_are_refused_on_all_ranks():
     for told in worlds.run(2, mixing.refused, 3, entry):
         assert "optimizer.params.param_groups[0].match: 'nrom'" in told
         assert 'Did you mean "norm"?' in told
+
+
+def test_groups_of_a_script_keep_their_own_weight_decay():
+    assert worlds.run(2, mixing.grouped_by_script, 2) == [[0.1, 0.0]] * 2
