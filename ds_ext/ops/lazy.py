@@ -1,18 +1,17 @@
 """Updates that are formulas until a pass evaluates them, block by block, and how runs are read.
 
 Anything with ``block(b)`` can be read, anything with ``write_(b, new)`` can be written; a tensor
-is both. What ``block`` returns is the caller's to overwrite. Some formulas advance momenta as they
-are read, ``Residual``, ``AdamStep`` and ``SignStep``: one pass may read them, once.
+is both. What ``block`` returns is the caller's to overwrite. Those that advance momenta as they are
+read are in ``momenta``.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch, small
-from ds_ext.ops.batch import Runs
 from ds_ext.ops.shard import Block
 from ds_ext.ops.sources import Source, kept_of, source_of
 
@@ -236,36 +235,6 @@ class RunQuotient:
 
 
 @dataclass(frozen=True)
-class Residual:
-    """u − m, after the momentum m ← m + weight · (u − m) was advanced.
-
-    Reading a block advances m there: blocks are read in order, each once, which is asserted.
-    """
-
-    u: Readable
-    m: Tensor
-    weight: float
-    _progress: "_Progress" = field(default_factory=lambda: _Progress(), compare=False)
-
-    def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
-        self._progress.advance(b)
-        u = read(self.u, b)
-        m = advance_(self.m, b, u, self.weight)
-        return torch.sub(u, m, out=room(u, self.u))
-
-    def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
-        u = source_of(self.u)
-        forms = {"IS_QUOTIENT": "IS_RESIDUAL"}
-        if isinstance(self.m, Runs):
-            forms["IS_VECTOR"] = "IS_VECTOR_RESIDUAL"  # of native passes alone
-        if u is None or u.form not in forms:
-            return None
-        return u.plus(forms[u.form], {"m": self.m}, weight=self.weight)
-
-
-@dataclass(frozen=True)
 class Sum:
     """x + weight · y."""
 
@@ -284,137 +253,6 @@ class Sum:
         if x is None or kept is None or x.kept is not None:
             return None
         return replace(x.plus(x.form, {}, decay=self.weight), kept=kept)
-
-
-@dataclass(frozen=True)
-class RootQuotient:
-    """(m / c1) / (sqrt(v / c2) + eps): Adam's update, ``c1`` and ``c2`` correcting the bias."""
-
-    m: Writable
-    v: Writable
-    eps: float
-    c1: float = 1.0
-    c2: float = 1.0
-
-    def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
-        return self.of(read(self.m, b), read(self.v, b))
-
-    def of(self, m: Tensor, v: Tensor) -> Tensor:
-        """The same of these values, which stay as they are."""
-        divisor = torch.sqrt(v, out=scratch.like(v))
-        eps = as_tensor(self.eps * self.c1, v)
-        torch.add(eps, divisor, alpha=self.c1 / self.c2**0.5, out=divisor)
-        return torch.div(m, divisor, out=divisor)
-
-    def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
-        kept, (a, b) = columns(m=self.m, v=self.v), self.numbers
-        return Source("IS_ADAM", kept, {"a": a, "b": b}) if kept and len(kept) == 2 else None
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """Returns a and b of m / (sqrt(v) · a + b), which this is."""
-        return self.c1 / self.c2**0.5, self.eps * self.c1
-
-
-@dataclass(frozen=True)
-class AdamStep:
-    """Adam's update ``u``, after its moments were advanced by ``g``.
-
-    Reading a block advances them there: blocks are read in order, each once, which is asserted.
-    Where the moments are kept in 8 bits, the update is made before they are rounded: a v rounded
-    to 0 would divide by eps alone.
-    """
-
-    u: RootQuotient
-    g: Readable
-    beta1: float
-    beta2: float
-    _progress: "_Progress" = field(default_factory=lambda: _Progress(), compare=False)
-
-    def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
-        self._progress.advance(b)
-        g = read(self.g, b)
-        m = advance_(self.u.m, b, g, 1 - self.beta1)
-        v = advance_(self.u.v, b, torch.mul(g, g, out=room(g, self.g)), 1 - self.beta2)
-        return self.u.of(m, v)
-
-    def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
-        g, u, kept = source_of(self.g), self.u, columns(m=self.u.m, v=self.u.v)
-        if g is None or kept is None or g.form != "IS_RUN":
-            return None
-        a, b = u.numbers
-        form = "IS_ADAM_STEP" if len(kept) == 2 else "IS_ADAM8_STEP"
-        return g.plus(form, kept, a=a, b=b, beta1=1 - self.beta1, beta2=1 - self.beta2)
-
-
-@dataclass(frozen=True)
-class SignStep:
-    """Lion's update, the sign of m + (1 − beta1) · (g − m), after which m was advanced by beta2.
-
-    Reading a block advances m there: blocks are read in order, each once, which is asserted.
-    """
-
-    m: Writable
-    g: Readable
-    beta1: float
-    beta2: float
-    _progress: "_Progress" = field(default_factory=lambda: _Progress(), compare=False)
-
-    def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
-        self._progress.advance(b)
-        g = read(self.g, b)
-        m = read(self.m, b).to(g.dtype)
-        u = torch.lerp(m, g, 1 - self.beta1, out=scratch.like(g)).sign_()
-        advance_(self.m, b, g, 1 - self.beta2)
-        return u
-
-    def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
-        g, kept = source_of(self.g), columns(m=self.m)
-        if g is None or kept is None or g.form != "IS_RUN" or not isinstance(kept["m"], Runs):
-            return None  # it is of native passes alone
-        form = "IS_SIGN_STEP" if len(kept) == 1 else "IS_SIGN8_STEP"
-        return g.plus(form, kept, beta1=1 - self.beta1, beta2=1 - self.beta2)
-
-
-def columns(**moments: Writable) -> dict[str, Any] | None:
-    """The tensors that a kernel finds moments in, by columns of its table; None if it cannot."""
-    found: dict[str, Any] = {}
-    for name, x in moments.items():
-        if isinstance(x, Tensor | Runs):
-            found[name] = x
-        elif hasattr(x, "columns"):
-            found |= x.columns(name)
-    are_native = any(isinstance(x, Runs) for x in found.values())
-    # moments of 8 bits are of native passes alone
-    return found if len(found) == len(moments) or are_native else None
-
-
-@dataclass
-class _Progress:
-    """How far a run has been read."""
-
-    stop: int = 0
-
-    def advance(self, b: Block) -> None:
-        """Notes that a block is read; those before it cannot be again."""
-        assert b.run.start >= self.stop, "a momentum would be advanced twice"
-        self.stop = b.run.stop
-
-
-def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:
-    """m ← m + weight · (x − m) for a block -> its new values, before they are rounded."""
-    values = read(m, b)
-    if is_part(values, m):
-        return values.lerp_(x, weight)
-    values = values.to(x.dtype).lerp_(x, weight)
-    write_(m, b, values)
-    return values
 
 
 def times(x: Readable, factor: Tensor | float) -> Readable:

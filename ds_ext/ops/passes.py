@@ -2,7 +2,7 @@
 
 A pass walks a rank's run in blocks of at most ``shard.BLOCK`` elements, so an update that is
 written as if it were a tensor (``Quotient``, ``AdamStep``) costs some blocks of scratch memory.
-What passes read, and what they write, is of ``lazy``.
+What passes read, and what they write, is of ``lazy`` and ``momenta``.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,17 @@ from torch import Tensor
 from ds_ext.ops import scratch, small
 from ds_ext.ops.batch import Batch, Runs
 from ds_ext.ops.lazy import (
-    AdamStep,
     Extended,
     Gradient,
     Quotient,
     Readable,
-    Residual,
-    RootQuotient,
     Run,
     RunQuotient,
     Scaled,
-    SignStep,
     Sum,
     Writable,
     WritableRun,
     accumulator,
-    advance_,
     as_tensor,
     flat,
     is_part,
@@ -39,6 +34,7 @@ from ds_ext.ops.lazy import (
     times,
     write_,
 )
+from ds_ext.ops.momenta import AdamStep, Residual, RootQuotient, SignStep, advance_
 from ds_ext.ops.native import passes as native
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.triton import launches

@@ -1,4 +1,4 @@
-"""What a pass reads, in fp32: the formulas of lazy.py, computed as they are read."""
+"""What a pass reads, in fp32: the formulas of lazy.py and momenta.py, as they are read."""
 
 import triton
 import triton.language as tl
