@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ext.distributed import groups
 from ds_ext.distributed.lost import explained
 from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, flat, size_of
 from ds_ext.ops.shard import Shard
@@ -46,18 +47,13 @@ class Layout:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
         self.device = next(iter(names)).device if names else torch.device("cpu")
-        self.host_group = self._host_group()
+        self.host_group = groups.for_hosts(group, self.device)
+        for placement in self.placements:
+            placement.statistics_group = groups.for_sums(placement.statistics_group, self.device)
         self.shards = {param: placement.shard(param) for param, placement in self.of.items()}
         self.bytes_sent = 0
         for param in names:
             flat(param)  # puts its elements in order, before the first step
-
-    def _host_group(self) -> Group:
-        """The same ranks, to agree from host to host: what a GPU computes is not waited for."""
-        if self.world == 1 or self.device.type == "cpu":
-            return self.group
-        ranks = dist.get_process_group_ranks(self.group)
-        return cast(Group, dist.new_group(ranks, "gloo", use_local_synchronization=True))
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:

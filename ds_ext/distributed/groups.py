@@ -1,0 +1,50 @@
+"""Process groups of the same ranks as others, made once in a process.
+
+On a GPU the collectives of a group wait for each other, in one queue: DeepSpeed's gathering of the
+next layers would wait for a rule's sums, which wait for the gradients that they are of. So sums
+travel on groups of their own there. Gloo's collectives have threads, and need no second group,
+which would cost a connection to each rank.
+
+They last until ``torch.distributed.destroy_process_group``, for all engines of a process: to end
+one of NCCL's its ranks wait for each other, which must not be when one of them is lost.
+"""
+
+import torch
+import torch.distributed as dist
+
+from ds_ext.distributed.placement import Group, size_of
+
+WITHOUT_QUEUES = {"cpu"}  # kinds of devices whose collectives do not wait for each other
+
+_made: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def for_sums(group: Group, device: torch.device) -> Group:
+    """Returns the group over which sums on ``device`` are added up, of the ranks of ``group``.
+
+    All ranks of the group call it, and in the same order for groups that share ranks.
+    """
+    return group if device.type in WITHOUT_QUEUES else _twin(group, device, None)
+
+
+def for_hosts(group: Group, device: torch.device) -> Group:
+    """The same for what hosts tell each other: what a GPU computes is not waited for."""
+    return group if device.type == "cpu" else _twin(group, device, "gloo")
+
+
+def _twin(group: Group, device: torch.device, backend: str | None) -> Group:
+    """The one group of these ranks and ``backend``, None for that of the group of all."""
+    if group is None or size_of(group) == 1:
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    made = _made.get((backend, ranks))
+    if made is None or made not in dist.distributed_c10d._world.pg_map:  # it was destroyed since
+        made = dist.new_group(
+            list(ranks),
+            timeout=group._get_backend(device).options._timeout,
+            backend=backend,
+            use_local_synchronization=True,
+        )
+        assert isinstance(made, dist.ProcessGroup)
+        _made[backend, ranks] = made
+    return made

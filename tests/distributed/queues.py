@@ -1,0 +1,88 @@
+"""Sums on process groups of their own, as on a GPU: jobs of test_queues.py, on real ranks."""
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_ext
+from ds_ext.distributed import groups
+from tests.common.ranks import whole
+
+STAGES = (3, 2)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(12, 9), torch.nn.Tanh(), torch.nn.Linear(9, 10))
+
+
+def trained(stage: int) -> dict[str, torch.Tensor]:
+    """Weights after three steps of CAME, whose rules take rounds."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50},
+        "optimizer": {"type": "CAME", "params": {"lr": 0.1}},
+    }
+    engine, *_ = deepspeed.initialize(model=model(), config=config)
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        engine.backward(engine(torch.randn(2, 12)).square().sum())
+        engine.step()
+    weights = whole(engine.module)
+    engine.destroy()
+    return weights
+
+
+def twice() -> dict[str, Any]:
+    """The same training on the groups of DeepSpeed, and twice with sums on one of their own."""
+    plain = [trained(stage) for stage in STAGES]
+    counts, used = [], set()
+    add_up = dist.all_reduce
+
+    def noted(x: torch.Tensor, *args: Any, group: Any = None, **more: Any) -> Any:
+        used.add(group)
+        return add_up(x, *args, group=group, **more)
+
+    with (
+        mock.patch.object(groups, "WITHOUT_QUEUES", set()),
+        mock.patch("torch.distributed.all_reduce", noted),
+    ):
+        apart = []
+        for stage in (*STAGES, *STAGES):
+            apart.append(trained(stage))
+            counts.append(len(dist.distributed_c10d._world.pg_map))
+    (own,) = groups._made.values()
+    return {"plain": plain, "apart": apart, "counts": counts, "is_used": own in used}
+
+
+def limits() -> list[float]:
+    """How long the group waits that a layout without an engine makes, and that of an engine."""
+    found = []
+    with mock.patch.object(groups, "WITHOUT_QUEUES", set()):
+        shorter = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+        own = groups.for_sums(shorter, torch.device("cpu"))
+        found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        trained(3)
+        (own,) = groups._made.values()
+        found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    everyone = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return [*found, everyone.options._timeout.total_seconds()]
+
+
+def killed() -> None:
+    """A rank killed in its third backward pass."""
+    module = model()
+    optimizer = ds_ext.CAME(module.parameters())
+    with mock.patch.object(groups, "WITHOUT_QUEUES", set()):
+        ds_ext.fuse_into_backward(module, optimizer)
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 1:
+                module[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+            module(torch.randn(2, 12)).sum().backward()
+            optimizer.step()

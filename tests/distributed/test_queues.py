@@ -1,0 +1,29 @@
+"""Sums travel on process groups of their own where collectives wait for each other: queues.py.
+
+Here over gloo, where they need not.
+"""
+
+from tests import worlds
+from tests.distributed import queues
+from tests.distributed.test_faults import LOST
+
+
+def test_a_group_of_their_own_gives_the_same_bits_and_is_made_once():
+    for rank in worlds.run(2, queues.twice):
+        for stage, weights in enumerate(rank["apart"]):
+            plain = rank["plain"][stage % len(queues.STAGES)]
+            assert weights.keys() == plain.keys()
+            assert all(weights[name].equal(plain[name]) for name in plain)
+        assert rank["is_used"] and len(set(rank["counts"])) == 1
+
+
+def test_it_waits_as_long_as_the_others():
+    for before, in_engine, of_all in worlds.run(2, queues.limits):
+        assert before == 77
+        assert in_engine == of_all != 77
+
+
+def test_a_lost_rank_is_told_there_too():
+    other, victim = worlds.fresh(2, queues.killed, timeout=60)
+    assert (other.code, victim.code) == (1, -9)
+    assert LOST in other.output and other.seconds < 30
