@@ -55,6 +55,7 @@ FEATURES = (
     "HF Trainer",
     "HF Trainer with LoRA adapters",
     "accelerate's own loop",
+    "TRL's GRPO, RLOO and online DPO",
     "save and resume, bit for bit",
     "resume on other ranks and another stage",
     "resume between micro-batches",

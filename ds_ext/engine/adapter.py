@@ -11,6 +11,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointF
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import get_comm_dtype
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
 from ds_ext.backward import rehearsal
@@ -94,6 +95,17 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
     bit16_groups = fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])
+
+    @property
+    def parameter_offload(self) -> DeepSpeedZeRoOffload:
+        """What gathers the parameters at stage 3; trainers that generate take its hooks off for it.
+
+        Raises:
+            AttributeError: at other stages, where DeepSpeed's own optimizers have none either.
+        """
+        if isinstance(self.layout, Partitions):
+            return self.layout.offload
+        raise AttributeError("optimizer.parameter_offload is there at zero_optimization.stage 3.")
 
     def _comm_dtype(self, param: Tensor) -> torch.dtype:
         """What the gradient of a parameter is reduced in."""
