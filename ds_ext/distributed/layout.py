@@ -1,6 +1,7 @@
 """The layout of a model: the placements of its parameters, and what its ranks find out together."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -50,7 +51,10 @@ class Layout:
         self.host_group = groups.for_hosts(group, self.device)
         for placement in self.placements:
             placement.statistics_group = groups.for_sums(placement.statistics_group, self.device)
-        self.shards = {param: placement.shard(param) for param, placement in self.of.items()}
+        self.shards = {
+            param: dataclasses.replace(placement.shard(param), turn=i)
+            for i, (param, placement) in enumerate(self.of.items())
+        }
         self.bytes_sent = 0
         for param in names:
             flat(param)  # puts its elements in order, before the first step

@@ -103,6 +103,7 @@ class Shard:
     size: int  # of a full run: the parameter is cut at multiples of it, unless it is split
     split: Split | None = None  # elements are then numbered box by box, not row by row
     before: int = 0  # elements of a stack before this one of it; the multiples are the stack's
+    turn: int = 0  # the parameter's number, by which ranks take turns
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop <= self.numel, f"{self} lies outside its parameter"
@@ -153,6 +154,15 @@ class Shard:
     def flat(self) -> "Shard":
         """The run as one of a vector, for passes that need no rows and columns."""
         return Shard((self.numel,), self.start, self.stop, self.size)
+
+    @functools.cached_property
+    def has_turn(self) -> bool:
+        """Whether this rank does, for the parameter, what one of those with a run is enough for.
+
+        Where every rank has all of it, each does it for itself.
+        """
+        starts = sorted({0, *itertools.chain(*self.cuts)})
+        return len(self) > 0 and self.start == starts[self.turn % len(starts)]
 
     @functools.cached_property
     def is_cut(self) -> bool:

@@ -62,10 +62,11 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
     count, *own = shard.shape
     n = shard.numel // count if count else 0
     parts = []
-    for first in range(0, shard.numel, n or 1):
+    for i, first in enumerate(range(0, shard.numel, n or 1)):
         start, stop = (min(max(at - first, 0), n) for at in (shard.start, shard.stop))
         at = min(max(first - shard.start, 0), len(shard))
-        piece = Shard(tuple(own), start, stop, shard.size, before=shard.before + first)
+        before, turn = shard.before + first, shard.turn + i
+        piece = Shard(tuple(own), start, stop, shard.size, before=before, turn=turn)
         parts.append((slice(at, at + stop - start), piece))
     return tuple(parts)
 

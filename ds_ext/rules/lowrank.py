@@ -88,8 +88,9 @@ def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Su
     A run of a flattened matrix has neither whole rows nor whole columns, so the Gram matrix of the
     short side is added up from slices of G of fixed size that the ranks put together; the sums are
     of one number and zeros, so its bits do not depend on the number of ranks. One rank adds it up,
-    in fp64 for its condition is the square of G's, and sends the vectors to all. The long side's
-    are G·w/σ; those without a gradient (σ = 0) are left 0, where an SVD would choose at random.
+    in fp64 for its condition is the square of G's, and sends the vectors to all: the one whose turn
+    it is, so that the matrices of a bucket are spread over the ranks. The long side's are G·w/σ;
+    those without a gradient (σ = 0) are left 0, where an SVD would choose at random.
     """
     tall = shard.rows > shard.cols or (shard.rows == shard.cols and right)
     gram = yield from _gram(g, tall, shard)
@@ -107,15 +108,14 @@ def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Su
 
 def _gram(g: ops.Gradient, tall: bool, shard: Shard) -> Generator[Sums, Sums, Tensor | None]:
     """The Gram matrix of the short side, [short, short] in fp64, on the rank that adds it up."""
-    short = min(shard.rows, shard.cols)
-    is_owner = shard.start == 0 and len(shard) > 0
-    gram = torch.zeros(short if is_owner else 0, short, dtype=torch.float64, device=g.device)
+    short, has_turn = min(shard.rows, shard.cols), shard.has_turn
+    gram = torch.zeros(short if has_turn else 0, short, dtype=torch.float64, device=g.device)
     for rows, cols in _slices(shard, tall):
         (x,) = yield (_window(g, rows, cols, shard),)
-        if is_owner:
+        if has_turn:
             x = x.double()
             gram.addmm_(x.T, x) if tall else gram.addmm_(x, x.T)
-    return gram if is_owner else None
+    return gram if has_turn else None
 
 
 def _slices(shard: Shard, tall: bool) -> Iterator[tuple[slice, slice]]:

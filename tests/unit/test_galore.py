@@ -6,6 +6,7 @@ ours are) across renewals.
 """
 
 import copy
+import dataclasses
 import functools
 import io
 import itertools
@@ -258,6 +259,30 @@ def test_the_basis_has_the_same_bits_on_any_number_of_ranks(setting):
                 assert torch.allclose(found[0][k], other[k], rtol=0, atol=1e-5)
             else:
                 assert torch.equal(found[0][k], other[k])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_share_the_renewals_of_a_bucket_and_agree_on_all(world, monkeypatch):
+    shapes, found, renewed = 2 * MATRICES[:3], [], []
+    original = lowrank._gram
+
+    def gram(g, tall, shard):
+        renewed.append(shard.start // shard.size if shard.has_turn else None)
+        return original(g, tall, shard)
+
+    monkeypatch.setattr(lowrank, "_gram", gram)
+    for is_spread in (True, False):
+        ranks = Ranks(GaLoreAdamW(rank=2), table.weights(shapes, torch.float32), world)
+        ranks.shards = [
+            [dataclasses.replace(shard, turn=k * is_spread) for k, shard in enumerate(shards)]
+            for shards in ranks.shards
+        ]
+        renewed.clear()
+        ranks.step(gradients(1, shapes, torch.float32)[0])
+        found.append([whole_basis(ranks, k) for k in range(len(shapes))])
+        counts = [renewed.count(rank) for rank in range(world)]
+        assert counts == ([6 // world] * world if is_spread else [6] + [0] * (world - 1))
+    assert all(map(torch.equal, *found))
 
 
 def whole_basis(ranks, k):

@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ext.ops.shard import BLOCK, Block, Shard
+from ds_ext.ops.shard import BLOCK, Block, Box, Shard, Split
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 worlds = st.integers(1, 40)
@@ -126,3 +127,22 @@ def test_a_run_outside_the_parameter_is_refused(start, stop):
 def test_rms_is_over_the_whole_parameter(shard, square_sum):
     expected = math.sqrt(square_sum / math.prod(shard.shape))
     assert shard.rms(square_sum) == pytest.approx(expected)
+
+
+def turns(shards, n):
+    """Which of the ranks have each of n turns."""
+    taken = [[replace(s, turn=i).has_turn for s in shards] for i in range(n)]
+    return [[rank for rank, has in enumerate(ranks) if has] for ranks in taken]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 64])
+def test_one_rank_with_elements_has_a_turn(world):
+    for shape in ((13, 5), (1, 7), (40,)):
+        shards = [Shard.of_rank(shape, rank, world) for rank in range(world)]
+        holders = [rank for rank, shard in enumerate(shards) if len(shard)]
+        assert turns(shards, 70) == [[holders[i % len(holders)]] for i in range(70)]
+    split = Split(((Box(0, 3, 0, 4),), (Box(3, 2, 0, 4),)), 2)
+    shards = [Shard.of_split((5, 4), split, part, rank) for part in (0, 1) for rank in (0, 1)]
+    assert turns(shards, 8) == [[0], [1], [2], [3]] * 2
+    stack = [Shard((4, 3), 0, 5, 8, before=3), Shard((4, 3), 5, 12, 8, before=3)]
+    assert turns(stack, 3) == [[0], [1], [0]]
