@@ -142,6 +142,27 @@ def test_rows_and_columns_of_zeros_stay_as_they_are(name, path, monkeypatch):
     assert p.isfinite().all() and (p != 1).equal(p.grad != 0)
 
 
+@pytest.mark.parametrize("name", PAPERS)
+def test_rounding_is_seen_where_a_row_has_nothing_else(name):
+    """It moves an update by some times its size, but a row that is rounding alone by all of it."""
+    shape, generator = (64, 33), torch.Generator().manual_seed(0)
+    (g,) = table.gradients(1, (shape,))[0]
+    noise = torch.randn(shape, generator=generator, dtype=g.dtype) * 1e-7 * g.square().mean().sqrt()
+    rows = torch.arange(64)[:, None] % 4 > 0
+
+    def stepped(g):
+        ranks = Ranks(PAPERS[name][0](), [torch.zeros_like(g)], 3)
+        ranks.step([g])
+        return ranks.params[0]
+
+    def moved(g, by):
+        return float((stepped(g + by) - stepped(g)).norm() / stepped(g).norm())
+
+    assert moved(g, noise) < 1e-5
+    assert moved(g * rows, noise * rows) < 1e-5
+    assert moved(g * rows, noise) > 0.5
+
+
 def test_momentum_saved_and_loaded_goes_on_bit_for_bit():
     before, grads = table.weights(SHAPES, torch.float32), table.gradients(6, SHAPES, torch.float32)
 
