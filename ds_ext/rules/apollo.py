@@ -3,9 +3,9 @@
 Zhu et al., arXiv 2412.05270, algorithm 1, as in the authors' apollo_torch: the root of ``scale``
 after the norm-growth limiter, bias correction as a factor, eps added to the uncorrected root,
 weight decay after the update, moments kept when the projection is renewed. Unlike theirs, the
-projection has the same bits on every device and on any number of ranks, and the limiter begins
-after the first update that is not 0: theirs would bound all that follows a first gradient of 0,
-as of an expert that no token has reached, to a growth of 1 % a step from 1e-8.
+projection has the same bits on every device and on any number of ranks, and the update after one
+of 0 is not limited: theirs would bound all that follows a gradient of 0, as of an expert that no
+token has reached, to a growth of 1 % a step from 1e-8.
 
     A channel is a row of G where rows >= cols, else a column: those of the long side.
     P [short side, rank] ~ N(0, 1 / rank), new each update_proj_gap steps

@@ -53,7 +53,18 @@ class APOLLO(apollo_torch.APOLLOAdamW):
             self.state[p]["seed"] = stream
 
     def step(self, closure=None):
+        for state in self.state.values():  # ours is not limited after an update of 0
+            if "scaled_grad" in state and not state["scaled_grad"]:
+                del state["scaled_grad"]
         with mock.patch.object(apollo_torch.apollo, "GradientProjector", Projector):
+            return super().step(closure)
+
+
+class Muon(torch.optim.Muon):
+    """torch's, which iterates in fp64."""
+
+    def step(self, closure=None):
+        with in_dtype(torch.float64):
             return super().step(closure)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common import authors, by_role
 from tests.common.ranks import shared_folder
 from tests.distributed.training import HYPERS
 
@@ -48,7 +49,10 @@ def _runs() -> dict[str, Run]:
     made["adalomo-ranks4-ep4"] = Run("adalomo", 2, 4, 4)
     made["clip-stage0"] = Run("adalomo", 0, 4, 2, max_norm=0.05)
     made["clip-sharded-stage2"] = Run("came", 2, 2, 2, 0.05, "sharded")
+    for rule in ("flashadamw", "lion"):
+        made[f"{rule}-ranks2-ep2"] = Run(rule, 2, 2, 2)
     made["json"] = Run("adalomo", 1, 2, 2, json=True)
+    made["json-muon"] = Run("muon", 2, 2, 2, json=True)
     made["resumed"] = Run("came", 1, 2, 2, then=(1, 2))
     made["resumed-ep4"] = Run("came", 2, 4, 2, then=(0, 4))
     made["resumed-ep1"] = Run("lamb", 0, 4, 4, then=(1, 1))
@@ -161,7 +165,7 @@ def start(run: Run, stage: int, size: int):
         "ds_ext": {"gradient_policy": run.policy},
     }
     if run.json:
-        made["optimizer"] = {"type": run.rule, "params": run.hypers}
+        made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
         return deepspeed.initialize(model=model, config=made)[0]
     optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
@@ -184,6 +188,7 @@ def train(run: Run) -> dict[str, Any]:
         "steps": {n: state[p]["step"] for n, p in own.items() if p.requires_grad},
         "norms": norms,
         "metrics": engine.optimizer.metrics(),
+        "streams": by_role.streams_of(engine.optimizer, {p: n for n, p in own.items()}),
     }
 
 
@@ -200,9 +205,13 @@ def moved(engine, run: Run):
     return other
 
 
-def reference(run: Run, optimizer_of) -> tuple[nn.Module, list[float], torch.Tensor]:
+def reference(run: Run, streams: dict[str, int]) -> tuple[nn.Module, list[float], torch.Tensor]:
     """One process with all experts and the global batch -> the model, norms, idle experts."""
     model = Whole()
+    optimizer_of = authors.ordinary
+    if run.json:  # all matrices here are those of linear layers
+        names = {p: n for n, p in model.named_parameters()}
+        optimizer_of = by_role.optimizer(names, "(weight|gate)$", streams)
     model.load_state_dict(values())
     spared = {p for p in model.parameters() if run.json and p.ndim < 2}
     split = [

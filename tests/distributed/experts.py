@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 import ds_ext
 from ds_ext.engine import autotp, expert_parallel
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks
+from tests.common import authors, by_role
 from tests.common.hypers import FOR_ALL
 from tests.common.ranks import shared_folder, whole
 from tests.distributed.training import HYPERS
@@ -57,6 +58,7 @@ class Run:
     max_norm: float = 0.0
     policy: str = "fused"
     leaves: bool = False  # named here, beside those that DeepSpeed knows
+    json: bool = False  # the optimizer is made by the config, for matrices of linear layers
     ep: int = 0  # ranks that AutoEP spreads the experts over; 0: no AutoEP
     # a checkpoint, and the rest of the steps by another engine, at this stage and ``ep``
     then: tuple[int, int] | None = None
@@ -89,6 +91,8 @@ def _runs() -> dict[str, Run]:
         )
     for rule in ("lomo", "adalomo", "lamb"):
         made[f"autoep-{rule}"] = Run("mixtral", rule, 3, ep=2, max_norm=0.5 * (rule == "lomo"))
+    made["autoep-scale"] = Run("mixtral", "scale", 3, ep=2)
+    made["autoep-json-apollo"] = Run("mixtral", "apollo", 1, ep=2, json=True)
     made["autoep-qwen3"] = Run("qwen3", "adalomo", 2, ep=2)
     made["autoep-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded", ep=2)
     made["autoep-resumed"] = Run("mixtral", "came", 3, ep=2, then=(1, 1))
@@ -126,7 +130,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def start(run: Run, model: nn.Module, stage: int | None, ep: int):
-    optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
+    optimizer = None if run.json else OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
     if stage is None:
         return ds_ext.fuse_into_backward(model, optimizer, bucket_size=700)
     if run.leaves:
@@ -141,6 +145,8 @@ def start(run: Run, model: nn.Module, stage: int | None, ep: int):
         },
         "ds_ext": {"gradient_policy": run.policy},
     }
+    if run.json:
+        made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
     if ep:
         made["expert_parallel"] = {
             "enabled": True,
@@ -172,7 +178,19 @@ def train(run: Run) -> dict[str, Any]:
         "after": by_matrix(model, whole(model)),
         "kept": {len(optimizer.state[p].get(expert_stacks.EXPERTS, ())) for p in stacked(model)},
         "norm": (engine if run.stage is None else engine.optimizer.fused).norm,
+        "streams": streams_of(model, optimizer),
     }
+
+
+def streams_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The streams of random numbers that an optimizer keeps, those of each expert apart."""
+    names = {p: n for n, p in model.named_parameters()}
+    found = by_role.streams_of(optimizer, names)
+    for p in stacked(model):
+        for e, kept in optimizer.state[p].get(expert_stacks.EXPERTS, {}).items():
+            if "stream" in kept:
+                found[f"{names[p]}.{e}"] = int(kept["stream"])
+    return {n.replace("router.gate", "gate"): stream for n, stream in found.items()}
 
 
 def stacked(model: nn.Module) -> set[torch.Tensor]:
@@ -214,7 +232,7 @@ def moved(engine, run: Run):
 
 
 def reference(
-    run: Run, optimizer_of
+    run: Run, streams: dict[str, int]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float], torch.Tensor]:
     """One process with the global batch, each expert a parameter of its own -> weights before and
     after, norms, and which experts were idle on each rank: [steps, ranks, stacks, experts].
@@ -229,9 +247,19 @@ def reference(
     for n, p in stacked.items():  # in the same memory
         named |= {k: nn.Parameter(w) for k, w in apart(n, p.data, run.ep).items()}
     before = {n: p.detach().clone() for n, p in named.items()}
+    optimizer_of = authors.ordinary
+    if run.json:  # the router's matrix, which AutoEP makes a linear layer, too
+        names = {p: n for n, p in named.items()}
+        linear = r"_proj\.|experts\.|mlp\.gate" if run.ep else r"_proj\.|experts\."
+        optimizer_of = by_role.optimizer(names, linear, streams)
     hypers = {k: v for k, v in run.hypers.items() if k != "weight_decay"}
     params = list(named.values())
-    optimizer = optimizer_of(run.rule, [{"params": params, "weight_decay": 0.1}], hypers)
+    spared = {p for n, p in named.items() if run.json and "norm" in n}
+    groups = [
+        {"params": [p for p in params if p not in spared], "weight_decay": 0.1},
+        {"params": [p for p in params if p in spared], "weight_decay": 0.0},
+    ]
+    optimizer = optimizer_of(run.rule, [g for g in groups if g["params"]], hypers)
     norms, idle = [], []
     for step in range(STEPS):
         model.zero_grad()

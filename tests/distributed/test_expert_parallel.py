@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.common import authors
 from tests.common.choose import params
 from tests.distributed import expert_parallel
 from tests.distributed.expert_parallel import RUNS, STEPS, values
@@ -13,8 +12,12 @@ from tests.support import of
 # What `make test` runs.
 QUICK = [
     *("came-stage0-ranks4-ep2", "lomo-ranks2-ep2", "galoreadamw-ranks2-ep2"),
-    *("adalomo-ranks4-ep4", "clip-sharded-stage2", "json", "resumed-ep4"),
+    *("adalomo-ranks4-ep4", "clip-sharded-stage2", "json", "resumed-ep4", "flashadamw-ranks2-ep2"),
 ]
+
+
+# Codes of 8 bits jump where gradients differ in their last bits; Muon iterates in fp32.
+CLOSE = {"flashadamw": 1e-3, "muon": 1e-3}
 
 
 @pytest.mark.supports("`deepspeed.moe`, expert parallelism", **of(RUNS))
@@ -22,16 +25,19 @@ QUICK = [
 def test_equals_one_process_that_has_all_experts(name):
     run, before = RUNS[name], values()
     ranks = worlds.once(run.world, expert_parallel.train, run)
-    model, norms, idle = expert_parallel.reference(run, authors.ordinary)
+    streams = {n: i for rank in ranks for n, i in rank["streams"].items()}
+    model, norms, idle = expert_parallel.reference(run, streams)
     after = {n: p.detach() for n, p in model.named_parameters()}
     held = set()
     for rank in ranks:
         held |= rank["after"].keys()
         for n, p in rank["after"].items():
             error, update = (p - after[n]).norm(), (after[n] - before[n]).norm()
-            assert error <= max(1e-5 * update, STEPS * 2**-24 * after[n].norm()), n
+            assert error <= max(
+                CLOSE.get(run.rule, 1e-5) * update, STEPS * 2**-24 * after[n].norm()
+            ), n
         assert set(rank["steps"].values()) == {STEPS}
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        assert rank["norms"] == pytest.approx(norms, rel=CLOSE.get(run.rule, 1e-5))
         if run.max_norm:
             assert max(norms) > run.max_norm
     assert held == after.keys()

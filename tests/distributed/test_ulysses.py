@@ -15,7 +15,7 @@ QUICK = [("lomo", 1), ("came", 3)]
 @pytest.mark.parametrize("optimizer, stage", params(CASES, QUICK))
 def test_divided_sequences_equal_one_process(optimizer, stage):
     before, expected, norms = ulysses.whole(optimizer).values()
-    clip = ulysses.CLIPS[optimizer]
+    clip = ulysses.clip_of(optimizer)
     assert min(norms) > 1.2 * clip  # or it would show nothing
     for got in worlds.once(4, ulysses.train, optimizer, stage):
         after = got["after"]

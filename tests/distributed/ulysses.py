@@ -12,17 +12,20 @@ from deepspeed.utils import groups
 from torch import nn
 from torch.nn import functional as F
 
-from tests.common.authors import ordinary
+from tests.common import by_role
 
 VOCAB, WIDTH, HEADS, LENGTH, STEPS = 29, 24, 4, 10, 6
-CLIPS = {"lomo": 0.0, "adalomo": 0.05, "came": 0.05}  # 0: none
+CLIPS = {"lomo": 0.0}  # 0: none; the others are clipped
 # A gradient that is too large by a factor changes LOMO's update, but none of the others'.
 HYPERS: dict[str, dict[str, Any]] = {
     "lomo": {"lr": 1.0},
     "adalomo": {"lr": 5e-3},
     "came": {"lr": 5e-4},
+    "adamw": {"lr": 5e-3},
+    "sinkgd": {"lr": 0.05},
 }
-CASES = [(rule, stage) for rule in HYPERS for stage in (1, 2, 3)]
+CASES = [(rule, stage) for rule in ("lomo", "adalomo", "came") for stage in (1, 2, 3)]
+CASES += [("adamw", 2), ("sinkgd", 3)]
 
 
 class Attention(nn.Module):
@@ -65,18 +68,25 @@ def loss_of(model, step: int, pair: int, part: slice) -> torch.Tensor:
     return (model(tokens[part]) - target[part]).square().sum() / target.numel()
 
 
+def clip_of(rule: str) -> float:
+    """The norm that gradients are clipped to, 0 for none."""
+    return CLIPS.get(rule, 0.05)
+
+
 @functools.cache
-def whole(rule: str) -> dict[str, Any]:
+def whole(rule: str, streams: tuple[tuple[str, int], ...] = ()) -> dict[str, Any]:
     """Weights before and after in one process that has whole sequences, and gradients' norms."""
     model = make()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     params = list(model.parameters())
-    optimizer = ordinary(rule, [{"params": params, "weight_decay": 0.0}], HYPERS[rule])
+    names = {p: n for n, p in model.named_parameters()}
+    optimizer_of = by_role.optimizer(names, r"(qkv|out|up|down)\.weight", dict(streams))
+    optimizer = optimizer_of(rule, [{"params": params, "weight_decay": 0.0}], HYPERS[rule])
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
         (sum(loss_of(model, step, pair, slice(None)) for pair in range(2)) / 2).backward()
-        norm = torch.nn.utils.clip_grad_norm_(params, CLIPS[rule] or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(params, clip_of(rule) or float("inf"))
         norms.append(float(norm))
         optimizer.step()
     after = {n: p.detach() for n, p in model.named_parameters()}
@@ -88,9 +98,9 @@ def train(rule: str, stage: int) -> dict[str, Any]:
     params = HYPERS[rule] | {"weight_decay": 0.0}
     config = {
         "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": CLIPS[rule],
+        "gradient_clipping": clip_of(rule),
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500},
-        "optimizer": {"type": rule, "params": params},
+        "optimizer": {"type": f"ds_ext.{rule}", "params": params},
     }
     sequences.initialize_sequence_parallel(2)
     group = sequences.get_sequence_parallel_group()
@@ -105,8 +115,10 @@ def train(rule: str, stage: int) -> dict[str, Any]:
     assert groups._get_sequence_parallel_world_size() == 2
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         after = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    names = {p: n for n, p in engine.module.named_parameters()}
+    streams = tuple(by_role.streams_of(engine.optimizer, names).items())
     engine.destroy()
-    return {"after": after, "norms": norms}
+    return {"after": after, "norms": norms, "streams": streams}
 
 
 def by_config() -> str:

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests import worlds
-from tests.common import authors
+from tests.common import authors, by_role
 from tests.common.choose import params
 from tests.integration import own_loops, trainer, trainer_jobs
 from tests.integration.own_loops import GROUPED, LOOPS
@@ -61,12 +61,15 @@ def split(model, decay):
 
 
 @functools.cache  # runs that differ in accumulation, checkpointing or stage have the same reference
-def reference(config, max_norm, lora):
+def reference(config, max_norm, lora, streams=()):
     """The same training by HF Trainer in one process, of whole batches -> (weights, log)."""
     job = trainer_jobs.Job(config, {"max_grad_norm": max_norm})
     model = build(lora)
     groups = split(model, job.all_arguments["weight_decay"])
-    optimizer = authors.ordinary(config, groups, {"lr": job.all_arguments["learning_rate"]})
+    # The last name of a tied matrix, which is the head's.
+    names = {p: n for n, p in model.named_parameters(remove_duplicate=False)}
+    optimizer_of = by_role.optimizer(names, r"_proj\.", dict(streams))
+    optimizer = optimizer_of(config, groups, {"lr": job.all_arguments["learning_rate"]})
     with tempfile.TemporaryDirectory() as folder:
         sequential = trainer_jobs.Sequential(
             model=model,
@@ -80,15 +83,19 @@ def reference(config, max_norm, lora):
     return weights(model), sequential.state.log_history
 
 
-def compare(got, expected, before, steps):
+# Codes of 8 bits jump where gradients differ in their last bits.
+CLOSE = {"flashadamw": 1e-3}
+
+
+def compare(got, expected, before, steps, close=1e-5):
     """Compares errors with updates, weight by weight and in all; a frozen weight has none."""
     assert got.keys() == expected.keys()
     updates = torch.stack([(p - before[n]).norm() for n, p in expected.items()])
     errors = torch.stack([(got[n] - p).norm() for n, p in expected.items()])
     resolution = steps * 2**-24 * torch.stack([p.norm() for p in expected.values()])
-    allowed = torch.maximum(2e-5 * updates, resolution).where(updates > 0, 0)
+    allowed = torch.maximum(2 * close * updates, resolution).where(updates > 0, 0)
     assert not [n for n, bad in zip(expected, errors > allowed, strict=True) if bad]
-    assert errors.norm() <= 1e-5 * updates.norm()
+    assert errors.norm() <= close * updates.norm()
 
 
 def of(log, key):
@@ -103,8 +110,8 @@ def of(log, key):
 @pytest.mark.parametrize("name", params(COMPARED, QUICK))
 def test_trainer_equals_one_process(folder, name):
     got, job = result(folder, name), JOBS[name]
-    after, log = reference(job.config, job.max_norm, job.lora)
-    compare(got["after"], after, weights(build(job.lora)), STEPS)
+    after, log = reference(job.config, job.max_norm, job.lora, got["streams"])
+    compare(got["after"], after, weights(build(job.lora)), STEPS, CLOSE.get(job.config, 1e-5))
     assert got["kept"] == 0
     assert got["policy"] == ("fused" if job.accumulation == 1 else "sharded")
     assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=1e-3)

@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import ds_ext  # noqa: F401 (registers the optimizers, all that a script has to do)
+from tests.common import by_role
 from tests.common.ranks import logged, whole
 from tests.integration import own_loops
 from tests.integration.trainer_jobs import BATCH, JOBS, Job, Sequential, adapted, data
@@ -62,6 +63,7 @@ def _train(folder: str, name: str, job: Job) -> dict[str, Any]:
         "after": whole(engine.module),
         "said": said,
         "log": trainer.state.log_history,
+        "streams": tuple(by_role.streams_of(engine.optimizer, dict(engine.param_names)).items()),
         "decays": {
             engine.param_names[p]: group["weight_decay"]
             for group in engine.optimizer.param_groups
