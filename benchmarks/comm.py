@@ -26,11 +26,9 @@ from torch.utils._pytree import tree_leaves
 import ds_ext
 from benchmarks import report
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, METHODS, REDUCE_SCATTER, Call, sent
-from benchmarks.memory import LLAMAS, Sizes, llama
+from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.run_updates import RunUpdate
-from ds_ext.planner.memory import KNOWN
-from ds_ext.planner.memory import llama as llama_shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -299,7 +297,7 @@ def by_kind(calls: Iterable[Call], ranks: int) -> list[dict[str, object]]:
 
 def share(ranks: int) -> dict[str, object]:
     """A row of what AdaLomo sends beside llama-7b's gradients in bf16, by what those take."""
-    shapes = Counter(llama_shapes(*KNOWN["llama-7b"]).values())
+    shapes = Counter(shapes_of(LLAMAS["7B"]).values())
     dtype = torch.bfloat16
     summed = {shape: statistics(shape, ranks, dtype) for shape in shapes}
     gradients = sum(n * torch.Size(shape).numel() * dtype.itemsize for shape, n in shapes.items())

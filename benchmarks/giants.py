@@ -13,7 +13,6 @@ from benchmarks.counting import NORM, Bucket, Rule, reduced
 from benchmarks.memory import Sizes, llama
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
-from ds_ext.planner.memory import KNOWN
 
 # What is stepped by, and whether in its first step, where GaLore makes its basis.
 STEPS = {cls.__name__: (name, False) for name, cls in OPTIMIZERS.items()} | {
@@ -25,7 +24,7 @@ TOKENS = 8  # of the pass that gives the gradients' order; their number changes 
 class Giant(NamedTuple):
     """A model spread over data-parallel ranks, ``over`` of which share out its experts."""
 
-    sizes: Sizes  # as memory.KNOWN's
+    sizes: Sizes  # as benchmarks.memory's
     experts: int = 0  # in a layer
     chosen: int = 0  # by a token
     over: int = 1
@@ -74,7 +73,7 @@ class Giant(NamedTuple):
 # As mistralai/Mixtral-8x22B-v0.1's config.json says.
 MIXTRAL = (32000, 6144, 16384, 56, 48, 8, False)
 MODELS = {
-    "llama-70b": Giant(KNOWN["llama-70b"]),
+    "llama-70b": Giant((32000, 8192, 28672, 80, 64, 8, False)),
     "8x22b": Giant(MIXTRAL, experts=8, chosen=2),
     "8x22b, EP 8": Giant(MIXTRAL, experts=8, chosen=2, over=8),
 }

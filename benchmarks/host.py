@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import ds_ext
 from benchmarks import report
+from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import settings
 from ds_ext.ops.native import library, table
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
-from ds_ext.planner.memory import KNOWN, llama
 from ds_ext.rules import REGISTRY
 
 SIDE = 8  # of small parameters
@@ -103,7 +103,7 @@ def small(name: str, n: int, rounds: int) -> dict[str, object]:
 def large(name: str, rounds: int) -> dict[str, object]:
     """Milliseconds of the host in a step of Llama-7B's parameters, which nobody reads."""
     params = []
-    for shape in llama(*KNOWN["llama-7b"]).values():
+    for shape in shapes_of(LLAMAS["7B"]).values():
         params.append(nn.Parameter(torch.empty(shape, dtype=torch.bfloat16)))
         params[-1].grad = torch.empty(shape, dtype=torch.bfloat16)
     with doing_nothing(), mock.patch.object(torch, "zeros", torch.empty):

@@ -8,21 +8,18 @@ is measured, when the optimizer's state is there. Weights and tokens are random.
 import argparse
 import gc
 import itertools
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import ds_ext
 from benchmarks import report
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner.memory import KNOWN, elements
-from ds_ext.planner.memory import llama as llama_shapes
+from ds_ext.planner.live import Watch
+from ds_ext.planner.memory import elements
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,11 +29,11 @@ transformers.logging.set_verbosity_error()
 # Vocabulary, width, inner width, layers, heads, key-value heads, and whether the head is tied.
 Sizes = tuple[int, int, int, int, int, int, bool]
 LLAMAS: dict[str, Sizes] = {
-    "135M": KNOWN["smollm2-135m"],
-    "1B": KNOWN["tinyllama-1.1b"],
+    "135M": (49152, 576, 1536, 30, 9, 3, True),  # SmolLM2's
+    "1B": (32000, 2048, 5632, 22, 32, 4, False),  # TinyLlama's
     "3B": (32000, 3200, 8640, 26, 32, 32, False),  # OpenLLaMA's
-    "7B": KNOWN["llama-7b"],
-    "13B": KNOWN["llama-13b"],
+    "7B": (32000, 4096, 11008, 32, 32, 32, False),
+    "13B": (32000, 5120, 13824, 40, 40, 40, False),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NONE, ADAMW = "none", "AdamW"
@@ -123,6 +120,12 @@ def llama(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The shapes of its parameters."""
+    model = llama(sizes, torch.float32, torch.device("meta"))
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
 def measure(
     sizes: Sizes, shape: tuple[int, int], name: str, dtype: torch.dtype, device: torch.device
 ) -> int | None:
@@ -181,50 +184,9 @@ def peak_of_second(step: Callable[[], None], kept: Iterable[Tensor], device: tor
     return watch.most
 
 
-class Watch(TorchDispatchMode):
-    """Counts the bytes of live storages, ``now`` and at ``most``, from those of ``kept`` on.
-
-    It sees what operators give out in the thread that entered it, which on the CPU is also the one
-    that runs backward. A storage that many tensors share counts once.
-    """
-
-    def __init__(self, kept: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}  # of live storages
-        self.now = self.most = 0
-        for tensor in kept:
-            self._see(tensor)
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for value in tree_leaves(made):
-            if isinstance(value, Tensor):
-                self._see(value)
-        return made
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.sizes:
-            # Torch keeps the Python object of a storage as long as the storage itself.
-            weakref.finalize(storage, self._gone, key).atexit = False
-        self.now += storage.nbytes() - self.sizes.get(key, 0)  # it may have been resized
-        self.sizes[key] = storage.nbytes()
-        self.most = max(self.most, self.now)
-
-    def _gone(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-
-
 def shown(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
     """A row of the table, beside AdamW's of the same model and length."""
-    n, peak = elements(llama_shapes(*LLAMAS[row.model])), row.peak
+    n, peak = elements(shapes_of(LLAMAS[row.model])), row.peak
     adamw = next((r.peak for r in rows if r == row._replace(optimizer=ADAMW, peak=r.peak)), None)
     return {
         "model": row.model,
@@ -264,7 +226,7 @@ def draw(figure: "Figure", rows: Sequence[Measured]) -> None:
     for axes, length in zip(panels, lengths, strict=True):
         for i, name in enumerate(names):
             own = {r.model: r for r in rows if (r.length, r.optimizer) == (length, name)}
-            heights = [(own[m].peak or 0) / elements(llama_shapes(*LLAMAS[m])) for m in models]
+            heights = [(own[m].peak or 0) / elements(shapes_of(LLAMAS[m])) for m in models]
             places = [at + 0.8 * i / len(names) for at in range(len(models))]
             axes.bar(places, heights, 0.7 / len(names), label=name)
         axes.set(title=f"{length} tokens", xticks=[at + 0.35 for at in range(len(models))])

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.memory import DTYPES, llama
+from benchmarks.memory import DTYPES, LLAMAS, llama, shapes_of
 from benchmarks.train import MODELS, join_world_of_one
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.host_offload import HOST, HostOffload
 from ds_ext.optimizer.run_updates import RunUpdate
-from ds_ext.planner.memory import KNOWN, nbytes
-from ds_ext.planner.memory import llama as shapes_of
+from ds_ext.planner.memory import nbytes
 
 DEVICE, FLIGHT, PAGED = "on the GPU, nothing offloaded", "in flight", "in flight, not pinned"
 BOTH, BY_HOST = "in flight, state too", "by the host, state too"
@@ -41,7 +40,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ("adalomo", "came", "lamb")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(known))
-    parser.add_argument("--layers", choices=KNOWN, default="llama-7b", help="one is stepped alone")
+    parser.add_argument("--layers", choices=LLAMAS, default="7B", help="one is stepped alone")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["1B", "7B"])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a training step")
@@ -55,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     shapes = [
         shape
-        for name, shape in shapes_of(*KNOWN[args.layers]).items()
+        for name, shape in shapes_of(LLAMAS[args.layers]).items()
         if name.startswith("model.layers.0.") and len(shape) == 2
     ]
     steps: list[dict[str, object]] = []

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.memory import DTYPES
+from benchmarks.memory import DTYPES, LLAMAS, shapes_of
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.run_updates import RunUpdate
-from ds_ext.planner.memory import KNOWN, llama
 from ds_ext.rules import entry_of, lowrank
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ SIZES = {
     "1024x1024": Size(((1024, 1024),)),
     "4096x4096": Size(((4096, 4096),)),
     "11008x4096": Size(((11008, 4096),)),
-    "SmolLM2-135M": Size(tuple(llama(*KNOWN["smollm2-135m"]).values())),
+    "SmolLM2-135M": Size(tuple(shapes_of(LLAMAS["135M"]).values())),
     "a third of 4096x4097": Size(((4096, 4097),), ranks=3),
     "16384x16384": Size(((16384, 16384),)),
 }

@@ -2,9 +2,9 @@
 
 Ours come from the rules: their state is made of tensors without storage, so that this arithmetic
 cannot drift from the code; masters come from ``precision`` alike. The rank is the one that holds
-most. Beside ours: AdamW in DeepSpeed and Megatron-LM's distributed optimizer. Not counted:
-activations, the weights that ZeRO-3 gathers for computing, blocks of scratch (on a CPU, 2 to 8 MiB
-in all), and what the allocator wastes.
+most. Beside ours: AdamW in DeepSpeed and Megatron-LM's distributed optimizer. Activations are
+counted by activations.py. Not counted: the weights that ZeRO-3 gathers for computing, blocks of
+scratch (on a CPU, 2 to 8 MiB in all), and what the allocator wastes.
 """
 
 import math
@@ -36,19 +36,6 @@ SUB_GROUP = 10**9  # zero_optimization.sub_group_size: the most that one step of
 
 FIRST = 16  # ranks that are looked at for the one that holds most
 
-# Models of Llama's kind, from the configurations published with them: vocabulary, width, inner
-# width, layers, heads, key-value heads, and whether the head is tied.
-KNOWN = {
-    "smollm2-135m": (49152, 576, 1536, 30, 9, 3, True),
-    "tinyllama-1.1b": (32000, 2048, 5632, 22, 32, 4, False),
-    "llama-7b": (32000, 4096, 11008, 32, 32, 32, False),
-    "mistral-7b": (32000, 4096, 14336, 32, 32, 8, False),
-    "llama-3-8b": (128256, 4096, 14336, 32, 32, 8, False),
-    "llama-13b": (32000, 5120, 13824, 40, 40, 40, False),
-    "llama-65b": (32000, 8192, 22016, 80, 64, 64, False),
-    "llama-70b": (32000, 8192, 28672, 80, 64, 8, False),
-}
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -58,11 +45,12 @@ class Memory:
     state: float
     gradients: float  # the most that are alive at once
     master: float  # what weights of 16 bits lack to fp32: a copy, or the lower half
+    activations: float = 0.0  # what they add to the most that is alive at once, if counted
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.weights + self.state + self.gradients + self.master
+        return self.weights + self.state + self.gradients + self.master + self.activations
 
 
 def ours(
@@ -260,48 +248,3 @@ def rules_of(
     """
     made = optimizer.for_model(model, **params)
     return {name: made.rule_of(param) for name, param in model.named_parameters()}
-
-
-def skeleton(shapes: Shapes) -> nn.Module:
-    """A model on "meta" with the parameters of a language model of ``shapes``, of no computation.
-
-    Its matrices are those of linear layers, but for "embed_tokens", which is its head too if it
-    has no "lm_head".
-    """
-    root = nn.Module()
-    for name, shape in shapes.items():
-        *path, owner, _ = name.split(".")
-        at = root
-        for part in path:
-            if not hasattr(at, part):
-                at.add_module(part, nn.Module())
-            at = getattr(at, part)
-        kind = nn.Embedding if owner == "embed_tokens" else nn.Linear
-        made = kind(1, 1, device="meta") if len(shape) == 2 else nn.Module()
-        made._parameters.clear()
-        made.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-        at.add_module(owner, made)
-    return root
-
-
-def llama(
-    vocab: int, width: int, inner: int, layers: int, heads: int, groups: int, tied: bool
-) -> Shapes:
-    """Shapes of a model of Llama's kind."""
-    values = width // heads * groups
-    layer = {
-        "self_attn.q_proj": (width, width),
-        "self_attn.k_proj": (values, width),
-        "self_attn.v_proj": (values, width),
-        "self_attn.o_proj": (width, width),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-        "input_layernorm": (width,),
-        "post_attention_layernorm": (width,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
-    for i in range(layers):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (width,)
-    return shapes if tied else shapes | {"lm_head.weight": (vocab, width)}

@@ -18,6 +18,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
+from ds_ext.planner import models as known
 from tests.common import models
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
@@ -206,7 +207,7 @@ def test_kept_gradients_are_as_planned(ranks):
 
 # Closed forms. R and C are the sizes of a matrix, d the ranks.
 
-SEVEN = memory.llama(*memory.KNOWN["llama-7b"])
+SEVEN = memory.shapes_of(known.skeleton(known.config("llama-7b")))
 N = memory.elements(SEVEN)
 
 
@@ -284,17 +285,3 @@ def test_adamw_without_its_copies_is_the_zero_papers():
     assert whole.weights + whole.state + whole.master == 14 * N  # 16 with 2 of the gradients
     third = memory.adamw(SEVEN, 3, 8, torch.bfloat16, 2**24)
     assert (third.state, third.master) == (N, N / 2)  # 12/d
-
-
-def test_known_models_have_their_parameters():
-    counts = {name: memory.elements(memory.llama(*sizes)) for name, sizes in memory.KNOWN.items()}
-    assert counts == {
-        "smollm2-135m": 134_515_008,
-        "tinyllama-1.1b": 1_100_048_384,
-        "llama-7b": 6_738_415_616,
-        "mistral-7b": 7_241_732_096,
-        "llama-3-8b": 8_030_261_248,
-        "llama-13b": 13_015_864_320,
-        "llama-65b": 65_285_660_672,
-        "llama-70b": 68_976_648_192,
-    }

@@ -23,7 +23,7 @@ from ds_ext.distributed import lockstep as rounds
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import memory
+from ds_ext.planner import memory, models
 from ds_ext.rules import REGISTRY, lowrank
 from tests.common import apart
 from tests.common.choose import params, spread
@@ -243,7 +243,7 @@ def test_all_calls_are_those_of_real_ranks(case, called, monkeypatch):
 def test_the_models_are_those_they_are_called():
     llama_70b, whole, shared = (giants.made(name)[0] for name in giants.MODELS)
     shapes = {name: tuple(p.shape) for name, p in llama_70b.named_parameters()}
-    assert shapes == memory.llama(*memory.KNOWN["llama-70b"])
+    assert shapes == memory.shapes_of(models.skeleton(models.config("llama-70b")))
     assert sum(p.numel() for p in whole.parameters()) == 140_620_634_112
     experts = {n: p.shape for n, p in whole.named_parameters() if giants.is_expert(n)}
     assert len(experts) == 2 * 56 and {len(shape) for shape in experts.values()} == {3}

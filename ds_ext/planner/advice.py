@@ -1,0 +1,65 @@
+"""One line at the end of a plan: what to take."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner.memory import Memory
+from ds_ext.planner.rows import GIB, Plan, Row
+
+MOST_RANKS = 1024
+
+
+def advice(plan: Plan, table: Mapping[str, Memory]) -> str:
+    """Returns what to take of a table: AdamW where it fits, else AdamW's steps in less memory.
+
+    Args:
+        plan: its rows are those of the table.
+        table: label -> memory.
+    """
+    asked = plan.asked
+    theirs = next(row for row in plan.rows if row.label.startswith("AdamW, DeepSpeed"))
+    ours = [row for row in plan.rows if row.optimizer is not None]
+    flash = next((row for row in ours if row.optimizer is OPTIMIZERS["flashadamw"]), None)
+    least = min(ours, key=lambda row: table[row.label].total)
+    candidates = [theirs, *([flash] if flash else []), least]
+
+    def size(row: Row) -> str:
+        return f"{table[row.label].total / GIB:.2f} GiB"
+
+    if not asked.cards:
+        named = ", ".join(f"{row.label} {size(row)}" for row in reversed(candidates))
+        return f"Per rank: {named}. --memory 24,80 tells what fits."
+    told = []
+    for card in asked.cards:
+        row = next((c for c in candidates if table[c.label].total <= card * GIB), None)
+        told.append(f"{card:g} GiB: {_take(row, candidates)}" if row else _more(plan, least, card))
+    return "\n".join(told)
+
+
+def _take(row: Row, candidates: Sequence[Row]) -> str:
+    if row is candidates[0]:
+        return f"AdamW itself fits ({row.label}); take less only for larger batches."
+    if row is not candidates[-1]:
+        return f"{row.label} takes AdamW's steps in what AdamW does not fit."
+    return f"{row.label}, which needs least, fits."
+
+
+def _more(plan: Plan, least: Row, card: float) -> str:
+    """What would help where nothing fits."""
+    asked, ranks = plan.asked, plan.asked.ranks
+    while ranks < MOST_RANKS:
+        ranks *= 2
+        more = Plan(replace(asked, ranks=ranks), plan.name)
+        row = next(row for row in more.rows if row.label == least.label)
+        if more.total(row, asked.batch).total <= card * GIB:
+            return f"{card:g} GiB: nothing fits; {least.label} would on {ranks} ranks."
+    hints = []
+    if asked.batch is not None:
+        hints += [] if asked.batch.checkpointing else ["--checkpointing"]
+        hints += ["fewer --batch rows"] if asked.batch.rows > 1 else ["shorter rows (--seq)"]
+    if asked.stage != "3":
+        hints.append("--stage 3")
+    elif not asked.offload_param:
+        hints.append("--offload-param")
+    return f"{card:g} GiB: nothing fits on {MOST_RANKS} ranks either; try {', '.join(hints)}."

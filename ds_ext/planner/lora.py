@@ -1,0 +1,62 @@
+"""LoRA beside full fine-tuning: adapters of the linear layers, stepped by AdamW in DeepSpeed.
+
+Hu et al., arXiv 2106.09685, as PEFT does it with ``target_modules="all-linear"``: y = W x + B A x.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext.planner import memory
+from ds_ext.planner.memory import Memory, Shapes
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, beside which an adapter of rank ``rank`` is trained."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        like = {"dtype": base.weight.dtype, "device": base.weight.device}
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False, **like)
+        self.up = nn.Linear(rank, base.out_features, bias=False, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output and the adapter's, [..., out]."""
+        found: Tensor = self.base(x) + self.up(self.down(x))
+        return found
+
+
+def adapt(model: Any, rank: int) -> None:
+    """Freezes a model and puts adapters beside its linear layers, all but the output head."""
+    model.requires_grad_(False)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for owner in list(model.modules()):
+        for name, module in list(owner.named_children()):
+            if type(module) is nn.Linear and module is not head:
+                setattr(owner, name, Adapted(module, rank))
+    if hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()  # for checkpointing, as trainers do
+
+
+def lora(
+    model: nn.Module, rank: int, stage: int, ranks: int, dtype: torch.dtype, bucket: int
+) -> Memory:
+    """Returns the memory of LoRA on the rank that holds most.
+
+    Args:
+        model: on the device "meta"; adapted in place.
+        rank: of the adapters.
+        stage: the ZeRO stage.
+        ranks: how many ranks of data parallelism there are.
+        dtype: that of weights and gradients.
+        bucket: reduce_bucket_size, in elements.
+    """
+    frozen: Shapes = memory.shapes_of(model)
+    adapt(model, rank)
+    trained = {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+    adapters = memory.adamw(trained, stage, ranks, dtype, min(bucket, memory.elements(trained)))
+    whole = memory.elements(frozen) * dtype.itemsize
+    return replace(adapters, weights=adapters.weights + (whole / ranks if stage == 3 else whole))

@@ -1,0 +1,206 @@
+"""What is asked of ``plan``, on the command line and by a DeepSpeed config."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_ext.backward.settings import BUCKET_SIZE
+from ds_ext.config import gradients
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
+from ds_ext.planner import models
+from ds_ext.planner.activations import Batch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
+ALL = "all"
+# Optimizers that a config may name and that are DeepSpeed's own there, whatever ours are called.
+DEEPSPEEDS = frozenset("adagrad adam adamw lion muadam muadamw muon musgd".split())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to plan."""
+
+    model: str | None
+    ranks: int
+    optimizer: str  # a name, or "all"
+    params: Mapping[str, Any]  # optimizer.params
+    stage: str | None  # of ``STAGES``; None: all of one optimizer, 3 of all
+    dtype: str
+    bucket: int  # elements
+    accumulates: bool
+    offload_param: bool
+    offload_optimizer: bool
+    lora: int | None  # rank
+    batch: Batch | None
+    cards: tuple[float, ...]  # GiB
+    picture: Path | None
+
+    @property
+    def optimizers(self) -> list[type[RuleOptimizer]]:
+        """Those that are asked for."""
+        if self.optimizer == ALL:
+            return list(OPTIMIZERS.values())
+        return [named(self.optimizer, "--optimizer")]
+
+    @property
+    def stages(self) -> list[int | None]:
+        """The one asked for; else all of one optimizer, and ZeRO-3 of all."""
+        if self.stage:
+            return [STAGES[self.stage]]
+        if self.optimizer == ALL:
+            return [3]
+        return [s for s in STAGES.values() if s is not None or not self.offload_optimizer]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``plan``; those that are not given are None."""
+    add: Callable[..., Any] = parser.add_argument
+    known = ", ".join(models.KNOWN)
+    add(
+        "--model",
+        help=f"HF folder, config.json or Hub name, or one of: {known}; without one, the largest of "
+        "these that fits is told (needs --memory)",
+    )
+    add("--config", type=Path, metavar="ds.json", help="a DeepSpeed config; options overrule it")
+    add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
+    add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
+    add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
+    add(
+        "--stage",
+        choices=STAGES,
+        help="one ZeRO stage, or none for a plain step(); default: all of one --optimizer, else 3",
+    )
+    add("--dtype", choices=DTYPES, help="of weights and gradients (default bf16)")
+    add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
+    add("--batch", type=_positive, metavar="ROWS", help="rows a rank computes at once (default 1)")
+    add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
+    add("--lora", type=_positive, metavar="RANK", help="also LoRA of this rank with AdamW")
+    add("--bucket", type=_positive, help=f"reduce_bucket_size (default {BUCKET_SIZE})")
+    add(
+        "--accumulate",
+        action="store_true",
+        help="with gradient_accumulation_steps > 1, or gradient_policy sharded: gradients are kept",
+    )
+    add("--offload-param", action="store_true", help="offload_param to the CPU; needs --stage 3")
+    add("--offload-optimizer", action="store_true", help="offload_optimizer to the CPU")
+    add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to fit into")
+    add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
+
+
+def read(options: argparse.Namespace) -> Asked:
+    """Returns what is asked, by options and by the config that they name.
+
+    Raises:
+        ValueError: the config or ``--params`` cannot be read, or options contradict one another.
+    """
+    given = {} if options.config is None else _of_config(options.config)
+
+    def pick(name: str, default: Any) -> Any:
+        value = getattr(options, name)
+        return given.get(name, default) if value is None or value is False else value
+
+    if options.model is None and not options.memory:
+        raise ValueError("--model is missing; or give --memory, and the largest that fits is told.")
+    rows, tokens = pick("batch", None), options.seq
+    if tokens is None and (options.batch or options.checkpointing):
+        raise ValueError("--batch and --checkpointing are of activations: add --seq TOKENS.")
+    batch = None if tokens is None else Batch(rows or 1, tokens, options.checkpointing)
+    params = given.get("params", {}) if options.params is None else _object(options.params)
+    optimizer = pick("optimizer", ALL)
+    asked = Asked(
+        model=options.model,
+        ranks=options.ranks,
+        optimizer=ALL if optimizer.lower() == ALL else optimizer,
+        params=params,
+        stage=pick("stage", None),
+        dtype=pick("dtype", "bf16"),
+        bucket=pick("bucket", BUCKET_SIZE),
+        accumulates=pick("accumulate", False),
+        offload_param=pick("offload_param", False),
+        offload_optimizer=pick("offload_optimizer", False),
+        lora=options.lora,
+        batch=batch,
+        cards=options.memory,
+        picture=options.plot,
+    )
+    if asked.offload_param and asked.stage != "3":
+        raise ValueError("--offload-param: only ZeRO-3 has it; add --stage 3.")
+    if asked.offload_optimizer and asked.stage == "none":
+        raise ValueError("--offload-optimizer: a plain step() has none; choose another --stage.")
+    return asked
+
+
+def _of_config(path: Path) -> dict[str, Any]:
+    """The options that a DeepSpeed config stands for; "auto" stands for none."""
+    try:
+        config = _known(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--config {path}: not an object with sections such as zero_optimization.")
+    optimizer, zero = config.get("optimizer") or {}, config.get("zero_optimization") or {}
+    try:
+        how = gradients.read(config)
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    found = {
+        "stage": str(zero.get("stage", 0)),
+        "bucket": how.bucket_size,
+        "accumulate": how.policy == "sharded",
+        "batch": config.get("train_micro_batch_size_per_gpu"),
+        "dtype": _dtype(config),
+    }
+    for name in ("offload_param", "offload_optimizer"):
+        found[name] = (zero.get(name) or {}).get("device") == "cpu"
+    kind = optimizer.get("type")
+    if isinstance(kind, str) and kind.lower() not in DEEPSPEEDS:
+        found |= {"optimizer": kind, "params": optimizer.get("params") or {}}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _known(config: Any) -> Any:
+    """A config without what a trainer is to fill in."""
+    if isinstance(config, dict):
+        return {key: _known(value) for key, value in config.items() if value != "auto"}
+    return config
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype of weights that a config names; None if a trainer is to fill it in."""
+    sections = {key: config.get(key) for key in ("bf16", "fp16")}
+    for key, section in sections.items():
+        if isinstance(section, dict) and section.get("enabled") is True:
+            return key
+    return None if any(section == {} for section in sections.values()) else "fp32"
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError('not an object such as {"lr": 1e-3}')
+    except ValueError as error:
+        raise ValueError(f"--params {text}: {error}") from None
+    return given
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number > 0")
+    return int(text)
+
+
+def _sizes(text: str) -> tuple[float, ...]:
+    try:
+        sizes = tuple(float(size) for size in text.split(","))
+    except ValueError:
+        sizes = (0.0,)
+    if not all(0 < size < float("inf") for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of GiB such as 24,48,80")
+    return sizes

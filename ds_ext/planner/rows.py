@@ -1,0 +1,136 @@
+"""The rows of a plan: each optimizer at each stage, and what it holds with any batch."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ds_ext.config import offload
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.planner import activations, lora, memory, models, options
+from ds_ext.planner.activations import Batch, Gradients
+from ds_ext.planner.memory import Memory
+from ds_ext.planner.options import DTYPES, Asked
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an optimizer holds on a rank."""
+
+    label: str
+    held: Memory  # without activations
+    gradients: Gradients = Gradients(0)  # what becomes of them in backward
+    kept: float = 0.0  # bytes of others, which are there all through backward
+    lora: int = 0  # rank of the adapters that are trained, if only they are
+    optimizer: type[RuleOptimizer] | None = None  # of ours
+
+
+class Plan:
+    """The rows of a model.
+
+    Args:
+        asked: what to plan.
+        name: the model, as ``--model`` names it.
+    """
+
+    def __init__(self, asked: Asked, name: str) -> None:
+        self.asked, self.name = asked, name
+        self.dtype = DTYPES[asked.dtype]
+        self.config = models.config(name)
+        self.model: nn.Module = models.skeleton(self.config)
+        self.shapes = memory.shapes_of(self.model)
+        self.n = memory.elements(self.shapes)
+        self._peaks: dict[tuple[Batch, Gradients, int], int] = {}
+
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        """Ours, LoRA if it is asked for, then AdamW in DeepSpeed and Megatron-LM."""
+        found = [row for optimizer in self.asked.optimizers for row in self._ours(optimizer)]
+        return [*found, *self._lora(), *self._adamw(), *self._megatron()]
+
+    def total(self, row: Row, batch: Batch | None) -> Memory:
+        """Returns what a row holds with the activations of a batch, if one is given."""
+        if batch is None:
+            return row.held
+        more = self._peak(row, batch) + row.kept - row.held.gradients
+        return replace(row.held, activations=max(0.0, more))
+
+    def _peak(self, row: Row, batch: Batch) -> int:
+        """Bytes of activations and gradients in backward: the same for many rows."""
+        key = (batch, row.gradients, row.lora)
+        if key not in self._peaks:
+            self._peaks[key] = activations.peak(
+                self.config,
+                self.dtype,
+                batch,
+                row.gradients,
+                functools.partial(lora.adapt, rank=row.lora) if row.lora else None,
+            )
+        return self._peaks[key]
+
+    def largest_batch(self, row: Row, batch: Batch, card: float) -> int:
+        """Returns the most rows that fit ``card`` GiB, 0 if none; from one and two rows' need."""
+        if row.held.total > card * GIB:  # in the step
+            return 0
+        room = card * GIB - (row.held.total - row.held.gradients) - row.kept
+        one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (1, 2))
+        return 0 if one > room else 1 + int((room - one) / (two - one))
+
+    def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[Row]:
+        asked = self.asked
+        try:
+            rules = memory.rules_of(optimizer, self.model, asked.params)
+        except ValueError as error:
+            raise ValueError(f"--params: {error}") from None
+        offloads = self._offloads(rules)
+        for stage in asked.stages:
+            label = f"{optimizer.__name__}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
+            if offloads:
+                label += f", {' and '.join(offloads)} offloaded"
+            of = (rules, self.shapes, stage, asked.ranks, self.dtype, asked.bucket)
+            held = memory.ours(*of, asked.accumulates, offloads)
+            kept = held.gradients - memory.ours(*of).gradients
+            waiting = Gradients(None if stage is None else asked.bucket, ahead=stage == 3)
+            yield Row(label, held, waiting, kept, optimizer=optimizer)
+
+    def _offloads(self, rules: Mapping[str, Any]) -> list[str]:
+        """What lies on the host; ValueError where DeepSpeed's setting would be refused."""
+        asked = self.asked
+        kinds = dict.fromkeys(rules.values())
+        has_state = any(offload.has_state(rule, self.dtype) for rule in kinds)
+        if asked.offload_optimizer and not has_state and asked.optimizer != options.ALL:
+            name = type(next(iter(kinds))).__name__
+            raise ValueError(f"--offload-optimizer: {name} has next to no state.")
+        wanted = {"param": asked.offload_param, "optimizer": asked.offload_optimizer and has_state}
+        return [name for name, is_on in wanted.items() if is_on]
+
+    def _lora(self) -> Iterator[Row]:
+        rank, stage = self.asked.lora, max(s or 0 for s in self.asked.stages)
+        if rank is not None:
+            skeleton = models.skeleton(self.config)
+            of = (stage, self.asked.ranks, self.dtype, self.asked.bucket)
+            label = f"LoRA of rank {rank}, DeepSpeed's AdamW, ZeRO-{stage}"
+            yield Row(label, lora.lora(skeleton, rank, *of), lora=rank)
+
+    def _adamw(self) -> Iterator[Row]:
+        """AdamW in DeepSpeed: the gradients of its stages 2 and 3 are cut between ranks."""
+        asked, size = self.asked, self.dtype.itemsize
+        for stage in sorted({stage or 0 for stage in asked.stages}):
+            held = memory.adamw(self.shapes, stage, asked.ranks, self.dtype, asked.bucket)
+            label = f"AdamW, DeepSpeed ZeRO-{stage}"
+            if stage < 2:
+                yield Row(label, held, Gradients(None))
+            else:
+                runs = size * (self.n / asked.ranks + asked.bucket)
+                yield Row(label, held, Gradients(asked.bucket), runs)
+
+    def _megatron(self) -> Iterator[Row]:
+        kinds = {"fp32": [("fp32", "fp32")], "fp16": [("fp16", "fp16")]}
+        kinds["bf16"] = [("bf16", "fp32"), ("fp16", "fp16")]
+        for params, grads in kinds[self.asked.dtype]:
+            held = memory.megatron(self.shapes, self.asked.ranks, params, grads)
+            yield Row(f"Megatron-LM, {params}, {grads} gradients", held, kept=held.gradients)

@@ -1,0 +1,241 @@
+"""What ``plan`` knows of models: their parameters, their activations, and which of them fit."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import ds_ext
+from benchmarks import memory as measured
+from ds_ext.engine.names import _DEEPSPEEDS, _TAKEN_OVER
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import activations, lora, memory, models, options
+from ds_ext.planner.activations import Batch, Gradients
+from ds_ext.planner.cli import main
+from tests.integration.test_cli import CONFIG, HEADS, SIZES, plan
+
+CPU = torch.device("cpu")
+# As published with the weights; DeepSeek-V3's without its layer of multi-token prediction.
+PARAMETERS = {
+    "smollm2-135m": 134_515_008,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-65b": 65_285_660_672,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "mistral-7b": 7_241_732_096,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
+}
+
+
+def test_known_models_have_their_parameters():
+    found = {
+        name: memory.elements(memory.shapes_of(models.skeleton(models.config(name))))
+        for name in models.KNOWN
+    }
+    assert found == PARAMETERS
+
+
+@pytest.fixture
+def folder(tmp_path):
+    CONFIG.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "written, meant",
+    [
+        ("llama7b", "llama-2-7b"),
+        ("Llama 2 7B", "llama-2-7b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("google/gemma-3-1b-it", "gemma-3-1b"),
+        ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
+        ("llama-9b", None),
+        ("qwen3", None),
+    ],
+)
+def test_names_may_be_written_in_many_ways(written, meant):
+    assert models.known(written) == meant
+
+
+def small(**changed):
+    sizes = {**SIZES, "vocab_size": 301, "num_hidden_layers": 3, "use_cache": False}
+    return transformers.LlamaConfig(**{**sizes, **HEADS, **changed})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["adalomo", "flashadamw", "came"])
+def test_the_total_is_that_of_a_real_step(name, checkpointing, folder, capsys):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(CONFIG).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = OPTIMIZERS[name](model.parameters())
+    ds_ext.fuse_into_backward(model, optimizer)
+    tokens = torch.randint(0, 3001, (2, 96))
+
+    def step():
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+
+    real = measured.peak_of_second(step, [*model.parameters(), *model.buffers()], CPU)
+    asked = ["--model", folder, "--dtype", "fp32", "--optimizer", name, "--stage", 0]
+    asked += ["--seq", 96, "--batch", 2, *(["--checkpointing"] if checkpointing else [])]
+    row = plan(capsys, *asked)[1][f"{optimizer.__class__.__name__}, ZeRO-0"]
+    assert float(row["total"]) == pytest.approx(real / 2**20, rel=0.02)
+    assert float(row["activations"]) > 0.1 * float(row["total"])
+
+
+def test_checkpointing_computes_again_what_it_does_not_keep():
+    def of(layers, checkpointing):
+        config = small(num_hidden_layers=layers)
+        batch = Batch(1, 64, checkpointing)
+        return activations.peak(config, torch.float32, batch, Gradients(0))
+
+    kept, again = of(9, False) - of(5, False), of(9, True) - of(5, True)
+    assert again == 4 * 64 * 64 * 4  # its input alone of each layer
+    assert kept > 5 * again
+
+
+def test_gradients_that_wait_count():
+    def of(gradients):
+        return activations.peak(small(), torch.float32, Batch(1, 8, False), gradients)
+
+    config = small()
+    n = memory.elements(memory.shapes_of(models.skeleton(config)))
+    all_of_them, none = of(Gradients(None)), of(Gradients(0))
+    assert all_of_them > 4 * n > none
+    assert none < of(Gradients(30_000)) < of(Gradients(30_000, ahead=True)) < all_of_them
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gemma3_text"])
+def test_activations_of_other_kinds_of_models(name):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 301, "intermediate_size": 96}
+    own = {
+        "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16, **HEADS},
+        "mixtral": {"num_local_experts": 4, **HEADS},
+        "deepseek_v3": {"n_routed_experts": 16, "moe_intermediate_size": 32, "n_group": 4}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+        "gemma3_text": {"head_dim": 16, **HEADS},
+    }[name]
+    config = transformers.AutoConfig.for_model(name, **sizes, **own)
+    one, two = (
+        activations.peak(config, torch.bfloat16, Batch(rows, 64, False), Gradients(0))
+        for rows in (2, 4)
+    )
+    assert 1.5 < two / one < 2.1
+
+
+def test_a_model_that_cannot_be_run_is_told():
+    config = transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(ValueError, match="--seq: activations of ViTConfig cannot be counted"):
+        activations.peak(config, torch.float32, Batch(1, 8, False), Gradients(0))
+
+
+def test_lora_trains_adapters_alone():
+    model = models.skeleton(CONFIG)
+    n = memory.elements(memory.shapes_of(model))
+    held = lora.lora(model, 8, 3, 2, torch.bfloat16, 2**24)
+    linear = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+    trained = SIZES["num_hidden_layers"] * sum(8 * (r + c) for r, c in linear)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == trained
+    assert held.state == 8 * trained / 2 and held.master == 4 * trained / 2
+    assert held.weights == 2 * (n + trained) / 2
+
+
+def test_a_plan_with_activations_and_the_largest_batch(folder, capsys):
+    asked = ["--model", folder, "--ranks", 2, "--seq", 64, "--dtype", "fp32", "--lora", 4]
+    asked += ["--optimizer", "adalomo", "--stage", 3, "--bucket", 20_000]
+    card = 5 / 1024
+    heading, rows = plan(capsys, *asked, "--batch", 2, "--memory", card)
+    assert "2 rows of 64 tokens each" in heading
+    assert {"AdaLomo, ZeRO-3", "LoRA of rank 4, DeepSpeed's AdamW, ZeRO-3"} < rows.keys()
+    row = rows["AdaLomo, ZeRO-3"]
+    assert float(row["activations"]) > 0.5
+    most = int(row[f"in {card:g} GiB"].removeprefix("batch "))
+    sizes = [
+        float(plan(capsys, *asked, "--batch", rows)[1]["AdaLomo, ZeRO-3"]["total"])
+        for rows in (most, most + 1)
+    ]
+    assert sizes[0] <= 5.01 and sizes[1] >= 4.99
+
+
+def test_the_largest_model_that_fits_is_told(capsys, monkeypatch):
+    few = {name: models.KNOWN[name] for name in ("smollm2-135m", "tinyllama-1.1b", "llama-2-7b")}
+    monkeypatch.setattr(models, "KNOWN", few)
+    _, rows = plan(capsys, "--memory", "3,24", "--optimizer", "lomo", "--stage", 3)
+    assert list(rows["LOMO, ZeRO-3"].values()) == ["tinyllama-1.1b", "llama-2-7b"]
+    assert list(rows["AdamW, DeepSpeed ZeRO-3"].values()) == ["smollm2-135m", "tinyllama-1.1b"]
+
+
+def test_a_config_says_what_options_do(tmp_path, folder, capsys):
+    path = tmp_path / "ds.json"
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "CAME", "params": {"lr": "auto", "weight_update": "master"}},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 1000,
+            "offload_param": {"device": "cpu"},
+        },
+    }
+    path.write_text(json.dumps(config))
+    said = plan(capsys, "--model", folder, "--config", path)
+    params = ["--params", '{"weight_update": "master"}', "--bucket", 1000, "--accumulate"]
+    asked = ["--optimizer", "came", "--stage", 3, "--offload-param", *params]
+    assert said == plan(capsys, "--model", folder, *asked)
+    assert plan(capsys, "--model", folder, "--config", path, "--optimizer", "lomo")[1].keys() > {
+        "LOMO, ZeRO-3, param offloaded"
+    }
+
+
+def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsys):
+    assert options.DEEPSPEEDS == _DEEPSPEEDS - _TAKEN_OVER.keys()
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "fp16": {"enabled": "auto"}}))
+    _, rows = plan(capsys, "--model", folder, "--config", path)
+    assert {"AdaLomo, ZeRO-0", "AdamW, DeepSpeed ZeRO-0"} < rows.keys()  # all, beside AdamW
+
+
+@pytest.mark.parametrize(
+    "cards, told",
+    [
+        ("80", "80 GiB: AdamW itself fits (AdamW, DeepSpeed ZeRO-3)"),
+        ("12", "12 GiB: FlashAdamW, ZeRO-3 takes AdamW's steps in what AdamW does not fit."),
+        ("6", "6 GiB: LOMO, ZeRO-3, which needs least, fits."),
+        ("3", "3 GiB: nothing fits; LOMO, ZeRO-3 would on 8 ranks."),
+        ("0.1", "0.1 GiB: nothing fits on 1024 ranks either; try"),
+    ],
+)
+def test_a_line_of_advice_ends_it(cards, told, capsys):
+    assert (
+        main(["plan", "--model", "llama-7b", "--ranks", "4", "--stage", "3"] + ["--memory", cards])
+        == 0
+    )
+    assert capsys.readouterr().out.splitlines()[-1].startswith(told)
