@@ -114,9 +114,6 @@ class Stage2(Layout):
         placement = self.kind(group)
         super().__init__(group, names, lambda param: placement)
 
-    def _host_group(self) -> Any:
-        return self.group
-
 
 class Unpublished(Sharded):
     """Runs of which nobody else holds a copy."""

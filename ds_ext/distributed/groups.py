@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from ds_ext.distributed.placement import Group, size_of
 
-WITHOUT_QUEUES = {"cpu"}  # kinds of devices whose collectives do not wait for each other
+# Kinds of devices whose collectives do not wait for each other, and those that compute nothing.
+WITHOUT_QUEUES = {"cpu", "meta"}
+ON_HOSTS = {"cpu", "meta"}  # what is known there is known to the host
 
 _made: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
@@ -29,7 +31,7 @@ def for_sums(group: Group, device: torch.device) -> Group:
 
 def for_hosts(group: Group, device: torch.device) -> Group:
     """The same for what hosts tell each other: what a GPU computes is not waited for."""
-    return group if device.type == "cpu" else _twin(group, device, "gloo")
+    return group if device.type in ON_HOSTS else _twin(group, device, "gloo")
 
 
 def _twin(group: Group, device: torch.device, backend: str | None) -> Group:
