@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_ext.ops import passes
+from ds_ext.ops import passes, scratch
+from ds_ext.ops.lazy import root
 from ds_ext.ops.shard import Block, groups_of
 from ds_ext.ops.state import Part
 
@@ -110,8 +111,9 @@ class SquareGroups(_Groups):
 
     def write_(self, b: Block, new: Tensor) -> None:
         """Writes a block, [mats, rows, cols]."""
-        root, scale = _grouped(new.sqrt())
-        self._write(b, root.mul_(255 / scale).add_(0.5).floor_().clamp_(0, 255), scale)
+        x, scale = _grouped(root(new, scratch.like(new)))
+        steps = torch.full_like(scale, 255).div_(scale)  # 255 / scale would be rounded twice
+        self._write(b, x.mul_(steps).add_(0.5).floor_().clamp_(0, 255), scale)
 
 
 @dataclass(frozen=True)

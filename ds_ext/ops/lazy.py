@@ -8,6 +8,7 @@ read are in ``momenta``.
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -244,8 +245,8 @@ class Sum:
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
-        x = read(self.x, b)
-        return torch.add(x, read(self.y, b), alpha=self.weight, out=room(x, self.x))
+        x, y = read(self.x, b), read(self.y, b)
+        return torch.mul(y, self.weight, out=room(y, self.y)).add_(x)
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
@@ -262,6 +263,9 @@ def times(x: Readable, factor: Tensor | float) -> Readable:
     return x.times(factor) if isinstance(x, Quotient | RunQuotient) else Scaled(x, factor)
 
 
-def as_tensor(x: Tensor | float, like: Tensor) -> Tensor:
-    """A number as a tensor []."""
-    return torch.as_tensor(x, dtype=like.dtype, device=like.device)
+def root(x: Tensor, out: Tensor) -> Tensor:
+    """The square root of ``x``, rounded correctly, in ``out``: torch's is not on every CPU."""
+    if x.device.type != "cpu":
+        return torch.sqrt(x, out=out)
+    np.sqrt(x.numpy(), out=out.numpy())
+    return out

@@ -6,12 +6,13 @@ Those are ``Residual``, ``AdamStep`` and ``SignStep``: one pass may read them, o
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch
 from ds_ext.ops.batch import Runs
-from ds_ext.ops.lazy import Readable, Writable, as_tensor, is_part, read, room, write_
+from ds_ext.ops.lazy import Readable, Writable, is_part, read, room, root, write_
 from ds_ext.ops.shard import Block
 from ds_ext.ops.sources import Source, source_of
 
@@ -74,10 +75,8 @@ class RootQuotient:
 
     def of(self, m: Tensor, v: Tensor) -> Tensor:
         """The same of these values, which stay as they are."""
-        divisor = torch.sqrt(v, out=scratch.like(v))
-        eps = as_tensor(self.eps * self.c1, v)
-        torch.add(eps, divisor, alpha=self.c1 / self.c2**0.5, out=divisor)
-        return torch.div(m, divisor, out=divisor)
+        divisor, (a, b) = root(v, scratch.like(v)), self.numbers
+        return torch.div(m, divisor.mul_(a).add_(b), out=divisor)
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
@@ -141,7 +140,7 @@ class SignStep:
         self._progress.advance(b)
         g = read(self.g, b)
         m = read(self.m, b).to(g.dtype)
-        u = torch.lerp(m, g, 1 - self.beta1, out=scratch.like(g)).sign_()
+        u = moved(m, g, 1 - self.beta1, scratch.like(g)).sign_()
         advance_(self.m, b, g, 1 - self.beta2)
         return u
 
@@ -171,7 +170,21 @@ def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:
     """m ← m + weight · (x − m) for a block -> its new values, before they are rounded."""
     values = read(m, b)
     if is_part(values, m):
-        return values.lerp_(x, weight)
-    values = values.to(x.dtype).lerp_(x, weight)
+        return moved(values, x, weight, values)
+    values = values.to(x.dtype)
+    moved(values, x, weight, values)
     write_(m, b, values)
     return values
+
+
+def moved(m: Tensor, x: Tensor, weight: float, out: Tensor) -> Tensor:
+    """m + weight · (x − m), all of one shape; ``out`` may be m.
+
+    Rounded after each operation, as in native code and kernels: torch.lerp rounds some of them at
+    once where the processor can.
+    """
+    change = torch.sub(x, m, out=scratch.like(m))
+    if weight < 0.5:
+        return torch.add(m, change.mul_(weight), out=out)
+    rest = 1 - weight if m.dtype == torch.float64 else float(1 - np.float32(weight))
+    return torch.sub(x, change.mul_(rest), out=out)

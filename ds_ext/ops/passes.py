@@ -25,7 +25,6 @@ from ds_ext.ops.lazy import (
     Writable,
     WritableRun,
     accumulator,
-    as_tensor,
     flat,
     is_part,
     part,
@@ -322,9 +321,8 @@ def apply_(
     for b in scratch.blocks(shard):
         old = read(p, b)
         if decays:
-            change = read(u, b)
-            change = torch.addcmul(change, old, as_tensor(weight_decay, old), out=room(change, u))
-            old.sub_(change, alpha=lr)
+            change = torch.mul(old, weight_decay, out=scratch.like(old)).add_(read(u, b))
+            _subtract_(old, change, lr)
         elif isinstance(u, Quotient):
             u.subtract_from_(old, b, lr)
         else:
@@ -336,7 +334,7 @@ def apply_(
 def _subtract_(p: Any, u: Tensor, lr: float) -> None:
     """p ← p − lr · u, in whatever way p does that: with the same bits in one piece and in blocks.
 
-    ``sub_`` would round lr to 16 bits where p has 16.
+    ``sub_`` would round lr to 16 bits where p has 16, and the product not by itself.
     """
     p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
 
