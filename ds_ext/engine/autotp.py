@@ -1,29 +1,20 @@
-"""What DeepSpeed's tensor parallelism (AutoTP) has left of each parameter on this rank.
+"""What DeepSpeed's tensor parallelism (AutoTP) tells of a parameter, and of its layers."""
 
-Its layers describe themselves for universal checkpoints: the shape of the whole parameter, and by
-rank the pieces of it that lie one after another in that rank's memory. That is read here.
-"""
-
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap, contiguous_split_map
-from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from deepspeed.module_inject.layers import (
-    HiddenParallelEmbedding,
-    TensorParallel_Layer,
-    VocabParallelEmbedding,
-)
+from deepspeed.checkpoint import constants
+from deepspeed.module_inject import layers
+from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ds_ext.distributed.placement import TensorParallelShard
-from ds_ext.ops.shard import Box, Split
-
-# What is a linear layer, and what an embedding, with tensor parallelism or without.
+# What is a linear layer, and what an embedding, with tensor parallelism or without. DeepSpeed has
+# these embeddings since 0.19.8, before which ``versions`` refuses tensor parallelism.
 LINEARS = (nn.Linear, TensorParallel_Layer)
-EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, HiddenParallelEmbedding)
+_SPLIT = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
+EMBEDDINGS = (nn.Embedding, *(getattr(layers, name) for name in _SPLIT if hasattr(layers, name)))
+_DESCRIPTION = getattr(constants, "DS_AUTOTP_UC_META", "")
 
 
 def exchanges() -> set[dist.ProcessGroup]:
@@ -34,9 +25,9 @@ def exchanges() -> set[dist.ProcessGroup]:
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:
     """Returns the shape that a parameter has without ZeRO-3 and tensor parallelism."""
-    described = _described(param)
-    if described and described["logical_shape"]:
-        return tuple(described["logical_shape"])
+    told = described(param)
+    if told and told["logical_shape"]:
+        return tuple(told["logical_shape"])
     return unpartitioned_shape(param)
 
 
@@ -45,68 +36,6 @@ def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def tensor_parallel_shards(
-    names: Mapping[Tensor, str], rank: int, ranks: int
-) -> dict[Tensor, TensorParallelShard]:
-    """Returns what a rank holds of the parameters that tensor parallelism has split.
-
-    Args:
-        names: of all parameters.
-        rank: this rank's number in the group of tensor parallelism.
-        ranks: into how many parts data parallelism cuts what it holds.
-
-    Raises:
-        ValueError: for a layer whose division is not known.
-    """
-    found = {}
-    for param, name in names.items():
-        described = _described(param)
-        if described is None or described["conversion"]["replicated"]:
-            if described is None and getattr(param, "tensor_model_parallel", False):
-                raise ValueError(_unknown(name, "its layer does not say how"))
-            continue
-        made = _map(described, name)
-        boxes = tuple(
-            tuple(_box(piece, made, r, name) for piece in pieces if piece.numel)
-            for r, pieces in sorted(made.pieces_by_rank.items())
-        )
-        found[param] = TensorParallelShard(made.logical_shape, Split(boxes, ranks), rank)
-    return found
-
-
-def _described(param: Tensor) -> dict[str, Any] | None:
-    """What the layer of a parameter says of its division."""
-    return getattr(param, DS_AUTOTP_UC_META, None) or None
-
-
-def _map(described: dict[str, Any], name: str) -> ParamAffineMap:
-    """Where each rank's elements lie in the whole parameter."""
-    conversion = described["conversion"]
-    if "affine_map" in conversion:
-        return ParamAffineMap.from_dict(conversion["affine_map"])
-    shape, sizes, at = (
-        described[key] for key in ("logical_shape", "partition_sizes", "partition_dim")
-    )
-    if not shape or not sizes or at is None:  # DeepSpeed's sliced embeddings have them alone
-        raise ValueError(_unknown(name, conversion["unsupported_reason"] or "it says nothing"))
-    return contiguous_split_map(shape, sizes, at)
-
-
-def _box(piece: AffinePiece, made: ParamAffineMap, rank: int, name: str) -> Box:
-    """A piece as a box of the whole matrix."""
-    own, cols = made.shard_shapes[rank], made.logical_shape[-1]
-    if len(own) > 2 or (len(own) == 2 and piece.shape[1] != own[1]):
-        raise ValueError(_unknown(name, "by columns of several parts, or in three dimensions"))
-    if len(piece.locations) > 1 or piece.scale != 1:
-        raise ValueError(_unknown(name, "a part of it is on several ranks, or scaled"))
-    row, col = divmod(piece.source_offset, cols)  # of a vector, the one row
-    rows, n = (1, *piece.shape)[-2:]
-    return Box(row, rows, col, n)
-
-
-def _unknown(name: str, how: str) -> str:
-    return (
-        f"tensor_parallel.autotp_size: {name} is divided in a way that ds_ext cannot add up "
-        f"statistics over ({how}). Keep its layer whole by tensor_parallel.partition_config, or "
-        "remove tensor_parallel."
-    )
+def described(param: Tensor) -> dict[str, Any] | None:
+    """Returns what the layer of a parameter says of its division, None if nothing."""
+    return getattr(param, _DESCRIPTION, None) or None

@@ -8,11 +8,7 @@ of them does not depend on how many ranks they are spread over.
 from collections.abc import Mapping
 from typing import cast
 
-from deepspeed.checkpoint.constants import (
-    AUTOEP_PARAM_LOCAL_EXPERTS,
-    AUTOEP_PARAM_LOGICAL_SHAPE,
-    DS_AUTOEP_UC_META,
-)
+from deepspeed.checkpoint import constants
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -20,6 +16,9 @@ from torch import distributed as dist
 
 from ds_ext.distributed.placement import Group
 from ds_ext.engine.parameters import deepspeed_parameter
+
+# Where AutoEP notes what it has divided; a DeepSpeed before 0.19.8 notes nothing.
+_AUTOEP = getattr(constants, "DS_AUTOEP_UC_META", "")
 
 
 def is_expert(param: Tensor) -> bool:
@@ -78,9 +77,9 @@ def place(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
         The number of its first expert, and the shape [experts, ...] of all; None for another
         parameter.
     """
-    told = getattr(param, DS_AUTOEP_UC_META, None)
+    told = getattr(param, _AUTOEP, None)
     if told is None:
         return None
-    own = list(told[AUTOEP_PARAM_LOCAL_EXPERTS])
+    own = list(told[constants.AUTOEP_PARAM_LOCAL_EXPERTS])
     assert own == list(range(own[0], own[0] + len(own))), "experts that do not follow each other"
-    return own[0], tuple(told[AUTOEP_PARAM_LOGICAL_SHAPE])
+    return own[0], tuple(told[constants.AUTOEP_PARAM_LOGICAL_SHAPE])

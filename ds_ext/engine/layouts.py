@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Placement, Replicated, Sharded, everyone, size_of
-from ds_ext.engine import autotp, expert_parallel, zero3
+from ds_ext.engine import expert_parallel, zero3
 from ds_ext.engine.zero3 import Partitioned, PartitionedAlike, Partitions
 
 _BY_STAGE: dict[int, type[Placement]] = {0: Replicated, 1: Sharded, 2: Sharded, 3: Partitioned}
@@ -70,9 +70,11 @@ def _with_tensor_parallelism(
     kind: type[Placement], group: Group, names: Mapping[Tensor, str]
 ) -> Callable[[Tensor], Placement]:
     """The last two rows: what is left whole is the same on all ranks of tensor parallelism."""
+    from ds_ext.engine import autotp_shards  # needs DeepSpeed 0.19.8, as tensor parallelism does
+
     tensor_group = groups.get_tensor_model_parallel_group()
     is_replicated = kind is Replicated
-    shards = autotp.tensor_parallel_shards(
+    shards = autotp_shards.tensor_parallel_shards(
         names, dist.get_rank(tensor_group), 1 if is_replicated else size_of(group)
     )
     split = kind(

@@ -233,7 +233,7 @@ def _zero_init_param(original: Method, init: Init, param: Tensor) -> None:
     deepspeed_parameter(param).ds_shape = shape  # in which it is gathered
 
 
-@replaces(GatheredParameters)
+@replaces(GatheredParameters, "_exit" if hasattr(GatheredParameters, "_exit") else "__exit__")
 def _exit(original: Method, gathered: GatheredParameters, *error: Any) -> None:
     with _as_vectors(gathered.params if gathered.enabled else []):
         original(gathered, *error)

@@ -11,7 +11,7 @@ from torch._dynamo import OptimizedModule
 from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_wrapped
-from ds_ext.engine import leftovers, names
+from ds_ext.engine import leftovers, names, versions
 from ds_ext.engine.autotp import whole_shape
 from ds_ext.engine.settings import effective
 from ds_ext.optimizer import RuleOptimizer
@@ -37,6 +37,7 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     leftovers.refuse_partitions(engine)
     refuse_wrapped(engine.module)
     config = engine._config._param_dict | effective(engine)
+    versions.refuse_lacking(config)
     refused.refuse(config)
     gradients.read(config)
     firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()

@@ -120,7 +120,7 @@ class Partitions(Layout):
         yield
         for m, count in zip(modules, counts, strict=True):
             m.update(count)
-        self.offload.release_backward_leftovers()
+        _release_leftovers(self.offload)
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Notes which weights were updated, of which other ranks may hold gathered copies."""
@@ -130,13 +130,13 @@ class Partitions(Layout):
     def end_backward(self) -> None:
         """Partitions what is still gathered."""
         # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
-        self.offload.release_backward_leftovers()
+        _release_leftovers(self.offload)
 
     def discard(self) -> None:
         """Partitions what a failed backward pass has left gathered, and forgets its modules."""
         for m in self.offload.module.modules():
             m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
-        self.offload.release_backward_leftovers()
+        _release_leftovers(self.offload)
         self.end_step()
 
     def end_step(self) -> None:
@@ -152,6 +152,12 @@ class Partitions(Layout):
         persistent = self.offload.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
+
+
+def _release_leftovers(offload: DeepSpeedZeRoOffload) -> None:
+    """Partitions what a backward pass has left gathered; before DeepSpeed 0.19.4, all."""
+    release = getattr(offload, "release_backward_leftovers", offload.partition_all_parameters)
+    release()
 
 
 def partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:

@@ -1,0 +1,63 @@
+"""Which DeepSpeed is installed, and what an older one lacks that a config may ask for."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+
+from ds_ext.config.refused import lookup
+
+LOWEST = (0, 18, 6)  # the first that the tests of `make test-all` run with
+NEXT = (0, 20)  # the first that nothing is known of
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without what a build adds: "0.19.8+abc" -> (0, 19, 8)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def check(version: str = deepspeed.__version__) -> None:
+    """Checks that ds_ext knows a version of DeepSpeed, the installed one by default.
+
+    Raises:
+        ImportError: in one sentence, if it does not.
+    """
+    if not LOWEST <= _numbers(version) < NEXT:
+        lowest, next_ = (".".join(map(str, numbers)) for numbers in (LOWEST, NEXT))
+        raise ImportError(
+            f"ds_ext works with DeepSpeed {lowest} and newer, below {next_}, and {version} is "
+            f'installed: pip install "deepspeed>={lowest},<{next_}", or do without DeepSpeed by '
+            "ds_ext.fuse_into_backward in plain PyTorch."
+        )
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+# (key, whether a value asks for it, the first version that has what ds_ext needs of it)
+_SINCE: list[tuple[str, Callable[[Any], bool], tuple[int, ...]]] = [
+    ("tensor_parallel.autotp_size", _above_one, (0, 19, 8)),
+    ("expert_parallel.enabled", bool, (0, 19, 8)),
+    ("managed_gradient_accumulation", lambda value: value is False, (0, 19, 4)),
+]
+
+
+def refuse_lacking(config: dict[str, Any], version: str = deepspeed.__version__) -> None:
+    """Checks that a version of DeepSpeed has what a config asks for.
+
+    Args:
+        config: a DeepSpeed config.
+        version: the installed one by default.
+
+    Raises:
+        ValueError: naming the key and the version that has it.
+    """
+    for key, is_wanted, since in _SINCE:
+        value = lookup(config, key)
+        if value is not None and is_wanted(value) and _numbers(version) < since:
+            raise ValueError(
+                f"{key} = {value!r} needs DeepSpeed {'.'.join(map(str, since))} or newer under "
+                f"ds_ext, and {version} is installed: upgrade it, or remove the key."
+            )
