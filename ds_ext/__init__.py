@@ -3,6 +3,7 @@
 Importing ds_ext makes its optimizers known to DeepSpeed by name.
 """
 
+from ds_ext import versions as versions  # first of all: what is too old is told by one sentence
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError

@@ -2,7 +2,7 @@
 
 import sys
 
-from ds_ext.planner.cli import main
+from ds_ext.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -53,23 +53,35 @@ def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params")
         ValueError: a name is unknown, or a value is not allowed, alone or beside the others. It
             names the key, what was given, what is allowed, and what a misspelt key may have meant.
     """
+    checked, found = _checked(rule, given, where)
+    if found:
+        raise ValueError(found[0])
+    return checked
+
+
+def problems(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> list[str]:
+    """Returns all that ``check`` would raise, each in words."""
+    return _checked(rule, given, where)[1]
+
+
+def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """All hyper-parameters, if nothing is wrong with the given ones; and what is."""
     hints, adapters = _hints(rule), _adapters(rule)
-    for key in given:
-        if key not in hints:
-            raise ValueError(_unknown(rule, f"{where}.{key}", list(hints)))
+    wrong = [_unknown(rule, f"{where}.{key}", list(hints)) for key in given if key not in hints]
     checked = {}
-    for key, value in given.items():
+    for key in (key for key in given if key in hints):
         try:
-            checked[key] = adapters[key].validate_python(value)
+            checked[key] = adapters[key].validate_python(given[key])
         except ValidationError:
-            raise ValueError(
-                _refused(rule, f"{where}.{key}", value, describe(hints[key]))
-            ) from None
+            allowed = describe(hints[key])
+            wrong.append(_refused(rule, f"{where}.{key}", given[key], allowed))
+    if wrong:
+        return {}, wrong
     try:
         whole = rule(**checked)
     except ValueError as error:
-        raise ValueError(f"{rule.__name__} ({where}): {error}") from None
-    return {name: getattr(whole, name) for name in hints}
+        return {}, [f"{rule.__name__} ({where}): {error}"]
+    return {name: getattr(whole, name) for name in hints}, []
 
 
 @functools.cache

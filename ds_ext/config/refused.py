@@ -1,18 +1,25 @@
 """Settings of a DeepSpeed config that cannot be honoured: refused by name."""
 
+from collections.abc import Iterator
 from typing import Any
 
 
 def refuse(config: dict[str, Any]) -> None:
     """Raises ValueError, on every rank alike, naming the first setting that cannot be honoured."""
+    for problem in problems(config):
+        raise ValueError(problem)
+
+
+def problems(config: dict[str, Any]) -> Iterator[str]:
+    """Yields each setting that cannot be honoured: its key and value, and what to do."""
     for key, honoured, advice in _HONOURED:
         value = lookup(config, key)
         if value is not None and not honoured(value):
-            raise ValueError(f"ds_ext cannot honour {key} = {value!r} yet: {advice}")
+            yield f"ds_ext cannot honour {key} = {value!r} yet: {advice}"
     copies = lookup(config, "zero_optimization.zero_hpz_partition_size")
     stage = lookup(config, "zero_optimization.stage")
     if isinstance(copies, int) and copies > 1 and stage != 3:
-        raise ValueError(
+        yield (
             f"zero_optimization.zero_hpz_partition_size = {copies} copies what stage 3 partitions, "
             f"but zero_optimization.stage is {stage}: remove it."
         )

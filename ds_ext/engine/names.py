@@ -1,5 +1,8 @@
 """What a config's ``"type"`` means: an optimizer of ours, DeepSpeed's or torch's."""
 
+import difflib
+
+import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ext.engine.log import log
@@ -39,9 +42,23 @@ def ours(name: str | None) -> str | None:
 
 
 def refuse_unknown(name: str) -> None:
-    """Raises ValueError for a name with our prefix that no optimizer has."""
+    """Raises ValueError for a name that no optimizer has: of ours, DeepSpeed's or torch's.
+
+    Args:
+        name: ``optimizer.type``, which DeepSpeed has made lower case if it knows it.
+    """
+    if name in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name):
+        return
     if name.lower().startswith(PREFIX):
         named(name)
+    spelled = [entry.spelling for entry in REGISTRY.values()]
+    by_lower = {known.lower(): known for known in [*_DEEPSPEEDS, *spelled]}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    guess = f' Did you mean "{by_lower[near[0]]}"?' if near else ""
+    raise ValueError(
+        f"optimizer.type is {name!r}, an optimizer neither of ds_ext nor of DeepSpeed nor of "
+        f"torch.optim.{guess} Those of ds_ext: {', '.join(spelled)}."
+    )
 
 
 def tell_whose(name: str) -> None:

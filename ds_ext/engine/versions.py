@@ -1,20 +1,15 @@
 """Which DeepSpeed is installed, and what an older one lacks that a config may ask for."""
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
 
 from ds_ext.config.refused import lookup
+from ds_ext.versions import numbers, written
 
 LOWEST = (0, 18, 6)  # the first that the tests of `make test-all` run with
 NEXT = (0, 20)  # the first that nothing is known of
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without what a build adds: "0.19.8+abc" -> (0, 19, 8)."""
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def check(version: str = deepspeed.__version__) -> None:
@@ -23,8 +18,8 @@ def check(version: str = deepspeed.__version__) -> None:
     Raises:
         ImportError: in one sentence, if it does not.
     """
-    if not LOWEST <= _numbers(version) < NEXT:
-        lowest, next_ = (".".join(map(str, numbers)) for numbers in (LOWEST, NEXT))
+    if not LOWEST <= numbers(version) < NEXT:
+        lowest, next_ = written(LOWEST), written(NEXT)
         raise ImportError(
             f"ds_ext works with DeepSpeed {lowest} and newer, below {next_}, and {version} is "
             f'installed: pip install "deepspeed>={lowest},<{next_}", or do without DeepSpeed by '
@@ -54,10 +49,16 @@ def refuse_lacking(config: dict[str, Any], version: str = deepspeed.__version__)
     Raises:
         ValueError: naming the key and the version that has it.
     """
+    for problem in lacking(config, version):
+        raise ValueError(problem)
+
+
+def lacking(config: dict[str, Any], version: str = deepspeed.__version__) -> Iterator[str]:
+    """Yields what ``refuse_lacking`` raises, of each key."""
     for key, is_wanted, since in _SINCE:
         value = lookup(config, key)
-        if value is not None and is_wanted(value) and _numbers(version) < since:
-            raise ValueError(
-                f"{key} = {value!r} needs DeepSpeed {'.'.join(map(str, since))} or newer under "
+        if value is not None and is_wanted(value) and numbers(version) < since:
+            yield (
+                f"{key} = {value!r} needs DeepSpeed {written(since)} or newer under "
                 f"ds_ext, and {version} is installed: upgrade it, or remove the key."
             )

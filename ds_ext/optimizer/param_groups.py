@@ -6,6 +6,7 @@ own, a "type" among them; and, of a rule that is not for all parameters, ``targe
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -56,6 +57,26 @@ def of_config(entry: Entry, given: Keys, model: ModelView, params: Sequence[Any]
     return Grouped([group for group in groups if group["params"]], hypers)
 
 
+def problems(entry: Entry, given: Keys) -> list[str]:
+    """Returns what is wrong with a config's keys, as far as it is seen without a model."""
+    rest = dict(given)
+    entries = rest.pop("param_groups", None)
+    others = rest.pop("others", None) if entry.roles else None
+    if entry.roles:
+        rest.pop("target_modules", None)
+    found = hyperparams.problems(hypers_of(entry.rule), rest, SECTION)
+    checks: list[Callable[[], object]] = [lambda: _rest(entry, others)] if entry.roles else []
+    checks += [functools.partial(_entries_of, entries)] if entries is not None else []
+    if isinstance(entries, list):
+        checks += [functools.partial(_entry_keys, entry, i, own) for i, own in enumerate(entries)]
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) -> list[ParamGroup]:
     """Splits parameters into one group with weight decay and one without.
 
@@ -82,15 +103,11 @@ def matched_groups(
         ValueError: a key is wrong, an expression matches nothing, or two the same parameter.
     """
     trained = [p for group in groups for p in group["params"] if p in model.owners]
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{SECTION}.param_groups is {entries!r}; allowed: a list of {_ENTRY}.")
     chosen: dict[Tensor, int] = {}
     keys = []
-    for i, given in enumerate(entries):
+    for i, given in enumerate(_entries_of(entries)):
         where = f"{SECTION}.param_groups[{i}]"
-        if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
-            raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
-        keys.append(_checked(entry, {k: v for k, v in given.items() if k != "match"}, where))
+        keys.append(_entry_keys(entry, i, given))
         for p in _matched(given["match"], trained, model, f"{where}.match"):
             if p in chosen:
                 raise ValueError(
@@ -163,6 +180,21 @@ def _split(groups: Sequence[ParamGroup], keys_of: Callable[[Tensor], Keys]) -> l
             parts.setdefault(repr(keys), {**group, **keys, "params": []})["params"].append(p)
         split += [part for part in parts.values() if part["params"]]
     return split
+
+
+def _entries_of(entries: Any) -> list[Any]:
+    """The entries of ``param_groups``; ValueError for what is no list of them."""
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{SECTION}.param_groups is {entries!r}; allowed: a list of {_ENTRY}.")
+    return entries
+
+
+def _entry_keys(entry: Entry, i: int, given: Any) -> Keys:
+    """The keys of entry number ``i`` but for "match", all checked; ValueError for wrong ones."""
+    where = f"{SECTION}.param_groups[{i}]"
+    if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
+        raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
+    return _checked(entry, {k: v for k, v in given.items() if k != "match"}, where)
 
 
 def _checked(entry: Entry, given: Keys, where: str) -> Keys:

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 import ds_ext
+from ds_ext.commands.cli import main
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
-from ds_ext.planner.cli import main
 from ds_ext.rules import REGISTRY
 
 ROOT = Path(__file__).parents[2]

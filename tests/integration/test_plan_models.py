@@ -8,11 +8,11 @@ import transformers
 
 import ds_ext
 from benchmarks import memory as measured
+from ds_ext.commands.cli import main
 from ds_ext.engine.names import _DEEPSPEEDS, _TAKEN_OVER
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import activations, lora, memory, models, options
 from ds_ext.planner.activations import Batch, Gradients
-from ds_ext.planner.cli import main
 from tests.integration.test_cli import CONFIG, HEADS, SIZES, plan
 
 CPU = torch.device("cpu")

@@ -1,0 +1,219 @@
+"""``python -m ds_ext check``: what a run would refuse of a DeepSpeed config, all of it, in seconds.
+
+By the engine's own checks, without weights, ranks or a device: a model is made of shapes alone.
+"""
+
+import argparse
+import copy
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_ext.config import gradients, offload, refused
+from ds_ext.config.refused import lookup
+from ds_ext.optimizer import OPTIMIZERS, named, param_groups
+from ds_ext.optimizer.model_view import ModelView, summary
+from ds_ext.optimizer.param_groups import Grouped
+from ds_ext.planner import models
+from ds_ext.rules import REGISTRY
+
+HELP = "tell all that is wrong with a DeepSpeed config, before a run"
+DESCRIPTION = (
+    "Checks a DeepSpeed config as a run would, and lists all that is wrong with it. With --model "
+    "also what its optimizer would be for which parameters; no weights are read. Exit code 1 if "
+    "anything is wrong."
+)
+# What HF Trainer fills in for "auto"; of these values only the form matters here.
+_FILLED = {
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+}
+_DROPPED = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("gradient_clipping", "amp.enabled", "amp.opt_level"),
+    *("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
+    *("fp16.min_loss_scale", "zero_optimization.reduce_bucket_size"),
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    *("scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr"),
+    *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
+)
+
+
+@dataclass
+class Report:
+    """What a check has found."""
+
+    problems: list[str] = field(default_factory=list)  # what a run would refuse, or ignore
+    notes: list[str] = field(default_factory=list)  # what it would do
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes a ValueError within the context as a problem."""
+        try:
+            yield
+        except ValueError as error:
+            self.problems.append(str(error))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``check``."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a DeepSpeed config (JSON)")
+    parser.add_argument("--model", help="a Hugging Face folder, or a name that `plan` knows")
+    parser.add_argument("--ranks", type=int, help="of data parallelism, to check batch sizes for")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what is found -> 1 if anything is wrong; raises ValueError for a wrong option."""
+    if options.ranks is not None and options.ranks < 1:
+        raise ValueError(f"--ranks is {options.ranks}; allowed: a whole number > 0.")
+    model = None if options.model is None else models.skeleton(models.config(options.model))
+    report = examine(_read(options.config), model, options.ranks)
+    for note in report.notes:
+        print(f"note: {note}")
+    for problem in report.problems:
+        print(f"error: {problem}")
+    n = len(report.problems)
+    print(f"{options.config}: " + (f"{n} problem{'s'[: n > 1]}" if n else "nothing is wrong"))
+    return int(n > 0)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The config in a file; ValueError if there is none."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+        if twice:
+            raise ValueError(f"the key {twice[0]} is there twice")
+        return dict(pairs)
+
+    try:
+        config = json.loads(path.read_text(), object_pairs_hook=unique)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # no JSON, or no text
+        raise ValueError(f"{path} is not a JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f'{path} holds no JSON object such as {{"optimizer": ...}}.')
+    return config
+
+
+def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) -> Report:
+    """Returns what is wrong with a config, and what it would do.
+
+    Args:
+        config: a DeepSpeed config, in which HF may have to fill in "auto".
+        model: on the device "meta"; None: what depends on the model is not checked.
+        ranks: how many ranks of data parallelism there are to be; None: not known.
+    """
+    report = Report()
+    config, autos = _filled(config)
+    if autos:
+        report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
+    ours = _optimizer(config, report)
+    report.problems += refused.problems(config)
+    with report.noting():
+        gradients.read(config)
+    with report.noting():
+        offload.check(config, (), ())
+    if ours is not None:
+        _groups(config, ours, model, report)
+    if importlib.util.find_spec("deepspeed") is None:
+        report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
+    else:
+        from ds_ext.engine import checks
+
+        report.problems += checks.problems(config, ranks)
+    report.problems = list(dict.fromkeys(report.problems))
+    return report
+
+
+def _filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A config as HF leaves it, and the keys that it fills in."""
+    config, autos = copy.deepcopy(config), []
+    for key in (*_FILLED, *_DROPPED):
+        *path, last = key.split(".")
+        section = lookup(config, ".".join(path)) if path else config
+        if isinstance(section, dict) and section.get(last) == "auto":
+            autos.append(key)
+            del section[last]
+            if key in _FILLED:
+                section[last] = _FILLED[key]
+    return config, autos
+
+
+def _optimizer(config: dict[str, Any], report: Report) -> str | None:
+    """The key of our optimizer that a config names, None if it names none."""
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, dict) else None
+    if section is None:
+        report.notes.append("no optimizer is named: the script has to give one")
+    elif not isinstance(kind, str):
+        report.problems.append(f'optimizer is {section!r}; allowed: {{"type": ..., "params": ...}}')
+    else:
+        with report.noting():
+            ours = _whose(kind)
+            if ours is None:
+                report.notes.append(
+                    f"optimizer.type {kind} is DeepSpeed's or torch's own; those of ds_ext can "
+                    f'have the prefix "ds_ext."'
+                )
+            return ours
+    return None
+
+
+def _whose(kind: str) -> str | None:
+    if importlib.util.find_spec("deepspeed") is None:
+        return named(kind).__name__.lower()
+    from ds_ext.engine import checks
+
+    return checks.whose(kind)
+
+
+def _groups(config: dict[str, Any], ours: str, model: nn.Module | None, report: Report) -> None:
+    """Checks an optimizer's params, and what they are for in a model."""
+    params = config["optimizer"].get("params") or {}
+    if not isinstance(params, dict):
+        report.problems.append(f"optimizer.params is {params!r}; allowed: an object.")
+        return
+    entry, kind = REGISTRY[ours], OPTIMIZERS[ours]
+    wrong = param_groups.problems(entry, params)
+    report.problems += wrong
+    if wrong or model is None:
+        return
+    with report.noting():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        view = ModelView(model)
+        made = param_groups.of_config(entry, params, view, trained)
+        optimizer = kind(made.groups, **made.hypers)
+        rules = [optimizer.rule_of(group["params"][0]) for group in optimizer.param_groups]
+        report.notes += _told(made, kind.__name__, view)
+        offload.check(config, rules, {_dtype(config)})
+
+
+def _dtype(config: dict[str, Any]) -> torch.dtype:
+    """What DeepSpeed makes of the weights."""
+    is_16 = lookup(config, "bf16.enabled") or lookup(config, "fp16.enabled")
+    return torch.bfloat16 if is_16 else torch.float32
+
+
+def _told(made: Grouped, name: str, view: ModelView) -> Iterator[str]:
+    """Which optimizer is for which parameters."""
+    kinds: dict[str, list[str]] = {}
+    for group in made.groups:
+        names = [view.owners[p][0] for p in group["params"]]
+        kinds.setdefault(group.get("type", name), []).extend(names)
+    for kind, names in kinds.items():
+        yield f"{kind} on {summary(names)}"

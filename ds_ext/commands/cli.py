@@ -1,0 +1,56 @@
+"""The command line: one parser, and a function for each command."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ds_ext
+from ds_ext.commands import check, config, run
+from ds_ext.planner import plan
+
+
+class Command(NamedTuple):
+    """A command: what ``--help`` says of it, its options, and what it does with them."""
+
+    help: str
+    description: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Any]  # -> exit code, None for 0; ValueError: a wrong option
+
+
+COMMANDS = {
+    "plan": Command(
+        "print the bytes per rank of an optimizer, of AdamW and of Megatron-LM",
+        "Bytes per rank of an optimizer at each ZeRO stage, beside AdamW in DeepSpeed "
+        "and Megatron-LM's distributed optimizer; with --seq, of activations too.",
+        plan.add_options,
+        plan.run,
+    ),
+    "config": Command(config.HELP, config.DESCRIPTION, config.add_options, config.run),
+    "check": Command(check.HELP, check.DESCRIPTION, check.add_options, check.run),
+    "run": Command(run.HELP, run.DESCRIPTION, run.add_options, run.run),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command -> exit code; a wrong option ends the process with code 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ds_ext", description="Fused, sharded optimizers for DeepSpeed."
+    )
+    parser.add_argument("--version", action="version", version=f"ds_ext {ds_ext.__version__}")
+    run.add_launcher_options(parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parsers = {}
+    for name, command in COMMANDS.items():
+        parsers[name] = commands.add_parser(
+            name, help=command.help, description=command.description
+        )
+        command.add_options(parsers[name])
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return int(COMMANDS[options.command].run(options) or 0)
+    except ValueError as error:
+        parsers[options.command].error(str(error))

@@ -1,0 +1,83 @@
+"""``python -m ds_ext config``: a DeepSpeed config of an optimizer, as in the folder configs/."""
+
+import argparse
+import json
+from typing import Any
+
+from ds_ext.optimizer import named
+from ds_ext.rules import REGISTRY
+
+HELP = "print a DeepSpeed config of an optimizer"
+DESCRIPTION = (
+    "A DeepSpeed config, to be redirected into a file. With --hf, HF Trainer, TRL and accelerate "
+    'fill in what is "auto" from their arguments; with --numbers it is for deepspeed.initialize.'
+)
+# Optimizers of DeepSpeed's own that have these names too: the prefix says that ours are meant.
+_DEEPSPEED_HAS_TOO = {"adamw", "lion", "muon"}
+# What differs from an optimizer's defaults: a scheduler of HF's needs an lr that can be set, and
+# AdaLomo's authors fine-tune with another.
+_PARAMS: dict[str, dict[str, Any]] = {"adafactor": {"relative_step": False}}
+_RATES = {"adalomo": 5e-4, "adafactor": 1e-3}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``config``."""
+    names = ", ".join(entry.spelling for entry in REGISTRY.values())
+    parser.add_argument("optimizer", metavar="OPTIMIZER", help=f"one of {names}, in any case")
+    stages = ("0", "1", "2", "3")
+    parser.add_argument("--stage", choices=stages, default="3", help="ZeRO stage (default 3)")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--hf", action="store_true", help='"auto" for HF Trainer (the default)')
+    kinds.add_argument("--numbers", action="store_true", help='numbers instead of "auto"')
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the config; raises ValueError for an unknown optimizer."""
+    print(as_text(make(options.optimizer, int(options.stage), options.numbers)), end="")
+
+
+def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
+    """Returns a DeepSpeed config.
+
+    Args:
+        optimizer: its name, in any case, with or without "ds_ext.".
+        stage: of ZeRO.
+        numbers: whether to write numbers where HF Trainer would fill in "auto": the optimizer's
+            default lr and weight decay (5e-4 for AdaLomo, as its authors fine-tune), bf16, no
+            clipping, one sample a step and rank.
+
+    Raises:
+        ValueError: for an optimizer that ds_ext does not have.
+    """
+    kind = named(optimizer, "OPTIMIZER")
+    name = kind.__name__.lower()
+    spelling = REGISTRY[name].spelling
+    hypers = kind.hypers()
+    rate = _RATES.get(name, getattr(hypers, "lr", None))
+
+    def value(number: Any) -> Any:
+        return number if numbers else "auto"
+
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    return {
+        "optimizer": {
+            "type": f"ds_ext.{spelling}" if name in _DEEPSPEED_HAS_TOO else spelling,
+            "params": {
+                "lr": value(rate),
+                "weight_decay": value(hypers.weight_decay),
+                **_PARAMS.get(name, {}),
+            },
+        },
+        "zero_optimization": zero,
+        "bf16": {"enabled": value(True)},
+        "gradient_clipping": value(0.0),
+        "gradient_accumulation_steps": value(1),
+        "train_micro_batch_size_per_gpu": value(1),
+    }
+
+
+def as_text(config: dict[str, Any]) -> str:
+    """Returns a config as a JSON file has it."""
+    return json.dumps(config, indent=2) + "\n"

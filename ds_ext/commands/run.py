@@ -1,0 +1,88 @@
+"""``python -m ds_ext run``: a program that is not yours, with the optimizers known to DeepSpeed.
+
+This process becomes the program (``exec``), with nothing changed but one folder put first in
+PYTHONPATH. In it is a ``sitecustomize`` module, which Python imports when it starts: here, in what
+the program starts, and in what that starts. It registers a hook for the import of DeepSpeed.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+HELP = "run a program that is not yours, with the optimizers known to DeepSpeed"
+DESCRIPTION = (
+    "Runs TARGET as it would run without this, in this environment, but DeepSpeed knows the "
+    "optimizers of ds_ext there, and in all that TARGET starts. Launchers take it too: "
+    "torchrun ... -m ds_ext run ..., accelerate launch -m ds_ext run ..., "
+    "deepspeed --module ds_ext run ..."
+)
+CHILDREN = Path(__file__).parent / "children"
+
+
+def add_launcher_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what the launcher ``deepspeed`` puts before all other arguments."""
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``run``; all that follows them is TARGET and its own arguments."""
+    parser.usage = "python -m ds_ext run [-h] [-m] TARGET [ARGUMENT ...]"
+    parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module")
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs=argparse.REMAINDER,
+        help="a Python file, a command such as trl or torchrun, or with -m a module; and arguments",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Becomes the program.
+
+    Raises:
+        ValueError: there is no such program, or Python was told to ignore PYTHONPATH.
+    """
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise ValueError("python -E, -I and -S keep PYTHONPATH or site from the program.")
+    arguments = [] if options.local_rank is None else [f"--local_rank={options.local_rank}"]
+    command = _command(options.target, options.is_module, arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(command[0], command, environment(os.environ))
+    except OSError as error:
+        raise ValueError(f"{command[0]}: {error.strerror}") from None
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment in which Python registers the optimizers when it starts."""
+    paths = [str(CHILDREN), *filter(None, [given.get("PYTHONPATH")])]
+    return {**given, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _command(target: list[str], is_module: bool, first: list[str]) -> list[str]:
+    """The program and its arguments, of which a launcher's come ``first``."""
+    if not target:
+        raise ValueError("TARGET is missing: a Python file, a command, or -m and a module.")
+    name, *rest = target
+    python = [sys.executable, *_flags(sys.orig_argv)]
+    if is_module:
+        return [*python, "-m", name, *first, *rest]
+    path = Path(name)
+    is_executable = path.is_file() and path.suffix != ".py" and os.access(path, os.X_OK)
+    if path.exists() and not is_executable:
+        return [*python, name, *first, *rest]
+    found = os.path.abspath(path) if is_executable else shutil.which(name)
+    if found is None:
+        raise ValueError(f"TARGET {name}: no such file, nor a command on PATH (-m for a module).")
+    return [found, *first, *rest]
+
+
+def _flags(argv: list[str]) -> list[str]:
+    """The options that this Python was given itself: what comes before "-m ds_ext"."""
+    before = argv[1:]
+    ends = [i for i, argument in enumerate(before) if argument.startswith("-m")]
+    return before[: ends[0]] if ends else []

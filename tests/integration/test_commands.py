@@ -1,0 +1,318 @@
+"""``python -m ds_ext`` run, config and check: programs of others, and configs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import transformers
+
+from ds_ext.commands import config as configs
+from ds_ext.commands import run
+from ds_ext.commands.cli import main
+from ds_ext.engine import names
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common.choose import params
+
+ROOT = Path(__file__).parents[2]
+
+
+def started(*command, **own):
+    """What a command that runs here has given; ``own`` goes into its environment."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"} | own
+    return subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def became(monkeypatch, *arguments):
+    """The program, and the environment, that ``python -m ds_ext ARGUMENTS`` becomes."""
+    found = []
+    monkeypatch.setattr(os, "execve", lambda path, command, env: found.append((command, env)))
+    assert main([*map(str, arguments)]) == 0
+    ((command, env),) = found
+    return command, env
+
+
+# It tells all that may differ when another program has started it, and fails.
+PROGRAM = """
+import json, os, sys
+print(json.dumps({
+    "argv": sys.argv[1:], "name": __name__, "file": __file__, "path": sys.path,
+    "flags": [str(sys.flags), sys.warnoptions],
+    "modules": [m for m in ("torch", "ds_ext") if m in sys.modules],
+    "registered": [type(f).__name__ for f in sys.meta_path].count("_WhenImported"),
+}))
+def fail(): raise KeyError("its own")
+fail() if "fail" in sys.argv else sys.exit(7)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = tmp_path / "command"
+    command.write_text(f"#!{sys.executable}\n{PROGRAM}")
+    command.chmod(0o755)
+    return tmp_path
+
+
+FORMS = {"script": ["program.py"], "module": ["-m", "program"], "command": ["command"]}
+
+
+@pytest.mark.parametrize("form", params(FORMS, ["module"]))
+def test_a_program_runs_as_without(form, program):
+    """Its arguments, name, paths, flags, traceback and exit code; Python's own options too."""
+    target = FORMS[form] if form == "module" else [program / FORMS[form][0]]
+    own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{program}"}
+    for arguments, code in ((["-m", "a b", "--", "--x=1"], 7), (["fail"], 1)):
+        python = [] if form == "command" else [sys.executable, "-W", "error::SyntaxWarning"]
+        plain = started(*python, *target, *arguments, **own)
+        with_us = started(
+            sys.executable,
+            *python[1:],
+            *("-m", "ds_ext", "run"),
+            *target,
+            *arguments,
+            **own,
+        )
+        assert with_us.returncode == plain.returncode == code
+        assert with_us.stderr == plain.stderr
+        told, expected = json.loads(with_us.stdout), json.loads(plain.stdout)
+        assert (told.pop("registered"), expected.pop("registered")) == (1, 0)
+        assert told == expected
+        assert told["modules"] == []  # neither is imported before the program asks for it
+
+
+KNOWS = (
+    "import deepspeed; from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as known;"
+    "print('ds_ext.adalomo' in known)"
+)
+
+
+def test_what_a_program_starts_knows_the_optimizers(tmp_path):
+    """A child of a child, which imports DeepSpeed and not ds_ext; sitecustomize is not hidden."""
+    (tmp_path / "sitecustomize.py").write_text("print('its own sitecustomize')")
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {KNOWS!r}], check=True)"
+    own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = started(sys.executable, "-m", "ds_ext", "run", sys.executable, "-c", child, **own)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    # The process itself, the program that it becomes, and its child.
+    assert lines.count("its own sitecustomize") == 3 and lines[-1] == "True"
+
+
+@pytest.mark.slow
+def test_launchers_run_programs(program):
+    """torchrun and DeepSpeed's launcher, which puts --local_rank first."""
+    both = started(
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "-m"),
+        *("ds_ext", "run", program / "program.py", "--x"),
+    )
+    told = [json.loads(line) for line in both.stdout.splitlines() if line.startswith("{")]
+    assert [(one["argv"], one["registered"]) for one in told] == [(["--x"], 1)] * 2
+    launched = started(
+        *(sys.executable, "-m", "deepspeed.launcher.launch", "--module", "--world_info"),
+        *("eyJsb2NhbGhvc3QiOiBbMF19", "--master_port", "29677"),  # {"localhost": [0]}
+        *("ds_ext", "run", program / "program.py", "--x"),
+    )
+    (line,) = (line for line in launched.stdout.splitlines() if line.startswith("{"))
+    assert json.loads(line)["argv"] == ["--local_rank=0", "--x"]
+    assert json.loads(line)["registered"] == 1
+
+
+def test_what_a_launcher_puts_first_goes_to_the_program(monkeypatch, program):
+    python = [sys.executable, *run._flags(sys.orig_argv)]
+    command, _ = became(monkeypatch, "--local_rank=3", "run", "-m", "trainer", "--local_rank=x")
+    assert command == [*python, "-m", "trainer", "--local_rank=3", "--local_rank=x"]
+    command, env = became(monkeypatch, "run", program / "program.py", "-m", "--version", "--", "-h")
+    assert command == [*python, str(program / "program.py"), "-m", "--version", "--", "-h"]
+    changed = {k for k in env if env[k] != os.environ.get(k)}
+    assert changed == {"PYTHONPATH"} and env.keys() >= os.environ.keys()
+    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(run.CHILDREN)
+
+
+def test_options_of_python_are_passed_on():
+    argv = ["python", "-u", "-X", "dev", "-W", "error", "-m", "ds_ext", "run", "-m", "x"]
+    assert run._flags(argv) == ["-u", "-X", "dev", "-W", "error"]
+    assert run._flags(["pytest", "tests"]) == []
+
+
+def test_no_program_no_run(monkeypatch, capsys, tmp_path):
+    for arguments, words in (
+        (["run"], "TARGET is missing"),
+        (["run", "-m"], "TARGET is missing"),
+        (["run", tmp_path / "none.py"], "no such file, nor a command on PATH"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)])
+        assert ended.value.code == 2 and words in capsys.readouterr().err
+    done = started(
+        sys.executable,
+        "-E",
+        "-c",
+        f"import sys; sys.path[:0] = ['{ROOT}']; "
+        "from ds_ext.commands.cli import main; main(['run', 'x.py'])",
+    )
+    assert done.returncode == 2 and "keep PYTHONPATH" in done.stderr
+
+
+def test_axolotl_has_a_plugin_to_name(monkeypatch):
+    """With its base class, whose interface axolotl 0.19 has, in its place: it is not installed."""
+    base = types.ModuleType("axolotl.integrations.base")
+    base.BasePlugin = type("BasePlugin", (), {})
+    for module in (types.ModuleType("axolotl"), types.ModuleType("axolotl.integrations"), base):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "ds_ext.axolotl", raising=False)
+    from ds_ext.axolotl import Plugin
+
+    assert isinstance(Plugin(), base.BasePlugin)
+    Plugin().register({"deepspeed": "ds.json"})
+    with pytest.raises(ValueError, match="deepspeed: ds.json"):
+        Plugin().register({"optimizer": "adamw_torch"})
+
+
+# Configs.
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_configs_are_those_of_the_folder(name, capsys):
+    assert main(["config", name.upper()]) == 0
+    assert capsys.readouterr().out == (ROOT / f"configs/{name}_zero3.json").read_text()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("numbers", [False, True])
+def test_every_config_is_accepted_and_names_our_optimizer(stage, numbers, tmp_path, capsys):
+    for name in OPTIMIZERS:
+        made = configs.make(name, stage, numbers)
+        assert names.ours(made["optimizer"]["type"].lower()) == name
+        assert made["zero_optimization"]["stage"] == stage
+        text = configs.as_text(made)
+        assert ("auto" in text) is not numbers
+        (tmp_path / "ds.json").write_text(text)
+        assert main(["check", str(tmp_path / "ds.json"), "--ranks", "2"]) == 0, name
+    assert "nothing is wrong" in capsys.readouterr().out
+
+
+def test_unknown_optimizers_have_no_config(capsys):
+    for arguments, words in ((["adalom"], 'Did you mean "AdaLomo"?'), ([], "OPTIMIZER")):
+        with pytest.raises(SystemExit) as ended:
+            main(["config", *arguments])
+        printed = capsys.readouterr()
+        assert ended.value.code == 2 and words in printed.err and not printed.out
+
+
+# Checks.
+
+
+def checked(config, tmp_path, capsys, *options):
+    """Exit code, and the lines of errors and of notes."""
+    path = tmp_path / "ds.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    code = main(["check", str(path), *map(str, options)])
+    lines = capsys.readouterr().out.splitlines()
+    errors, notes = ([x for x in lines if x.startswith(k)] for k in ("error: ", "note: "))
+    assert (code == 1) is bool(errors)
+    return errors, notes
+
+
+def changed(**keys):
+    return configs.make("adalomo", 3, numbers=True) | keys
+
+
+def optimizer(**params):
+    return {"optimizer": {"type": "AdaLomo", "params": params}}
+
+
+WRONG = {
+    "a type": ({"optimizer": {"type": "AdaLom"}}, ['Did you mean "AdaLomo"?']),
+    "no type": ({"optimizer": {"params": {}}}, ["optimizer is"]),
+    "params": (optimizer(lrr=1, eps=1e-8), ["params.lrr", "params.eps is 1e-08"]),
+    "groups": (
+        optimizer(param_groups=[{"match": "a", "lrr": 1}, {"match": "b", "type": "AdaLom"}]),
+        ["param_groups[0].lrr", "param_groups[1].type"],
+    ),
+    "auto that HF fills in for Adam": (optimizer(lr="auto", eps="auto"), ['If "auto" filled']),
+    "sections": (
+        {"zero_optimization": {"stge": 3}, "bf16": {"enable": True}},
+        ['zero_optimization.stge. Did you mean "stage"?', 'bf16.enable. Did you mean "enabled"?'],
+    ),
+    "a key": ({"gradient_cliping": 1.0}, ['Did you mean "gradient_clipping"?']),
+    "what is refused": (
+        {
+            "prescale_gradients": True,
+            "zero_optimization": {"stage": 3, "zero_quantized_weights": True},
+        },
+        ["zero_quantized_weights", "prescale_gradients"],
+    ),
+    "offload": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
+        ["not to NVMe"],
+    ),
+    "our section": ({"ds_ext": {"clip_mode": "previos"}}, ["ds_ext.clip_mode is 'previos'"]),
+    "what DeepSpeed alone knows": ({"activation_checkpointing": 3}, ["DeepSpeed refuses"]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_all_that_is_wrong_is_told(what, tmp_path, capsys):
+    keys, words = WRONG[what]
+    errors, _ = checked(changed(**keys), tmp_path, capsys)
+    assert len(errors) == len(words), errors
+    assert all(any(word in error for error in errors) for word in words), errors
+
+
+def test_batch_sizes_have_to_fit_the_ranks(tmp_path, capsys):
+    sizes = changed(train_batch_size=8, train_micro_batch_size_per_gpu=2)
+    assert checked(sizes, tmp_path, capsys) == ([], [])
+    assert checked(sizes, tmp_path, capsys, "--ranks", 4)[0] == []
+    (error,) = checked(sizes, tmp_path, capsys, "--ranks", 3)[0]
+    assert "train_batch_size = 8 is not" in error and "times 3 ranks" in error
+    config = sizes | {"train_batch_size": "8"}
+    assert "train_batch_size is '8'" in checked(config, tmp_path, capsys)[0][0]
+
+
+def test_with_a_model_it_is_told_what_steps_which_parameters(tmp_path, capsys):
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    transformers.LlamaConfig(**sizes, num_attention_heads=4).save_pretrained(tmp_path)
+    config = configs.make("apollo", 2)
+    before = time.monotonic()
+    errors, notes = checked(config, tmp_path, capsys, "--model", tmp_path)
+    assert not errors and time.monotonic() - before < 20
+    (apollo,) = (note for note in notes if note.startswith("note: APOLLO on"))
+    (adamw,) = (note for note in notes if note.startswith("note: AdamW on"))
+    assert "layers.*.mlp.up_proj.weight (2)" in apollo and "model.norm.weight" in adamw
+    config["optimizer"]["params"]["target_modules"] = ["q_porj"]
+    (error,) = checked(config, tmp_path, capsys, "--model", tmp_path)[0]
+    assert 'Did you mean "q_proj"?' in error
+    offloaded = changed(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    (error,) = checked(offloaded, tmp_path, capsys, "--model", tmp_path)[0]
+    assert "next to nothing to offload" in error
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "is not a JSON file"),
+        ("[1]", "holds no JSON object"),
+        ('{"bf16": {}, "bf16": {}}', "the key bf16 is there twice"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(text, words, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(path)])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_optimizers_of_others_are_noted(tmp_path, capsys):
+    _, notes = checked(changed(optimizer={"type": "AdamW"}), tmp_path, capsys)
+    assert any("AdamW is DeepSpeed's or torch's own" in note for note in notes)
