@@ -1,7 +1,7 @@
 """Many parameters that are stepped as one: what a rule sees of them instead of one tensor each.
 
 A batch stands where a ``Shard`` does, ``Runs`` and ``Weights`` where a tensor does, and numbers
-that each parameter has of its own are vectors [n]. Passes over a batch are of ``native``.
+that each parameter has of its own are vectors [n]. ``batched`` has the passes over a batch.
 """
 
 import functools
@@ -18,8 +18,12 @@ from torch import Tensor
 from ds_ext.ops.native.table import KNOWN, Table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Kept, Source
+from ds_ext.ops.triton import devices
+from ds_ext.ops.triton.passes import Table as KernelTable
 
 Pointers: TypeAlias = NDArray[np.uint64]
+AnyTable: TypeAlias = Table | KernelTable
+CPU = torch.device("cpu")
 MASTER = frozenset({"master", "marks"})  # what a state holds that is of its weight's master
 
 
@@ -70,13 +74,21 @@ class Flat:
 class Shifted:
     """Runs that begin further on, by some bytes each."""
 
-    runs: Runs
-    by: NDArray[np.int64]  # [n]
+    runs: "Runs | Flat"
+    by: NDArray[np.uint64] | NDArray[np.int64]  # [n]
 
     @property
     def pointers(self) -> Pointers:
         """Where each begins in memory, [n]."""
         return (self.runs.pointers + self.by.astype(np.uint64)).astype(np.uint64)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Addresses of what is kept alive beside them."""
+
+    pointers: Pointers  # [n]
+    tensors: object
 
 
 class KnownSquares:
@@ -116,8 +128,8 @@ class Weights:
     run: Runs
     how: str = "PLAIN"
     aux: Runs | None = None
-    keys: NDArray[np.uint32] | None = None  # [n]
-    measured: Pointers | None = None  # of two fp64 sums that writing adds to, [n]
+    key: NDArray[np.uint32] | None = None  # [n]
+    measured: Runs | None = None  # of two fp64 sums that writing adds to, [n]
     known: KnownSquares | None = None
 
     def kept(self) -> Kept:
@@ -132,10 +144,16 @@ class Batch:
         shards: one for each parameter; all are matrices cut alike, or all are vectors.
         firsts: the number, in its parameter, of each run's first element, by which its random
             bits are chosen; the start of its shard if not given.
+        device: where they lie.
     """
 
-    def __init__(self, shards: Sequence[Shard], firsts: Sequence[int] | None = None) -> None:
-        self.shards = shards
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        firsts: Sequence[int] | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        self.shards, self.device = shards, device
         self.is_matrix, self.holds_rows, self.is_numbers = kind(shards[0])
         assert all(kind(s) == kind(shards[0]) for s in shards), "a batch of several kinds"
         self.is_whole = all(len(s) == s.numel and s.split is None for s in shards)
@@ -143,12 +161,16 @@ class Batch:
         self.col_firsts, self.all_cols = _offsets([s.mats * s.cols for s in shards])
         self.firsts, self.elements = _offsets([s.numel for s in shards])
         sizes = [(s.numel, s.rows, s.cols) for s in shards]
-        sizes_of_each = torch.tensor(sizes, dtype=torch.float32, device="cpu")
-        self.numel, self.rows, self.cols = sizes_of_each.unbind(1)
-        self.whole = Table([(0, s.numel, s.mats, s.rows, s.cols) for s in shards])
+        sizes_of_each = torch.tensor(sizes, dtype=torch.float32, device=CPU).t().contiguous()
+        self.numel, self.rows, self.cols = sizes_of_each.to(device).unbind()
+        whole = [(0, s.numel, s.mats, s.rows, s.cols) for s in shards]
+        self.whole = new_table(whole, [0] * len(shards), device)
         boxes = [_box(s) for s in shards]
-        self.own = Table([geometry for geometry, *_ in boxes])
-        self.own.set(first=[s.start for s in shards] if firsts is None else firsts)
+        geometries = [geometry for geometry, *_ in boxes]
+        self.starts = np.array([start for start, *_ in geometries], dtype=np.int64)
+        if firsts is None:
+            firsts = [s.start for s in shards]
+        self.own = new_table(geometries, firsts, device)
         row_skips = np.array([row for _, row, _ in boxes])
         col_skips = np.array([col for *_, col in boxes])
         self.own_row_firsts = self.row_firsts + row_skips
@@ -167,12 +189,23 @@ class Batch:
 
     @property
     def flat(self) -> "Batch":
-        """Itself: native passes that need no rows and columns look at none."""
+        """Itself: passes that need no rows and columns look at none."""
         return self
 
     def rms(self, square_sum: Tensor) -> Tensor:
         """Returns the roots of the mean squares, [n], from sums over whole parameters, [n]."""
         return (square_sum / self.numel).sqrt()
+
+
+def new_table(
+    geometries: Sequence[tuple[int, int, int, int, int]],
+    firsts: Sequence[int],
+    device: torch.device,
+) -> AnyTable:
+    """Returns a table of runs on a device, which makes passes over them."""
+    if devices.take(device):
+        return KernelTable(geometries, firsts, device)
+    return Table(geometries, firsts)
 
 
 def kind(shard: Shard) -> tuple[bool, bool, bool]:

@@ -147,8 +147,8 @@ class SignStep:
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
         g, kept = source_of(self.g), columns(m=self.m)
-        if g is None or kept is None or g.form != "IS_RUN" or not isinstance(kept["m"], Runs):
-            return None  # it is of native passes alone
+        if g is None or kept is None or g.form != "IS_RUN":
+            return None
         form = "IS_SIGN_STEP" if len(kept) == 1 else "IS_SIGN8_STEP"
         return g.plus(form, kept, beta1=1 - self.beta1, beta2=1 - self.beta2)
 

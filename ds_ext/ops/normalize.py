@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch
+from ds_ext.ops import batched, scratch
 from ds_ext.ops.lazy import Gradient, Quotient, Readable, accumulator, read, room
-from ds_ext.ops.native import passes as native
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Number
 from ds_ext.ops.triton import launches
@@ -22,7 +21,7 @@ __all__ = ["normalize_columns", "normalize_rows", "normalize_whole_rows", "unit_
 LARGEST = 1e18
 
 
-@native.on_batches(native.unit_quotient)
+@batched.on_batches(batched.unit_quotient)
 def unit_quotient(x: Readable, shard: Shard, like: Gradient) -> Quotient:
     """Returns x as a quotient whose factors are all 1."""
     dtype = accumulator(like.dtype)
@@ -30,7 +29,7 @@ def unit_quotient(x: Readable, shard: Shard, like: Gradient) -> Quotient:
     return Quotient(x, row, row.new_ones(shard.mats, 1, shard.cols))
 
 
-@native.on_batches(native.normalize_rows)
+@batched.on_batches(batched.normalize_rows)
 def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Quotient:
     """Returns x with rows of norm √cols.
 
@@ -44,7 +43,7 @@ def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Qu
     return replace(x, row=row)
 
 
-@native.on_batches(native.normalize_columns)
+@batched.on_batches(batched.normalize_columns)
 def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Quotient:
     """Returns x with columns of norm √rows, from sums of its squares [mats, cols]; as above."""
     col = _normalized(x.col, sums.unsqueeze(-2), shard.rows, least)
@@ -57,7 +56,7 @@ def _normalized(factor: Tensor, sums: Tensor, size: int, least: Number) -> Tenso
     return torch.mul(factor, ratio).clamp_(max=LARGEST)
 
 
-@native.on_batches(native.normalize_whole_rows)
+@batched.on_batches(batched.normalize_whole_rows)
 @launches.tried(launches.normalize_whole_rows)
 def normalize_whole_rows(
     x: Quotient, least: Number, shard: Shard, like: Gradient

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch, small
+from ds_ext.ops import batched, scratch, small
 from ds_ext.ops.batch import Batch, Runs
 from ds_ext.ops.lazy import (
     Extended,
@@ -34,7 +34,6 @@ from ds_ext.ops.lazy import (
     write_,
 )
 from ds_ext.ops.momenta import AdamStep, Residual, RootQuotient, SignStep, advance_
-from ds_ext.ops.native import passes as native
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.triton import launches
 
@@ -90,7 +89,7 @@ def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     return cast(Tensor, total)
 
 
-@native.on_batches(native.square_sums)
+@batched.on_batches(batched.square_sums)
 @launches.tried(launches.square_sums)
 def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> list[Tensor]:
     """Sums of the squares of several runs, in one pass over what they have in common -> [] each."""
@@ -105,11 +104,9 @@ def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> list[
 
 def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
     """Sums of the squares of flat tensors on one device, at least one -> [n]."""
-    if native.takes(runs):
-        return native.square_sums_of(runs)
-    with launches.together():
-        sums = [square_sum(x, Shard.whole((len(x),)), x) for x in runs]
-    return torch.stack(sums)
+    if batched.takes(runs):
+        return batched.square_sums_of(runs)
+    return torch.stack([square_sum(x, Shard.whole((len(x),)), x) for x in runs])
 
 
 def largest(runs: Sequence[Tensor]) -> Tensor:
@@ -117,8 +114,8 @@ def largest(runs: Sequence[Tensor]) -> Tensor:
 
     It is inf or NaN where an element is.
     """
-    if native.takes(runs):
-        return native.largest(runs)
+    if batched.finds_largest(runs):
+        return batched.largest(runs)
     found = []
     for x in runs:
         low, high = torch.aminmax(x) if len(x) else (x.new_zeros(()), x.new_zeros(()))
@@ -135,7 +132,7 @@ def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Ten
     return total
 
 
-@native.on_batches(native.matrix_square_sums)
+@batched.on_batches(batched.matrix_square_sums)
 @launches.tried(launches.matrix_square_sums)
 def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     """Sums of the squares of a run over each row and column -> [mats, rows], [mats, cols].
@@ -158,7 +155,7 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
     return row, col
 
 
-@native.on_batches(native.weighed_square_sums)
+@batched.on_batches(batched.weighed_square_sums)
 @launches.tried(launches.weighed_square_sums)
 def weighed_square_sums(
     x: Readable, before: Tensor, eps: float, beta: float, shard: Shard, like: Gradient
@@ -192,7 +189,7 @@ def weighed_square_sums(
     return row, both[:, 0], both[:, 1]
 
 
-@native.on_batches(native.factors_)
+@batched.on_batches(batched.factors_)
 @launches.tried(launches.factors_)
 def factors_(
     row: Tensor,
@@ -239,7 +236,7 @@ def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     return row, torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
 
 
-@native.on_batches(native.squares)
+@batched.on_batches(batched.squares)
 @launches.tried(launches.squares_)
 def squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """The squares of a run where it lies in the whole parameter, 0 elsewhere -> [numel]."""
@@ -252,7 +249,7 @@ def squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     return out
 
 
-@native.on_batches(native.advance_numbers_)
+@batched.on_batches(batched.advance_numbers_)
 def advance_numbers_(
     row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Shard
 ) -> Tensor:
@@ -269,7 +266,7 @@ def advance_numbers_(
     return total
 
 
-@native.on_batches(native.own_run)
+@batched.on_batches(batched.own_run)
 def own_run(v: Tensor, shard: Shard) -> Tensor:
     """What of a number for each element of the whole parameter is of the run, [len(shard)]."""
     return v.view(-1)[shard.start : shard.stop]
@@ -281,7 +278,7 @@ def squared(x: Readable, b: Block) -> Tensor:
     return torch.mul(values, values, out=room(values, x))
 
 
-@native.on_batches(native.lerp_)
+@batched.on_batches(batched.lerp_)
 @launches.tried(launches.lerp_)
 def lerp_(m: Tensor, x: Readable, weight: float, shard: Shard) -> None:
     """m ← m + weight · (x − m), for a run."""
@@ -289,7 +286,7 @@ def lerp_(m: Tensor, x: Readable, weight: float, shard: Shard) -> None:
         advance_(m, b, read(x, b), weight)
 
 
-@native.on_batches(native.square_lerp_)
+@batched.on_batches(batched.square_lerp_)
 @launches.tried(launches.square_lerp_)
 def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard) -> None:
     """v ← v + weight · (x² + eps − v), for a run."""
@@ -297,7 +294,7 @@ def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard
         advance_(v, b, squared(x, b).add_(eps), weight)
 
 
-@native.on_batches(native.apply_)
+@batched.on_batches(batched.apply_)
 @launches.tried(launches.apply_)
 def apply_(
     p: Writable,

@@ -18,10 +18,9 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ext.hyperparams import Size
-from ds_ext.ops import edits, scratch
+from ds_ext.ops import batched, edits, scratch
 from ds_ext.ops.batch import MASTER as MASTER
 from ds_ext.ops.batch import Runs, Weights
-from ds_ext.ops.native import passes as native
 from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_forms import MASTERS, Form, StochasticWeight
@@ -75,7 +74,7 @@ def prepare_all(
     """Makes masters, drops them or adapts them to edited weights, as ``weight``, for a bucket."""
     found = [_prepare(*of) for of in zip(runs, states, hows, strict=True)]
     if marked := [x for x in found if x is not None]:
-        native.mend_all_(marked)
+        batched.mend_all_(marked)
 
 
 def _prepare(
@@ -110,7 +109,7 @@ def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
             s["marks"] = edits.room(p)
             marked.append((p, s["marks"]))
     if marked:
-        native.mark_all(marked)
+        batched.mark_all(marked)
 
 
 def weights(
@@ -124,7 +123,7 @@ def weights(
         return Weights(runs, MASTERS[masters.dtype].HOW, masters)
     if runs.dtype not in ROUND or how.weight_update == "nearest":
         return Weights(runs)
-    return Weights(runs, "STOCHASTIC", keys=keys(how.seed, numbers, t))
+    return Weights(runs, "STOCHASTIC", key=keys(how.seed, numbers, t))
 
 
 def mark(p: Tensor, s: dict[str, Any]) -> None:

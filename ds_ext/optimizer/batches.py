@@ -1,8 +1,9 @@
 """Runs of a bucket that are stepped as one batch: those that have all but their tensors in common.
 
 A rule that is registered as ``is_batched`` then makes one pass over all of them where it would make
-one over each. Others, and parameters that no native pass takes, are stepped one by one. Which are
-which is the same on all ranks, for the ranks' sums have to be in the same order.
+one over each. Others, and parameters that no pass over batches takes, are stepped one by one. Which
+are which is the same on all ranks, for the ranks' sums have to be in the same order: ranks of one
+world have devices of one kind.
 
 A ``Plan`` is what does not change from step to step of a bucket: its batches and their tables.
 """
@@ -21,7 +22,8 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Batch, KnownSquares, Runs, kind, may_join, stacked
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
+from ds_ext.ops.state import leaves
+from ds_ext.ops.triton import devices, launches
 from ds_ext.optimizer import expert_stacks
 
 if TYPE_CHECKING:
@@ -53,11 +55,11 @@ class Piece(NamedTuple):
 class Group:
     """Pieces that are stepped as one batch, by the rule of one param group."""
 
-    def __init__(self, row: int, pieces: Sequence[Piece]) -> None:
+    def __init__(self, row: int, pieces: Sequence[Piece], device: torch.device) -> None:
         self.row, self.pieces = row, pieces
-        self.batch = Batch([x.shard for x in pieces], [x.first for x in pieces])
+        self.batch = Batch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.numbers = np.array([x.number for x in pieces], dtype=np.uint64)
-        self.known = KnownSquares(len(pieces))
+        self.known = None if devices.take(device) else KnownSquares(len(pieces))
 
 
 class Plan:
@@ -73,19 +75,20 @@ class Plan:
         self, optimizer: "RuleOptimizer", updates: Sequence["RunUpdate"], states: Sequence[State]
     ) -> None:
         self.kinds = list(map(_kind, updates))
+        device = updates[0].g.device
         self.alone: list[int] = []
         self.joined: list[int] = []
         found: dict[tuple[Any, ...], list[Piece]] = {}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
             pieces = _pieces(optimizer, i, u, state) if _joins(u) else []
-            if not pieces or not _are_batched(optimizer.rule_of(u.param), pieces):
+            if not pieces or not _are_batched(optimizer.rule_of(u.param), pieces, device):
                 self.alone.append(i)
                 continue
             self.joined.append(i)
             common = optimizer.row_of[u.param], state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
-        self.groups = [Group(row, pieces) for (row, *_), pieces in found.items()]
+        self.groups = [Group(row, pieces, device) for (row, *_), pieces in found.items()]
 
     def fits(self, updates: Sequence["RunUpdate"], states: Sequence[State]) -> bool:
         """Whether it is still how these runs, of the same parameters, are stepped."""
@@ -149,14 +152,15 @@ class BatchedStep:
     def begin(self) -> lockstep.Rule:
         """Returns the rule's generator, which steps all of them."""
         p = weight_update.weights(self.runs, self.masters, self.rule, self.group.numbers, self.t)
-        self.group.known.check(self.runs)
-        p = replace(p, known=self.group.known)
+        if self.group.known is not None:
+            self.group.known.check(self.runs)
+            p = replace(p, known=self.group.known)
         if self.meter is not None:
             sums = [
                 self.meter.sums_of(self.group.row, run, replicas)
                 for run, replicas in zip(self.runs.tensors, self.replicas, strict=True)
             ]
-            p = replace(p, measured=Runs(sums).pointers)
+            p = replace(p, measured=Runs(sums))
         step: lockstep.Rule = self.rule.step(
             p, self.gradients, stacked(self.states), self.t, self.batch
         )
@@ -166,7 +170,8 @@ class BatchedStep:
         """Notes that sums belong to what the weights are now, and tells torch of the change."""
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
-        self.group.known.note(self.runs)
+        if self.group.known is not None:
+            self.group.known.note(self.runs)
 
 
 class BucketStep:
@@ -187,11 +192,12 @@ class BucketStep:
             updates, states = [run.update for run in staged], [run.state for run in staged]
             rows = [optimizer.row_of[run.update.param] for run in self.joined]
             rules = {i: optimizer.rule_of(optimizer.param_groups[i]["params"][0]) for i in {*rows}}
-            weight_update.prepare_all(
-                [run.update.p for run in self.joined],
-                [run.state for run in self.joined],
-                [rules[i] for i in rows],
-            )
+            with launches.together():
+                weight_update.prepare_all(
+                    [run.update.p for run in self.joined],
+                    [run.state for run in self.joined],
+                    [rules[i] for i in rows],
+                )
             self.batches = [BatchedStep(optimizer, x, updates, states) for x in plan.groups]
         self.rules = [batch.begin() for batch in self.batches]
         with launches.together() as next_parameter:
@@ -203,10 +209,11 @@ class BucketStep:
         """Stores what was stepped, after the rules have ended."""
         for batch in self.batches:
             batch.end()
-        weight_update.mark_all(
-            [run.update.p for run in self.joined], [run.state for run in self.joined]
-        )
         with launches.together() as next_parameter:
+            weight_update.mark_all(
+                [run.update.p for run in self.joined], [run.state for run in self.joined]
+            )
+            next_parameter()
             for run in self.alone:
                 weight_update.mark(run.update.p, run.state)
                 next_parameter()
@@ -225,10 +232,18 @@ def _joins(u: "RunUpdate") -> bool:
     return is_known and may_join(u.shard)
 
 
-def _are_batched(rule: Any, pieces: Sequence[Piece]) -> bool:
+def _are_batched(rule: Any, pieces: Sequence[Piece], device: torch.device) -> bool:
     """Whether ``rule`` steps the pieces of a parameter in a batch; the same on all ranks."""
     entry = rules.entry_of(type(rule))
+    if devices.take(device) and not all(_take(rule, piece.shard) for piece in pieces):
+        return False
     return all(entry.batches(rule, piece.shard) for piece in pieces)
+
+
+def _take(rule: Any, shard: Shard) -> bool:
+    """Whether kernels step a run by ``rule``: its rows and columns, and moments in fp32."""
+    parts = leaves(rule.keeps(shard))
+    return devices.take_matrices(shard) and all(part.dtype is None for _, part in parts)
 
 
 def _pieces(optimizer: "RuleOptimizer", at: int, u: "RunUpdate", state: State) -> list[Piece]:
@@ -244,16 +259,24 @@ def _pieces(optimizer: "RuleOptimizer", at: int, u: "RunUpdate", state: State) -
 
 def _gradients(group: Group, updates: Sequence["RunUpdate"]) -> Any:
     """The gradients of a group: runs, or those times a factor of each and within a bound."""
-    runs, factors = [], []
+    runs: list[Tensor] = []
+    factors: list[Any] = []
     bound = None
     for piece in group.pieces:
         g: Any = updates[piece.at].g
         if not isinstance(g, Tensor):
-            factors.append(float(g.factor))
+            factors.append(g.factor)
             bound, g = g.bound, g.x
         runs.append(piece.of(g))
     if not factors:
         return Runs(runs)
     assert len(factors) == len(runs), "some gradients of a bucket are scaled and some are not"
-    factor = torch.tensor(factors, dtype=torch.float32, device="cpu")
-    return ops.Scaled(cast(Tensor, Runs(runs)), factor, bound)
+    return ops.Scaled(cast(Tensor, Runs(runs)), _vector(factors, runs[0].device), bound)
+
+
+def _vector(numbers: Sequence[Any], device: torch.device) -> Any:
+    """Numbers of each parameter, some of which may be on its device, [n] or one for all."""
+    if any(isinstance(x, Tensor) for x in numbers):
+        same = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in numbers]
+        return torch.stack(same)
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, dtype=np.float32)

@@ -17,6 +17,7 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
+from ds_ext.ops.triton import devices
 from ds_ext.optimizer import expert_stacks, host_offload, param_groups, plain_step
 from ds_ext.optimizer.batches import BucketStep, Plans
 from ds_ext.optimizer.group_rules import GroupRules, hypers_of
@@ -259,17 +260,27 @@ class RuleOptimizer(torch.optim.Optimizer):
             its ``end`` called.
         """
         staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
-        if not self.is_batched or staged[0].update.g.device != CPU:
+        if not staged or not self._is_batched_on(staged[0].update.g.device):
             return BucketStep(self, staged, None)
         for run in staged:
             self._make_state(run.update, run.state)
         return BucketStep(self, staged, self._plans.of(self, staged))
 
+    def _is_batched_on(self, device: torch.device) -> bool:
+        """Whether parameters on a device are stepped in batches; the same on all ranks."""
+        if devices.take(device):
+            return self.meter is None and self._has_batched_rule
+        return device == CPU and self.is_batched
+
     @functools.cached_property
     def is_batched(self) -> bool:
-        """Whether parameters are stepped in batches, by native passes, which all ranks have."""
+        """Whether parameters on a CPU are stepped in batches, by native passes."""
+        return self._has_batched_rule and table.is_there()
+
+    @functools.cached_property
+    def _has_batched_rule(self) -> bool:
         kinds = {self.hypers_of(group) for group in self.param_groups}
-        return table.is_there() and any(rules.entry_of(kind).is_batched for kind in kinds)
+        return any(rules.entry_of(kind).is_batched for kind in kinds)
 
     def _make_state(self, u: RunUpdate, state: dict[str, Any]) -> None:
         """Makes a parameter's state if there is none."""

@@ -3,12 +3,12 @@
 import pytest
 
 from ds_ext.ops.native import library, table
-from ds_ext.ops.triton import launches
+from ds_ext.ops.triton import devices
 
 
 def use(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Makes "native", "kernels" or "ops" step tensors of the CPU, of optimizers made from now."""
     is_native = path == "native"
     assert not is_native or library.load() is not None, "no C++ compiler"
-    monkeypatch.setattr(launches, "DEVICES", {"cpu"} if path == "kernels" else set())
+    monkeypatch.setattr(devices, "DEVICES", {"cpu"} if path == "kernels" else set())
     monkeypatch.setattr(table, "is_there", lambda: is_native)

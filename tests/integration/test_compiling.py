@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ds_ext import ops
-from ds_ext.distributed import lockstep
-from ds_ext.ops import edits, weight_update
+from ds_ext.ops import edits
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import tables
 from ds_ext.optimizer import OPTIMIZERS
@@ -38,17 +37,15 @@ def asked_for(monkeypatch) -> list:
     """
     found, seen = [], set()
 
-    def note(requests):
-        constants, warps = tables.constants(requests)
+    def note(kernel, programs, held, count, constants, warps):
         plain = {k: getattr(v, "value", getattr(v, "name", v)) for k, v in constants.items()}
-        kernel = requests[0].kernel
         pairs = [(name, name) for name in plain] + [("FORM", "ALIGNED"), ("WD", "KEPT")]
         shown = {(kernel, a, plain.get(a), plain.get(b)) for a, b in pairs}
         if not shown <= seen:
             seen.update(shown)
             found.append([kernel, warps, plain])
 
-    monkeypatch.setattr(tables, "run", note)
+    monkeypatch.setattr(tables, "start", note)
     paths.use(monkeypatch, "kernels")
     for name in FOR_ALL:
         for dtype, modes in MODES.items():
@@ -66,15 +63,13 @@ def step(name, dtype, mode, shapes):
     shards = [Shard.whole(tuple(p.shape)) for p in params]
     shards[-1] = Shard(tuple(params[-1].shape), 0, params[-1].numel() // 8 * 4, 16)
     runs = [torch.ones(len(s), dtype=dtype) for s in shards]
-    for _ in range(2):
-        rules = []
-        for p, s, run in zip(params, shards, runs, strict=True):
-            bound = 1.0 if s is shards[-1] else None
-            rules.append(optimizer.rules(RunUpdate(p, run, ops.Scaled(run, 0.5, bound), s))[0])
+    for bound in (1.0, None):
+        updates = [
+            RunUpdate(p, run, ops.Scaled(run, 0.5, bound), s)
+            for p, s, run in zip(params, shards, runs, strict=True)
+        ]
         with torch.no_grad():
-            lockstep.simulate([rules])
-        for p, run in zip(params, runs, strict=True):
-            weight_update.mark(run, optimizer.state[p])
+            optimizer.update(updates, lambda total: None)
 
 
 @pytest.mark.parametrize("which", params(["one", "every"], ["one"]))
@@ -87,7 +82,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypa
     assert {kernel for kernel, _, _ in asked} == {
         *("squares", "statistics", "weighed", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors", "mark", "mend", "mend_unmarked"),
-        "normalize_whole_rows",
+        *("normalize", "normalize_whole_rows"),
     }
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -120,7 +120,7 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
     """One of 512 x 512 x 3 x 3 took 500,000 rows of a table, which no kernel compiled for."""
     launched = []
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(tables, "run", lambda requests: launched.append(len(requests)))
+    monkeypatch.setattr(tables, "start", lambda *args: launched.append(args[3]))
     p = nn.Parameter(torch.ones(64, 64, 3, 3))
     p.grad = torch.ones_like(p)
     OPTIMIZERS[name]([p, nn.Parameter(torch.ones(3, 2))]).step()
@@ -131,10 +131,10 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
 def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatch):
     launched = []
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(tables, "run", lambda requests: launched.append(len(requests)))
+    monkeypatch.setattr(tables, "start", lambda *args: launched.append(args[3]))
     x = torch.ones(2, 4)
     with launches.together() as next_rule:
-        for _ in range(launches.TOGETHER + 5):
+        for _ in range(tables.TOGETHER + 5):
             ops.apply_(x.view(-1), x.view(-1), Shard.whole((8,)), lr=0.1)
             next_rule()
-    assert launched == [launches.TOGETHER, 5]
+    assert launched == [tables.TOGETHER, 5]

@@ -1,6 +1,7 @@
 """Kernels launch where their tensors are, whichever device is the current one."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 import ds_ext
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches, tables
+from ds_ext.ops.triton import devices, launches, tables
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths
 
@@ -20,17 +21,21 @@ HERE, THERE = torch.device("cpu"), torch.device("meta")
 def test_one_launch_has_the_tensors_of_one_device(monkeypatch):
     """``meta`` is the second device of a machine that has none."""
     launched = []
-    monkeypatch.setattr(launches, "DEVICES", {"cpu", "meta"})
-    monkeypatch.setattr(tables, "run", lambda requests: launched.append(requests))
+    monkeypatch.setattr(devices, "DEVICES", {"cpu", "meta"})
+    monkeypatch.setattr(
+        tables,
+        "start",
+        lambda kernel, programs, table, count, *_: launched.append((kernel, table.device, count)),
+    )
     with launches.together() as next_rule:
         for device in (HERE, THERE, HERE, THERE):
             x = torch.ones(300, device=device)
             ops.square_sum(x, Shard.whole((300,)), x)
             ops.apply_(x, x, Shard.whole((300,)), lr=0.1)
             next_rule()
-    devices = [{x.device for r in requests for x in r.tensors.values()} for requests in launched]
-    assert all(len(found) == 1 for found in devices)
-    assert sorted(len(requests) for requests in launched) == [2] * 6  # as few launches as can be
+    kernels = itertools.product((HERE, THERE), ("squares", "apply", "fold"))
+    # as few launches as can be
+    assert sorted(launched, key=str) == sorted(((k, d, 2) for d, k in kernels), key=str)
 
 
 @needs.triton

@@ -205,9 +205,9 @@ def test_noise_differs_from_box_to_box():
 @pytest.mark.parametrize("name, how", params(ON_KERNELS, QUICK_ON_KERNELS))
 def test_kernels_of_a_box(name, how, monkeypatch):
     used = []
-    run = tables.run
-    monkeypatch.setattr(tables, "run", lambda requests: (used.extend(requests), run(requests)))
+    start = tables.start
+    monkeypatch.setattr(tables, "start", lambda *args: (used.append(args[0]), start(*args)))
     paths.use(monkeypatch, "kernels")
     error, _, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], 2, dtype=torch.float32)
     assert error <= 1e-5
-    assert any(request.kernel == "apply" for request in used)
+    assert "apply" in used

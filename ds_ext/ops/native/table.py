@@ -27,7 +27,8 @@ ENTRY = np.dtype(
 )
 INSTRUCTIONS = 0  # the best that the processor has; 1: those that every one has
 # What a column is that a pass over runs does not set.
-DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0, "out2": 0, "measured": 0, "known": 0}
+DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0}
+DEFAULTS |= dict.fromkeys(("out2", "in3", "measured", "known"), 0)
 KNOWN = 32  # numbers of each weight by which its sum of squares is known: 1 + PROBES
 
 FORMS = {
@@ -67,14 +68,20 @@ class Table:
 
     Args:
         geometries: start, elements, matrices, rows and columns of each run.
+        firsts: the number, in its parameter, of each run's first element.
     """
 
-    def __init__(self, geometries: Sequence[tuple[int, int, int, int, int]]) -> None:
+    adds_two = True  # squares of weights, and of what is read with them, in one pass
+
+    def __init__(
+        self, geometries: Sequence[tuple[int, int, int, int, int]], firsts: Sequence[int]
+    ) -> None:
         self.entries = np.zeros(len(geometries), dtype=ENTRY)
         self._columns = {name: self.entries[name] for name in ENTRY.names or ()}
         self._address = self.entries.ctypes.data
         columns = np.array(geometries, dtype=np.int64).T
         self.set(**dict(zip(("start", "n", "mats", "rows", "cols"), columns, strict=True)))
+        self.set(first=np.array(firsts, dtype=np.int64))
         self._numbers: dict[str, float] = {}  # what columns were set to that have one number
 
     def set(self, **columns: Any) -> None:
@@ -86,9 +93,9 @@ class Table:
         self,
         name: str,
         columns: Mapping[str, Any],
-        form: int = 0,
-        dtype: int = 0,
-        kept: int = 0,
+        form: str = "IS_WEIGHT",
+        dtype: torch.dtype | None = None,
+        kept: tuple[str, torch.dtype] | None = None,
         decays: bool = False,
         fresh: bool = False,
     ) -> None:
@@ -96,15 +103,16 @@ class Table:
 
         Args:
             name: of the pass.
-            columns: what it needs, as ``set`` takes it.
+            columns: what it needs, as ``set`` takes it, or with ``pointers`` to it, [n].
             form: what is read, one of ``FORMS``.
             dtype: of ``x``, one of ``DTYPES``.
-            kept: how weights are kept, one of ``KEPT``.
+            kept: how weights are kept, and their dtype, one of ``KEPT``.
             decays: whether ``decay`` times the weights is added to what is read.
             fresh: whether sums over rows and columns are to be written where nothing was yet.
         """
         known = self._numbers
-        for key, column in columns.items():
+        for key, given in {**DEFAULTS, **columns}.items():
+            column = getattr(given, "pointers", given)
             if isinstance(column, float | int):
                 if known.get(key) == column:
                     continue
@@ -112,7 +120,8 @@ class Table:
             else:
                 known.pop(key, None)
             self._columns[key][:] = column
-        call = _Call(PASSES[name], form, dtype, kept, decays, fresh)
+        numbers = FORMS[form], DTYPES[dtype] if dtype else 0, KEPT[kept] if kept else 0
+        call = _Call(PASSES[name], *numbers, decays, fresh)
         threads = torch.get_num_threads()
         _library().passes_run(call, self._address, len(self.entries), threads, INSTRUCTIONS)
 

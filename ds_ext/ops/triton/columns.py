@@ -12,3 +12,5 @@ COLUMNS = (
     # numbers
     *("factor", "bound", "scale", "weight", "beta1", "beta2", "a", "b", "decay", "share", "lr"),
 )
+AT = {name: i for i, name in enumerate(COLUMNS)}  # where each lies in a row
+NUMBERS = frozenset(COLUMNS[COLUMNS.index("factor") :])

@@ -1,36 +1,85 @@
-"""How partial sums of a pass, which each tile leaves, are added up afterwards."""
+"""How the partial sums of a pass, which its tiles leave, are added up by a launch after it."""
 
-from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from torch import Tensor
+import numpy as np
 
-from ds_ext.ops.triton import sizes
-from ds_ext.ops.triton.request import Request
-
-
-def fold(part: Tensor, out: Tensor) -> Request:
-    """Sums [k, n or more], or [k] that are one sum, over k -> out [n], or [1]."""
-    n, k, stride = out.numel(), len(part), part.stride(0)
-    if stride == 1:  # many numbers for one sum
-        wide = sizes.TC
-        at = {"rows": -(-k // wide), "cols": wide, "n": wide, "height": k, "total": 1}
-    else:
-        at = {"rows": k, "cols": stride, "n": n, "height": k * stride}
-    return Request("fold", (), -(-n // sizes.TC), at, {"part": part, "out": out}, {})
+from ds_ext.ops.triton import sizes, tiles
+from ds_ext.ops.triton.tiles import Geometry, Numbers, Tiles
 
 
-def over_columns(part: Tensor, out: Tensor, at: Mapping[str, int]) -> Iterator[Request]:
-    """Sums over each row: [tiles across, mats, rows of a matrix's tiles] -> out [mats, rows].
+@dataclass(frozen=True)
+class Parts:
+    """Where the tiles of each parameter leave their sums, in a tensor of them all."""
 
-    ``at`` is the geometry of the pass: the matrices of ``out`` that it has, and their rows.
-    """
-    _, mats, height = part.shape
-    rows = slice(at["row0"], at["row0"] + height)
-    for i in range(mats):
-        yield fold(part[:, i], out[at["mat0"] + i, rows])
+    starts: Numbers  # bytes
+    total: int  # numbers
 
 
-def over_rows(part: Tensor, out: Tensor, at: Mapping[str, int]) -> Iterator[Request]:
-    """Sums over each column: [mats, tiles down, cols] -> out [mats, cols]."""
-    for i in range(len(part)):
-        yield fold(part[i], out[at["mat0"] + i])
+@dataclass(frozen=True)
+class Fold:
+    """Sums of partial sums, several for a parameter."""
+
+    tiles: Tiles
+    owners: Numbers  # the parameter of each
+    parts: Numbers  # where its partial sums begin, bytes from those of the batch
+    outs: Numbers  # and where in its parameter's results it goes, bytes
+
+
+def parts(counts: Numbers) -> Parts:
+    """Returns room for so many numbers of each parameter, from multiples of 16 bytes on."""
+    ends = np.cumsum(-(-counts // 4) * 4)
+    starts = np.concatenate([[0], ends[:-1]])
+    return Parts(4 * starts, int(ends[-1]))
+
+
+def of_tiles(programs: Numbers) -> tuple[Parts, Fold]:
+    """One number left by each tile -> one sum of each parameter."""
+    made, owners = parts(programs), np.arange(len(programs))
+    zeros = np.zeros_like(programs)
+    return made, Fold(_sums(programs, zeros + 1, zeros + 1), owners, made.starts, zeros)
+
+
+def over_columns(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
+    """Sums over each row: [tiles across, mats touched, rows of their tiles], for each parameter."""
+    down, mats = at.of("down"), tiles.touched(g)
+    height, wide = at.of("height"), tiles.across(g)
+    made = parts(wide * height)
+    owners, mat = _by_matrix(mats)
+    high = (down * sizes.TR)[owners]
+    rows, row0 = g.rows[owners], at.of("row0")[owners]
+    sums = _sums(wide[owners], height[owners], np.minimum(high, rows - row0))
+    outs = 4 * ((at.of("mat0")[owners] + mat) * rows + row0)
+    return made, Fold(sums, owners, made.starts[owners] + 4 * mat * high, outs)
+
+
+def over_rows(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
+    """Sums over each column: [mats touched, tiles down, cols], for each parameter."""
+    down, mats = at.of("down"), tiles.touched(g)
+    made = parts(mats * down * g.cols)
+    owners, mat = _by_matrix(mats)
+    cols, high = g.cols[owners], down[owners]
+    sums = _sums(high, cols, cols)
+    outs = 4 * (at.of("mat0")[owners] + mat) * cols
+    return made, Fold(sums, owners, made.starts[owners] + 4 * mat * high * cols, outs)
+
+
+def _by_matrix(mats: Numbers) -> tuple[Numbers, Numbers]:
+    """The parameter of each of all matrices, and which of its own it is."""
+    owners = np.repeat(np.arange(len(mats)), mats)
+    firsts = np.cumsum(mats) - mats
+    return owners, np.arange(len(owners)) - firsts[owners]
+
+
+def _sums(k: Numbers, stride: Numbers, n: Numbers) -> Tiles:
+    """Sums over k of numbers [k, stride], the first n of each; of one each, as rows of a tile."""
+    is_one = stride == 1
+    wide = np.where(is_one, sizes.TC, stride)
+    return tiles.made(
+        -(-n // sizes.TC),
+        rows=np.where(is_one, -(-k // sizes.TC), k),
+        cols=wide,
+        n=np.where(is_one, sizes.TC, n),
+        height=k * stride,
+        total=is_one,
+    )

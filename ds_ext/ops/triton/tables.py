@@ -1,33 +1,121 @@
-"""How requests that are alike become one launch: a table, and the constants of their kernel."""
+"""Launches of kernels over the parameters of a table, and the one copy that brings their tables."""
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops.triton import sizes
-from ds_ext.ops.triton.columns import COLUMNS
-from ds_ext.ops.triton.request import Request
+from ds_ext.ops.triton.columns import AT, COLUMNS
+from ds_ext.ops.triton.tiles import Numbers
 
+Constants: TypeAlias = tuple[tuple[str, Any], ...]
 Shape: TypeAlias = tuple[dict[str, Any], int]  # the constants that are sizes, and warps
+TOGETHER = 1024  # parameters of a launch at most: each program looks for its own among them
 
 
-def run(requests: Sequence[Request]) -> None:
-    """Launches one kernel over the parameters of ``requests``, which are alike but for them.
+@dataclass(frozen=True)
+class Launch:
+    """One kernel over some parameters: those with the same constants can be one.
 
-    On the device that they lie on, which need not be the current one.
+    ``numbers`` are those that no tensor on the device holds, one for all or one for each, by
+    columns; where they will lie is filled in when the table is copied. ``alive`` is what the
+    table points to, which must not be freed before.
     """
-    device = requests[0].device
-    held = table(requests, device)
-    named, warps = constants(requests)
-    kernel = getattr(_kernels(), requests[0].kernel)
-    programs = sum(request.programs for request in requests)
+
+    kernel: str
+    constants: Constants
+    device: torch.device
+    rows: Numbers  # [n, columns]
+    programs: Numbers  # of each parameter, [n]
+    numbers: Mapping[str, NDArray[np.float32]]
+    alive: Sequence[object]
+
+
+def merged(launches: Iterable[Launch]) -> list[Launch]:
+    """Returns launches that do not depend on each other, those that are alike as one."""
+    alike: dict[tuple[Any, ...], list[Launch]] = {}
+    for one in launches:
+        if one.programs.any():
+            alike.setdefault((one.device, one.kernel, one.constants), []).append(one)
+    made = []
+    for some in alike.values():
+        one = some[0] if len(some) == 1 else _joined(some)
+        made += [_part(one, i, i + TOGETHER) for i in range(0, len(one.rows), TOGETHER)]
+    return made
+
+
+def _joined(some: Sequence[Launch]) -> Launch:
+    first = some[0]
+    numbers = {
+        name: np.concatenate([np.broadcast_to(x.numbers[name], len(x.rows)) for x in some])
+        for name in first.numbers
+    }
+    rows = np.concatenate([x.rows for x in some])
+    programs = np.concatenate([x.programs for x in some])
+    alive = [x.alive for x in some]
+    return Launch(first.kernel, first.constants, first.device, rows, programs, numbers, alive)
+
+
+def _part(one: Launch, start: int, stop: int) -> Launch:
+    """The launch of some of the parameters."""
+    if start == 0 and len(one.rows) <= stop:
+        return one
+    at = slice(start, stop)
+    numbers = {k: x[at] if len(x) > 1 else x for k, x in one.numbers.items()}
+    rows, programs = one.rows[at], one.programs[at]
+    return Launch(one.kernel, one.constants, one.device, rows, programs, numbers, one.alive)
+
+
+def run(launches: Sequence[Launch]) -> None:
+    """Makes launches on one device, one after another, whose tables go there in one copy.
+
+    The device need not be the current one.
+    """
+    device = launches[0].device
+    places, words = [], 0  # in words of 8 bytes, tables from multiples of 16 bytes on
+    for one in launches:
+        places.append(words)
+        floats = sum(len(x) for x in one.numbers.values())
+        words += len(COLUMNS) * len(one.rows) + -(-floats // 2)
+        words += words % 2
+    is_pinned = device.type == "cuda"
+    host = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
     with current(device):
-        kernel[(programs,)](held, len(requests), **named, num_warps=warps)
+        held = torch.empty(words, dtype=torch.int64, device=device)
+        for one, at in zip(launches, places, strict=True):
+            _fill(one, host.numpy()[at:], held.data_ptr() + 8 * at)
+        held.copy_(host, non_blocking=True)
+        for one, at in zip(launches, places, strict=True):
+            named, warps = constants(one)
+            start(one.kernel, int(one.programs.sum()), held[at:], len(one.rows), named, warps)
+
+
+def _fill(one: Launch, words: Numbers, address: int) -> None:
+    """Writes a launch's table, which will lie at ``address``, and its numbers after that."""
+    n, base = len(one.rows), one.rows.size
+    table = words[:base].reshape(one.rows.shape)
+    table[:] = one.rows
+    table[:, AT["first"]] = np.cumsum(one.programs) - one.programs
+    floats, at = words[base:].view(np.float32), 0
+    for name, values in one.numbers.items():
+        floats[at : at + len(values)] = values
+        own = np.arange(n) if len(values) == n else 0
+        table[:, AT[name]] = address + 8 * base + 4 * (at + own)
+        at += len(values)
+
+
+def start(
+    kernel: str, programs: int, table: Tensor, count: int, named: Mapping[str, Any], warps: int
+) -> None:
+    """Launches a kernel on the current device."""
+    getattr(_kernels(), kernel)[(programs,)](table, count, **named, num_warps=warps)
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -35,90 +123,55 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def table(requests: Sequence[Request], device: torch.device) -> Tensor:
-    """Their table on the device, int64: a row for each, then the numbers that no tensor holds."""
-    numbers = [x for request in requests for x in request.numbers.values()]
-    floats = [x for x in numbers if not isinstance(x, Tensor)]
-    floats += [0.0] * (2 - len(floats) % 2)  # whole int64, one at least
-    base = len(COLUMNS) * len(requests)
-    held = torch.empty(base + len(floats) // 2, dtype=torch.int64, device=device)
-    addresses = itertools.count(held.data_ptr() + 8 * base, 4)
-    firsts = itertools.accumulate((r.programs for r in requests), initial=0)
-    rows = [_row(r, first, addresses) for r, first in zip(requests, firsts, strict=False)]
-    tail = _on_host(floats, torch.float32).view(torch.int64)
-    host = torch.cat([_on_host(rows, torch.int64).view(-1), tail])
-    return held.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
-
-
-def _row(request: Request, first: int, addresses: Iterator[int]) -> list[int]:
-    """A row of the table; the request's numbers on the host will be at the next addresses."""
-    at = {**request.geometry, "first": first}
-    at |= {name: x.data_ptr() for name, x in request.tensors.items()}
-    for name, number in request.numbers.items():
-        if isinstance(number, Tensor):
-            assert number.dtype == torch.float32
-            at[name] = number.data_ptr()
-        else:
-            at[name] = next(addresses)
-    assert at.keys() <= set(COLUMNS)
-    return [at.get(name, 0) for name in COLUMNS]
-
-
-def _on_host(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device="cpu")
-
-
-def constants(requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-    """The constants of a kernel over the parameters of ``requests``, its number of warps."""
-    request, kernels = requests[0], _kernels()
-    named = dict(request.constants)
+def constants(one: Launch) -> tuple[dict[str, Any], int]:
+    """The constants of a launch's kernel, its number of warps."""
+    named, kernels = dict(one.constants), _kernels()
     for name in named.keys() & {"FORM", "KEPT"}:
         named[name] = getattr(kernels, named[name])
     for name in named.keys() & {"XD", "WD", "AD"}:
         named[name] = getattr(kernels.tl, named[name])
-    named["COUNT"] = max(16, 1 << (len(requests) - 1).bit_length())
-    shape, warps = _SHAPES.get(request.kernel, _of_tiles)(request)
+    named["COUNT"] = max(16, 1 << (len(one.rows) - 1).bit_length())
+    shape, warps = _SHAPES.get(one.kernel, _of_tiles)(dict(one.constants))
     return named | shape, warps
 
 
-def _of_tiles(request: Request) -> Shape:
+def _of_tiles(named: Mapping[str, Any]) -> Shape:
     """Of a kernel that reads vectors where its runs are aligned."""
-    is_aligned = request.is_aligned
     # each element has an address of its own where there are no vectors: fewer to a thread
-    warps = sizes.WARPS if is_aligned else 2 * sizes.WARPS
-    return {"TR": sizes.TR, "TC": sizes.TC, "ALIGNED": is_aligned}, warps
+    warps = sizes.WARPS if named["ALIGNED"] else 2 * sizes.WARPS
+    return {"TR": sizes.TR, "TC": sizes.TC}, warps
 
 
-def _of_groups(request: Request) -> Shape:
-    shape, warps = _of_tiles(request)
+def _of_groups(named: Mapping[str, Any]) -> Shape:
+    shape, warps = _of_tiles(named)
     return shape | {"TC": sizes.GROUP}, warps
 
 
-def _of_sums(request: Request) -> Shape:
+def _of_sums(named: Mapping[str, Any]) -> Shape:
     return {"TR": sizes.TR, "TC": sizes.TC}, sizes.WARPS
 
 
-def _of_statistics(request: Request) -> Shape:
+def _of_statistics(named: Mapping[str, Any]) -> Shape:
     return {"TC": sizes.LONG}, sizes.LONG_WARPS
 
 
-def _of_strips(request: Request) -> Shape:
+def _of_strips(named: Mapping[str, Any]) -> Shape:
     """Of rows that are as wide as a tile, and read while those before them are summed."""
-    named, is_aligned = dict(request.constants), request.is_aligned
     wide = named["TC"]
     # two stages where three would not fit into registers, one where there are no vectors
     fits = named["XD"] != "float32" and wide < sizes.WIDEST
-    stages = min(sizes.STAGES, 3 if fits else 2) if is_aligned else 1
+    stages = min(sizes.STAGES, 3 if fits else 2) if named["ALIGNED"] else 1
     shape = {"TR": min(sizes.WIDE_ROWS, sizes.WIDE_ELEMENTS // wide), "TC": wide}
-    shape |= {"ALIGNED": is_aligned, "STRIP": sizes.STRIP, "STAGES": stages}
+    shape |= {"STRIP": sizes.STRIP, "STAGES": stages}
     return shape, min(sizes.WIDE_WARPS, wide // sizes.WIDE_COLS)
 
 
-_SHAPES: dict[str, Callable[[Request], Shape]] = {
+_SHAPES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
     "weighed": _of_strips,
     "normalize_whole_rows": _of_strips,
     "factors": _of_statistics,
     "clipped_factors": _of_statistics,
+    "normalize": _of_statistics,
     "mark": _of_groups,
     "mend": _of_groups,
     "mend_unmarked": _of_groups,

@@ -1,77 +1,102 @@
-"""How a run is divided into tiles: the geometry of a parameter's row of the table."""
+"""How the runs of a batch are divided into tiles: the geometry of the rows of a launch's table."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from ds_ext.ops.shard import Shard
+import numpy as np
+from numpy.typing import NDArray
+
 from ds_ext.ops.triton import sizes
+from ds_ext.ops.triton.columns import AT, COLUMNS
+
+Numbers: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Runs [start, start + n) of matrices [mats, rows, cols], whose noise begins at ``first``."""
+
+    start: Numbers
+    n: Numbers
+    mats: Numbers
+    rows: Numbers
+    cols: Numbers
+    first: Numbers
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One tile for each program, and the columns of the table that say where they lie."""
+    """The rows of a table, [n, columns], of which a program takes a tile each."""
 
-    programs: int
-    geometry: dict[str, int]
+    rows: Numbers
+    programs: Numbers
+    aligned: NDArray[np.bool_] | None = None  # whether no vector crosses the end of a row or run
+
+    def of(self, name: str) -> Numbers:
+        """Returns a column, [n]."""
+        column: Numbers = self.rows[:, AT[name]]
+        return column
 
 
-def flat(shard: Shard) -> Tiles:
-    """A run as rows of one tile's width, whatever its matrices are."""
-    rows = -(-len(shard) // sizes.TC)
+def made(programs: Numbers, **columns: Numbers | int) -> Tiles:
+    """Returns tiles whose rows have these columns; the others are to be filled in."""
+    rows = np.zeros((len(programs), len(COLUMNS)), dtype=np.int64)
+    for name, column in columns.items():
+        rows[:, AT[name]] = column
+    if not {"start", "n", "cols"} <= columns.keys():
+        return Tiles(rows, programs)
+    ends = [rows[:, AT[name]] for name in ("start", "n", "cols")]
+    return Tiles(rows, programs, np.bitwise_or.reduce(ends) % sizes.ALIGNMENT == 0)
+
+
+def flat(g: Geometry) -> Tiles:
+    """Runs as rows of one tile's width, whatever their matrices are."""
+    rows = -(-g.n // sizes.TC)
     down = -(-rows // sizes.TR)
-    at = {"start": 0, "n": len(shard), "origin": shard.start, "mat0": 0, "row0": 0}
-    return Tiles(down, at | {"rows": rows, "cols": sizes.TC, "down": down})
+    return made(down, start=0, n=g.n, origin=g.first, rows=rows, cols=sizes.TC, down=down)
 
 
-def by_matrix(shard: Shard) -> Tiles:
-    """A run as tiles of the matrices it touches."""
-    at = _by_rows(shard, sizes.TR)
-    mats = touched(shard)
-    return Tiles(mats * at["down"] * across(shard), at | {"height": mats * at["down"] * sizes.TR})
+def by_matrix(g: Geometry) -> Tiles:
+    """Runs as tiles of the matrices they touch."""
+    at = _by_rows(g, sizes.TR)
+    height = touched(g) * at["down"]
+    return made(height * across(g), **at, height=height * sizes.TR)
 
 
-def by_strip(shard: Shard) -> Tiles:
-    """A run as strips of whole rows of the matrices it touches."""
-    at = _by_rows(shard, sizes.STRIP)
-    return Tiles(touched(shard) * at["down"], at)
+def by_strip(g: Geometry) -> Tiles:
+    """Runs as strips of whole rows of the matrices they touch."""
+    at = _by_rows(g, sizes.STRIP)
+    return made(touched(g) * at["down"], **at)
 
 
-def by_group(n: int) -> Tiles:
-    """A run [n] as rows of the elements that share a mark."""
-    programs = -(-n // (sizes.GROUP * sizes.TR))
-    return Tiles(programs, {"start": 0, "n": n, "cols": sizes.GROUP})
+def by_group(g: Geometry) -> Tiles:
+    """Runs as rows of the elements that share a mark."""
+    programs = -(-g.n // (sizes.GROUP * sizes.TR))
+    return made(programs, start=0, n=g.n, cols=sizes.GROUP)
 
 
-def _by_rows(shard: Shard, height: int) -> dict[str, int]:
+def by_parameter(g: Geometry) -> Tiles:
+    """One program for all the statistics of a parameter."""
+    return made(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
+
+
+def _by_rows(g: Geometry, height: int) -> dict[str, Numbers]:
     """The geometry of tiles that are so many rows high."""
-    at = {"start": shard.start, "n": len(shard), "rows": shard.rows, "cols": shard.cols}
-    if not len(shard):
-        return at | {"mat0": 0, "row0": 0, "down": 0}
-    first, last = shard.start // shard.cols, (shard.stop - 1) // shard.cols
-    row0, rows = 0, shard.rows
-    if touched(shard) == 1:  # only the rows that the run has
-        row0, rows = first % shard.rows, last - first + 1
-    return at | {"mat0": first // shard.rows, "row0": row0, "down": -(-rows // height)}
+    first, last = g.start // g.cols, (g.start + g.n - 1) // g.cols
+    is_one = touched(g) == 1  # only the rows that the run has
+    rows = np.where(is_one, last - first + 1, g.rows)
+    down = np.where(g.n > 0, -(-rows // height), 0)
+    at = {"start": g.start, "n": g.n, "rows": g.rows, "cols": g.cols, "origin": g.first}
+    row0 = np.where(is_one, first % g.rows, 0)
+    return at | {"mat0": first // g.rows, "row0": row0, "down": down}
 
 
-def across(shard: Shard) -> int:
+def across(g: Geometry) -> Numbers:
     """How many tiles lie side by side."""
-    return -(-shard.cols // sizes.TC)
+    return -(-g.cols // sizes.TC)
 
 
-def touched(shard: Shard) -> int:
-    """How many matrices a run touches."""
-    size = shard.rows * shard.cols
-    return (shard.stop - 1) // size - shard.start // size + 1 if len(shard) else 0
-
-
-def alone(shard: Shard) -> tuple[Shard, slice, slice]:
-    """A run as that of a matrix of its own, and the rows and columns which that is of the whole.
-
-    So that a kernel need not know of the box that a rank of tensor parallelism holds.
-    """
-    if shard.split is None:
-        return shard, slice(None), slice(None)
-    for box, start, stop in shard.pieces():
-        rows, cols = (slice(at, at + n) for at, n in (box[:2], box[2:]))
-        return Shard((box.rows, box.cols), start, stop, shard.size), rows, cols
-    return Shard((shard.rows, shard.cols), 0, 0, 1), slice(None), slice(None)
+def touched(g: Geometry) -> Numbers:
+    """How many matrices each run touches."""
+    size = g.rows * g.cols
+    return np.where(g.n > 0, (g.start + g.n - 1) // size - g.start // size + 1, 0)

@@ -12,6 +12,7 @@ from ds_ext.ops.triton.kernels.marks import mark, mend, mend_unmarked
 from ds_ext.ops.triton.kernels.passes import apply, lerp, square_lerp, squares
 from ds_ext.ops.triton.kernels.sums import (
     fold,
+    normalize,
     normalize_whole_rows,
     statistics,
     weighed,
@@ -22,6 +23,7 @@ from ds_ext.ops.triton.kernels.values import (
     IS_QUOTIENT,
     IS_RESIDUAL,
     IS_RUN,
+    IS_SIGN_STEP,
     IS_VECTOR,
     IS_WEIGHT,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "IS_QUOTIENT",
     "IS_RESIDUAL",
     "IS_RUN",
+    "IS_SIGN_STEP",
     "IS_VECTOR",
     "IS_WEIGHT",
     "PLAIN",
@@ -48,6 +51,7 @@ __all__ = [
     "mark",
     "mend",
     "mend_unmarked",
+    "normalize",
     "normalize_whole_rows",
     "square_lerp",
     "squares",

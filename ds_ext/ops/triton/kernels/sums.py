@@ -25,6 +25,7 @@ from ds_ext.ops.triton.kernels.table import (
     A,
     B,
     N,
+    V,
     X,
     elements_of,
     hinted,
@@ -68,7 +69,8 @@ def weighed(
     XD: tl.constexpr, BOUNDED: tl.constexpr, STRIP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares over whole rows, to out; and over the rows of a strip, in part, and of those
-    divided by before + share · their row's sum, in part2: both [strips, cols]. Of a run IS_RUN.
+    divided by their row's new statistic, before + share · (sum / cols + b − before), in part2: both
+    [strips, cols]. Of a run IS_RUN.
 
     A row is no wider than a tile: it is read once. The loop reads no table: what it loads first
     would use up the stages.
@@ -77,7 +79,7 @@ def weighed(
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
-    before, share = pointer(t, BEFORE, tl.float32), number(t, SHARE)
+    before, share, eps = pointer(t, BEFORE, tl.float32), number(t, SHARE), number(t, B)
     factor, most = factor_and_bound(t, BOUNDED)
     mat = tl.load(t + MAT0) + tile // down
     top = tl.load(t + ROW0) + (tile % down) * STRIP
@@ -93,7 +95,8 @@ def weighed(
         u = scaled(values, factor, most, BOUNDED)
         square = u * u
         sums = tl.sum(square, axis=1)
-        weights = 1.0 / (tl.load(before + row, mask=own, other=1.0) + share * sums)
+        old = (1.0 - share) * tl.load(before + row, mask=own, other=1.0) + share * eps
+        weights = 1.0 / (old + share / cols.to(tl.float32) * sums)
         tl.store(out + row, sums, mask=own)
         plain += tl.sum(square, axis=0)
         divided += tl.sum(square * weights[:, None], axis=0)
@@ -138,6 +141,20 @@ def normalize_whole_rows(
         tl.store(out + row, new, mask=own)
         sums += tl.sum(square * (new * new)[:, None], axis=0)
     tl.store(vectors(t, PART, tl.float32, ALIGNED) + tile * cols + j, sums, mask=j < cols)
+
+
+@triton.jit
+def normalize(table, count, COUNT: tl.constexpr, TC: tl.constexpr):
+    """out ← v · a / max(sqrt(x), b), n of each: factors that bring norms to a, of sums x."""
+    t, tile = parameter_of(table, count, COUNT)
+    at = tile * TC + tl.arange(0, TC)
+    has = at < tl.load(t + N)
+    sums = tl.load(pointer(t, X, tl.float32) + at, mask=has, other=1.0)
+    old = tl.load(pointer(t, V, tl.float32) + at, mask=has, other=0.0)
+    norm, least = tl.sqrt(sums), number(t, B)
+    new = old * (number(t, A) / tl.where(norm < least, least, norm))  # a NaN stays one
+    new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
+    tl.store(pointer(t, OUT, tl.float32) + at, new, mask=has)
 
 
 @triton.jit

@@ -24,13 +24,12 @@ from ds_ext.ops.triton.kernels.table import (
     number,
     pointer,
     run_at,
-    vectors,
 )
 from ds_ext.ops.triton.kernels.weights import load_weight
 
 # What is read: see ``value_of``.
 IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR = (tl.constexpr(i) for i in range(4))
-IS_RESIDUAL, IS_ADAM_STEP, IS_ADAM = (tl.constexpr(i) for i in range(4, 7))
+IS_RESIDUAL, IS_ADAM_STEP, IS_ADAM, IS_SIGN_STEP = (tl.constexpr(i) for i in range(4, 8))
 
 
 @triton.jit
@@ -62,7 +61,8 @@ def value_of(
 
     IS_WEIGHT: the weights. IS_RUN: x · factor within ± bound. IS_QUOTIENT: that · row · col;
     IS_VECTOR: / sqrt(v), a run. IS_ADAM: from m and v; IS_ADAM_STEP: after they were advanced by
-    x. All · scale. IS_RESIDUAL: the quotient less the momentum. DECAYS: + decay · weights.
+    x. IS_SIGN_STEP: Lion's. All · scale. IS_RESIDUAL: the quotient less the momentum. DECAYS: +
+    decay · weights.
     """
     if FORM == IS_WEIGHT:
         u = load_weight(t, e, ok, TC, ALIGNED, WD, KEPT)
@@ -79,6 +79,8 @@ def value_of(
             u = u * tl.rsqrt(tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0))
         if FORM == IS_ADAM_STEP:
             u = _adam_step(t, e, ok, u, TC, ALIGNED)
+        if FORM == IS_SIGN_STEP:
+            u = _sign_step(t, e, ok, u, TC, ALIGNED)
         u = u * number(t, SCALE)
         if FORM == IS_RESIDUAL:
             u = _less_momentum(t, e, ok, u, TC, ALIGNED)
@@ -92,8 +94,8 @@ def _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED: tl.constexpr):
     """u · row · col, of rows r and columns j of a matrix."""
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     row = tl.load(pointer(t, ROW, tl.float32) + mat * rows + r, mask=has_row, other=0.0)
-    at_col = vectors(t, COL, tl.float32, ALIGNED) + mat * cols + j
-    col = tl.load(at_col, mask=j < cols, other=0.0)
+    # without vectors: where factors lie depends on the parameters beside this one
+    col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
     return u * col[None, :] * row[:, None]
 
 
@@ -127,6 +129,16 @@ def _adam_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
     tl.store(at_m, m, mask=ok)
     tl.store(at_v, v, mask=ok)
     return _root_quotient(t, m, v)
+
+
+@triton.jit
+def _sign_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Lion's: the sign of m + beta1 · (g − m), after which m was advanced by beta2."""
+    at = run_at(t, M, tl.float32, e, TC, ALIGNED)
+    m = tl.load(at, mask=ok, other=0.0)
+    u = m + number(t, BETA1) * (g - m)
+    tl.store(at, m + number(t, BETA2) * (g - m), mask=ok)
+    return tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, u))
 
 
 @triton.jit

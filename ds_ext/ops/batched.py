@@ -1,7 +1,8 @@
 """The passes of ``ops.passes`` over a batch: what each reads becomes columns of the table.
 
 A pass takes what the op of its name takes, with a ``Batch`` for the shard, ``Runs`` or ``Weights``
-for tensors and vectors [n] for the numbers of parameters.
+for tensors and vectors [n] for the numbers of parameters; a tensor is the run of a batch of one.
+The batch's tables make the pass, by native code or by kernels.
 """
 
 import functools
@@ -13,13 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops.batch import Batch, Flat, Pointers, Runs, Shifted, Weights
+from ds_ext.ops.batch import (
+    CPU,
+    AnyTable,
+    Batch,
+    Flat,
+    Placed,
+    Runs,
+    Shifted,
+    Weights,
+    new_table,
+)
 from ds_ext.ops.lazy import Quotient
 from ds_ext.ops.native import table
 from ds_ext.ops.sources import Number, Source, source_of
+from ds_ext.ops.triton import devices
 
 Op = TypeVar("Op", bound=Callable[..., Any])
-CPU = torch.device("cpu")
 
 
 def on_batches(on_batch: Callable[..., Any]) -> Callable[[Op], Op]:
@@ -39,16 +50,16 @@ def on_batches(on_batch: Callable[..., Any]) -> Callable[[Op], Op]:
 def square_sums(runs: Sequence[Any], batch: Batch, like: Any) -> list[Tensor]:
     """Sums of squares -> [n] each; of the weights too while something is read with them."""
     sources = [_source(x) for x in runs]
-    if len(sources) == 2 and sources[0].form == "IS_WEIGHT" and _same(sources[0], sources[1]):
-        of_weights, other = _new(len(batch)), _new(len(batch))
-        _run("squares", batch, sources[1], out=_each(other), out2=_each(of_weights))
-        return [of_weights, other]
-    totals = [_new(len(batch)) for _ in runs]
+    totals = list(_new(batch, len(runs) * len(batch)).view(len(runs), -1).unbind())
+    if len(sources) == 2 and batch.own.adds_two and _same(*sources):
+        _run("squares", batch, sources[1], out=_each(totals[1]), out2=_each(totals[0]))
+        return totals
     for source, total in zip(sources, totals, strict=True):
         known: Any = source.form == "IS_WEIGHT" and getattr(source.kept, "known", None)
         if known:
             known.are_wanted = True
-        _run("squares", batch, source, out=_each(total), known=known.pointers if known else 0)
+        more = {"known": known} if known else {}
+        _run("squares", batch, source, out=_each(total), **more)
     return totals
 
 
@@ -63,16 +74,23 @@ def largest(runs: Sequence[Tensor]) -> Tensor:
 
 
 def takes(runs: Sequence[Tensor]) -> bool:
-    """Whether native passes read flat tensors together."""
-    dtypes = {x.dtype for x in runs}
-    is_here = all(x.device == CPU and x.is_contiguous() for x in runs)
-    return is_here and len(dtypes) == 1 and dtypes <= table.DTYPES.keys() and table.is_there()
+    """Whether flat tensors are read together."""
+    kinds = {(x.dtype, x.device) for x in runs}
+    if len(kinds) > 1 or not all(x.is_contiguous() for x in runs):
+        return False
+    ((dtype, device),) = kinds
+    return dtype in table.DTYPES and (devices.take(device) or device == CPU and table.is_there())
+
+
+def finds_largest(runs: Sequence[Tensor]) -> bool:
+    """Whether ``largest`` takes them: no kernel does."""
+    return takes(runs) and not devices.take(runs[0].device)
 
 
 def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
-    totals = _new(len(runs))
-    columns = {**table.DEFAULTS, "x": Runs(runs).pointers, "out": _each(totals)}
-    _flat(runs).run(name, columns, table.FORMS["IS_RUN"], table.DTYPES[runs[0].dtype])
+    totals = torch.zeros(len(runs), dtype=torch.float32, device=runs[0].device)
+    columns = {"x": Runs(runs), "out": _each(totals)}
+    _flat(runs).run(name, columns, "IS_RUN", runs[0].dtype)
     return totals
 
 
@@ -83,8 +101,8 @@ def matrix_square_sums(x: Any, batch: Batch, like: Any) -> tuple[Tensor, Tensor]
         "statistics",
         batch,
         _source(x),
-        out=Flat(row, batch.own_row_firsts).pointers,
-        out2=Flat(col, batch.own_col_firsts).pointers,
+        out=Flat(row, batch.own_row_firsts),
+        out2=Flat(col, batch.own_col_firsts),
     )
     return row, col
 
@@ -98,10 +116,10 @@ def weighed_square_sums(
         "weighed",
         batch,
         _source(x),
-        out=Flat(row, batch.own_row_firsts).pointers,
-        out2=Flat(col, batch.own_col_firsts).pointers,
-        out3=Flat(weighed, batch.own_col_firsts).pointers,
-        before=before.pointers + batch.row_offsets,
+        out=Flat(row, batch.own_row_firsts),
+        out2=Flat(col, batch.own_col_firsts),
+        out3=Flat(weighed, batch.own_col_firsts),
+        before=Shifted(before, batch.row_offsets),
         share=1 - beta,
         eps=eps,
     )
@@ -118,21 +136,20 @@ def factors_(
     batch: Batch,
 ) -> tuple[Flat, Flat]:
     """Advances statistics by totals -> the factors of 1 / sqrt(v), as ``Flat``s."""
-    by_row = Flat(_empty(batch.all_rows), batch.row_firsts)
-    by_col = Flat(_empty(batch.all_cols), batch.col_firsts)
+    by_row = Flat(_empty(batch, batch.all_rows), batch.row_firsts)
+    by_col = Flat(_empty(batch, batch.all_cols), batch.col_firsts)
     firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
     totals = [Flat(x.contiguous(), at) for x, at in zip(sums, firsts, strict=False)]
-    columns = {name: x.pointers for name, x in zip(("in", "in2", "in3"), totals, strict=False)}
-    columns |= {"row": row.pointers, "col": col.pointers}
-    columns |= {"out": by_row.pointers, "out2": by_col.pointers}
-    batch.whole.run("factors", {"in3": 0, **columns, "share": 1 - beta, "eps": eps, "clip": clip})
+    columns: dict[str, Any] = dict(zip(("in", "in2", "in3"), totals, strict=False))
+    columns |= {"row": row, "col": col, "out": by_row, "out2": by_col}
+    batch.whole.run("factors", {**columns, "share": 1 - beta, "eps": eps, "clip": clip})
     return by_row, by_col
 
 
 def unit_quotient(x: Any, batch: Batch, like: Any) -> Quotient:
     """x as a quotient whose factors are all 1."""
-    row = Flat(_empty(batch.all_rows).fill_(1), batch.row_firsts)
-    col = Flat(_empty(batch.all_cols).fill_(1), batch.col_firsts)
+    row = Flat(_empty(batch, batch.all_rows).fill_(1), batch.row_firsts)
+    col = Flat(_empty(batch, batch.all_cols).fill_(1), batch.col_firsts)
     return Quotient(x, cast(Tensor, row), cast(Tensor, col))
 
 
@@ -149,8 +166,7 @@ def normalize_columns(x: Any, sums: Tensor, least: Number, batch: Batch) -> Any:
 def _normalized(name: str, factor: Flat, sums: Tensor, least: Number, batch: Batch) -> Flat:
     new = Flat(torch.empty_like(factor.values), factor.firsts)
     totals = Flat(sums.contiguous(), factor.firsts)
-    columns = {"in": totals.pointers, "in2": factor.pointers, "out": new.pointers}
-    batch.whole.run(name, {**columns, "eps": least})
+    batch.whole.run(name, {"in": totals, "in2": factor, "out": new, "eps": least})
     return new
 
 
@@ -161,8 +177,8 @@ def normalize_whole_rows(x: Any, least: Number, batch: Batch, like: Any) -> tupl
         "normalize_whole_rows",
         batch,
         _source(x),
-        out=Flat(row, batch.own_row_firsts).pointers,
-        out2=Flat(sums, batch.own_col_firsts).pointers,
+        out=Flat(row, batch.own_row_firsts),
+        out2=Flat(sums, batch.own_col_firsts),
         eps=least,
     )
     return replace(x, row=Flat(row, batch.row_firsts)), sums
@@ -171,8 +187,8 @@ def normalize_whole_rows(x: Any, least: Number, batch: Batch, like: Any) -> tupl
 def squares(x: Any, batch: Batch, like: Any) -> Tensor:
     """The squares of runs where they lie in whole parameters, 0 elsewhere -> [elements of all]."""
     (out,) = _sums(batch, batch.elements)
-    at = Flat(out, batch.firsts + batch.own.entries["start"])
-    _run("squared", batch, _source(x), out=at.pointers)
+    at = Flat(out, batch.firsts + batch.starts)
+    _run("squared", batch, _source(x), out=at)
     return out
 
 
@@ -180,26 +196,25 @@ def advance_numbers_(
     row: Runs, col: Runs, squares: Tensor, eps: float, beta: float, batch: Batch
 ) -> Tensor:
     """Advances the statistics of matrices of one element -> the sums of x² / v, [n]."""
-    totals, given = _new(len(batch)), Flat(squares.contiguous(), batch.firsts)
-    columns = {"row": row.pointers, "col": col.pointers, "out": _each(totals), "out2": 0}
-    columns["in"] = given.pointers
+    totals, given = _new(batch, len(batch)), Flat(squares.contiguous(), batch.firsts)
+    columns = {"row": row, "col": col, "in": given, "out": _each(totals)}
     batch.whole.run("numbers", {**columns, "share": 1 - beta, "eps": eps})
     return totals
 
 
 def own_run(v: Runs, batch: Batch) -> Shifted:
     """What of a number for each element is of the runs."""
-    return Shifted(v, 4 * batch.own.entries["start"])
+    return Shifted(v, 4 * batch.starts)
 
 
 def lerp_(m: Runs, x: Any, weight: float, batch: Batch) -> None:
     """m ← m + weight · (x − m)."""
-    _run("advance", batch, _source(x), out=m.pointers, share=weight)
+    _run("advance", batch, _source(x), out=m, share=weight)
 
 
 def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: Batch) -> None:
     """v ← v + weight · (x² + eps − v)."""
-    _run("advance_square", batch, _source(x), out=v.pointers, share=weight, eps=eps)
+    _run("advance_square", batch, _source(x), out=v, share=weight, eps=eps)
 
 
 def apply_(p: Weights, u: Any, batch: Batch, *, lr: Number, weight_decay: Number = 0.0) -> None:
@@ -213,14 +228,14 @@ def apply_(p: Weights, u: Any, batch: Batch, *, lr: Number, weight_decay: Number
     if p.measured is not None:
         numbers["measured"] = p.measured
     if p.known is not None and p.known.are_wanted:
-        numbers["known"] = p.known.pointers
+        numbers["known"] = p.known
     _run("apply", batch, source, p, decays, **numbers)
 
 
 def mark_all(given: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Writes the marks of 16-bit runs, ``edits.marks``, given with room for them."""
     runs, marks = zip(*given, strict=True)
-    _flat(runs).run("mark", {"w": Runs(runs).pointers, "marks": Runs(marks).pointers})
+    _flat(runs).run("mark", {"w": Runs(runs), "marks": Runs(marks)})
 
 
 def mend_all_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
@@ -231,19 +246,20 @@ def mend_all_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     for size, alike in by_size.items():
         runs, residuals, marks = zip(*alike, strict=True)
         found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.uint64)
-        columns = {"w": Runs(runs).pointers, "aux": Runs(residuals).pointers, "marks": found}
+        columns = {"w": Runs(runs), "aux": Runs(residuals), "marks": Placed(found, marks)}
         how = "SPLIT" if size == 2 else "CORRECTED"
-        _flat(runs).run("mend", columns, kept=table.KEPT[how, torch.bfloat16])
+        _flat(runs).run("mend", columns, kept=(how, torch.bfloat16))
 
 
-def _flat(runs: Sequence[Tensor]) -> table.Table:
+def _flat(runs: Sequence[Tensor]) -> AnyTable:
     """A table of tensors without rows and columns."""
-    return table.Table([(0, len(x), 1, 1, len(x)) for x in runs])
+    sizes = [(0, len(x), 1, 1, len(x)) for x in runs]
+    return new_table(sizes, [0] * len(runs), runs[0].device)
 
 
 def _source(x: Any) -> Source:
     source = source_of(x)
-    assert source is not None, f"no native pass reads {type(x).__name__}"
+    assert source is not None, f"no pass over a batch reads {type(x).__name__}"
     return source
 
 
@@ -261,43 +277,47 @@ def _run(
     **columns: Any,
 ) -> None:
     """Makes a pass that reads ``source``, and writes ``p`` where it is given."""
-    filled: dict[str, Any] = {**table.DEFAULTS, **source.numbers, **columns}
+    filled: dict[str, Any] = {**source.numbers, **columns}
     for field, runs in source.tensors.items():
-        filled[field] = runs.pointers  # type: ignore[attr-defined]
-    if "row" in filled:
-        filled["row"] = filled["row"] + batch.row_offsets
-        filled["col"] = filled["col"] + batch.col_offsets
+        filled[field] = _runs(runs)
+    if "row" in source.tensors:
+        filled["row"] = Shifted(filled["row"], batch.row_offsets)
+        filled["col"] = Shifted(filled["col"], batch.col_offsets)
     weights: Any = p or source.kept
-    kept = dtype = 0
+    kept = dtype = None
     if weights is not None:
-        kept = table.KEPT[weights.how, weights.run.dtype]
-        filled["w"] = weights.run.pointers
+        kept = weights.how, weights.run.dtype
+        filled["w"] = _runs(weights.run)
         if weights.aux is not None:
-            filled["aux"] = weights.aux.pointers
-        if weights.keys is not None:
-            filled["key"] = weights.keys
+            filled["aux"] = _runs(weights.aux)
+        if weights.how == "STOCHASTIC":
+            filled["key"] = weights.key
     if "x" in source.tensors:
-        dtype = table.DTYPES[source.tensors["x"].dtype]
+        dtype = source.tensors["x"].dtype
     is_decayed = decays or "decay" in source.numbers
-    form = table.FORMS[source.form]
     fresh = batch.is_whole and name in ("statistics", "weighed", "normalize_whole_rows")
-    batch.own.run(name, filled, form, dtype, kept, is_decayed, fresh)
+    batch.own.run(name, filled, source.form, dtype, kept, is_decayed, fresh)
 
 
-def _each(total: Tensor) -> Pointers:
-    """Where each number of a vector is."""
-    return (total.data_ptr() + 4 * np.arange(len(total))).astype(np.uint64)
+def _runs(x: Any) -> Any:
+    """What has the addresses of each parameter's: a tensor is that of one parameter."""
+    return Runs([x]) if isinstance(x, Tensor) else x
+
+
+def _each(total: Tensor) -> Flat:
+    """Each number of a vector."""
+    return Flat(total, np.arange(len(total)))
 
 
 def _sums(batch: Batch, *sizes: int) -> Sequence[Tensor]:
     """Where a pass writes sums of these sizes: zeros, unless runs have a part in each of them."""
-    made = (_empty if batch.is_whole else _new)(sum(sizes))
+    made = (_empty if batch.is_whole else _new)(batch, sum(sizes))
     return made.split(sizes)  # type: ignore[no-any-return]
 
 
-def _new(n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.float32, device="cpu")
+def _new(batch: Batch, n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.float32, device=batch.device)
 
 
-def _empty(n: int) -> Tensor:
-    return torch.empty(n, dtype=torch.float32, device="cpu")
+def _empty(batch: Batch, n: int) -> Tensor:
+    return torch.empty(n, dtype=torch.float32, device=batch.device)

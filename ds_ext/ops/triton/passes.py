@@ -1,0 +1,341 @@
+"""The passes over a batch as launches: a ``Table`` takes what that of native passes takes."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_ext.ops.triton import folds, sizes, tiles, waiting
+from ds_ext.ops.triton.columns import AT, NUMBERS
+from ds_ext.ops.triton.folds import Fold, Parts
+from ds_ext.ops.triton.tables import Constants, Launch
+from ds_ext.ops.triton.tiles import Geometry, Numbers, Tiles
+
+Columns = Mapping[str, Any]
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+BY_MATRIX = ("IS_QUOTIENT", "IS_RESIDUAL")  # depend on the row and column of an element
+VECTORS = [AT[name] for name in ("x", "w", "aux", "m", "v")]  # runs that are read in vectors
+OUT = [*VECTORS, AT["out"]]  # and written
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a pass reads, and what else it needs: columns as ``Table.run`` takes them."""
+
+    columns: Columns
+    form: str
+    dtype: torch.dtype | None
+    kept: tuple[str, torch.dtype] | None
+    decays: bool
+
+    @property
+    def numbers(self) -> Columns:
+        """The columns, with numbers that are not always given."""
+        return {"factor": 1.0, "scale": 1.0, **self.columns}
+
+    @property
+    def run(self) -> Constants:
+        """How a run is read that is one as it is."""
+        dtype = "float32" if self.dtype is None else DTYPES[self.dtype]
+        return (("XD", dtype), ("BOUNDED", "bound" in self.columns))
+
+    @property
+    def constants(self) -> Constants:
+        """How anything is read: see ``value_of`` in kernels/values.py."""
+        how, dtype = self.kept or ("PLAIN", torch.float32)
+        more = (("DECAYS", self.decays), ("WD", DTYPES[dtype]), ("KEPT", how))
+        return (("FORM", self.form), *self.run, *more)
+
+
+class Table:
+    """Many parameters on a GPU, and the passes over them.
+
+    Args:
+        geometries: start, elements, matrices, rows and columns of each run.
+        firsts: the number, in its parameter, of each run's first element.
+        device: where they lie.
+    """
+
+    adds_two = False  # squares of weights, and of what is read with them, in one pass
+
+    def __init__(
+        self,
+        geometries: Sequence[tuple[int, int, int, int, int]],
+        firsts: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.device, self.n = device, len(geometries)
+        start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
+        first = np.array(firsts, dtype=np.int64)
+        self.geometry = Geometry(start, n, mats, rows, cols, first)
+
+    def run(
+        self,
+        name: str,
+        columns: Columns,
+        form: str = "IS_WEIGHT",
+        dtype: torch.dtype | None = None,
+        kept: tuple[str, torch.dtype] | None = None,
+        decays: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        """Makes a pass: see that of ``native.table.Table``.
+
+        What has addresses is an object with ``pointers``, [n]; a number is one of the host, an
+        array of them [n], or a tensor on the device, [n] or of one number for all.
+        """
+        PASSES[name](self, Read(columns, form, dtype, kept, decays))
+
+    @functools.cached_property
+    def flat(self) -> Tiles:
+        """Tiles of passes that need no rows and columns."""
+        return tiles.flat(self.geometry)
+
+    @functools.cached_property
+    def by_matrix(self) -> Tiles:
+        """Tiles of passes that do."""
+        return tiles.by_matrix(self.geometry)
+
+    @functools.cached_property
+    def by_strip(self) -> Tiles:
+        """Tiles that are as wide as the rows."""
+        return tiles.by_strip(self.geometry)
+
+    @functools.cached_property
+    def by_group(self) -> Tiles:
+        """Tiles of elements that share marks."""
+        return tiles.by_group(self.geometry)
+
+    @functools.cached_property
+    def by_parameter(self) -> Tiles:
+        """A tile for each parameter."""
+        return tiles.by_parameter(self.geometry)
+
+    @functools.cached_property
+    def sums(self) -> dict[str, tuple[Parts, Fold]]:
+        """How sums over all elements are added up, by the tiles that leave parts of them."""
+        of = {"flat": self.flat, "by_matrix": self.by_matrix}
+        return {name: folds.of_tiles(at.programs) for name, at in of.items()}
+
+    @functools.cached_property
+    def sums_of_tiles(self) -> tuple[tuple[Parts, Fold], tuple[Parts, Fold]]:
+        """How sums over rows, and over columns, are added up of tiles'."""
+        g, at = self.geometry, self.by_matrix
+        return folds.over_columns(g, at), folds.over_rows(g, at)
+
+    @functools.cached_property
+    def sums_of_strips(self) -> tuple[Parts, Fold]:
+        """How sums over columns are added up of strips'."""
+        return folds.over_rows(self.geometry, self.by_strip)
+
+    @functools.cached_property
+    def widths(self) -> NDArray[np.int64]:
+        """How wide a tile is that holds a whole row."""
+        return np.array(
+            [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in self.geometry.cols]
+        )
+
+    def tiles_of(self, read: Read) -> str:
+        """The name of the tiles of a pass over runs."""
+        return "by_matrix" if read.form in BY_MATRIX else "flat"
+
+    def launches(
+        self,
+        kernel: str,
+        constants: Constants,
+        at: Tiles,
+        columns: Columns,
+        vectors: Sequence[int] = VECTORS,
+        widths: NDArray[np.int64] | None = None,
+    ) -> Iterator[Launch]:
+        """A kernel over all parameters: one launch of those with vectors, one of the others.
+
+        Where tiles are as wide as rows, one for each width. For a parameter's bits must not depend
+        on those that are beside it.
+        """
+        rows, numbers = self._filled(at, columns)
+        alive = list(columns.values())
+        if at.aligned is None:
+            yield Launch(kernel, constants, self.device, rows, at.programs, numbers, alive)
+            return
+        addresses = np.bitwise_or.reduce(rows[:, vectors], axis=1)
+        kinds = (at.aligned & (addresses % sizes.ALIGNMENT == 0)).astype(np.int64)
+        if widths is not None:
+            kinds += 2 * widths
+        for kind in np.unique(kinds).tolist():
+            named = (*constants, ("ALIGNED", bool(kind % 2)))
+            if widths is not None:
+                named = (*named, ("TC", kind // 2))
+            own = np.flatnonzero(kinds == kind)
+            some = {k: x[own] if len(x) == self.n else x for k, x in numbers.items()}
+            yield Launch(kernel, named, self.device, rows[own], at.programs[own], some, alive)
+
+    def _filled(
+        self, at: Tiles, columns: Columns
+    ) -> tuple[Numbers, dict[str, NDArray[np.float32]]]:
+        """The rows of a table, and the numbers of columns that the host has."""
+        rows, numbers = at.rows.copy(), {}
+        for name, value in columns.items():
+            if isinstance(value, Tensor):
+                assert value.dtype == torch.float32 and value.is_contiguous()
+                own = 4 * np.arange(self.n) if value.numel() == self.n else 0
+                rows[:, AT[name]] = value.data_ptr() + own
+            elif name in NUMBERS:
+                numbers[name] = np.atleast_1d(np.asarray(value, dtype=np.float32))
+            else:
+                rows[:, AT[name]] = getattr(value, "pointers", value)
+        return rows, numbers
+
+    def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
+        """The launch that adds up ``part`` to what has the addresses of ``out``."""
+        fold = how[1]
+        rows = fold.tiles.rows.copy()
+        rows[:, AT["part"]] = part.data_ptr() + fold.parts
+        rows[:, AT["out"]] = out.pointers[fold.owners].astype(np.int64) + fold.outs
+        return Launch("fold", (), self.device, rows, fold.tiles.programs, {}, [part, out])
+
+    def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, "Addresses"]:
+        """Memory for what tiles leave, and where each parameter's is."""
+        part = torch.empty(how[0].total, dtype=torch.float32, device=self.device)
+        return part, Addresses(part, how[0].starts)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Places in a tensor, which it keeps alive."""
+
+    values: Tensor
+    starts: Numbers  # bytes
+
+    @property
+    def pointers(self) -> Numbers:
+        """Where each is in memory, [n]."""
+        return self.values.data_ptr() + self.starts
+
+
+def _squares(table: Table, read: Read) -> None:
+    name = table.tiles_of(read)
+    how = table.sums[name]
+    part, places = table.room(how)
+    columns = {k: v for k, v in read.numbers.items() if k != "out"}
+    made = table.launches(
+        "squares", read.constants, getattr(table, name), {**columns, "part": places}
+    )
+    waiting.ask(made, [table.folded(how, part, read.columns["out"])])
+
+
+def _statistics(table: Table, read: Read) -> None:
+    by_row, by_col = table.sums_of_tiles
+    (tall, at_tall), (wide, at_wide) = table.room(by_row), table.room(by_col)
+    columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
+    columns |= {"part": at_tall, "part2": at_wide}
+    made = table.launches("statistics", read.constants, table.by_matrix, columns)
+    outs = read.columns["out"], read.columns["out2"]
+    folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
+    waiting.ask(made, folded)
+
+
+def _weighed(table: Table, read: Read) -> None:
+    _over_strips(table, read, "weighed", {"out2": "part", "out3": "part2"}, {"eps": "b"})
+
+
+def _normalize_whole_rows(table: Table, read: Read) -> None:
+    roots = np.sqrt(table.geometry.cols).astype(np.float32)
+    renamed = {"eps": "b", "row": "before"}
+    _over_strips(table, read, "normalize_whole_rows", {"out2": "part"}, renamed, a=roots)
+
+
+def _over_strips(
+    table: Table,
+    read: Read,
+    kernel: str,
+    outs: Mapping[str, str],
+    renamed: Mapping[str, str],
+    **more: Any,
+) -> None:
+    """A pass over whole rows, which leaves parts of the sums ``outs`` over columns."""
+    how, folded, columns = table.sums_of_strips, [], dict(more)
+    for name, value in read.numbers.items():
+        if name in outs:
+            part, columns[outs[name]] = table.room(how)
+            folded.append(table.folded(how, part, value))
+        else:
+            columns[renamed.get(name, name)] = value
+    del columns["scale"]
+    made = table.launches(kernel, read.run, table.by_strip, columns, widths=table.widths)
+    waiting.ask(made, folded)
+
+
+def _factors(table: Table, read: Read) -> None:
+    named = {"in": "part", "in2": "part2", "in3": "x", "out2": "v", "eps": "b", "clip": "bound"}
+    columns = {named.get(k, k): v for k, v in read.columns.items()}
+    kernel = "factors"
+    if "x" in columns:
+        g = table.geometry
+        kernel = "clipped_factors"
+        columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
+    else:
+        del columns["bound"]
+    waiting.ask(table.launches(kernel, (), table.by_parameter, columns))
+
+
+def _normalize(table: Table, read: Read, is_by_row: bool) -> None:
+    g = table.geometry
+    count, size = (g.rows, g.cols) if is_by_row else (g.cols, g.rows)
+    at = tiles.made(-(-g.mats * count // sizes.LONG), n=g.mats * count)
+    columns = {"x": read.columns["in"], "v": read.columns["in2"], "out": read.columns["out"]}
+    columns |= {"a": np.sqrt(size).astype(np.float32), "b": read.columns["eps"]}
+    waiting.ask(table.launches("normalize", (), at, columns))
+
+
+def _advance(table: Table, read: Read, kernel: str) -> None:
+    columns = {{"eps": "b"}.get(k, k): v for k, v in read.numbers.items()}
+    at = getattr(table, table.tiles_of(read))
+    waiting.ask(table.launches(kernel, read.constants, at, columns, OUT))
+
+
+def _apply(table: Table, read: Read) -> None:
+    at = getattr(table, table.tiles_of(read))
+    waiting.ask(table.launches("apply", read.constants, at, read.numbers))
+
+
+def _mark(table: Table, read: Read) -> None:
+    columns = {"w": read.columns["w"], "out": read.columns["marks"]}
+    waiting.ask(table.launches("mark", (), table.by_group, columns))
+
+
+def _mend(table: Table, read: Read) -> None:
+    """Some states have no marks yet: those of an older file."""
+    assert read.kept is not None
+    is_split = read.kept[0] == "SPLIT"
+    columns = {"w": read.columns["w"], "aux": read.columns["aux"], "before": read.columns["marks"]}
+    dtype = "int16" if is_split else "int8"
+    for one in table.launches("mend", (("AD", dtype),), table.by_group, columns):
+        marked = one.rows[:, AT["before"]] != 0
+        for kernel, constants, own in (
+            ("mend", one.constants, marked),
+            ("mend_unmarked", one.constants[1:], ~marked & is_split),
+        ):
+            rows, programs = one.rows[own], one.programs[own]
+            waiting.ask([Launch(kernel, constants, one.device, rows, programs, {}, one.alive)])
+
+
+PASSES: dict[str, Callable[[Table, Read], None]] = {
+    "squares": _squares,
+    "statistics": _statistics,
+    "weighed": _weighed,
+    "normalize_whole_rows": _normalize_whole_rows,
+    "normalize_rows": functools.partial(_normalize, is_by_row=True),
+    "normalize_columns": functools.partial(_normalize, is_by_row=False),
+    "factors": _factors,
+    "advance": functools.partial(_advance, kernel="lerp"),
+    "advance_square": functools.partial(_advance, kernel="square_lerp"),
+    "apply": _apply,
+    "mark": _mark,
+    "mend": _mend,
+}
