@@ -1,0 +1,114 @@
+"""Batches by kernels: a parameter's bits are its own, and the host copies once and reads nothing.
+
+That they step as the ops do is in test_kernels.py.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ext import ops
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import devices, tables, waiting
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.meter import Meter
+from ds_ext.optimizer.run_updates import RunUpdate
+from tests.common import needs, paths, table
+from tests.common.choose import params, spread
+from tests.common.hypers import SIMULATED
+from tests.unit.test_native import BATCHED
+
+pytestmark = needs.triton
+# Vectors and matrices, of which some have aligned rows, and rows of two widths of tiles.
+SHAPES = ((48,), (5,), (20, 32), (9, 30), (3, 1040))
+HALVES = ((20, 32), (9, 30), (5,))  # of which a rank holds a half that cuts rows
+EIGHT = ("flashadamw",)  # no kernel reads its moments
+WAYS = [(torch.float32, "nearest"), (torch.bfloat16, "stochastic"), (torch.bfloat16, "master")]
+CUTS = [(SHAPES, 1), (HALVES, 2)]
+CASES = spread(BATCHED, [(way, cut) for way in WAYS for cut in CUTS])
+QUICK = [case for case in CASES if case[0] in ("adalomo", "came")]
+
+
+def updates_of(weights, grads, world):
+    """Rank 0's runs of parameters, and of their gradients."""
+    made = []
+    for p, g in zip(weights, grads, strict=True):
+        s = Shard.of_rank(tuple(p.shape), 0, world)
+        made.append(RunUpdate(p, p.detach().view(-1)[: len(s)], g.view(-1)[: len(s)], s))
+    return made
+
+
+def stepped(name, way, together, shapes, world, steps=1):
+    """Bits of the weights after some steps, of all parameters in one optimizer or each in its."""
+    dtype, mode = way
+    weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
+    groups = [weights] if together else [[p] for p in weights]
+    optimizers = [OPTIMIZERS[name](g, **SIMULATED[name], weight_update=mode) for g in groups]
+    for i, optimizer in enumerate(optimizers):  # whose random bits are by their number
+        if not together:
+            optimizer.number_of[weights[i]] = i
+    for grads in table.gradients(steps, shapes, dtype):
+        updates = updates_of(weights, grads, world)
+        for optimizer, some in zip(optimizers, [updates] if together else updates, strict=True):
+            optimizer.update(some if together else [some], lambda total: None)
+    return [p.detach() for p in weights], optimizers
+
+
+@pytest.mark.parametrize("name, way, cut", params(CASES, QUICK))
+def test_bits_are_those_of_the_parameter_alone(name, way, cut, monkeypatch):
+    paths.use(monkeypatch, "kernels")
+    shapes, world = cut
+    both, (optimizer,) = stepped(name, way, True, shapes, world)
+    alone, _ = stepped(name, way, False, shapes, world)
+    (plan,) = optimizer._plans
+    assert (len(plan.joined) == len(shapes)) == (name not in EIGHT)
+    assert all(a.equal(b) for a, b in zip(both, alone, strict=True))
+    before = table.weights(shapes, way[0])
+    assert sum(a.equal(w) for a, w in zip(both, before, strict=True)) <= 1  # of few elements
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_the_host_reads_nothing_and_copies_once_a_round(name, monkeypatch):
+    """Reading a number of ``meta``, which stands for a GPU here, raises an error."""
+    copies, rounds = [], []
+    paths.use(monkeypatch, "ops")
+    monkeypatch.setattr(devices, "DEVICES", {"meta"})
+    monkeypatch.setattr(tables, "start", lambda *_: None)
+    original = tables.run
+    monkeypatch.setattr(tables, "run", lambda some: (copies.append(some), original(some)))
+    weights = [nn.Parameter(torch.ones(shape, device="meta")) for shape in SHAPES]
+    optimizer = OPTIMIZERS[name](weights, **SIMULATED[name])
+    for _ in range(2):
+        copies.clear()
+        rounds.clear()
+        updates = updates_of(weights, [torch.ones_like(p) for p in weights], 2)
+        optimizer.update(updates, lambda total: rounds.append(total))
+    assert name in EIGHT or 0 < len(copies) <= len(rounds) + 1
+
+
+def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
+    paths.use(monkeypatch, "kernels")
+    shapes = ((4, 6), (130, 2, 3), (31, 9, 1, 1), (2, 2**14 + 16), (7,))
+    weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = OPTIMIZERS["lomo"](weights)
+    grads = [torch.ones_like(p) for p in weights]
+    optimizer.update(updates_of(weights, grads, 1), None)
+    (plan,) = optimizer._plans
+    assert plan.alone == [1, 2, 3] and plan.joined == [0, 4]
+    assert all((p == 1 - 1e-3).all() for p in weights)
+    optimizer.meter = Meter(1)
+    optimizer.update(updates_of(weights, grads, 1), None)
+    assert optimizer.meter.sums()[0, 2] == sum(p.numel() for p in weights)
+    assert len(list(optimizer._plans)) == 1
+
+
+def test_what_waits_keeps_its_memory(monkeypatch):
+    """A factor that nobody holds any more is read by a launch that is still to come."""
+    paths.use(monkeypatch, "kernels")
+    p, g, shard = torch.ones(4, 6), torch.ones(24), Shard.whole((4, 6))
+    with waiting.together():
+        u = ops.unit_quotient(g, shard, g)
+        ops.apply_(p.view(-1), u.times(torch.full((), 0.5)), shard, lr=torch.full((), 2.0))
+        del u
+        held = [torch.full((n,), 7.0) for n in (1, 1, 4, 6, 24) for _ in range(20)]
+    assert len(held) == 100 and (p == 0).all()
