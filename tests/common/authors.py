@@ -128,10 +128,11 @@ def scale(p, g, s, lr=1e-3, norm_axis="row", momentum=0.0, eps=1e-8, weight_deca
     return p * (1 - lr * weight_decay) - lr * (x / rms.clamp(min=eps)).view(p.shape)
 
 
-def lion(p, g, s, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-    """Algorithm 2 of arXiv 2302.06675."""
+def lion(p, g, s, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, nbits=32):
+    """Algorithm 2 of arXiv 2302.06675; with 8 bits the momentum is rounded after the step."""
     m = s.get("m", torch.zeros_like(g))
     s["m"] = betas[1] * m + (1 - betas[1]) * g
+    s["m"] = rounded(s["m"], True) if nbits == 8 else s["m"]
     c = betas[0] * m + (1 - betas[0]) * g
     return p * (1 - lr * weight_decay) - lr * c.sign()
 

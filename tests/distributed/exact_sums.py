@@ -1,0 +1,59 @@
+"""Training by gradients whose sums over the ranks are exact: jobs of test_exact_sums.py."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ext.checkpoint import resharding
+from ds_ext.engine.checkpoint_contents import owned
+from tests.common import table
+from tests.common.ranks import whole
+
+STEPS = 6
+# What moments of 8 bits round in groups of 32, which are cut in the first, the third and the last.
+SHAPES = ((70, 33), (64, 32), (1500,), (7, 31, 9), (33,))
+RULES: dict[str, dict[str, Any]] = {
+    "FlashAdamW": {"lr": 0.02, "weight_decay": 0.1},
+    "Lion": {"lr": 0.02, "weight_decay": 0.1, "nbits": 8},
+}
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are what its loss is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(table.weights(SHAPES, torch.float32))
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return sum((p * g).sum() for p, g in zip(self.weights, gradients, strict=True))
+
+
+def gradients(step: int, rank: int) -> list[Tensor]:
+    """A rank's, multiples of 6 of which fp32 holds the mean of 2 or 3 ranks in any order."""
+    generator = torch.Generator().manual_seed(31 * step + rank)
+    numbers = (torch.randint(-(2**18), 2**18, shape, generator=generator) for shape in SHAPES)
+    return [n * 6 * 2.0**-21 for n in numbers]
+
+
+def train(name: str, stage: int) -> dict[str, Any]:
+    """The weights after the steps, and this rank's pieces of the state."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": f"ds_ext.{name}", "params": RULES[name]},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 3000,
+            "stage3_param_persistence_threshold": 40,
+        },
+        "gradient_clipping": 0,
+    }
+    engine, *_ = deepspeed.initialize(model=Given(), config=config)
+    for step in range(STEPS):
+        engine.backward(engine(gradients(step, dist.get_rank())))
+        engine.step()
+    kept = resharding.save_state(engine.optimizer.optimizer, owned(engine.optimizer.layout))
+    return {"after": whole(engine.module), "state": kept}
