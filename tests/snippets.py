@@ -8,7 +8,8 @@ A document marks the block that it quotes a function, method or class in:
     ```
 
 and the table of optimizers lies between ``<!-- optimizers: ... -->`` and
-``<!-- end of optimizers -->``. ``make readme`` (``python -m tests.snippets``) writes all of these
+``<!-- end of optimizers -->``; likewise the keys of a config and the commands (reference.py).
+``make readme`` (``python -m tests.snippets``) writes all of these
 anew in README.md and docs/; a test fails while they are not what the source says.
 """
 
@@ -19,12 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ds_ext.rules import REGISTRY
+from tests import reference
 
 ROOT = Path(__file__).parent.parent
 _MARKED = re.compile(
     r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
 )
-_TABLE = re.compile(r"(?ms)^(<!-- optimizers: [^\n]* -->)\n.*?^(<!-- end of optimizers -->)$")
+_MADE = re.compile(
+    r"(?ms)^(<!-- (?P<what>optimizers|keys|commands): [^\n]* -->)\n.*?^(<!-- end of (?P=what) -->)$"
+)
 _BLOCK = re.compile(r"(?m)^```python\n(.*?)^```$", re.S)
 
 
@@ -60,7 +64,8 @@ def renewed(text: str) -> str:
         return f"<!-- code: {path} {name} -->\n```python\n{source_of(path, name)}```"
 
     text = _MARKED.sub(block, text)
-    return _TABLE.sub(lambda found: f"{found[1]}\n{optimizers()}\n{found[2]}", text)
+    made = {"optimizers": optimizers, "keys": reference.keys, "commands": reference.commands}
+    return _MADE.sub(lambda found: f"{found[1]}\n{made[found['what']]()}\n{found[3]}", text)
 
 
 def optimizers() -> str:
