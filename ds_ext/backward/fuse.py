@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext import logs
-from ds_ext.backward import owners, settings
+from ds_ext.backward import owners, settings, start
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
@@ -78,6 +78,11 @@ def fuse_into_backward(
         overlap=True,
     )
     fused = FusedBackward(model, optimizer.separate_experts(model), layout, how)
+    warnings = [*start.warnings(optimizer, layout)]
+    if layout.rank == 0:
+        logs.logger.info(start.line(optimizer, layout, how, "without DeepSpeed"))
+        for warning in warnings:
+            logs.logger.warning(warning)
 
     def end_step(_: object, args: tuple[Any, ...], given: dict[str, Any]) -> StepArguments | None:
         closure = given.get("closure", args[1] if args[1:] else None)

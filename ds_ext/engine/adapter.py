@@ -14,15 +14,16 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
-from ds_ext.backward import rehearsal
+from ds_ext.backward import rehearsal, start
 from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.settings import Gradients
 from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import autotp, expert_parallel, leftovers, safe_access, settings
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of
-from ds_ext.engine.log import log
+from ds_ext.engine.log import log, warn
 from ds_ext.engine.zero3 import Partitions
 from ds_ext.optimizer import RuleOptimizer, host_offload
 from ds_ext.optimizer.host_offload import HostOffload
@@ -70,8 +71,16 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._take_over_from_engine()
         leftovers.hide_from_copies(engine)
         safe_access.give(self.fused)
+        self._tell(how, config)
+
+    def _tell(self, how: Gradients, config: dict[str, Any]) -> None:
+        """What the log says of the engine when it is made."""
+        where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
+        log(start.line(self.optimizer, self.layout, how, where))
         for line in gradients.report(how, config):
-            log(f"{type(optimizer).__name__}: {line}")
+            log(f"{type(self.optimizer).__name__}: {line}")
+        for warning in start.warnings(self.optimizer, self.layout):
+            warn(warning)
 
     def _prepare_optimizer(self, offload: dict[str, Any] | None) -> None:
         """Tells the optimizer of its parameters what only the engine knows."""

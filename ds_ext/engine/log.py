@@ -9,3 +9,10 @@ def log(message: str) -> None:
     logs.show_by_default()
     if consensus.is_first():
         logs.logger.info(message)
+
+
+def warn(message: str) -> None:
+    """The same as a warning."""
+    logs.show_by_default()
+    if consensus.is_first():
+        logs.logger.warning(message)

@@ -21,7 +21,16 @@ from torch import Tensor
 from ds_ext.backward import fuse, owners, rehearsal
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
-from ds_ext.engine import build, expert_parallel, leftovers, names, refusals, save_load, tiled
+from ds_ext.engine import (
+    build,
+    expert_parallel,
+    leftovers,
+    names,
+    refusals,
+    save_load,
+    tiled,
+    trainer_arguments,
+)
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.optimizer import RuleOptimizer
@@ -117,6 +126,8 @@ def _configure_optimizer(
 def _configure_basic_optimizer(original: Method, engine: DeepSpeedEngine, params: list[Any]) -> Any:
     names.tell_whose(engine.optimizer_name())
     ours = names.ours(engine.optimizer_name())
+    if ours:
+        trainer_arguments.refuse()
     return build.optimizer_of(engine, params, ours) if ours else original(engine, params)
 
 
@@ -179,6 +190,18 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
     original(engine)
     if isinstance(engine.optimizer, ZeroAdapter):
         engine.optimizer.zero_grad()
+
+
+@replaces(DeepSpeedEngine)
+def backward(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    """Refuses the learning rate that HF Trainer and LOMO's own scripts hand to backward."""
+    if isinstance(engine.optimizer, ZeroAdapter) and "learning_rate" in kwargs:
+        raise TypeError(
+            "engine.backward() takes no learning_rate: parameters are stepped by that of their "
+            'param group, which the config\'s "lr" and schedulers set. HF Trainer hands it over '
+            'where TrainingArguments.optim is "lomo" or "adalomo": leave optim out.'
+        )
+    return original(engine, *args, **kwargs)
 
 
 @replaces(DeepSpeedEngine)

@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 import torch
 from torch import Tensor
@@ -88,3 +88,12 @@ def leaves(parts: Parts, *above: str) -> Iterator[tuple[tuple[str, ...], Part]]:
             yield (*above, key), part
         else:
             yield from leaves(part, *above, key)
+
+
+def nbytes(state: Any) -> int:
+    """Bytes of all tensors in a state, nested in dicts and sequences."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(nbytes, state.values()))
+    return sum(map(nbytes, state)) if isinstance(state, (list, tuple)) else 0

@@ -355,6 +355,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         return self._rules.of(self.row_of[param], self.group_of[param])
 
+    def is_relative(self, param: Tensor) -> bool:
+        """Whether the steps of a parameter are in proportion to its size, by its group's rule."""
+        rule = self.rule_of(param)
+        return rules.entry_of(type(rule)).is_relative(rule)
+
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """Returns the weights of a run ``p``, [len(shard)]: fp32 if there is a master of them."""
         masters = {k: v for k, v in self.state.get(param, {}).items() if k in weight_update.MASTER}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Parts, zeros
+from ds_ext.ops.state import Parts, nbytes, zeros
 from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload
 
 
@@ -222,15 +222,6 @@ def _small(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: _small(x) for key, x in state.items()}
     return state if state.nbytes < host_offload.SMALL else ()
-
-
-def nbytes(state: Any) -> int:
-    """Bytes of all tensors in a state, nested in dicts and sequences."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    if isinstance(state, Mapping):
-        return sum(map(nbytes, state.values()))
-    return sum(map(nbytes, state)) if isinstance(state, (list, tuple)) else 0
 
 
 def rules_of(

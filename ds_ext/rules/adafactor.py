@@ -27,7 +27,11 @@ from ds_ext.rules.base import Kept, Rounds, register
 
 
 @register(
-    paper="1804.04235", state="4/R + 4/C, and 4/d with `beta1`", rounds="1, or 2", is_batched=True
+    paper="1804.04235",
+    state="4/R + 4/C, and 4/d with `beta1`",
+    rounds="1, or 2",
+    is_batched=True,
+    relative=lambda rule: rule.scale_parameter,
 )
 @dataclass(frozen=True)
 class Adafactor:

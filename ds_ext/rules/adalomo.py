@@ -23,7 +23,7 @@ from ds_ext.rules import factored
 from ds_ext.rules.base import Kept, Rounds, register
 
 
-@register(paper="2310.10195", state="4/R + 4/C", rounds="1, or 2", is_batched=True)
+@register(paper="2310.10195", state="4/R + 4/C", rounds="1, or 2", is_batched=True, relative=True)
 @dataclass(frozen=True)
 class AdaLomo:
     """Adafactor's update with its size relative to the weights' (arXiv 2310.10195)."""

@@ -62,6 +62,7 @@ class Entry:
     # How parameters are stepped that the rule is not for, by their role: a group's keys.
     roles: Mapping[str, Mapping[str, Any]]
     any_shape: bool = True  # whether ``step`` is defined for more than matrices
+    relative: Callable[[Any], bool] | bool = False  # see ``relative`` of ``register``
     spelling: str = ""  # of its name in papers and configs
 
     @property
@@ -72,6 +73,10 @@ class Entry:
     def batches(self, rule: Rule, shard: Shard) -> bool:
         """Whether ``rule``, one of ``self.rule``, steps a run in a batch; alike on all ranks."""
         return self.joins(rule, shard) if callable(self.joins) else self.joins
+
+    def is_relative(self, rule: Rule) -> bool:
+        """Whether the steps of ``rule``, one of ``self.rule``, are in proportion to the weights."""
+        return self.relative(rule) if callable(self.relative) else self.relative
 
     @property
     def others(self) -> str | None:
@@ -100,6 +105,7 @@ def register(
     embedding: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
     any_shape: bool | None = None,
+    relative: Callable[[Any], bool] | bool = False,
     spelling: str | None = None,
 ) -> Callable[[R], R]:
     """Makes a rule an optimizer: ``"type"`` in a DeepSpeed config, and in every table.
@@ -118,6 +124,8 @@ def register(
         head: those of the output head, if they differ.
         any_shape: whether ``step`` is defined for more than matrices, where a script's own param
             group holds more; not given, that of a rule whose ``others`` have a type is not.
+        relative: whether a step is in proportion to the size of the weights, so that ``lr`` is
+            relative to that, and a matrix of zeros hardly moves; or a function of a rule.
         spelling: its name in papers, if that has dashes; configs may write either.
 
     Raises:
@@ -134,7 +142,9 @@ def register(
             roles = {"other": others, "embedding": embedding or others, "head": head or others}
         is_for_all = "type" not in (others or {}) if any_shape is None else any_shape
         spelled = spelling or rule.__name__
-        REGISTRY[name] = Entry(rule, paper, state, rounds, is_batched, roles, is_for_all, spelled)
+        REGISTRY[name] = Entry(
+            rule, paper, state, rounds, is_batched, roles, is_for_all, relative, spelled
+        )
         for tell in _subscribers:
             tell(name)
         return rule

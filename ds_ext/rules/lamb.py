@@ -19,7 +19,7 @@ from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Kept, Rounds, register
 
 
-@register(paper="1904.00962", state="8/d", rounds="1", is_batched=True)
+@register(paper="1904.00962", state="8/d", rounds="1", is_batched=True, relative=True)
 @dataclass(frozen=True)
 class LAMB:
     """Adam whose update has the norm of the weights (arXiv 1904.00962)."""

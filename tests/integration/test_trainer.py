@@ -188,6 +188,31 @@ def test_a_scheduler_that_deepspeed_would_give_no_metric_is_refused(folder):
         result(folder, "plateau")
 
 
+@pytest.mark.slow
+def test_arguments_that_name_another_optimizer_are_refused(folder):
+    for told in worlds.run(2, trainer.ignored, folder):
+        own, galore, targets, settings, default = told
+        assert "TrainingArguments.optim = 'adalomo' would be ignored" in own
+        assert "optim = 'galore_adamw' would be ignored" in galore
+        assert "put target_modules into optimizer.params" in targets
+        assert "optim_args = 'rank=64' would be ignored" in settings
+        assert default == ""
+
+
+@pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3"]))
+def test_adapters_that_start_at_zero_are_told_of_where_they_would_learn_nothing(folder, name):
+    told = [line for line in result(folder, name)["said"] if "these start at zero" in line]
+    assert len(told) == (JOBS[name].config == "adalomo")
+    assert all("q_proj.lora_B.default.weight (2)" in line for line in told)
+
+
+def test_a_model_without_zeros_is_not_warned_of(folder):
+    said = result(folder, "adalomo")["said"]
+    assert not [line for line in said if "start at zero" in line or "is small for" in line]
+    (line,) = [line for line in said if "MiB of state" in line]
+    assert line.startswith("AdaLomo, ZeRO stage 3, 2 ranks: 18,048 parameters trained, ")
+
+
 @pytest.mark.supports("accelerate's own loop", stage=3, optimizer=lambda name: LOOPS[name].config)
 @pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerate_loop_equals_one_process(folder, name):

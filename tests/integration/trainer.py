@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import ds_ext  # noqa: F401 (registers the optimizers, all that a script has to do)
 from tests.common import by_role
-from tests.common.ranks import logged, whole
+from tests.common.ranks import logged, message, whole
 from tests.integration import own_loops
-from tests.integration.trainer_jobs import BATCH, JOBS, Job, Sequential, adapted, data
+from tests.integration.trainer_jobs import ARGUMENTS, BATCH, JOBS, Job, Sequential, adapted, data
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,3 +86,31 @@ def accelerate(folder: str, name: str) -> dict[str, Any]:
 def grouped(folder: str, name: str) -> dict[str, Any]:
     """An engine's loop with an optimizer of several parameter groups."""
     return own_loops.grouped(name, config(name), lambda: load(folder))
+
+
+def ignored(folder: str) -> list[str]:
+    """The errors of TrainingArguments that say something of the optimizer, as the config does."""
+    cases: list[dict[str, Any]] = [
+        {"optim": "adalomo"},
+        {"optim": "galore_adamw", "optim_target_modules": ["attn"]},
+        {"optim_target_modules": "all-linear"},
+        {"optim_args": "rank=64"},
+        {"optim": "adamw_torch"},
+    ]
+    return [_message(folder, given) for given in cases]
+
+
+def _message(folder: str, given: dict[str, Any]) -> str:
+    """The error of a Trainer, which must not have changed a weight; or ""."""
+    model = load(folder)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/ignored",
+        per_device_train_batch_size=2,
+        deepspeed=config("lomo", 2),
+        **ARGUMENTS | {"max_steps": 1, "warmup_steps": 0} | given,
+    )
+    trainer = Sequential(model=model, args=arguments, train_dataset=data())
+    told = message(trainer.train, ValueError, TypeError)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) == bool(told)
+    return told

@@ -1,0 +1,109 @@
+"""What is said once, when training begins: how the model is stepped, and what would learn little.
+
+Steps of AdaLomo, LAMB and Adafactor are in proportion to the weights (``relative`` of a rule's
+registration). So a learning rate that suits AdamW hardly moves them, and a matrix that starts at
+zero, as LoRA's ``lora_B`` does, hardly moves at all. Vectors at zero, such as biases, are normal.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext.backward.settings import Gradients
+from ds_ext.distributed.layout import Layout
+from ds_ext.ops import state, weight_update
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.model_view import summary
+
+LEAST_RATE = 1e-4  # relative to the weights: a tenth of what such rules have as their default
+
+
+def line(optimizer: RuleOptimizer, layout: Layout, how: Gradients, where: str) -> str:
+    """Returns the line that tells how a model is stepped.
+
+    Args:
+        optimizer: of its parameters.
+        layout: of the model.
+        how: its gradients are treated.
+        where: such as "ZeRO stage 3".
+    """
+    trained = [p for p in optimizer.group_of if p.requires_grad]
+    kinds = dict.fromkeys(optimizer.hypers_of(optimizer.group_of[p]).__name__ for p in trained)
+    elements = sum(math.prod(layout.shard(p).shape) for p in trained)
+    ranks = f"{layout.world} rank{'s' * (layout.world > 1)}"
+    writing = ", ".join(dict.fromkeys(_writing(optimizer, p) for p in trained))
+    return (
+        f"{' and '.join(kinds) or type(optimizer).__name__}, {where}, {ranks}: {elements:,} "
+        f'parameters trained, gradient_policy "{how.policy}", weights {writing or "none"}, '
+        f"{state_bytes(optimizer, layout) / 2**20:,.2f} MiB of state on this rank"
+    )
+
+
+def _writing(optimizer: RuleOptimizer, param: Tensor) -> str:
+    """A weight's dtype and, if that has 16 bits, how it is rounded: 'bfloat16 ("stochastic")'."""
+    dtype = str(param.dtype).removeprefix("torch.")
+    how = optimizer.rule_of(param).weight_update
+    return f'{dtype} ("{how}")' if param.dtype.itemsize == 2 else dtype
+
+
+def state_bytes(optimizer: RuleOptimizer, layout: Layout) -> int:
+    """Returns the bytes of state, masters among it, that this rank will keep of what is trained."""
+    total = 0
+    for param in (p for p in optimizer.group_of if p.requires_grad):
+        rule, shard = optimizer.rule_of(param), layout.shard(param)
+        run = torch.empty(len(shard), dtype=param.dtype, device="meta")
+        total += state.nbytes(state.zeros(optimizer.keeps(param, shard, rule), run))
+        total += state.nbytes(weight_update.master(run, rule))
+    return total
+
+
+def warnings(optimizer: RuleOptimizer, layout: Layout) -> Iterator[str]:
+    """Yields what will hardly be learnt, and what to do. All ranks of the model call it.
+
+    Args:
+        optimizer: whose steps may be relative to the weights.
+        layout: of the model, with the weights that training begins with.
+    """
+    relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]
+    for rule, lr in dict.fromkeys(_rate(optimizer, p) for p in relative):
+        if lr is not None and 0 < lr < LEAST_RATE:
+            yield (
+                f"lr = {lr:g} is small for {rule}, whose lr is relative to the weights: 1e-3 to "
+                '1e-4 is usual. Where the config says "auto" it is learning_rate of '
+                "TrainingArguments, by default 5e-5."
+            )
+    matrices = [p for p in relative if len(layout.shard(p).shape) > 1]
+    if zeros := _zeros(matrices, layout):
+        rule = type(optimizer.rule_of(zeros[0])).__name__
+        names = [layout.name(p) for p in zeros]
+        match = "lora_" if all("lora_" in name for name in names) else names[0]
+        yield (
+            f"{rule}'s steps are in proportion to the weights, and these start at zero, where they "
+            f"hardly move: {summary(names)}. Let another optimizer step them: "
+            f'"param_groups": [{{"match": "{match}", "type": "AdamW", "lr": 1e-4}}] in '
+            "optimizer.params."
+        )
+
+
+def _rate(optimizer: RuleOptimizer, param: Tensor) -> tuple[str, Any]:
+    """The name of a parameter's rule, and its learning rate, before any schedule."""
+    group = optimizer.group_of[param]
+    return type(optimizer.rule_of(param)).__name__, group.get("initial_lr", group["lr"])
+
+
+def _zeros(params: list[Tensor], layout: Layout) -> list[Tensor]:
+    """The parameters that are zero on all ranks, which ask each other once."""
+    if not params:
+        return []
+    there = [float(_has_values(layout.run(p))) for p in params]
+    total = layout.total(torch.tensor(there, dtype=torch.float32, device=layout.device))
+    layout.take_bytes_sent()  # which are of no step
+    return [p for p, found in zip(params, total.tolist(), strict=True) if not found]
+
+
+def _has_values(run: Tensor) -> bool:
+    """Whether a run is not all zero, which a few of its elements tell of most."""
+    return bool(run[:1024].any()) or bool(run.any())
