@@ -154,16 +154,16 @@ class SignStep:
 
 
 def columns(**moments: Writable) -> dict[str, Any] | None:
-    """The tensors that a kernel finds moments in, by columns of its table; None if it cannot."""
+    """The tensors that a pass finds moments in, by columns of its table; None if it cannot."""
     found: dict[str, Any] = {}
     for name, x in moments.items():
         if isinstance(x, Tensor | Runs):
             found[name] = x
         elif hasattr(x, "columns"):
             found |= x.columns(name)
-    are_native = any(isinstance(x, Runs) for x in found.values())
-    # moments of 8 bits are of native passes alone
-    return found if len(found) == len(moments) or are_native else None
+        else:
+            return None
+    return found
 
 
 def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:

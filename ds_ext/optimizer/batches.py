@@ -22,7 +22,6 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Batch, KnownSquares, Runs, kind, may_join, stacked
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import leaves
 from ds_ext.ops.triton import devices, launches
 from ds_ext.optimizer import expert_stacks
 
@@ -235,15 +234,9 @@ def _joins(u: "RunUpdate") -> bool:
 def _are_batched(rule: Any, pieces: Sequence[Piece], device: torch.device) -> bool:
     """Whether ``rule`` steps the pieces of a parameter in a batch; the same on all ranks."""
     entry = rules.entry_of(type(rule))
-    if devices.take(device) and not all(_take(rule, piece.shard) for piece in pieces):
+    if devices.take(device) and not all(devices.take_matrices(x.shard) for x in pieces):
         return False
     return all(entry.batches(rule, piece.shard) for piece in pieces)
-
-
-def _take(rule: Any, shard: Shard) -> bool:
-    """Whether kernels step a run by ``rule``: its rows and columns, and moments in fp32."""
-    parts = leaves(rule.keeps(shard))
-    return devices.take_matrices(shard) and all(part.dtype is None for _, part in parts)
 
 
 def _pieces(optimizer: "RuleOptimizer", at: int, u: "RunUpdate", state: State) -> list[Piece]:

@@ -24,8 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = ((), (5,), (300,), (1, 7), (7, 1), (40, 150), (3, 33, 20), (70, 17))
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5}, galoreadamw={"rank": None})
 # Triton's interpreter is slow: `make test` runs rules that ask for different kernels.
-WITHOUT = ("flashadamw",)  # its moments have no kernel; the ops serve
-BY_RANKS = list(itertools.product([name for name in FOR_ALL if name not in WITHOUT], [1, 3]))
+BY_RANKS = list(itertools.product(FOR_ALL, [1, 3]))
 QUICK_BY_RANKS = [("lomo", 3), ("adafactor", 3), ("lamb", 1), ("sinkgd", 1)]
 IN_16_BITS = list(
     itertools.product(
@@ -35,6 +34,13 @@ IN_16_BITS = list(
 QUICK_IN_16_BITS = [("lomo", "stochastic", "bf16"), ("lomo", "master", "bf16")]
 QUICK_IN_16_BITS += [("lomo", "nearest", "fp16"), ("lomo", "stochastic", "fp16")]
 QUICK_IN_16_BITS += [("lomo", "master24", "bf16")]
+WITH_MOMENTS = list(
+    itertools.product(
+        [("flashadamw", None), ("adamw", 32), ("lion", 8), ("lion", 32)],
+        [(torch.float32, "nearest"), (torch.bfloat16, "master")],
+    )
+)
+WITH_MOMENTS = [(*rule, way) for rule, way in WITH_MOMENTS]
 CLOSE = 1e-5  # of the norm of the update
 STEPS = 2
 
@@ -118,6 +124,25 @@ def test_a_step_is_that_of_the_ops(name, world, kernels, launched):
     expected, _ = trained(name, torch.float32, "nearest", world)
     assert not launched
     assert worst(found, expected, before) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    "name, nbits, way", params(WITH_MOMENTS, [WITH_MOMENTS[0], WITH_MOMENTS[5]])
+)
+def test_moments_and_what_they_make_of_weights_have_the_bits_of_the_ops(
+    name, nbits, way, kernels, launched
+):
+    """Those of 8 bits too, whose codes a last bit would change: no sum is in another order."""
+    dtype, mode = way
+    hypers = SETTINGS[name] | ({"nbits": nbits} if nbits else {})
+    # more than a tile, groups of 32 that end in one, rows that no vector fits into
+    shapes = ((70, 64), (37, 150), (5,))
+    found, before = trained(name, dtype, mode, 1, hypers, shapes)
+    assert {"apply"} <= set(launched) <= {"apply", "mark", "mend", "mend_unmarked"}
+    kernels(False)
+    expected, _ = trained(name, dtype, mode, 1, hypers, shapes)
+    assert all(map(torch.equal, found, expected))
+    assert not any(a.equal(w.view(-1)) for a, w in zip(found, before, strict=True))
 
 
 @pytest.mark.parametrize("name", params(["adalomo", "adafactor", "came", "lamb"], ["lamb"]))
@@ -347,6 +372,20 @@ def test_fp64_and_what_no_kernel_reads_are_left_to_the_ops(kernels, launched):
     galore = OPTIMIZERS["galoreadamw"](params, rank=3)
     galore.step()
     assert "statistics" not in launched
+
+
+def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
+    given = []
+    original = tables.options
+
+    def options(warps):
+        given.append(original(warps))
+        return given[-1]
+
+    monkeypatch.setattr(tables, "options", options)
+    x = torch.ones(6, device=DEVICE)
+    assert ops.square_sum(x, Shard.whole((6,)), x) == 6
+    assert [one["enable_fp_fusion"] for one in given] == [False, False]
 
 
 def test_an_error_leaves_nothing_waiting(kernels, launched):

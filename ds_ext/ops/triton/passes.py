@@ -19,7 +19,8 @@ from ds_ext.ops.triton.tiles import Geometry, Numbers, Tiles
 Columns = Mapping[str, Any]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 BY_MATRIX = ("IS_QUOTIENT", "IS_RESIDUAL")  # depend on the row and column of an element
-VECTORS = [AT[name] for name in ("x", "w", "aux", "m", "v")]  # runs that are read in vectors
+# What is read in vectors.
+VECTORS = [AT[name] for name in ("x", "w", "aux", "m", "v", "m_scale", "v_scale")]
 OUT = [*VECTORS, AT["out"]]  # and written
 
 

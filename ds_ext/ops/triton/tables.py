@@ -115,7 +115,15 @@ def start(
     kernel: str, programs: int, table: Tensor, count: int, named: Mapping[str, Any], warps: int
 ) -> None:
     """Launches a kernel on the current device."""
-    getattr(_kernels(), kernel)[(programs,)](table, count, **named, num_warps=warps)
+    getattr(_kernels(), kernel)[(programs,)](table, count, **named, **options(warps))
+
+
+def options(warps: int) -> dict[str, Any]:
+    """How Triton compiles a kernel: products are rounded before they are added, as elsewhere.
+
+    Its own default differs from version to version.
+    """
+    return {"num_warps": warps, "enable_fp_fusion": False}
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ds_ext.ops.triton.kernels.moments import moved
 from ds_ext.ops.triton.kernels.table import (
     BOUND,
     COL,
@@ -94,8 +95,7 @@ def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of):
     old = tl.load(pointer(t, FIELD, tl.float32) + at, mask=has, other=1.0)
     mean = tl.load(pointer(t, SUMS, tl.float32) + at, mask=has, other=0.0) / of + eps
     mean = tl.where(has, mean, 1.0)
-    change = mean - old
-    new = tl.where(share < 0.5, old + share * change, mean - (1.0 - share) * change)
+    new = moved(old, mean, share)
     tl.store(pointer(t, FIELD, tl.float32) + at, new, mask=has)
     return new
 

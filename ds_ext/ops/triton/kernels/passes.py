@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ds_ext.ops.triton.kernels.moments import moved
 from ds_ext.ops.triton.kernels.table import (
     COLS,
     LR,
@@ -34,7 +35,7 @@ def _read(
     across = tl.cdiv(tl.load(t + COLS), TC)
     mat, r, has_row = rows_of(t, tile // across, TR)
     e, ok, j = elements_of(t, mat, r, has_row, (tile % across) * TC, TC, ALIGNED)
-    u = value_of(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    u = value_of(t, e, ok, mat, r, has_row, j, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
     return t, tile, e, ok, u
 
 
@@ -56,7 +57,7 @@ def _advance(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """out ← out + share · (u − out)."""
     out = run_at(t, OUT, tl.float32, e, TC, ALIGNED)
     m = tl.load(out, mask=ok, other=0.0)
-    tl.store(out, m + number(t, SHARE) * (u - m), mask=ok)
+    tl.store(out, moved(m, u, number(t, SHARE)), mask=ok)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def statistics(
     down, over = tile // across, tile % across
     mat, r, has_row = rows_of(t, down, TR)
     e, ok, j = elements_of(t, mat, r, has_row, over * TC, TC, ALIGNED)
-    u = value_of(t, e, ok, mat, r, has_row, j, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    u = value_of(t, e, ok, mat, r, has_row, j, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
     square = u * u
     row = pointer(t, PART, tl.float32) + over * tl.load(t + HEIGHT) + down * TR + tl.arange(0, TR)
     tl.store(row, tl.sum(square, axis=1))

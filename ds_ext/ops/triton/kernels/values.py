@@ -3,9 +3,15 @@
 import triton
 import triton.language as tl
 
+from ds_ext.ops.triton.kernels.moments import (
+    adam,
+    adam8_step,
+    adam_step,
+    moved,
+    sign8_step,
+    sign_step,
+)
 from ds_ext.ops.triton.kernels.table import (
-    BETA1,
-    BETA2,
     BOUND,
     COL,
     COLS,
@@ -15,8 +21,6 @@ from ds_ext.ops.triton.kernels.table import (
     ROWS,
     SCALE,
     WEIGHT,
-    A,
-    B,
     M,
     V,
     X,
@@ -30,6 +34,7 @@ from ds_ext.ops.triton.kernels.weights import load_weight
 # What is read: see ``value_of``.
 IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR = (tl.constexpr(i) for i in range(4))
 IS_RESIDUAL, IS_ADAM_STEP, IS_ADAM, IS_SIGN_STEP = (tl.constexpr(i) for i in range(4, 8))
+IS_ADAM8_STEP, IS_SIGN8_STEP = tl.constexpr(8), tl.constexpr(9)
 
 
 @triton.jit
@@ -53,7 +58,7 @@ def scaled(x, factor, most, BOUNDED: tl.constexpr):
 
 @triton.jit
 def value_of(
-    t, e, ok, mat, r, has_row, j, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    t, e, ok, mat, r, has_row, j, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
     FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
     DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -61,14 +66,14 @@ def value_of(
 
     IS_WEIGHT: the weights. IS_RUN: x · factor within ± bound. IS_QUOTIENT: that · row · col;
     IS_VECTOR: / sqrt(v), a run. IS_ADAM: from m and v; IS_ADAM_STEP: after they were advanced by
-    x. IS_SIGN_STEP: Lion's. All · scale. IS_RESIDUAL: the quotient less the momentum. DECAYS: +
-    decay · weights.
+    x; IS_SIGN_STEP: Lion's; 8: by moments of 8 bits. All · scale. IS_RESIDUAL: the quotient less
+    the momentum. DECAYS: + decay · weights.
     """
     if FORM == IS_WEIGHT:
         u = load_weight(t, e, ok, TC, ALIGNED, WD, KEPT)
     else:
         if FORM == IS_ADAM:
-            u = _adam(t, e, ok, TC, ALIGNED)
+            u = adam(t, e, ok, TC, ALIGNED)
         else:
             x = tl.load(run_at(t, X, XD, e, TC, ALIGNED), mask=ok, other=0.0)
             factor, most = factor_and_bound(t, BOUNDED)
@@ -78,9 +83,13 @@ def value_of(
         if FORM == IS_VECTOR:
             u = u * tl.rsqrt(tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0))
         if FORM == IS_ADAM_STEP:
-            u = _adam_step(t, e, ok, u, TC, ALIGNED)
+            u = adam_step(t, e, ok, u, TC, ALIGNED)
         if FORM == IS_SIGN_STEP:
-            u = _sign_step(t, e, ok, u, TC, ALIGNED)
+            u = sign_step(t, e, ok, u, TC, ALIGNED)
+        if FORM == IS_ADAM8_STEP:
+            u = adam8_step(t, e, ok, u, TR, TC, ALIGNED)
+        if FORM == IS_SIGN8_STEP:
+            u = sign8_step(t, e, ok, u, TR, TC, ALIGNED)
         u = u * number(t, SCALE)
         if FORM == IS_RESIDUAL:
             u = _less_momentum(t, e, ok, u, TC, ALIGNED)
@@ -103,45 +112,6 @@ def _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED: tl.constexpr):
 def _less_momentum(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """u − m, after m ← m + weight · (u − m)."""
     at = run_at(t, M, tl.float32, e, TC, ALIGNED)
-    m = tl.load(at, mask=ok, other=0.0)
-    m += number(t, WEIGHT) * (u - m)
+    m = moved(tl.load(at, mask=ok, other=0.0), u, number(t, WEIGHT))
     tl.store(at, m, mask=ok)
     return u - m
-
-
-@triton.jit
-def _adam(t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Adam's update by m and v."""
-    m = tl.load(run_at(t, M, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
-    v = tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0)
-    return _root_quotient(t, m, v)
-
-
-@triton.jit
-def _adam_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """The same, after m and v were advanced by a gradient."""
-    at_m = run_at(t, M, tl.float32, e, TC, ALIGNED)
-    at_v = run_at(t, V, tl.float32, e, TC, ALIGNED)
-    m = tl.load(at_m, mask=ok, other=0.0)
-    v = tl.load(at_v, mask=ok, other=1.0)
-    m += number(t, BETA1) * (g - m)
-    v += number(t, BETA2) * (g * g - v)
-    tl.store(at_m, m, mask=ok)
-    tl.store(at_v, v, mask=ok)
-    return _root_quotient(t, m, v)
-
-
-@triton.jit
-def _sign_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Lion's: the sign of m + beta1 · (g − m), after which m was advanced by beta2."""
-    at = run_at(t, M, tl.float32, e, TC, ALIGNED)
-    m = tl.load(at, mask=ok, other=0.0)
-    u = m + number(t, BETA1) * (g - m)
-    tl.store(at, m + number(t, BETA2) * (g - m), mask=ok)
-    return tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, u))
-
-
-@triton.jit
-def _root_quotient(t, m, v):
-    """m / (sqrt(v) · a + b)."""
-    return m / (tl.sqrt(v) * number(t, A) + number(t, B))
