@@ -5,7 +5,7 @@ written as if it were a tensor (``Quotient``, ``AdamStep``) costs some blocks of
 What passes read, and what they write, is of ``lazy`` and ``momenta``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -58,6 +58,7 @@ __all__ = [
     "advance_",
     "advance_numbers_",
     "apply_",
+    "blocks",
     "count_beyond",
     "evaluate",
     "factors_",
@@ -334,6 +335,15 @@ def _subtract_(p: Any, u: Tensor, lr: float) -> None:
     ``sub_`` would round lr to 16 bits where p has 16, and the product not by itself.
     """
     p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
+
+
+def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:
+    """The blocks of a run, for a rule that reads them itself, as products of matrices need it.
+
+    What passes have written before is there. On a GPU blocks are larger: see ``scratch.SLICE``.
+    """
+    launches.launch()
+    yield from scratch.blocks(shard, scratch.product_limit(like.device))
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:

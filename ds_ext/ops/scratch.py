@@ -13,6 +13,10 @@ from torch import Tensor
 
 from ds_ext.ops.shard import BLOCK, Block, Shard
 
+# The same for products on a GPU, and for what they are beside when weights are written: 32 MiB of
+# fp32, which fit into its cache.
+SLICE = 2**23
+
 
 class _Kind:
     """Flat buffers of ``BLOCK`` elements of one dtype, as they were last seen, and those in use."""
@@ -31,11 +35,19 @@ class _Kinds(threading.local):
 _kinds = _Kinds()
 
 
-def blocks(shard: Shard) -> Iterator[Block]:
-    """The blocks of a run, one after another; when one begins, all scratch memory is free."""
-    for b in shard.blocks():
+def blocks(shard: Shard, limit: int | None = None) -> Iterator[Block]:
+    """The blocks of a run, one after another; when one begins, all scratch memory is free.
+
+    They have at most ``limit`` elements, None for ``BLOCK``.
+    """
+    for b in shard.blocks(limit):
         _free()
         yield b
+
+
+def product_limit(device: torch.device) -> int:
+    """Elements of a run at most that are part of one product of matrices."""
+    return BLOCK if device.type == "cpu" else SLICE
 
 
 def parts(n: int, width: int) -> Iterator[slice]:

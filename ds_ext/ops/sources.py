@@ -17,6 +17,7 @@ class Kept:
     how: str = "PLAIN"  # or STOCHASTIC, SPLIT, COPIED, CORRECTED: see weight_forms.py
     aux: Tensor | None = None
     key: int = 0
+    start: int | None = None  # element of the parameter that the run starts at; None: its shard's
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ class StochasticWeight:
 
     def kept(self) -> Kept:
         """Returns what this is to a kernel."""
-        return Kept(self.run, "STOCHASTIC", key=self.key)
+        return Kept(self.run, "STOCHASTIC", key=self.key, start=self.start)
 
     def part(self, run: slice) -> "StochasticWeight":
         """Returns some elements of the run, to be read and written as they are in it."""

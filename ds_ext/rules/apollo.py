@@ -32,7 +32,6 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Count, Fraction, NonNegative, Positive, Scaling, Size
-from ds_ext.ops import scratch
 from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
@@ -100,7 +99,7 @@ class APOLLO:
         basis = normals(stream, self.seed, draw, numbers).to(dtype).mul_(self.rank**-0.5)
         basis = basis.view(-1, self.rank)
         r = torch.zeros(max(shard.rows, shard.cols), self.rank, dtype=dtype, device=g.device)
-        for b in scratch.blocks(shard):
+        for b in ops.blocks(shard, g):
             x = ops.read(g, b)[0]
             if tall:
                 r[b.rows] += x @ basis[b.cols]

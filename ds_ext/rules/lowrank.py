@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.ops import scratch
 from ds_ext.ops.shard import Block, Shard, outward
 from ds_ext.ops.state import Part
 from ds_ext.rules.base import Sums
@@ -59,7 +58,7 @@ def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
     r = torch.zeros(shape, dtype=q.dtype, device=q.device)
     first = shard.touched.start
-    for b in scratch.blocks(shard):
+    for b in ops.blocks(shard, g):
         x = ops.read(g, b)[0]
         if right:
             r[b.rows] += x @ q[:, b.cols].T
@@ -132,7 +131,7 @@ def _window(g: ops.Gradient, rows: slice, cols: slice, shard: Shard) -> Tensor:
     """A box of the matrix, 0 but for the elements of the run ``g``."""
     shape = (rows.stop - rows.start, cols.stop - cols.start)
     window = torch.zeros(shape, dtype=ops.accumulator(g.dtype), device=g.device)
-    for b in scratch.blocks(shard):
+    for b in ops.blocks(shard, g):
         row, col = _common(rows, b.rows), _common(cols, b.cols)
         if row.start < row.stop and col.start < col.stop:
             part = ops.read(g, b)[0][_within(row, b.rows), _within(col, b.cols)]

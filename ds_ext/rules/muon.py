@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Adjustment, Count, Fraction, NonNegative, Number, Positive
-from ds_ext.ops import scratch
 from ds_ext.ops.shard import BLOCK, Block, Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Kept, Rounds, Sums, register
@@ -81,7 +80,7 @@ class Muon:
             (totals,) = yield (torch.stack(tuple(edges.values())),)
             edges = dict(zip(edges, totals, strict=True))
         gram = like.new_zeros(shard.cols, shard.cols)
-        for b in scratch.blocks(shard):
+        for b in ops.blocks(shard, like):
             if b.rows.start not in edges:
                 rows = ops.read(x, b)[0]
                 gram.addmm_(rows.T, rows)
@@ -98,7 +97,7 @@ class Muon:
     ) -> Generator[Sums, Sums, ops.Run]:
         """The update by the whole matrix, of which a rank may have any elements."""
         whole = like.new_zeros(shard.rows, shard.cols)
-        for b in scratch.blocks(shard):
+        for b in ops.blocks(shard, like):
             whole[b.rows, b.cols] = ops.read(x, b)[0]
         if shard.is_cut:
             (whole,) = yield (whole,)
@@ -148,7 +147,7 @@ def _edges(x: ops.Readable, shard: Shard, like: Tensor) -> dict[int, Tensor]:
     """What a run has of the rows that cuts go through, by their numbers; [cols], 0 elsewhere."""
     cut = {at // shard.cols for cuts in shard.cuts for at in cuts if at % shard.cols}
     edges = {row: like.new_zeros(shard.cols) for row in sorted(cut)}
-    for b in scratch.blocks(shard):
+    for b in ops.blocks(shard, like):
         if b.rows.start in edges:
             edges[b.rows.start][b.cols] = ops.read(x, b).view(-1)
     return edges

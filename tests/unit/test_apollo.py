@@ -129,7 +129,7 @@ def test_geometry_shifted_by_one_is_seen(shape):
 @pytest.mark.parametrize("limit", [1, 4, 40])
 def test_blocks_of_any_size_give_the_same(limit, monkeypatch):
     original = Shard.blocks
-    monkeypatch.setattr(Shard, "blocks", lambda self: original(self, limit))
+    monkeypatch.setattr(Shard, "blocks", lambda self, _=None: original(self, limit))
     assert worst_error("decay", 3, ((13, 29), (29, 13))) <= EXACT
 
 

@@ -235,7 +235,7 @@ def test_slices_of_any_size_give_the_same(setting, world, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 4, 40])
 def test_blocks_of_any_size_give_the_same(limit, monkeypatch):
     original = Shard.blocks
-    monkeypatch.setattr(Shard, "blocks", lambda self: original(self, limit))
+    monkeypatch.setattr(Shard, "blocks", lambda self, _=None: original(self, limit))
     shapes = ((13, 29), (29, 13), (5,))
     assert worst_error("decay", 3, shapes=shapes) <= EXACT
 

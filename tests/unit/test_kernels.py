@@ -9,7 +9,7 @@ import torch
 
 from ds_ext import ops
 from ds_ext.distributed import lockstep
-from ds_ext.ops import rounding, weight_update
+from ds_ext.ops import rounding, scratch, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import devices, launches, sizes, tables
 from ds_ext.ops.weight_update import Writing
@@ -353,6 +353,57 @@ def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
     kernels(False)
     expected, _ = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
     assert worst(found, expected, before) <= CLOSE
+
+
+PRODUCTS = [
+    ("galoreadamw", {"rank": 3}, torch.bfloat16, 2),
+    ("muon", {}, torch.float32, 2),
+    ("apollo", {"rank": 3}, torch.float32, 2),
+    ("adamw", {"nbits": 8, "min_8bit_size": 0}, torch.float32, 1),
+]
+
+
+@pytest.mark.parametrize("name, hypers, dtype, world", PRODUCTS)
+def test_what_no_kernel_reads_is_applied_by_one_in_slices(
+    name, hypers, dtype, world, kernels, launched, monkeypatch
+):
+    made, limit = [], 512
+    original = launches.read
+
+    def read(u, b):
+        made.append(original(u, b))
+        return made[-1]
+
+    monkeypatch.setattr(launches, "read", read)
+    monkeypatch.setattr(scratch, "SLICE", limit)
+    shapes, hypers = ((70, 64), (37, 150)), SETTINGS[name] | hypers
+    found, before = trained(name, dtype, "stochastic", world, hypers, shapes)
+    elements = sum(math.prod(shape) for shape in shapes)
+    assert "apply" in launched
+    if name != "apollo":  # whose update a kernel can read
+        assert sum(x.numel() for x in made) == STEPS * elements
+        assert max(x.numel() for x in made) <= limit
+    kernels(False)
+    expected, _ = trained(name, dtype, "stochastic", world, hypers, shapes)
+    if dtype == torch.float32:
+        assert worst(found, expected, before) <= CLOSE
+    else:  # the same noise, but for what lies next to the border of two numbers
+        apart = sum(int((a != b).sum()) for a, b in zip(found, expected, strict=True))
+        assert apart <= elements / 200
+
+
+def test_noise_of_experts_stepped_alone_is_that_of_the_ops(kernels):
+    g = torch.randn(4, 20, 30, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    made = []
+    for on in (True, False):
+        kernels(on)
+        p = torch.nn.Parameter(torch.ones(4, 20, 30, device=DEVICE, dtype=torch.bfloat16))
+        optimizer = OPTIMIZERS["galoreadamw"]([p], rank=3, lr=0.01)
+        optimizer.stacks = {p: 4}
+        p.grad = g.bfloat16()
+        optimizer.step()
+        made.append(p.detach())
+    assert (made[0] != made[1]).sum() <= p.numel() / 200 and not (made[0] == 1).all()
 
 
 def test_rows_wider_than_a_tile_are_left_to_the_op(kernels, launched):

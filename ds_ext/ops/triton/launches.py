@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops import batched
+from ds_ext.ops import batched, scratch
 from ds_ext.ops.batch import Batch, Runs, Weights
+from ds_ext.ops.lazy import read
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Number, Source, kept_of, source_of
 from ds_ext.ops.triton import devices
@@ -136,14 +137,28 @@ def square_lerp_(v: Any, x: Any, eps: float, weight: float, shard: Shard) -> Any
 def apply_(p: Any, u: Any, shard: Shard, *, lr: Number, weight_decay: Number = 0.0) -> Any:
     """Makes the pass of ``ops.apply_``."""
     source, kept = source_of(u), kept_of(p)
-    if kept is None or source is None or not _reads(source, kept.run, shard):
+    if kept is None or not _takes(kept.run, shard):
+        return NotImplemented
+    if source is None:
+        return _apply_slices(p, u, shard, lr, weight_decay)
+    if not _reads(source, kept.run, shard):
         return NotImplemented
     if source.kept is not None and (isinstance(weight_decay, Tensor) or weight_decay != 0):
         return NotImplemented
     aux = None if kept.aux is None else Runs([kept.aux])
     weights = Weights(Runs([kept.run]), kept.how, aux, np.array([kept.key], dtype=np.uint32))
-    batch = _alone(shard, kept.run.device)
+    batch = _alone(shard, kept.run.device, kept.start)
     return batched.apply_(weights, u, batch, lr=lr, weight_decay=weight_decay)
+
+
+def _apply_slices(p: Any, u: Any, shard: Shard, lr: Number, weight_decay: Number) -> None:
+    """The same of what no kernel reads, such as products of matrices: slice by slice in fp32."""
+    launch()  # what it reads may wait
+    for b in scratch.blocks(shard, scratch.SLICE):
+        values = read(u, b).reshape(-1)
+        run = p[b.run] if isinstance(p, Tensor) else p.part(b.run)
+        apply_(run, values, Shard.whole((len(values),)), lr=lr, weight_decay=weight_decay)
+        launch()  # so that one slice is alive at a time
 
 
 def mark_(run: Tensor, out: Tensor) -> Any:
@@ -159,9 +174,9 @@ def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> Any:
 
 
 @functools.lru_cache(4096)
-def _alone(shard: Shard, device: torch.device) -> Batch:
-    """A parameter as a batch."""
-    return Batch([shard], device=device)
+def _alone(shard: Shard, device: torch.device, first: int | None = None) -> Batch:
+    """A parameter as a batch, whose noise is that of elements ``first`` and on if it is given."""
+    return Batch([shard], None if first is None else [first], device)
 
 
 def _takes(like: Any, shard: Shard) -> bool:

@@ -81,7 +81,8 @@ def value_of(
         if FORM == IS_QUOTIENT or FORM == IS_RESIDUAL:
             u = _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED)
         if FORM == IS_VECTOR:
-            u = u * tl.rsqrt(tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0))
+            v = tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0)
+            u = u * tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
         if FORM == IS_ADAM_STEP:
             u = adam_step(t, e, ok, u, TC, ALIGNED)
         if FORM == IS_SIGN_STEP:

@@ -101,7 +101,7 @@ def _to_fp16(x, noise):
     bounded = tl.minimum(tl.maximum(x, -MOST_FP16), MOST_FP16)
     power = (bounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     spacing = tl.maximum(power, 2.0**-14) * 2.0**-10
-    steps = tl.abs(bounded) / spacing
+    steps = tl.div_rn(tl.abs(bounded), spacing)
     whole = steps.to(tl.int32).to(tl.float32)
     cut = ((steps - whole) * 65536.0).to(tl.int32)
     whole += (noise < cut).to(tl.float32)
