@@ -246,7 +246,7 @@ def test_blocks_of_any_size_give_the_same(name, limit, blocks_of, monkeypatch):
     largest = 0
     original = Shard.blocks
 
-    def blocks(self):
+    def blocks(self, _=None):
         nonlocal largest
         for b in original(self):
             largest = max(largest, math.prod(b.shape))
@@ -467,7 +467,7 @@ def test_counting_the_padding_is_seen(name, world, monkeypatch):
 def test_a_block_out_of_place_is_seen(blocks_of, monkeypatch):
     original = Shard.blocks
 
-    def blocks(self):
+    def blocks(self, _=None):
         for b in original(self):
             cols = b.cols
             if 0 < cols.start and cols.stop < self.cols:
