@@ -176,6 +176,9 @@ def reduced(
         class Publishing:
             """Takes runs as if parameters had been stepped by them."""
 
+            def voters(self, params: Sequence[Tensor]) -> set[Tensor]:
+                return set(params)
+
             def receive(self, runs: dict[Tensor, Run]) -> None:
                 layout.publish(runs)
                 note(tuple(names[p] for p in runs))

@@ -205,7 +205,8 @@ class Buckets:
         more = {p: self.uses.in_parts(p) for p in self.waiting}
         agreed = self.layout.agree(more, ended)
         for piece in self.pieces(agreed.ready):
-            sent = self.reduction.begin({p: self._removed(p) for p in piece})
+            voters = self._find_receiver().voters(piece)
+            sent = self.reduction.begin({p: self._removed(p) for p in piece}, voters)
             self._receive()
             self.sent = Sent(sent, agreed.in_parts)
             if not self.overlap:

@@ -66,7 +66,7 @@ class FusedBackward:
         self.how = how
         self.is_boundary = is_boundary
         self.reader = GradientReader(layout, how)
-        self.stepper = Stepper(optimizer, layout)
+        self.stepper = Stepper(optimizer, layout, bool(how.max_value))
         self.clipping = Clipping(how.max_norm, how.clip_mode)
         self.tally = Tally(self.reader)
         self.norm: float | None = None  # of all gradients of the last step
@@ -246,20 +246,20 @@ class FusedBackward:
         is_held = buckets.receiver is not None or buckets.holds() or bool(tally.kept)
         return is_held or bool(tally.used_up) or tally.square is not None
 
-    def begin_with(self, kept: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
-        """Begins a step, with gradients of earlier micro-batches: runs, and if they are bad."""
+    def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
+        """Begins a step, with runs of gradients of earlier micro-batches."""
         self.buckets.discard()
         self.tally = Tally(self.reader)
-        for param, (values, bad) in kept.items():
+        for param, values in kept.items():
             size = self.buckets.size_of[param] // self.layout.of[param].num_shards
             g = nn.functional.pad(values, (0, size - len(values)))
-            self.tally.kept[param] = Run(g, torch.tensor(bad, dtype=torch.bool, device="cpu"))
+            self.tally.kept[param] = Run(g)
 
     def replace_kept(self, param: Tensor, run: Tensor) -> None:
         """Makes ``run``, [len(shard)], the kept gradient; its norm tells whether it is finite."""
         g = self.tally.kept[param].g
         g[: len(run)].copy_(run)
-        self.tally.kept[param] = Run(g, torch.tensor(False, dtype=torch.bool, device="cpu"))
+        self.tally.kept[param] = Run(g)
 
     def _wanted(self, param: Tensor) -> bool:
         """Whether the optimizer has the parameter. Raises ValueError if it could not step it."""

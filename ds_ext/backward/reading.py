@@ -11,6 +11,7 @@ from ds_ext.backward import settings
 from ds_ext.backward.runs import Run
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
+from ds_ext.optimizer import verdict
 
 Runs: TypeAlias = Mapping[Tensor, Run]
 
@@ -41,15 +42,29 @@ class GradientReader:
         return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
 
     def squares(self, runs: Runs) -> Tensor:
-        """The sums of the squares of runs as they were summed -> [n] in no particular order."""
-        known = [run.square for run in runs.values() if run.square is not None]
-        found = [torch.stack(known)] if known else []
-        alike: dict[torch.dtype, list[Tensor]] = {}
-        for param, run in runs.items():
-            if run.square is None:
-                alike.setdefault(run.g.dtype, []).append(self._own(param, run))
-        found += [ops.square_sums_of(some).to(self.layout.device) for some in alike.values()]
-        return torch.cat([x.double() for x in found])
+        """The sums of the squares of runs as they were summed over ranks -> [n], in fp64."""
+        alike: dict[torch.dtype | None, list[int]] = {}  # None: known already
+        for i, run in enumerate(runs.values()):
+            alike.setdefault(run.g.dtype if run.square is None else None, []).append(i)
+        items = list(runs.items())
+        found = [self._squares(dtype, [items[i] for i in some]) for dtype, some in alike.items()]
+        if len(found) == 1:
+            return found[0]
+        order = torch.tensor([i for some in alike.values() for i in some], device="cpu")
+        return torch.cat(found)[order.argsort().to(self.layout.device)]
+
+    def _squares(self, dtype: torch.dtype | None, runs: list[tuple[Tensor, Run]]) -> Tensor:
+        """The same of runs of one dtype, or of those of which they are known."""
+        if dtype is None:
+            return torch.stack([run.square for _, run in runs if run.square is not None]).double()
+        found = ops.square_sums_of([self._own(param, run) for param, run in runs])
+        return found.to(self.layout.device).double()
+
+    def most(self) -> Tensor:
+        """How large the sums of squares of the model's mean gradients may be, in its order."""
+        params = self.layout.params
+        most = [_most(self.layout.shard(p).numel, p.dtype) for p in params]
+        return torch.tensor(most, dtype=torch.float64, device="cpu")
 
     def beyond(self, param: Tensor, run: Run, bound: float) -> Tensor:
         """How many elements of a run lie outside ± ``bound``, and how many there are -> [2]."""
@@ -61,3 +76,7 @@ class GradientReader:
     def _own(self, param: Tensor, run: Run) -> Tensor:
         """The run without its padding."""
         return run.g[: len(self.layout.shard(param))]
+
+
+def _most(numel: int, dtype: torch.dtype) -> float:
+    return float(verdict.most(max(1, numel), dtype))

@@ -5,7 +5,7 @@ they use gradients at once, and keep none. ``Keeping`` is ``sharded``: it adds t
 until the step. ``Measuring`` is the first of the two passes of exact clipping.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -15,25 +15,50 @@ from ds_ext.backward.reading import Runs
 from ds_ext.backward.runs import Run, apart
 from ds_ext.backward.tally import Tally
 from ds_ext.distributed.layout import Layout
+from ds_ext.ops.triton import devices
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.verdict import Verdict
 
 
 class Stepper:
-    """Steps ``optimizer`` by runs of gradients, and publishes what was stepped."""
+    """Steps ``optimizer`` by runs of gradients, and publishes what was stepped.
 
-    def __init__(self, optimizer: RuleOptimizer, layout: Layout) -> None:
+    ``has_bounds`` tells whether the elements of gradients are bounded before.
+    """
+
+    def __init__(self, optimizer: RuleOptimizer, layout: Layout, has_bounds: bool) -> None:
         self.optimizer = optimizer
         self.layout = layout
+        self.has_bounds = has_bounds
 
-    def step(self, runs: Runs, tally: Tally) -> None:
-        """Steps parameters by their gradients, which ``tally`` notes as used."""
+    def step(self, runs: Runs, tally: Tally, judged: Set[Tensor] = frozenset()) -> None:
+        """Steps parameters by their gradients, which ``tally`` notes as used.
+
+        Those of ``judged`` are judged by the first round of the step.
+        """
         tally.use_up(runs.keys())
+        verdict = Verdict(judged)
         for all_reduce, params in self._by_statistics_group(runs.keys()):
             updates = [self._update(param, runs[param], tally) for param in params]
-            self.optimizer.update(updates, all_reduce)
-        self.layout.publish(runs)
-        tally.stepped += len(runs)
+            self.optimizer.update(updates, all_reduce, verdict)
+        tally.add(verdict)
+        stepped = [p for p in runs if p not in verdict.bad] if verdict.bad else runs
+        self.layout.publish(stepped)
+        tally.stepped += len(stepped)
+
+    def judges(self, params: Sequence[Tensor]) -> Set[Tensor]:
+        """Those whose gradients the first round of their step can judge, the same on all ranks.
+
+        On a GPU none: the host would have to wait for each round. None where elements are bounded
+        before rules see them; and where parameters lie in several ways, for ranks that do not have
+        one would not be told.
+        """
+        layout = self.layout
+        is_host = layout.device.type == "cpu" and not devices.take(layout.device)
+        if not is_host or not layout.is_uniform or self.has_bounds:
+            return frozenset()
+        return self.optimizer.shows_first({p: layout.shard(p) for p in params})
 
     def _update(self, param: Tensor, run: Run, tally: Tally) -> RunUpdate:
         """This rank's part in the step of a parameter."""
@@ -57,11 +82,17 @@ class Stepping:
     def __init__(self, stepper: Stepper, tally: Tally) -> None:
         self.stepper, self.tally = stepper, tally
 
+    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+        """Those that are changed before sums of them travel."""
+        return set(params) - self.stepper.judges(params)
+
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Steps by the finite ones of the runs."""
-        self.tally.record(runs)
+        judged = {p for p, run in runs.items() if run.bad is None}
+        self.tally.record({p: run for p, run in runs.items() if p not in judged})
         bad = self.tally.find_bad()
-        self.stepper.step({p: run for p, run in runs.items() if p not in bad}, self.tally)
+        good = {p: run for p, run in runs.items() if p not in bad}
+        self.stepper.step(good, self.tally, judged)
         self.tally.use_up(bad)
 
 
@@ -70,6 +101,10 @@ class SteppingMeasured:
 
     def __init__(self, stepper: Stepper, tally: Tally) -> None:
         self.stepper, self.tally = stepper, tally
+
+    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+        """None: all are known to be good, or none is stepped."""
+        return frozenset()
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Steps by the runs, unless a gradient of the step is bad."""
@@ -83,6 +118,10 @@ class Measuring:
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
 
+    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+        """None: the sums of squares tell."""
+        return frozenset()
+
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Adds the runs to the norm."""
         self.tally.use_up(runs)
@@ -94,6 +133,10 @@ class Keeping:
 
     def __init__(self, tally: Tally, dtype: torch.dtype | None) -> None:
         self.kept, self.dtype = tally.kept, dtype
+
+    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+        """None: the sums of squares tell, when the step comes."""
+        return frozenset()
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Adds the runs to the kept ones."""

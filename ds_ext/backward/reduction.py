@@ -1,6 +1,6 @@
 """The gradients of a bucket are summed over the ranks, in place, and judged by all of them."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -35,58 +35,78 @@ class Reduction:
         self.comm_dtype = comm_dtype
         self.together = frozenset(together)
 
-    def begin(self, grads: dict[Tensor, Tensor | None]) -> Callable[[], dict[Tensor, Run]]:
+    def begin(
+        self, grads: dict[Tensor, Tensor | None], voters: Set[Tensor]
+    ) -> Callable[[], dict[Tensor, Run]]:
         """Begins to reduce gradients -> what gives this rank's runs of them, in their memory.
 
-        Every rank also tells every other whether it has a gradient, and whether that has values
-        that are not finite or may not stay so when summed: all agree, whichever run they lie in.
+        Of ``voters`` every rank also tells every other whether its gradient has values that are
+        not finite or may not stay so when summed: all agree, whichever run they lie in. Of these
+        and of ``together`` it tells whether it has a gradient.
         """
         flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
+        asked = [p for p in grads if p in voters]
+        judged = {p: flats[p] for p in asked}
+        asked += [p for p in grads if p in self.together and p not in voters]
         self.beside.follow(list(flats.values()))
         with self.beside.work():
-            squares, votes = self._votes(flats, [flat is not None for flat in grads.values()])
+            squares, votes = self._votes(judged, [grads[p] is not None for p in asked])
+            if votes is not None:  # to be reduced together with gradients
+                votes = votes.to(next(iter(flats.values())).dtype)
             runs, votes, wait = self.layout.reduce(flats, votes)
             told = None
             if self.beside.stream is not None:
                 wait()
-                told = to_host(votes)
+                told = None if votes is None else to_host(votes)
 
         def arrived() -> dict[Tensor, Run]:
-            if told is None:
+            if self.beside.stream is None:
                 wait()
+            if votes is None:
+                return {p: Run(run) for p, run in runs.items()}
             found = votes.cpu() if told is None else told()
-            made = map(Run, runs.values(), (found >= _BAD).unbind(), squares)
-            reduced = dict(zip(grads, made, strict=True))
-            if not self.together.isdisjoint(grads):
-                used = dict(zip(grads, found.tolist(), strict=True))
-                reduced = {p: run for p, run in reduced.items() if used[p]}
-            return reduced
+            bad = dict(zip(asked, (found >= _BAD).unbind(), strict=True))
+            is_used = dict(zip(asked, found.tolist(), strict=True))
+            return {
+                p: Run(run, bad[p] if p in judged else None, squares.get(p))
+                for p, run in runs.items()
+                if p not in self.together or is_used[p]
+            }
 
         return arrived
 
     def _votes(
         self, flats: dict[Tensor, Tensor], has: list[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
-        """Sums of squares, None where more ranks add to them; and votes on all gradients.
+    ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
+        """Sums of squares, none where more ranks add to them; and votes, None if there are none.
 
         1 for a gradient, ``_BAD`` if it, its sum over the ranks or its square may overflow, and 0
-        for none: in the dtype of the first, to be reduced together with it.
+        for none. The first are on ``flats``; of further ones in ``has`` only that they are there.
         """
-        squares: list[Tensor | None] = [None] * len(flats)
-        if not self.layout.is_shared:
-            sums = _of_each(ops.square_sums_of, flats.values())
-            most = [torch.finfo(ops.accumulator(f.dtype)).max / len(f) for f in flats.values()]
-            good = torch.stack(sums) <= _vector(most, sums[0])
-            squares = [*sums]
-        else:
-            found = _of_each(ops.largest, flats.values())
-            most = [self._bound(p, flat) for p, flat in flats.items()]
+        squares: dict[Tensor, Tensor] = {}
+        if not has:
+            return squares, None
+        votes = torch.ones(len(has), dtype=torch.float32, device=self.layout.device)
+        if flats:
+            found = self._found(flats)
+            most = [self._most(p, flat) for p, flat in flats.items()]
             good = torch.stack(found) <= _vector(most, found[0])
+            votes[: len(flats)].masked_fill_(good.logical_not(), _BAD)
+            if not self.layout.is_shared:
+                squares = dict(zip(flats, found, strict=True))
         present = torch.tensor(has, dtype=torch.bool, device="cpu")
-        present = present.to(good.device, non_blocking=True)
-        votes = torch.full(good.shape, _BAD, dtype=torch.float32, device=good.device)
-        votes = votes.masked_fill_(good, 1).to(next(iter(flats.values())).dtype)
-        return squares, torch.where(present, votes, 0)
+        return squares, torch.where(present.to(votes.device, non_blocking=True), votes, 0)
+
+    def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
+        """What gradients are judged by: sums of squares, or the largest magnitudes of parts."""
+        op = ops.largest if self.layout.is_shared else ops.square_sums_of
+        return _of_each(op, flats.values())
+
+    def _most(self, param: Tensor, flat: Tensor) -> float:
+        """What that may be at most."""
+        if self.layout.is_shared:
+            return self._bound(param, flat)
+        return float(torch.finfo(ops.accumulator(flat.dtype)).max / len(flat))
 
     def _zeros(self, param: Tensor) -> Tensor:
         """What a rank adds to the sum that has no gradient of a parameter."""

@@ -1,5 +1,6 @@
 """This rank's runs of gradients, and who receives them."""
 
+from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,16 +11,21 @@ class Run(NamedTuple):
     """This rank's run of a gradient summed over the ranks, padded, and what all ranks say of it."""
 
     g: Tensor
-    bad: Tensor  # [] on the host, whether any rank's part was not finite
+    # [] on the host, whether any rank's part was not finite; None where the ranks did not vote
+    bad: Tensor | None = None
     square: Tensor | None = None  # [], the sum of its squares if that is known
 
     def plus(self, other: "Run") -> "Run":
         """The sum with a further part, in the memory of this one."""
-        return Run(self.g.add_(other.g), self.bad | other.bad)
+        bad = other.bad if self.bad is None or other.bad is None else self.bad | other.bad
+        return Run(self.g.add_(other.g), bad)
 
 
 class Receiver(Protocol):
     """Takes the runs of a backward pass, a bucket at a time, alike on all ranks."""
+
+    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+        """Those of a bucket's parameters on whose gradients ranks are to vote before they come."""
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Takes this rank's runs of summed gradients, which it may keep and write to."""

@@ -1,6 +1,5 @@
 """What is known of the step in progress: the norm, which gradients are bad, what has been used."""
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from ds_ext.backward.reading import GradientReader, Runs
 from ds_ext.backward.runs import Run
+from ds_ext.optimizer.verdict import Verdict
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Tally:
     # of the elements of the mean gradient that this rank has, or counts for itself
     square: Tensor | None = None  # []
     beyond: Tensor | None = None  # [2], those outside ± max_value, and all
+    squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # of params, [n] each
     kept: dict[Tensor, Run] = field(default_factory=dict)  # gradients that wait for the step
     norm: float | None = None  # over all ranks, once it is known
     coefficient: float = 1.0  # that gradients are clipped by
@@ -69,15 +70,29 @@ class Tally:
         reader, layout = self.reader, self.reader.layout
         for placement, params in layout.by_placement(runs):
             unscale, replicas = reader.unscale(placement), layout.num_replicas(placement)
-            square = reader.squares({p: runs[p] for p in params}).double().sum()
-            square *= unscale**2 / replicas
-            self.square = square if self.square is None else self.square + square
+            squares = reader.squares({p: runs[p] for p in params}) * (unscale**2 / replicas)
+            self.squares.append((params, squares))
+            self._add(squares.sum())
             if reader.how.max_value:
                 bound = reader.how.max_value / unscale
                 counts = [reader.beyond(param, runs[param], bound) for param in params]
                 beyond = torch.stack(counts).sum(0) / replicas
                 self.beyond = beyond if self.beyond is None else self.beyond + beyond
-        self.suspects += ((param, run.bad) for param, run in runs.items())
+        self.suspects += ((p, run.bad) for p, run in runs.items() if run.bad is not None)
+
+    def add(self, verdict: Verdict) -> None:
+        """Adds gradients to the norm that their step has judged, and notes those that are bad.
+
+        What rules read is the mean gradient times ``coefficient``.
+        """
+        if verdict.params:
+            square = torch.tensor(verdict.square, dtype=torch.float64, device="cpu")
+            self._add(square.div_(self.coefficient**2).to(self.reader.layout.device))
+        self.bad += verdict.bad
+        self.overflow |= bool(verdict.bad)
+
+    def _add(self, square: Tensor) -> None:
+        self.square = square if self.square is None else self.square + square
 
     def find_bad(self) -> set[Tensor]:
         """Finds which gradients recorded since the last call are not finite."""
@@ -91,13 +106,23 @@ class Tally:
         return found
 
     def judge(self, clipping: Clipping) -> None:
-        """Finds the norm of all gradients of the step, what to clip them by, and the bad ones."""
+        """Finds the norm of all gradients of the step, what to clip them by, and the bad ones.
+
+        Of these the sums of squares tell, which travel together: no rank has judged them before.
+        """
         if self.square is None:
             return
-        norm = self.find_norm()
-        self.coefficient = clipping.coefficient(norm)
-        self.find_bad()
-        self.overflow |= not math.isfinite(norm)  # sums may overflow where no part did
+        layout = self.reader.layout
+        own = torch.zeros(len(layout.params), dtype=torch.float64, device=layout.device)
+        for params, squares in self.squares:
+            numbers = torch.tensor([layout.number_of[p] for p in params], device="cpu")
+            own.index_add_(0, numbers.to(own.device), squares)
+        totals = layout.total(own).cpu()
+        self.norm = float(totals.sum().sqrt())
+        self.coefficient = clipping.coefficient(self.norm)
+        is_bad = (totals <= self.reader.most()).logical_not_()
+        self.bad += [layout.params[i] for i in is_bad.nonzero().flatten().tolist()]
+        self.overflow = bool(self.bad)
 
     def find_norm(self) -> float:
         """The 2-norm of the recorded gradients over all ranks, which all of them call."""

@@ -72,6 +72,11 @@ class Layout:
         """Whether other ranks add to a gradient."""
         return any(placement.is_summed for placement in self.placements)
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether there is one placement, without tensor parallelism."""
+        return len(self.placements) == 1 and not self.placements[0].tensor_parallel_shards
+
     def name(self, param: Tensor) -> str:
         """Returns a parameter's name in the model, or words for one that it has not."""
         return self.names.get(param, "a parameter outside the model")
@@ -130,26 +135,25 @@ class Layout:
         return Agreement(ready, set(in_parts), all_ended)
 
     def reduce(
-        self, flats: Mapping[Tensor, Tensor], votes: Tensor
-    ) -> tuple[dict[Tensor, Tensor], Tensor, Callable[[], None]]:
+        self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
+    ) -> tuple[dict[Tensor, Tensor], Tensor | None, Callable[[], None]]:
         """Begins to sum flat gradients, in place -> this rank's runs, the votes added up, a wait.
 
-        Votes travel with the gradients where one placement is all there is; else all ranks, which
-        hold parts of the same parameters, add up theirs by themselves.
+        Votes, if there are any, travel with the gradients where one placement is all there is;
+        else all ranks, which hold parts of the same parameters, add up theirs by themselves.
         """
         runs: dict[Tensor, Tensor] = {}
         waits = []
-        is_one = len(self.placements) == 1 and not self.placements[0].tensor_parallel_shards
         for placement, params in self.by_placement(flats):
             sent = [flats[p] for p in params]
-            if is_one:
+            if votes is not None and self.is_uniform:
                 sent.append(votes.repeat(placement.num_shards))
             reduced, wait = placement.reduce(sent)
-            if is_one:
+            if votes is not None and self.is_uniform:
                 votes = reduced.pop()
             runs |= zip(params, reduced, strict=True)
             waits.append(wait)
-        if not is_one:
+        if votes is not None and not self.is_uniform:
             self.bytes_sent += votes.nbytes
             with explained():
                 waits.append(dist.all_reduce(votes, group=everyone(), async_op=True).wait)
@@ -178,8 +182,7 @@ class Layout:
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on any rank of the model; all ranks call it."""
-        is_one = len(self.placements) == 1 and not self.placements[0].tensor_parallel_shards
-        group = self.group if is_one else everyone()
+        group = self.group if self.is_uniform else everyone()
         if size_of(group) == 1:
             return flag
         votes = torch.tensor(float(flag), dtype=torch.float32, device=self.device)

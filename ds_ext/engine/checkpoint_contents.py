@@ -127,7 +127,7 @@ class Contents:
         for param, run in self.fused.tally.kept.items():
             own = self.owned[param]
             values = run.g[: len(own.shard)]
-            gradients[own.name] = piece(values, own.part, bad=bool(run.bad))
+            gradients[own.name] = piece(values, own.part)
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
         done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
         return {
@@ -168,7 +168,7 @@ class Contents:
             found = pieces.first(*keys)
             if found is not None:
                 values = pieces.read(own.part, *keys)
-                kept[param] = (values.to(param.device) * factor, found["bad"])
+                kept[param] = values.to(param.device) * factor
         self.fused.begin_with(kept)
 
     @property

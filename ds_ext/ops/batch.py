@@ -28,10 +28,16 @@ MASTER = frozenset({"master", "marks"})  # what a state holds that is of its wei
 
 
 class Runs:
-    """A flat tensor of each parameter of a batch, all of one dtype, wherever each lies."""
+    """A flat tensor of each parameter of a batch, all of one dtype, wherever each lies.
+
+    Attributes:
+        row_squares: of gradients, the sums over rows of their squares as a rule reads them, where
+            a pass has made these.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
+        self.row_squares: Flat | None = None
 
     @functools.cached_property
     def pointers(self) -> Pointers:

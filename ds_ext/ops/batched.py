@@ -25,7 +25,7 @@ from ds_ext.ops.batch import (
     Weights,
     new_table,
 )
-from ds_ext.ops.lazy import Quotient
+from ds_ext.ops.lazy import Quotient, Scaled
 from ds_ext.ops.native import table
 from ds_ext.ops.sources import Number, Source, source_of
 from ds_ext.ops.triton import devices
@@ -104,6 +104,7 @@ def matrix_square_sums(x: Any, batch: Batch, like: Any) -> tuple[Tensor, Tensor]
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(col, batch.own_col_firsts),
     )
+    _note_squares(x, Flat(row, batch.row_firsts), like)
     return row, col
 
 
@@ -123,7 +124,14 @@ def weighed_square_sums(
         share=1 - beta,
         eps=eps,
     )
+    _note_squares(x, Flat(row, batch.row_firsts), like)
     return row, col, weighed
+
+
+def _note_squares(x: Any, rows: Flat, like: Any) -> None:
+    """Leaves sums over rows with the gradients, if ``x`` is these, for who asks for their norm."""
+    if x is like:
+        cast(Runs, like.x if isinstance(like, Scaled) else like).row_squares = rows
 
 
 def factors_(
@@ -189,6 +197,7 @@ def squares(x: Any, batch: Batch, like: Any) -> Tensor:
     (out,) = _sums(batch, batch.elements)
     at = Flat(out, batch.firsts + batch.starts)
     _run("squared", batch, _source(x), out=at)
+    _note_squares(x, Flat(out, batch.firsts), like)
     return out
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops, rules
@@ -23,7 +24,7 @@ from ds_ext.ops.batch import Batch, KnownSquares, Runs, kind, may_join, stacked
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import devices, launches
-from ds_ext.optimizer import expert_stacks
+from ds_ext.optimizer import expert_stacks, verdict
 
 if TYPE_CHECKING:
     from ds_ext.optimizer.rule_optimizer import RuleOptimizer
@@ -84,7 +85,9 @@ class Plan:
                 self.alone.append(i)
                 continue
             self.joined.append(i)
-            common = optimizer.row_of[u.param], state["step"], u.p.dtype, u.g.dtype
+            is_stack = u.param in optimizer.stacks  # whose gradient is judged as a whole
+            row = optimizer.row_of[u.param]
+            common = row, is_stack, state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
         self.groups = [Group(row, pieces, device) for (row, *_), pieces in found.items()]
@@ -136,17 +139,21 @@ class BatchedStep:
         updates: Sequence["RunUpdate"],
         states: Sequence[State],
     ) -> None:
+        self.meter, self.updates, self.of = optimizer.meter, updates, states
         self.rule = optimizer.rule_of(updates[group.pieces[0].at].param)
-        self.group, self.batch = group, group.batch
         self.t = states[group.pieces[0].at]["step"]
-        self.states = [piece.state(states[piece.at]) for piece in group.pieces]
-        self.runs = Runs([piece.of(updates[piece.at].p) for piece in group.pieces])
+        self._take(group)
+
+    def _take(self, group: Group) -> None:
+        """Makes it the step of ``group``."""
+        self.group, self.batch = group, group.batch
+        self.params = [self.updates[piece.at].param for piece in group.pieces]
+        self.states = [piece.state(self.of[piece.at]) for piece in group.pieces]
+        self.runs = Runs([piece.of(self.updates[piece.at].p) for piece in group.pieces])
         self.masters = None
-        if "master" in states[group.pieces[0].at]:
-            self.masters = Runs([x.of(states[x.at]["master"]) for x in group.pieces])
-        self.gradients = _gradients(group, updates)
-        self.meter = optimizer.meter
-        self.replicas = [updates[piece.at].num_replicas for piece in group.pieces]
+        if "master" in self.of[group.pieces[0].at]:
+            self.masters = Runs([x.of(self.of[x.at]["master"]) for x in group.pieces])
+        self.gradients = _gradients(group, self.updates)
 
     def begin(self) -> lockstep.Rule:
         """Returns the rule's generator, which steps all of them."""
@@ -156,8 +163,8 @@ class BatchedStep:
             p = replace(p, known=self.group.known)
         if self.meter is not None:
             sums = [
-                self.meter.sums_of(self.group.row, run, replicas)
-                for run, replicas in zip(self.runs.tensors, self.replicas, strict=True)
+                self.meter.sums_of(self.group.row, run, self.updates[piece.at].num_replicas)
+                for run, piece in zip(self.runs.tensors, self.group.pieces, strict=True)
             ]
             p = replace(p, measured=Runs(sums))
         step: lockstep.Rule = self.rule.step(
@@ -165,12 +172,67 @@ class BatchedStep:
         )
         return step
 
+    def squares(self) -> Tensor:
+        """Returns the sums of the squares of gradients, [n]: of sums over rows if there are."""
+        g = self.gradients
+        rows = cast(Runs, g.x if isinstance(g, ops.Scaled) else g).row_squares
+        if rows is None:
+            return ops.square_sum(g, cast(Shard, self.batch), g)
+        sums = np.add.reduceat(rows.values.numpy(), rows.firsts, dtype=np.float64)
+        return torch.from_numpy(sums).float()
+
+    def most(self) -> NDArray[np.float32]:
+        """Returns what their totals may be, [n]."""
+        bounds: NDArray[np.float32] = verdict.most(self.batch.numel.numpy(), torch.float32)
+        return bounds
+
+    def drop(self, good: NDArray[np.bool_]) -> bool:
+        """Leaves parameters as they were before the step, but for some -> whether some remain."""
+        pieces = list(zip(self.group.pieces, good, strict=True))
+        for piece, is_good in pieces:
+            if not is_good:
+                _take_back(self.of[piece.at])
+        remaining = [piece for piece, is_good in pieces if is_good]
+        if remaining:
+            self._take(Group(self.group.row, remaining, self.runs.device))
+        else:
+            self.runs = Runs([])
+        return bool(remaining)
+
     def end(self) -> None:
         """Notes that sums belong to what the weights are now, and tells torch of the change."""
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
         if self.group.known is not None:
             self.group.known.note(self.runs)
+
+
+class LoneStep:
+    """The step of a run by itself."""
+
+    def __init__(self, optimizer: "RuleOptimizer", run: "StagedRun") -> None:
+        self.optimizer, self.run = optimizer, run
+        self.params = [run.update.param]
+
+    def begin(self) -> lockstep.Rule:
+        """Returns the rule's generator."""
+        (rule,) = self.optimizer.rules(self.run.update, self.run.state)
+        return rule
+
+    def squares(self) -> Tensor:
+        """Returns the sum of the squares of its gradient, [1]."""
+        g = self.run.update.g
+        return ops.square_sum(g, self.run.update.shard, g).view(1)
+
+    def most(self) -> float:
+        """Returns what its total may be."""
+        bound: float = verdict.most(self.run.update.shard.numel, self.run.update.g.dtype)
+        return bound
+
+    def drop(self, good: NDArray[np.bool_]) -> bool:
+        """Leaves the parameter as it was before the step."""
+        _take_back(self.run.state)
+        return False
 
 
 class BucketStep:
@@ -181,9 +243,13 @@ class BucketStep:
     """
 
     def __init__(
-        self, optimizer: "RuleOptimizer", staged: Sequence["StagedRun"], plan: Plan | None
+        self,
+        optimizer: "RuleOptimizer",
+        staged: Sequence["StagedRun"],
+        plan: Plan | None,
+        judge: verdict.Verdict,
     ) -> None:
-        self.staged, self.offload = staged, optimizer.offload
+        self.staged, self.optimizer, self.judge = staged, optimizer, judge
         self.alone = staged if plan is None else [staged[i] for i in plan.alone]
         self.batches: list[BatchedStep] = []
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
@@ -198,11 +264,22 @@ class BucketStep:
                     [rules[i] for i in rows],
                 )
             self.batches = [BatchedStep(optimizer, x, updates, states) for x in plan.groups]
-        self.rules = [batch.begin() for batch in self.batches]
+        self.rules = [self._judged(batch) for batch in self.batches]
         with launches.together() as next_parameter:
             for run in self.alone:
-                self.rules += optimizer.rules(run.update, run.state)
+                if run.update.param in judge.params:
+                    self.rules.append(self._judged(LoneStep(optimizer, run)))
+                else:
+                    self.rules += optimizer.rules(run.update, run.state)
                 next_parameter()
+
+    def _judged(self, step: BatchedStep | LoneStep) -> lockstep.Rule:
+        """The rule of a step that its first round may end, where gradients are judged so."""
+        if not self.judge.params:
+            return step.begin()
+        are_judged = {param in self.judge.params for param in step.params}
+        assert len(are_judged) == 1, "of a batch all gradients are judged by its sums, or none"
+        return verdict.judged(step, self.judge) if are_judged.pop() else step.begin()
 
     def end(self) -> None:
         """Stores what was stepped, after the rules have ended."""
@@ -217,7 +294,17 @@ class BucketStep:
                 weight_update.mark(run.update.p, run.state)
                 next_parameter()
         for run in self.staged:
-            run.write_back(self.offload)
+            if run.update.param not in self.judge.bad:
+                run.write_back(self.optimizer.offload)
+            elif not self.optimizer.state[run.update.param]:
+                del self.optimizer.state[run.update.param]
+
+
+def _take_back(state: State) -> None:
+    """Makes a state that of a step before, to which nothing but the number of steps was written."""
+    state["step"] -= 1
+    if not state["step"]:
+        state.clear()
 
 
 def _kind(u: "RunUpdate") -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from ds_ext.optimizer.group_rules import GroupRules, hypers_of
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
+from ds_ext.optimizer.verdict import Trials, Verdict
 from ds_ext.rules import Rule
 
 CPU = torch.device("cpu")
@@ -74,6 +75,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.number_of: dict[Tensor, int] = {}
         self._rules = GroupRules(self.rule)
         self._plans = Plans()
+        self._trials = Trials()
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -169,6 +171,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plans = Plans()
+        self._trials = Trials()
         self.index_parameters()
 
     def index_parameters(self) -> None:
@@ -223,7 +226,10 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(
-        self, updates: Iterable[RunUpdate], all_reduce: Callable[[Tensor], None] | None
+        self,
+        updates: Iterable[RunUpdate],
+        all_reduce: Callable[[Tensor], None] | None,
+        judge: Verdict | None = None,
     ) -> int:
         """Steps the given runs in lock-step, writing weights and states in place.
 
@@ -234,6 +240,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             updates: runs, in the same order on all ranks.
             all_reduce: adds up a flat tensor of partial sums over the ranks, in place; None where
                 no other rank adds to them.
+            judge: names the gradients that are to be judged by the first round, and is told what
+                that says; those that are bad are not stepped by. None: all are known to be good.
 
         Returns:
             How many rounds it took.
@@ -241,19 +249,27 @@ class RuleOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a hyper-parameter was set to a value that is not allowed.
         """
-        return sum(self._update_on_device(alike, all_reduce) for alike in by_device(updates))
+        judge = judge or Verdict()
+        return sum(self._update_on_device(x, all_reduce, judge) for x in by_device(updates))
 
     def _update_on_device(
-        self, updates: list[RunUpdate], all_reduce: Callable[[Tensor], None] | None
+        self,
+        updates: list[RunUpdate],
+        all_reduce: Callable[[Tensor], None] | None,
+        judge: Verdict,
     ) -> int:
         """The same for gradients on one device."""
-        step = self.begin(updates)
+        step = self.begin(updates, judge)
         rounds = lockstep.run(step.rules, all_reduce)
         step.end()
         return rounds
 
-    def begin(self, updates: Sequence[RunUpdate]) -> BucketStep:
+    def begin(self, updates: Sequence[RunUpdate], judge: Verdict | None = None) -> BucketStep:
         """Begins the step of runs whose gradients are on one device.
+
+        Args:
+            updates: the runs.
+            judge: as of ``update``.
 
         Returns:
             The step; its ``rules`` are to be run to their end, with those of other ranks, and then
@@ -261,10 +277,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
         if not staged or not self._is_batched_on(staged[0].update.g.device):
-            return BucketStep(self, staged, None)
+            return BucketStep(self, staged, None, judge or Verdict())
         for run in staged:
             self._make_state(run.update, run.state)
-        return BucketStep(self, staged, self._plans.of(self, staged))
+        return BucketStep(self, staged, self._plans.of(self, staged), judge or Verdict())
 
     def _is_batched_on(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
@@ -359,6 +375,24 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Whether the steps of a parameter are in proportion to its size, by its group's rule."""
         rule = self.rule_of(param)
         return rules.entry_of(type(rule)).is_relative(rule)
+
+    def shows_first(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
+        """Returns those parameters whose gradients the first round of their step can judge.
+
+        It comes before any change, in the step that their rule would make now. They are the same
+        on all ranks.
+
+        Args:
+            shards: the parameters, and the run of each that tensor parallelism has not cut.
+        """
+        rows = {self.row_of[p] for p in shards}
+        self._trials.renew({row: self._rules.of(row, self.param_groups[row]) for row in rows})
+        comes_first = self._trials.comes_first
+        return {
+            p
+            for p, shard in shards.items()
+            if p not in self.stacks and comes_first(self.row_of[p], shard, p.dtype)
+        }
 
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """Returns the weights of a run ``p``, [len(shard)]: fp32 if there is a master of them."""

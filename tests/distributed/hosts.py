@@ -39,9 +39,9 @@ def train(run: Training) -> dict[str, Any]:
     order: list[list[str]] = []
     send = reduction.Reduction.begin
 
-    def noting(self: reduction.Reduction, grads: Any) -> Any:
+    def noting(self: reduction.Reduction, grads: Any, voters: Any) -> Any:
         order.append([self.layout.name(param) for param in grads])
-        return send(self, grads)
+        return send(self, grads, voters)
 
     with mock.patch.object(reduction.Reduction, "begin", noting):
         found = training.train(run)

@@ -35,6 +35,8 @@ ALL += [(1, name) for name in CASES if ON_ONE.search(name)]
 ALL += [(3, name) for name in CASES if ON_THREE.search(name)]
 EXACT = [c for c in ALL if CASES[c[1]].dtype == "fp32" and "groups" not in c[1]]
 RANKS = (1, 2, 3)
+FACTORED = ("adalomo", "adafactor", "came")  # rounds of matrices begin with sums of g²
+WITHOUT_SUMS = ("lomo", "adamw", "lamb", "lion")  # states or weights change before, if any travel
 # Of the model's update: what is not exact because a rule rounds its state, where that is so.
 CLOSE = {"flashadamw": 1e-2}  # codes of 8 bits jump where gradients differ in their last bits
 
@@ -139,6 +141,16 @@ def check_memory(got, case, ranks: int) -> None:
     assert 0 < got["alive"] <= most
 
 
+def votes(case, used: list[torch.Tensor]) -> tuple[int, int]:
+    """The fewest and the most gradients that ranks vote on: sums tell of the others."""
+    if case.rule in FACTORED:
+        vectors = sum(p.ndim < 2 for p in used)
+        return vectors, vectors
+    if case.rule in WITHOUT_SUMS:
+        return len(used), len(used)
+    return 0, len(used)
+
+
 def check_traffic(sent: list[tuple[str, int]], case, ranks: int) -> None:
     """Gradients are reduce-scattered once, and only statistics all-reduced."""
     if ranks == 1:
@@ -149,9 +161,11 @@ def check_traffic(sent: list[tuple[str, int]], case, ranks: int) -> None:
     totals = {kind: sum(n for k, n in sent if k == kind) for kind, _ in sent}
     calls = Counter(kind for kind, _ in sent)
     totals.pop("bucket")
+    low, high = votes(case, used)
     if not case.stage:
         gradients = sum(p.numel() for p in used)
-        assert totals == {"all_reduce": gradients + len(used)}  # and a vote a parameter
+        assert totals.keys() == {"all_reduce"}
+        assert low <= totals["all_reduce"] - gradients <= high
         assert calls["all_reduce"] == calls["bucket"]
         return
     assert calls["reduce_scatter"] == calls["bucket"]
@@ -160,7 +174,7 @@ def check_traffic(sent: list[tuple[str, int]], case, ranks: int) -> None:
         most = max(map(int, re.findall(r"\b\d+\b(?!-)", rounds)))
         assert calls["all_reduce"] <= most * calls["bucket"] + 1  # and the norm
     gradients = sum(-(-p.numel() // ranks) * ranks for p in used)
-    assert totals["reduce_scatter"] == gradients + ranks * len(used)
+    assert ranks * low <= totals["reduce_scatter"] - gradients <= ranks * high
     if case.rule in INDEPENDENT:  # the sums of these are of rows, columns and whole parameters
         statistics = sum(sum(p.shape) + 2 for p in used)
         most = 5 if case.rule == "sinkgd" else 4  # one for each of its iterations
@@ -222,12 +236,19 @@ def test_bad_configs_are_refused_on_every_rank(ranks, case):
         assert all(part in told[case] for part in MESSAGES[case]), told[case]
 
 
-@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
-def test_a_gradient_that_is_not_finite_reaches_no_weight_on_any_rank(ranks):
-    for got in worlds.once(ranks, zero.not_finite):
-        assert got["skipped"] == 1
-        assert got["changed"] == {"other", "twice"} and got["finite"]
-        assert got["state"] == {"bad": 0, "other": 1, "twice": 1}
+POISONED = [(2, rule, stage) for rule in RULES for stage in (1, 3)]
+POISONED += [(2, "sinkgd", 2), (2, "lomo", 0), (1, "adalomo", 3)]
+# By sums of its rows, of its run, and by votes; at each stage.
+QUICK_POISONED = [(2, "adalomo", 3), (2, "came", 1), (2, "sinkgd", 2), (2, "lomo", 0)]
+
+
+@pytest.mark.parametrize("ranks, rule, stage", params(POISONED, QUICK_POISONED))
+def test_a_gradient_that_is_not_finite_is_as_if_it_had_not_come(ranks, rule, stage):
+    for got in worlds.once(ranks, zero.not_finite, rule, stage):
+        assert got["skipped"] == len(zero.POISONED) and got["same"]
+        skipped = [step in zero.POISONED for step in range(5)]
+        assert got["changed"] == ["other twice" if x else "bad other twice" for x in skipped]
+        assert got["steps"] == {"bad": 2, "other": 5, "twice": 5}
 
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))

@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -181,7 +182,7 @@ class Watch:
             original = getattr(owner, method)
 
             def call(*args, **kwargs):
-                x = args[-1]
+                x = args[-1] if name != "bucket" else args[1]
                 if isinstance(x, (list, tuple)):
                     self.sent.append((name, sum(t.numel() for t in x)))
                 elif isinstance(x, dict):
@@ -338,34 +339,58 @@ class Pieces(torch.nn.Module):
         self.other = torch.nn.Linear(5, 3, bias=False)
         self.twice = torch.nn.Linear(5, 5, bias=False)
 
-    def forward(self, x, poison):
+    def forward(self, x, poison: float = 0.0, with_bad: bool = True):
         h = self.twice(torch.tanh(self.twice(x)))
+        loss = self.other(h).square().sum()
+        if not with_bad:
+            return loss
         bad = self.bad(h.detach())
-        if poison:
-            mask = torch.zeros_like(bad)
-            mask[0, 1] = torch.nan
-            bad = bad * (1 + mask)
-        return self.other(h).square().sum() + bad.sum()
+        mask = torch.zeros_like(bad)
+        mask[0, 1] = poison
+        return loss + (bad * (1 + mask)).sum()
 
 
-def not_finite() -> dict[str, Any]:
-    """A NaN in one rank's gradient of one parameter."""
+POISONED = (0, 2, 3)  # steps in which the gradient of ``bad`` is not finite
+
+
+def poisoned(rule: str, stage: int, is_sent: bool) -> tuple[Any, list[str]]:
+    """Some steps in which a gradient on the last rank is not finite, or not there at all.
+
+    -> the engine, and the names of the modules whose weights each step has changed.
+    """
     torch.manual_seed(0)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    made = config(CASES["adalomo"])
+    made = config(replace(CASES["adalomo"], stage=stage))
     model = Pieces()
-    optimizer = ds_ext.AdaLomo(model.parameters())
+    optimizer = OPTIMIZERS[rule](model.parameters(), **HYPERS[rule])
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made)
-    before = whole(model)
-    engine.backward(engine(torch.randn(4, 5), poison=rank == world - 1))
-    engine.step()
-    after = whole(model)
-    steps = {engine.param_names[p]: s["step"] for p, s in optimizer.state.items()}
+    values = cycle([torch.nan, torch.inf, -torch.inf])
+    changed = []
+    for step in range(5):
+        before, poison = whole(model), 0.0
+        if step in POISONED:
+            poison = next(values) if dist.get_rank() == dist.get_world_size() - 1 else 0.0
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x, poison, is_sent or step not in POISONED))
+        engine.step()
+        after = whole(model)
+        names = [n.split(".")[0] for n in after if not torch.equal(after[n], before[n])]
+        changed.append(" ".join(sorted(names)))
+    return engine, changed
+
+
+def not_finite(rule: str, stage: int) -> dict[str, Any]:
+    """A gradient of one parameter that is not finite in one rank's part, and that is not there."""
+    engine, changed = poisoned(rule, stage, is_sent=True)
+    fused, after = engine.optimizer.fused, whole(engine.module)
+    optimizer = fused.optimizer
+    steps = {engine.param_names[p].split(".")[0]: s["step"] for p, s in optimizer.state.items()}
+    other, _ = poisoned(rule, stage, is_sent=False)
+    without = whole(other.module)
     return {
-        "skipped": engine.optimizer.fused.skipped,
-        "changed": {n.split(".")[0] for n in after if not torch.equal(after[n], before[n])},
-        "finite": all(t.isfinite().all() for t in after.values()),
-        "state": {n: steps.get(f"{n}.weight", 0) for n in ("bad", "other", "twice")},
+        "skipped": fused.skipped,
+        "changed": changed,
+        "same": all(torch.equal(after[n], without[n]) for n in after),
+        "steps": steps,
     }
 
 

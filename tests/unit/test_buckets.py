@@ -25,9 +25,9 @@ def sent(monkeypatch):
     found = []
     begin = reduction.Reduction.begin
 
-    def noted(self, grads):
+    def noted(self, grads, voters):
         found.append([p.numel() for p in grads])
-        return begin(self, grads)
+        return begin(self, grads, voters)
 
     monkeypatch.setattr(reduction.Reduction, "begin", noted)
     return found

@@ -64,10 +64,10 @@ def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):
     stepped = []
     original = ds_ext.AdaLomo._update_on_device
 
-    def note(self, updates, all_reduce):
+    def note(self, updates, all_reduce, judge):
         stepped.append([u.g.device for u in updates])
         here = [u for u in updates if u.g.device == HERE]
-        return original(self, here, all_reduce)
+        return original(self, here, all_reduce, judge)
 
     monkeypatch.setattr(ds_ext.AdaLomo, "_update_on_device", note)
     params = [nn.Parameter(torch.ones(3, device=d)) for d in (HERE, THERE, HERE, THERE)]
