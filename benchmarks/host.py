@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_ext
-from benchmarks import report
+from benchmarks import host_gpu, report
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import settings
 from ds_ext.ops.native import library, table
@@ -44,7 +44,11 @@ def main(args: argparse.Namespace) -> None:
         row |= large(name, args.rounds)
         rows.append(row)
         print(report.table([row]), flush=True)
-    report.write("host", "Time of the host in a step", TEXT, {"Host": rows}, None)
+    tables = {"Host": rows}
+    if host_gpu.are_there():
+        tables["By kernels"] = [host_gpu.row(name, args.rounds) for name in args.optimizers]
+        print(report.table(tables["By kernels"]), flush=True)
+    report.write("host", "Time of the host in a step", TEXT + host_gpu.TEXT, tables, None)
 
 
 TEXT = f"""
@@ -106,7 +110,7 @@ def large(name: str, rounds: int) -> dict[str, object]:
     for shape in shapes_of(LLAMAS["7B"]).values():
         params.append(nn.Parameter(torch.empty(shape, dtype=torch.bfloat16)))
         params[-1].grad = torch.empty(shape, dtype=torch.bfloat16)
-    with doing_nothing(), mock.patch.object(torch, "zeros", torch.empty):
+    with doing_nothing(), mock.patch.object(torch, "full", host_gpu.empty):  # no states
         optimizer = made(name, params)
         optimizer.step()
         (seconds,) = timed({"step": optimizer.step}, rounds).values()

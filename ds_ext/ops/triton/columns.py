@@ -6,11 +6,11 @@ COLUMNS = (
     # matrix, counted from row0 of matrix mat0, and rows of all tiles; whether all is one sum
     *("first", "start", "n", "origin", "rows", "cols", "down", "row0", "mat0", "mats"),
     *("height", "total"),
-    # tensors: a gradient or another run; factors of a quotient; moments, scales of those that have
-    # 8 bits; a weight and what else is
-    # kept of it, the key of its noise; statistics before the step; what is written
-    *("x", "row", "col", "m", "v", "m_scale", "v_scale", "w", "aux", "key", "before"),
-    *("out", "part", "part2"),
+    # tensors: a gradient or another run; moments, scales of those of 8 bits; a weight and what
+    # else is kept of it; what is written; factors of a quotient; the key of noise; statistics before
+    # the step; parts of sums
+    *("x", "m", "v", "m_scale", "v_scale", "w", "aux", "out"),
+    *("row", "col", "key", "before", "part", "part2"),
     # numbers
     *("factor", "bound", "scale", "weight", "beta1", "beta2", "a", "b", "decay", "share", "lr"),
 )

@@ -7,21 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops.triton import folds, sizes, tiles, waiting
 from ds_ext.ops.triton.columns import AT, NUMBERS
 from ds_ext.ops.triton.folds import Fold, Parts
-from ds_ext.ops.triton.tables import Constants, Launch
+from ds_ext.ops.triton.tables import Constants, HostNumber, Launch
 from ds_ext.ops.triton.tiles import Geometry, Numbers, Tiles
 
 Columns = Mapping[str, Any]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 BY_MATRIX = ("IS_QUOTIENT", "IS_RESIDUAL")  # depend on the row and column of an element
-# What is read in vectors.
-VECTORS = [AT[name] for name in ("x", "w", "aux", "m", "v", "m_scale", "v_scale")]
-OUT = [*VECTORS, AT["out"]]  # and written
+# The columns of runs that are read in vectors, and of those that are written too.
+VECTORS, OUT = slice(AT["x"], AT["aux"] + 1), slice(AT["x"], AT["out"] + 1)
 
 
 @dataclass(frozen=True)
@@ -134,13 +132,6 @@ class Table:
         """How sums over columns are added up of strips'."""
         return folds.over_rows(self.geometry, self.by_strip)
 
-    @functools.cached_property
-    def widths(self) -> NDArray[np.int64]:
-        """How wide a tile is that holds a whole row."""
-        return np.array(
-            [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in self.geometry.cols]
-        )
-
     def tiles_of(self, read: Read) -> str:
         """The name of the tiles of a pass over runs."""
         return "by_matrix" if read.form in BY_MATRIX else "flat"
@@ -151,8 +142,7 @@ class Table:
         constants: Constants,
         at: Tiles,
         columns: Columns,
-        vectors: Sequence[int] = VECTORS,
-        widths: NDArray[np.int64] | None = None,
+        vectors: slice = VECTORS,
     ) -> Iterator[Launch]:
         """A kernel over all parameters: one launch of those with vectors, one of the others.
 
@@ -161,33 +151,32 @@ class Table:
         """
         rows, numbers = self._filled(at, columns)
         alive = list(columns.values())
-        if at.aligned is None:
-            yield Launch(kernel, constants, self.device, rows, at.programs, numbers, alive)
-            return
-        addresses = np.bitwise_or.reduce(rows[:, vectors], axis=1)
-        kinds = (at.aligned & (addresses % sizes.ALIGNMENT == 0)).astype(np.int64)
-        if widths is not None:
-            kinds += 2 * widths
-        for kind in np.unique(kinds).tolist():
-            named = (*constants, ("ALIGNED", bool(kind % 2)))
-            if widths is not None:
-                named = (*named, ("TC", kind // 2))
-            own = np.flatnonzero(kinds == kind)
-            some = {k: x[own] if len(x) == self.n else x for k, x in numbers.items()}
-            yield Launch(kernel, named, self.device, rows[own], at.programs[own], some, alive)
+        kinds = at.kinds(rows[:, vectors])
+        for kind, own in kinds:
+            some, programs = numbers, at.programs
+            if len(kinds) > 1:
+                rows_of, programs = rows[own], programs[own]
+                some = {k: x if isinstance(x, float) else x[own] for k, x in numbers.items()}
+            else:
+                rows_of = rows
+            named = constants
+            if kind.aligned is not None:
+                named = (*named, ("ALIGNED", kind.aligned))
+            if kind.width:
+                named = (*named, ("TC", kind.width))
+            yield Launch(kernel, named, self.device, rows_of, programs, some, alive)
 
-    def _filled(
-        self, at: Tiles, columns: Columns
-    ) -> tuple[Numbers, dict[str, NDArray[np.float32]]]:
+    def _filled(self, at: Tiles, columns: Columns) -> tuple[Numbers, dict[str, HostNumber]]:
         """The rows of a table, and the numbers of columns that the host has."""
-        rows, numbers = at.rows.copy(), {}
+        rows = at.rows.copy()
+        numbers: dict[str, HostNumber] = {}
         for name, value in columns.items():
             if isinstance(value, Tensor):
                 assert value.dtype == torch.float32 and value.is_contiguous()
                 own = 4 * np.arange(self.n) if value.numel() == self.n else 0
                 rows[:, AT[name]] = value.data_ptr() + own
             elif name in NUMBERS:
-                numbers[name] = np.atleast_1d(np.asarray(value, dtype=np.float32))
+                numbers[name] = value if isinstance(value, np.ndarray) else float(value)
             else:
                 rows[:, AT[name]] = getattr(value, "pointers", value)
         return rows, numbers
@@ -268,7 +257,7 @@ def _over_strips(
         else:
             columns[renamed.get(name, name)] = value
     del columns["scale"]
-    made = table.launches(kernel, read.run, table.by_strip, columns, widths=table.widths)
+    made = table.launches(kernel, read.run, table.by_strip, columns)
     waiting.ask(made, folded)
 
 

@@ -1,6 +1,7 @@
 """Launches of kernels over the parameters of a table, and the one copy that brings their tables."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops.triton import sizes
-from ds_ext.ops.triton.columns import AT, COLUMNS
+from ds_ext.ops.triton.columns import AT
 from ds_ext.ops.triton.tiles import Numbers
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
+HostNumber: TypeAlias = float | NDArray[np.float32]  # one for all parameters, or one for each
 Shape: TypeAlias = tuple[dict[str, Any], int]  # the constants that are sizes, and warps
 TOGETHER = 1024  # parameters of a launch at most: each program looks for its own among them
 
@@ -34,7 +36,7 @@ class Launch:
     device: torch.device
     rows: Numbers  # [n, columns]
     programs: Numbers  # of each parameter, [n]
-    numbers: Mapping[str, NDArray[np.float32]]
+    numbers: Mapping[str, HostNumber]
     alive: Sequence[object]
 
 
@@ -53,7 +55,7 @@ def merged(launches: Iterable[Launch]) -> list[Launch]:
 
 def _joined(some: Sequence[Launch]) -> Launch:
     first = some[0]
-    numbers = {
+    numbers: dict[str, HostNumber] = {
         name: np.concatenate([np.broadcast_to(x.numbers[name], len(x.rows)) for x in some])
         for name in first.numbers
     }
@@ -68,7 +70,7 @@ def _part(one: Launch, start: int, stop: int) -> Launch:
     if start == 0 and len(one.rows) <= stop:
         return one
     at = slice(start, stop)
-    numbers = {k: x[at] if len(x) > 1 else x for k, x in one.numbers.items()}
+    numbers = {k: x if isinstance(x, float) else x[at] for k, x in one.numbers.items()}
     rows, programs = one.rows[at], one.programs[at]
     return Launch(one.kernel, one.constants, one.device, rows, programs, numbers, one.alive)
 
@@ -82,33 +84,52 @@ def run(launches: Sequence[Launch]) -> None:
     places, words = [], 0  # in words of 8 bytes, tables from multiples of 16 bytes on
     for one in launches:
         places.append(words)
-        floats = sum(len(x) for x in one.numbers.values())
-        words += len(COLUMNS) * len(one.rows) + -(-floats // 2)
+        floats = sum(1 if isinstance(x, float) else len(x) for x in one.numbers.values())
+        words += one.rows.size + -(-floats // 2)
         words += words % 2
     is_pinned = device.type == "cuda"
     host = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
     with current(device):
         held = torch.empty(words, dtype=torch.int64, device=device)
-        for one, at in zip(launches, places, strict=True):
-            _fill(one, host.numpy()[at:], held.data_ptr() + 8 * at)
+        array, address = host.numpy(), held.data_ptr()
+        programs = [
+            _fill(one, array[at:], address + 8 * at)
+            for one, at in zip(launches, places, strict=True)
+        ]
         held.copy_(host, non_blocking=True)
-        for one, at in zip(launches, places, strict=True):
-            named, warps = constants(one)
-            start(one.kernel, int(one.programs.sum()), held[at:], len(one.rows), named, warps)
+        for one, at, number in zip(launches, places, programs, strict=True):
+            count = len(one.rows)
+            named, warps = constants(one.kernel, one.constants, bits(count))
+            start(one.kernel, number, held[at:], count, named, warps)
 
 
-def _fill(one: Launch, words: Numbers, address: int) -> None:
-    """Writes a launch's table, which will lie at ``address``, and its numbers after that."""
-    n, base = len(one.rows), one.rows.size
+def _fill(one: Launch, words: Numbers, address: int) -> int:
+    """Writes a launch's table, which will lie at ``address``, and its numbers after that.
+
+    -> its programs
+    """
+    base = one.rows.size
     table = words[:base].reshape(one.rows.shape)
     table[:] = one.rows
-    table[:, AT["first"]] = np.cumsum(one.programs) - one.programs
+    ends = one.programs.cumsum()
+    np.subtract(ends, one.programs, out=table[:, AT["first"]])
     floats, at = words[base:].view(np.float32), 0
     for name, values in one.numbers.items():
-        floats[at : at + len(values)] = values
-        own = np.arange(n) if len(values) == n else 0
-        table[:, AT[name]] = address + 8 * base + 4 * (at + own)
-        at += len(values)
+        column = address + 8 * base + 4 * at
+        if isinstance(values, float):
+            floats[at] = values
+            table[:, AT[name]] = column
+            at += 1
+        else:
+            floats[at : at + len(values)] = values
+            table[:, AT[name]] = column + 4 * np.arange(len(values))
+            at += len(values)
+    return int(ends[-1])
+
+
+def bits(count: int) -> int:
+    """The power of two that a program looks for its parameter among, at least 16."""
+    return max(4, (count - 1).bit_length())
 
 
 def start(
@@ -131,15 +152,16 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def constants(one: Launch) -> tuple[dict[str, Any], int]:
-    """The constants of a launch's kernel, its number of warps."""
-    named, kernels = dict(one.constants), _kernels()
+@functools.cache
+def constants(kernel: str, given: Constants, log2_count: int) -> tuple[dict[str, Any], int]:
+    """All constants of a kernel, and its number of warps."""
+    named, kernels = dict(given), _kernels()
     for name in named.keys() & {"FORM", "KEPT"}:
         named[name] = getattr(kernels, named[name])
     for name in named.keys() & {"XD", "WD", "AD"}:
         named[name] = getattr(kernels.tl, named[name])
-    named["COUNT"] = max(16, 1 << (len(one.rows) - 1).bit_length())
-    shape, warps = _SHAPES.get(one.kernel, _of_tiles)(dict(one.constants))
+    named["COUNT"] = 1 << log2_count
+    shape, warps = _SHAPES.get(kernel, _of_tiles)(dict(given))
     return named | shape, warps
 
 

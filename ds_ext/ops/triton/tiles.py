@@ -1,7 +1,8 @@
 """How the runs of a batch are divided into tiles: the geometry of the rows of a launch's table."""
 
+import functools
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,21 +25,59 @@ class Geometry:
     first: Numbers
 
 
+class Kind(NamedTuple):
+    """What parameters of a launch have in common."""
+
+    aligned: bool | None  # whether no vector crosses the end of a row or run; None: there are none
+    width: int  # of tiles that are as wide as rows; 0 of others
+
+
 @dataclass(frozen=True)
 class Tiles:
     """The rows of a table, [n, columns], of which a program takes a tile each."""
 
     rows: Numbers
     programs: Numbers
-    aligned: NDArray[np.bool_] | None = None  # whether no vector crosses the end of a row or run
+    aligned: NDArray[np.bool_] | None = None  # [n]
+    widths: Numbers | None = None  # [n]
 
     def of(self, name: str) -> Numbers:
         """Returns a column, [n]."""
         column: Numbers = self.rows[:, AT[name]]
         return column
 
+    def kinds(self, addresses: Numbers) -> list[tuple[Kind, Numbers]]:
+        """Returns which parameters may be of one launch.
 
-def made(programs: Numbers, **columns: Numbers | int) -> Tiles:
+        Args:
+            addresses: of what is read and written in vectors, [n, any].
+        """
+        if self.aligned is None:
+            return self._plain
+        if not np.bitwise_or.reduce(addresses, axis=None) % sizes.ALIGNMENT:
+            return self._usual
+        are_even = np.bitwise_or.reduce(addresses, axis=1) % sizes.ALIGNMENT == 0
+        return self._grouped(self.aligned & are_even)
+
+    @functools.cached_property
+    def _plain(self) -> list[tuple[Kind, Numbers]]:
+        return [(Kind(None, 0), np.arange(len(self.rows)))]
+
+    @functools.cached_property
+    def _usual(self) -> list[tuple[Kind, Numbers]]:
+        """Those of runs that begin at multiples of 16 bytes."""
+        assert self.aligned is not None
+        return self._grouped(self.aligned)
+
+    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[Kind, Numbers]]:
+        widths = np.zeros(len(aligned), dtype=np.int64) if self.widths is None else self.widths
+        found: dict[Kind, list[int]] = {}
+        for i, of in enumerate(map(Kind, aligned.tolist(), widths.tolist())):
+            found.setdefault(of, []).append(i)
+        return [(of, np.array(own)) for of, own in found.items()]
+
+
+def made(programs: Numbers, widths: Numbers | None = None, **columns: Numbers | int) -> Tiles:
     """Returns tiles whose rows have these columns; the others are to be filled in."""
     rows = np.zeros((len(programs), len(COLUMNS)), dtype=np.int64)
     for name, column in columns.items():
@@ -46,7 +85,8 @@ def made(programs: Numbers, **columns: Numbers | int) -> Tiles:
     if not {"start", "n", "cols"} <= columns.keys():
         return Tiles(rows, programs)
     ends = [rows[:, AT[name]] for name in ("start", "n", "cols")]
-    return Tiles(rows, programs, np.bitwise_or.reduce(ends) % sizes.ALIGNMENT == 0)
+    aligned = np.bitwise_or.reduce(ends) % sizes.ALIGNMENT == 0
+    return Tiles(rows, programs, aligned, widths)
 
 
 def flat(g: Geometry) -> Tiles:
@@ -66,7 +106,8 @@ def by_matrix(g: Geometry) -> Tiles:
 def by_strip(g: Geometry) -> Tiles:
     """Runs as strips of whole rows of the matrices they touch."""
     at = _by_rows(g, sizes.STRIP)
-    return made(touched(g) * at["down"], **at)
+    widths = [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
+    return made(touched(g) * at["down"], np.array(widths), **at)
 
 
 def by_group(g: Geometry) -> Tiles:

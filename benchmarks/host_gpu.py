@@ -1,0 +1,148 @@
+"""Time of the host in a step by kernels, whose launches do nothing: on a GPU, or as if on one.
+
+Without a GPU tensors of the CPU stand for its tensors. Not in the times then: copies from pinned
+memory, and what an operation of torch takes to launch.
+"""
+
+import importlib.util
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.memory import LLAMAS, shapes_of
+from ds_ext.ops.native import table
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.triton import devices, tables
+from ds_ext.optimizer import OPTIMIZERS, plain_step
+from ds_ext.optimizer.run_updates import RunUpdate
+
+Bucket = list[RunUpdate]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RANKS = 2
+
+TEXT = f"""
+The second table is of steps by kernels, on bf16 weights of Llama-7B and the gradients that rank 0
+of {RANKS} has, the rounds included in which it would meet the other. Launches do nothing; what is
+timed is Python, torch's small operations, and the copies of tables. `launches` of kernels, `copies`
+of tables to the device, `rounds` and calls of `torch` that are no views are of a bucket; `most` is
+the number of launches between two rounds. Where there is no GPU, its tensors lie in the memory of
+the CPU, and copies to it and launches of torch's operations take less time than they would.
+"""
+
+
+def row(name: str, rounds: int) -> dict[str, object]:
+    """What the host takes of steps by an optimizer."""
+    with doing_nothing() as counts:
+        params = weights()
+        optimizer = OPTIMIZERS[name](params, **({"lr": 1e-6} if name != "adafactor" else {}))
+        buckets = list(halves(params))
+        seconds = []
+        for _ in range(3 + rounds):
+            began = time.perf_counter()
+            for bucket in buckets:
+                optimizer.update(bucket, nothing)
+            seconds.append(time.perf_counter() - began)
+        counts.clear()
+        between: list[int] = []
+
+        def reduce(total: Tensor) -> None:
+            between.append(counts["launches"])
+
+        with Calls() as calls:
+            met = 0
+            for bucket in buckets:
+                before = counts["launches"]
+                met += optimizer.update(bucket, reduce)
+                ends = [before, *between, counts["launches"]]
+                counts["most"] = max(counts["most"], *(b - a for a, b in itertools.pairwise(ends)))
+                between.clear()
+    n = len(buckets)
+    return {
+        "optimizer": OPTIMIZERS[name].__name__,
+        "7B, ms": statistics.median(seconds[3:]) * 1e3,
+        "buckets": n,
+        "launches": counts["launches"] / n,
+        "most": counts["most"],
+        "rounds": met / n,
+        "copies": counts["copies"] / n,
+        "torch": calls.made / n,
+    }
+
+
+def are_there() -> bool:
+    """Whether kernels can be asked for."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def weights() -> list[nn.Parameter]:
+    """Those of Llama-7B, which nobody reads or writes."""
+    shapes = shapes_of(LLAMAS["7B"]).values()
+    return [nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device=DEVICE)) for s in shapes]
+
+
+def halves(params: list[nn.Parameter]) -> Iterator[Bucket]:
+    """Rank 0's runs of buckets of as many elements as a plain step takes together."""
+    bucket: Bucket = []
+    elements = 0
+    for p in params:
+        shard = Shard.of_rank(tuple(p.shape), 0, RANKS)
+        run = p.detach().view(-1)[: len(shard)]
+        bucket.append(RunUpdate(p, run, torch.empty_like(run), shard))
+        elements += p.numel()
+        if elements >= plain_step.TOGETHER:
+            yield bucket
+            bucket, elements = [], 0
+    if bucket:
+        yield bucket
+
+
+def nothing(total: Tensor) -> None:
+    """Stands for an all-reduce."""
+
+
+def empty(shape: Any, fill: float, **kinds: Any) -> Tensor:
+    """Memory that is not touched, for ``torch.full``."""
+    return torch.empty(shape, **kinds)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of torch that are no views."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+        self.made += not is_view
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def doing_nothing() -> Iterator[Counter[str]]:
+    """Kernels are launched and do nothing; memory is not touched. Counts launches and copies."""
+    counts: Counter[str] = Counter()
+    run = tables.run
+
+    def start(*args: object) -> None:
+        counts["launches"] += 1
+
+    def copied(launches: Any) -> None:
+        counts["copies"] += 1
+        run(launches)
+
+    with (
+        mock.patch.object(devices, "DEVICES", {DEVICE.type}),
+        mock.patch.object(table, "is_there", lambda: False),
+        mock.patch.object(tables, "start", start),
+        mock.patch.object(tables, "run", copied),
+        mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
+    ):
+        yield counts
