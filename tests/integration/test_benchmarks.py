@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import comm, host, memory, offload, report, step, train
+from benchmarks import comm, host, host_gpu, memory, offload, report, step, train
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests import worlds
-from tests.common import authors, pretend
+from tests.common import authors, needs, pretend
 
 CPU = torch.device("cpu")
 
@@ -537,6 +537,16 @@ def test_the_hosts_time_is_of_many_parameters_and_of_no_pass(name):
         host.made(name, [p]).step()
     most = 11 if name == "sinkgd" else 5  # two for each of its iterations, and one to apply
     assert calls["made"] <= most and torch.equal(p.detach(), torch.ones(64, 48))
+
+
+@needs.triton
+@pytest.mark.parametrize(
+    "name, launches, most, rounds", [("lomo", 1, 1, 0), ("lamb", 4, 3, 1), ("adalomo", 9, 6, 1)]
+)
+def test_a_bucket_of_7b_takes_a_few_launches_and_a_copy_a_round(name, launches, most, rounds):
+    row = host_gpu.row(name, 1)
+    assert row["buckets"] < 30 and row["rounds"] == rounds and row["copies"] == rounds + 1
+    assert row["launches"] <= launches and row["most"] == most
 
 
 # Offload.
