@@ -7,8 +7,8 @@ COLUMNS = (
     *("first", "start", "n", "origin", "rows", "cols", "down", "row0", "mat0", "mats"),
     *("height", "total"),
     # tensors: a gradient or another run; moments, scales of those of 8 bits; a weight and what
-    # else is kept of it; what is written; factors of a quotient; the key of noise; statistics before
-    # the step; parts of sums
+    # else is kept of it; what is written; factors of a quotient; the key of noise; statistics as
+    # they were; parts of sums
     *("x", "m", "v", "m_scale", "v_scale", "w", "aux", "out"),
     *("row", "col", "key", "before", "part", "part2"),
     # numbers
