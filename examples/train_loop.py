@@ -1,6 +1,6 @@
 """Fine-tune with a loop of your own: what ds_ext needs of it is one import and a configuration.
 
-    torchrun --nproc_per_node 2 examples/train_loop.py [MODEL_FOLDER]
+    torchrun --nproc_per_node 2 examples/train_loop.py [--model FOLDER]
 
 Started again, it goes on from its newest checkpoint, on any number of ranks that divides BATCH.
 With this on each of two hosts torchrun does so itself: when a rank dies it is started again, when
@@ -12,12 +12,12 @@ a host is lost the run goes on without it.
 On a machine without a GPU, put DS_ACCELERATOR=cpu before it.
 """
 
-import sys
-from pathlib import Path
+import argparse
+from collections.abc import Callable
 
 import deepspeed
+import tiny
 import torch
-from smollm2 import smollm2
 from text_data import load_file, tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 from transformers.integrations import HfDeepSpeedConfig
@@ -32,31 +32,34 @@ CONFIG = {
     "gradient_clipping": 0.0,  # AdaLomo bounds its updates itself; more: backward runs twice
     "bf16": {"enabled": DTYPE == torch.bfloat16},
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-    "optimizer": {"type": "AdaLomo", "params": {"lr": 5e-4}},
 }
-STEPS, SAVE_EVERY = 40, 20
-OUT = "runs/train_loop"
 
 
-def main() -> None:
-    folder = sys.argv[1] if len(sys.argv) > 1 else smollm2(Path("runs/cache"))
+def options(description: str, steps: int, save_every: int) -> argparse.Namespace:
+    parser = tiny.parser(description, steps)
+    parser.add_argument("--save-every", type=int, default=save_every, help="steps")
+    return tiny.with_model(parser.parse_args())
+
+
+def train(given: argparse.Namespace, after_step: Callable[[int], None] = lambda step: None) -> None:
+    """Trains as one of the ranks, and calls ``after_step`` with the number of each step."""
+    config = CONFIG | {"optimizer": {"type": "AdaLomo", "params": {"lr": given.lr}}}
     deepspeed.init_distributed()
-    partitioned = HfDeepSpeedConfig(CONFIG)  # while it lives, from_pretrained loads in parts
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE)
+    partitioned = HfDeepSpeedConfig(config)  # while it lives, from_pretrained loads in parts
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=DTYPE)
     del partitioned
-    engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config)
 
-    rows = load_file(str(Path(__file__).parent / "data" / "devil_train.jsonl"))
-    rows = tokenize(rows, tokenizer, max_length=128)
+    rows = tokenize(load_file(str(tiny.DATA)), tokenizer, max_length=128)
     collate = DataCollatorForSeq2Seq(tokenizer)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     rank, world = engine.global_rank, torch.distributed.get_world_size()
 
-    checkpoints = f"{OUT}/checkpoints"
+    checkpoints = f"{given.out}/checkpoints"
     if newest := ds_ext.newest_checkpoint(checkpoints):  # complete and undamaged
         engine.load_checkpoint(newest.folder, newest.tag)
-    for step in range(engine.global_steps, STEPS):
+    for step in range(engine.global_steps, given.steps):
         chosen = [order[i % len(order)] for i in range(step * BATCH, (step + 1) * BATCH)]
         batch = collate([rows[i] for i in chosen[rank::world]])
         loss = engine(**batch.to(engine.device)).loss
@@ -64,14 +67,16 @@ def main() -> None:
         engine.step()  # called for every micro-batch, also where several make a step
         if rank == 0:
             print(f"step {step}: loss {loss:.2f}, norm {engine.get_global_grad_norm():.2f}")
-        if (step + 1) % SAVE_EVERY == 0:
+        if (step + 1) % given.save_every == 0:
             engine.save_checkpoint(checkpoints, tag="newest")  # takes the place of the one before
+        after_step(step)
 
-    engine.save_16bit_model(OUT)  # in fp32 where the weights are
-    if engine.global_rank == 0:
-        model.config.save_pretrained(OUT)
-        tokenizer.save_pretrained(OUT)
+    engine.save_16bit_model(given.out)  # in fp32 where the weights are
+    if rank == 0:
+        model.config.save_pretrained(given.out)
+        tokenizer.save_pretrained(given.out)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    train(options(__doc__, steps=40, save_every=20))

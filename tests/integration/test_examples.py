@@ -1,0 +1,90 @@
+"""The examples run as their first lines say, in short form, and learn something."""
+
+import json
+import re
+import runpy
+import signal
+import sys
+
+import pytest
+import torch
+import yaml
+
+from tests import worlds
+from tests.integration import example_jobs
+from tests.integration.example_jobs import EXAMPLES
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of the tiny model, made once."""
+    folder = tmp_path_factory.mktemp("examples") / "tiny-llama"
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / "tiny.py"))["make"](folder)
+    sys.path.remove(str(EXAMPLES))
+    return folder
+
+
+def losses(printed):
+    return [float(found) for found in re.findall(r"loss'?:? '?(-?[\d.]+)", printed)]
+
+
+def options(model, steps=STEPS):
+    return ["--model", str(model), "--steps", str(steps)]
+
+
+def test_a_loop_of_plain_pytorch(model, tmp_path):
+    printed, other = worlds.run(
+        2, example_jobs.run, "plain_pytorch.py", str(tmp_path), *options(model)
+    )
+    found = losses(printed)
+    assert len(found) == STEPS and found[-1] < found[0] - 0.1 and not losses(other)
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_ends_with_the_weights_of_a_whole_one(model, tmp_path):
+    job, name = example_jobs.run, "resume_after_kill.py"
+    given = [*options(model, 18), "--save-every", "10"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir(), whole.mkdir()
+    first, last = worlds.fresh(2, example_jobs.first_life, name, str(killed), *given)
+    assert last.code == -signal.SIGKILL and first.code != 0
+    printed = worlds.run(2, job, name, str(killed), *given)[0]
+    assert re.findall(r"step (\d+)", printed) == [str(i) for i in range(10, 18)]
+    printed = worlds.run(2, job, "train_loop.py", str(whole), *given)[0]
+    assert re.findall(r"step (\d+)", printed) == [str(i) for i in range(18)]
+    found, expected = (
+        torch.load(folder / "out" / "pytorch_model.bin") for folder in (killed, whole)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trl_sft.py", "trl_grpo.py"])
+def test_trl(name, model, tmp_path):
+    pytest.importorskip("trl", reason="TRL, which needs Python 3.11, is not installed")
+    printed = worlds.run(2, example_jobs.run, name, str(tmp_path), *options(model, 5))[0]
+    assert len(losses(printed)) == 2  # of five steps, and their mean at the end
+    assert "reward" in printed or losses(printed)[0] < 7.6
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_lightning_that_is_missing_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit, match="pip install lightning"):
+        runpy.run_path(str(EXAMPLES / "lightning_trainer.py"))
+
+
+def test_what_llama_factorys_yaml_names_is_there():
+    given = yaml.safe_load((EXAMPLES / "llama_factory.yaml").read_text())
+    root = worlds.ROOT
+    assert json.loads((root / given["deepspeed"]).read_text())["optimizer"]["type"] == "AdaLomo"
+    known = json.loads((root / given["dataset_dir"] / "dataset_info.json").read_text())
+    entry = known[given["dataset"]]
+    row = json.loads((root / given["dataset_dir"] / entry["file_name"]).open().readline())
+    assert set(entry["columns"].values()) <= row.keys()
