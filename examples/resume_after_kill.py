@@ -5,9 +5,9 @@
 
 The training is that of train_loop.py. In its first life rank 1 kills itself after step 16, as the
 kernel does where memory runs out. torchrun starts all ranks again (the variable keeps its store
-from telling them where the dead were). They find the checkpoint of step 10, and end with the weights of
-a run without a break. On a machine without a GPU, put DS_ACCELERATOR=cpu before it. Remove
-runs/resume_after_kill to see it again.
+from telling them where the dead were). They find the checkpoint of step 10, and end with the
+weights of a run without a break. On a machine without a GPU, put DS_ACCELERATOR=cpu before it.
+Remove runs/resume_after_kill to see it again.
 """
 
 import os

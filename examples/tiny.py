@@ -20,20 +20,20 @@ CONFIG = ROOT / "configs" / "adalomo_zero3.json"
 GPU = torch.cuda.is_available()
 
 
-def parser(description: str, steps: int) -> argparse.ArgumentParser:
+def parser(description: str, steps: int, lr: float = 1e-2) -> argparse.ArgumentParser:
     """The options of an example, whose run is ``steps`` long."""
     made = argparse.ArgumentParser(description=description.split("\n")[0])
     made.add_argument("--model", help="Hugging Face model folder (default: a tiny Llama)")
     made.add_argument("--steps", type=int, default=steps)
-    made.add_argument("--lr", type=float, default=1e-2, help="5e-4 suits a model that is trained")
+    made.add_argument("--lr", type=float, default=lr, help="5e-4 suits a model that is trained")
     made.add_argument("--out", default=f"runs/{Path(made.prog).stem}", help="folder to write to")
     made.add_argument("--local_rank", help=argparse.SUPPRESS)  # the launcher `deepspeed` adds it
     return made
 
 
-def options(description: str, steps: int) -> argparse.Namespace:
+def options(description: str, steps: int, lr: float = 1e-2) -> argparse.Namespace:
     """The options of the command line; call it before a DeepSpeed config is in force."""
-    return with_model(parser(description, steps).parse_args())
+    return with_model(parser(description, steps, lr).parse_args())
 
 
 def with_model(given: argparse.Namespace) -> argparse.Namespace:

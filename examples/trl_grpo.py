@@ -20,7 +20,7 @@ def vowels(completions: list[str], **_) -> list[float]:
 
 
 def main() -> None:
-    given = options(__doc__, steps=30)
+    given = options(__doc__, steps=30, lr=0.2)
     settings = GRPOConfig(
         output_dir=given.out,
         deepspeed=str(CONFIG),
