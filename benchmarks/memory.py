@@ -6,6 +6,7 @@ is measured, when the optimizer's state is there. Weights and tokens are random.
 """
 
 import argparse
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import ds_ext
 from benchmarks import report
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import memory as planner
 from ds_ext.planner.live import Watch
 from ds_ext.planner.memory import elements
 
@@ -37,7 +39,11 @@ LLAMAS: dict[str, Sizes] = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NONE, ADAMW = "none", "AdamW"
-NAMES = (NONE, ADAMW, *(cls.__name__ for cls in OPTIMIZERS.values()))
+OURS = {  # ds_ext's, by their names here
+    f"ds_ext.{cls.__name__}" if cls.__name__ == ADAMW else cls.__name__: cls
+    for cls in OPTIMIZERS.values()
+}
+NAMES = (NONE, ADAMW, *OURS)
 CAPS = (24, 48, 80, 139)  # GiB that GPUs have
 
 
@@ -89,8 +95,10 @@ one process and without DeepSpeed: {dtype} weights, rows of the tokens below in 
 no activation checkpointing. AdamW is torch's, `fused=True` so that it needs no scratch, with
 `loss.backward(); optimizer.step(); optimizer.zero_grad()`; `none` drops each gradient as it
 appears, which is the least that any optimizer can need; the others are ds_ext's through
-`fuse_into_backward`. Where the embedding is the head too (135M), both parts of its gradient are
-alive before autograd adds them up. GB are 10⁹ bytes.
+`fuse_into_backward`, with their defaults, each parameter by the rule that a config would take for
+it. What is planned is what `none` needs and the state of `python -m ds_ext plan`. Where the
+embedding is the head too (135M), both parts of its gradient are alive before autograd adds them up.
+GB are 10⁹ bytes.
 
 {how}
 """
@@ -153,7 +161,7 @@ def fine_tuning(model: nn.Module, name: str, tokens: Tensor) -> Callable[[], Non
     if name == ADAMW:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=1e-5, fused=True)
     else:
-        optimizer = OPTIMIZERS[name.lower()](params)
+        optimizer = OURS[name].for_model(model)
         ds_ext.fuse_into_backward(model, optimizer)
 
     def step() -> None:
@@ -188,6 +196,7 @@ def shown(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
     """A row of the table, beside AdamW's of the same model and length."""
     n, peak = elements(shapes_of(LLAMAS[row.model])), row.peak
     adamw = next((r.peak for r in rows if r == row._replace(optimizer=ADAMW, peak=r.peak)), None)
+    planned = plan(row, rows)
     return {
         "model": row.model,
         "parameters": n,
@@ -197,7 +206,26 @@ def shown(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
         "GB": peak and peak / 1e9,
         "bytes per parameter": peak and peak / n,
         "AdamW / this": adamw / peak if adamw and peak else None,
+        "peak / planned": peak / planned if planned and peak else None,
     }
+
+
+def plan(row: Measured, rows: Sequence[Measured]) -> int | None:
+    """What ``none`` needs, and the state that is planned; of ds_ext's optimizers."""
+    none = next((r.peak for r in rows if r == row._replace(optimizer=NONE, peak=r.peak)), None)
+    return (
+        none + planned_state(LLAMAS[row.model], row.optimizer)
+        if none and row.optimizer in OURS
+        else None
+    )
+
+
+@functools.cache
+def planned_state(sizes: Sizes, name: str) -> int:
+    """Bytes of the state that the planner tells of an optimizer with its defaults."""
+    whole = llama(sizes, torch.float32, torch.device("meta"))
+    rules, shapes = planner.rules_of(OURS[name], whole, {}), planner.shapes_of(whole)
+    return planner.ours(rules, shapes, None, 1, torch.float32, elements(shapes)).state
 
 
 def largest(rows: Sequence[Measured]) -> list[dict[str, object]]:

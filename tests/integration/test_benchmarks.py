@@ -215,6 +215,9 @@ def test_a_step_takes_what_its_optimizer_must():
     assert 4 * n < none <= lomo < 5.5 * n
     assert 0 < adalomo - lomo < n
     assert 4 * n < came - lomo < 5.5 * n
+    for name in ("FlashAdamW", "Lion", "SCALE", "SinkGD"):
+        peak = memory.measure(sizes, shape, name, torch.float32, CPU)
+        assert peak == pytest.approx(none + memory.planned_state(sizes, name), rel=0.02)
 
 
 def test_the_largest_model_that_fits():
