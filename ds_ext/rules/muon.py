@@ -10,18 +10,20 @@ of torch.optim.Muon: weight decay and the two scales of Liu et al., arXiv 2502.1
 Every X is a polynomial of the first A times the first X. So the iteration is on the short side's
 Gram matrix alone, S x S, and one product at its end gives a rank's part of the update.
 
-State: ``m`` is a run like the weight. What a step sends and takes, S and L the sides of a matrix:
+State: ``m`` is a run like the weight. What a step sends, S the short side of a matrix:
   rows >= cols    one round of S·(S + 1)/2 fp32 sums, for a run is whole rows, but for its ends:
                   rows that cuts go through, which travel in a round before, if there are any
   rows < cols     a run is rows of the short side, whose products with each other's need all of
                   them: one round of the whole x in fp32, 4·rows·cols bytes on each rank until the
                   step of its bucket ends; the same where tensor parallelism divides a matrix
-No round where one rank holds all of a matrix. Each rank iterates by itself, 2·S³·(4·ns_steps − 3)
-operations in fp32 (fp64 for fp64 parameters). For the spectra of the tests the result in fp32 is
+  and of both     one round of S·(S + 1)/2 numbers, the product of all iterations: one rank computes
+                  it, 2·S³·(4·ns_steps − 3) operations in fp32 (fp64 for fp64 parameters), and the
+                  matrices of a bucket are spread over the ranks
+No round where one rank holds all of a matrix. For the spectra of the tests the result in fp32 is
 within 1e-3 of the iteration in fp64 on the whole matrix; in bf16 it would be 2e-2 to 1.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +40,7 @@ from ds_ext.rules.lowrank import Product
 @register(
     paper="2502.16982",
     state="4/d",
-    rounds="1, 2 where a cut goes through a row",
+    rounds="2, 3 where a cut goes through a row",
     others={"type": "AdamW"},
 )
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Muon:
         if shard.is_cut:
             (packed,) = yield (_pack(gram),)
             gram = _unpack(packed)
-        return _Rows(x, edges, self.polynomial(gram))
+        return _Rows(x, edges, (yield from self.shared(lambda: gram, shard, gram)))
 
     def by_wholes(
         self, x: ops.Readable, shard: Shard, like: Tensor
@@ -101,10 +103,21 @@ class Muon:
             whole[b.rows, b.cols] = ops.read(x, b)[0]
         if shard.is_cut:
             (whole,) = yield (whole,)
-        own = shard.touched
-        if shard.rows < shard.cols:
-            return Product(self.polynomial(whole @ whole.T)[own], whole, own.start)
-        return Product(whole[own], self.polynomial(whole.T @ whole), own.start)
+        own, wide = shard.touched, shard.rows < shard.cols
+        short = whole if wide else whole.T
+        q = yield from self.shared(lambda: short @ short.T, shard, short)
+        return Product(*((q[own], whole) if wide else (whole[own], q)), own.start)
+
+    def shared(
+        self, gram: Callable[[], Tensor], shard: Shard, like: Tensor
+    ) -> Generator[Sums, Sums, Tensor]:
+        """The polynomial of a Gram matrix [short, short]: one rank's, which sends it to others."""
+        if not shard.is_cut:
+            return self.polynomial(gram())
+        short = min(shard.rows, shard.cols)
+        q = self.polynomial(gram()) if shard.has_turn else like.new_zeros(short, short)
+        (packed,) = yield (_pack(q),)
+        return _unpack(packed)
 
     def polynomial(self, gram: Tensor) -> Tensor:
         """What x is multiplied by, [short, short], by the Gram matrix of its short side."""
@@ -118,7 +131,7 @@ class Muon:
             if i + 1 < self.ns_steps:
                 gram = factor @ (factor @ gram)
         assert product is not None
-        return product / norm
+        return (product + product.T) / (2 * norm)  # which are alike but for their rounding
 
     def scale(self, shard: Shard) -> float:
         """What an update is multiplied by for the shape of its matrix."""

@@ -1,7 +1,9 @@
 """Muon on simulated ranks is torch.optim.Muon on whole matrices, whose bf16 is made fp64 here."""
 
+import dataclasses
 import functools
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 import ds_ext
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import leaves
+from ds_ext.ops.state import leaves, zeros
 from ds_ext.rules import Muon, muon
 from tests.common import low_rank, table
 from tests.common.choose import params
@@ -164,8 +166,8 @@ def test_geometry_shifted_by_one_is_seen():
     "shape, world, rounds",
     [
         *(((29, 13), 1, 0), ((13, 29), 1, 0), ((16, 16), 1, 0)),
-        *(((29, 13), 2, 2), ((13, 29), 2, 1), ((16, 16), 2, 1), ((30, 14), 2, 1)),
-        *(((1, 1), 16, 0), ((7, 1), 16, 1), ((1, 7), 16, 1)),
+        *(((29, 13), 2, 3), ((13, 29), 2, 2), ((16, 16), 2, 2), ((30, 14), 2, 2)),
+        *(((1, 1), 16, 0), ((7, 1), 16, 2), ((1, 7), 16, 2)),
     ],
 )
 def test_rounds(shape, world, rounds):
@@ -174,7 +176,7 @@ def test_rounds(shape, world, rounds):
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_a_tall_matrix_sends_half_of_its_short_sides_square(world):
+def test_a_tall_matrix_sends_half_of_its_short_sides_square_twice(world):
     shape, sent = (96, 32), []
 
     def counting(ranks):
@@ -186,11 +188,41 @@ def test_a_tall_matrix_sends_half_of_its_short_sides_square(world):
                 flat.copy_(total)
 
     Ranks(Muon(), table.weights([shape]), world).step(table.gradients(1, [shape])[0], counting)
-    assert sent == [16 * 33]  # n / 2 rows of n + 1
+    assert sent == [16 * 33] * 2  # n / 2 rows of n + 1
     sent.clear()
     shape = (32, 96)
     Ranks(Muon(), table.weights([shape]), world).step(table.gradients(1, [shape])[0], counting)
-    assert sent == [32 * 96]
+    assert sent == [32 * 96, 16 * 33]
+
+
+def test_ranks_take_turns_with_the_matrices_of_a_bucket(monkeypatch):
+    """One rank iterates for all, and each for as many matrices."""
+    shapes, rule, polynomial = [(12, 8), (8, 12)] * 3, Muon(), Muon.polynomial
+    before, (grads,) = table.weights(shapes), table.gradients(1, shapes)
+    at_work, iterated = [-1], []
+
+    def counted(rule, gram):
+        iterated.append(at_work[0])
+        return polynomial(rule, gram)
+
+    def by_rank(rank, step):
+        totals = None
+        while True:
+            at_work[0] = rank
+            try:
+                totals = yield step.send(totals)
+            except StopIteration:
+                return
+
+    def steps(rank):
+        for i, (p, g) in enumerate(zip(before, grads, strict=True)):
+            shard = dataclasses.replace(Shard.of_rank(shapes[i], rank, 3), turn=i)
+            p, g = (x.flatten()[shard.start : shard.stop].clone() for x in (p, g))
+            yield by_rank(rank, rule.step(p, g, zeros(rule.keeps(shard), p), 1, shard))
+
+    monkeypatch.setattr(Muon, "polynomial", counted)
+    lockstep.simulate([steps(rank) for rank in range(3)])
+    assert Counter(iterated) == {0: 2, 1: 2, 2: 2}
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
