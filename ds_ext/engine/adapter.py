@@ -71,10 +71,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._take_over_from_engine()
         leftovers.hide_from_copies(engine)
         safe_access.give(self.fused)
-        self._tell(how, config)
 
-    def _tell(self, how: Gradients, config: dict[str, Any]) -> None:
-        """What the log says of the engine when it is made."""
+    def tell(self) -> None:
+        """Says in the log how the engine trains, once its scheduler is known to fit."""
+        config, how = self.engine._config._param_dict, self.fused.how
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         log(start.line(self.optimizer, self.layout, how, where))
         for line in gradients.report(how, config):

@@ -170,6 +170,7 @@ def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
     original(engine)
     if isinstance(engine.optimizer, ZeroAdapter):
         refusals.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
+        engine.optimizer.tell()
 
 
 @replaces(DeepSpeedEngine)
