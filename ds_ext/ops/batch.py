@@ -135,7 +135,8 @@ class Weights:
     how: str = "PLAIN"
     aux: Runs | None = None
     key: NDArray[np.uint32] | None = None  # [n]
-    measured: Runs | None = None  # of two fp64 sums that writing adds to, [n]
+    # Of two sums for each: on a CPU in fp64, which writing adds to; else in fp32, written to.
+    measured: "Runs | Flat | None" = None
     known: KnownSquares | None = None
 
     def kept(self) -> Kept:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_ext import ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
-from ds_ext.ops.batch import Batch, KnownSquares, Runs, kind, may_join, stacked
+from ds_ext.ops.batch import Batch, Flat, KnownSquares, Runs, kind, may_join, stacked
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import devices, launches
@@ -154,6 +154,8 @@ class BatchedStep:
         if "master" in self.of[group.pieces[0].at]:
             self.masters = Runs([x.of(self.of[x.at]["master"]) for x in group.pieces])
         self.gradients = _gradients(group, self.updates)
+        self.sums: list[Tensor] = []  # the meter's, for each piece
+        self.totals: Tensor | None = None  # [2 n], of those on a GPU
 
     def begin(self) -> lockstep.Rule:
         """Returns the rule's generator, which steps all of them."""
@@ -162,15 +164,23 @@ class BatchedStep:
             self.group.known.check(self.runs)
             p = replace(p, known=self.group.known)
         if self.meter is not None:
-            sums = [
+            self.sums = [
                 self.meter.sums_of(self.group.row, run, self.updates[piece.at].num_replicas)
                 for run, piece in zip(self.runs.tensors, self.group.pieces, strict=True)
             ]
-            p = replace(p, measured=Runs(sums))
+            p = replace(p, measured=self._measured())
         step: lockstep.Rule = self.rule.step(
             p, self.gradients, stacked(self.states), self.t, self.batch
         )
         return step
+
+    def _measured(self) -> Runs | Flat:
+        """Where two sums of each parameter go: to the meter's, or to be added to those."""
+        if not devices.take(self.batch.device):
+            return Runs(self.sums)
+        n = len(self.sums)
+        self.totals = torch.zeros(2 * n, dtype=torch.float32, device=self.batch.device)
+        return Flat(self.totals, 2 * np.arange(n))
 
     def squares(self) -> Tensor:
         """Returns the sums of the squares of gradients, [n]: of sums over rows if there are."""
@@ -201,6 +211,13 @@ class BatchedStep:
 
     def end(self) -> None:
         """Notes that sums belong to what the weights are now, and tells torch of the change."""
+        if self.totals is not None:
+            alike: dict[int, list[int]] = {}
+            for i, sums in enumerate(self.sums):
+                alike.setdefault(id(sums), []).append(i)
+            totals = self.totals.view(-1, 2).double()
+            for some in alike.values():
+                self.sums[some[0]] += torch.stack([totals[i] for i in some]).sum(0)
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
         if self.group.known is not None:

@@ -285,7 +285,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _is_batched_on(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
         if devices.take(device):
-            return self.meter is None and self._has_batched_rule
+            return self._has_batched_rule
         return device == CPU and self.is_batched
 
     @functools.cached_property

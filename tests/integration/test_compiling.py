@@ -1,5 +1,6 @@
 """Every kernel that the optimizers ask for compiles for an H200, wherever the tests run."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,8 +13,9 @@ import torch
 from ds_ext import ops
 from ds_ext.ops import edits
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import tables
+from ds_ext.ops.triton import sizes, tables
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths
 from tests.common.choose import params
@@ -27,6 +29,7 @@ MODES = {
     torch.float16: ("stochastic", "nearest", "master", "master24"),
 }
 ALIGNED, ODD = ((4, 64), (64,)), ((4, 5), (5,))
+WIDE = ((2, sizes.WIDEST + 16),), ((2, sizes.WIDEST + 1),)
 
 
 def asked_for(monkeypatch) -> list:
@@ -52,14 +55,20 @@ def asked_for(monkeypatch) -> list:
             for mode in modes:
                 for shapes in (ALIGNED, ODD):
                     step(name, dtype, mode, shapes)
+    for dtype, modes in MODES.items():
+        for mode in modes:
+            step("lomo", dtype, mode, ALIGNED, Meter(1))
+        for name, shapes in itertools.product(("adalomo", "sinkgd"), WIDE):
+            step(name, dtype, "nearest", shapes)
     edits.mend_(torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int16), None)
     return found
 
 
-def step(name, dtype, mode, shapes):
+def step(name, dtype, mode, shapes, meter=None):
     """Two steps, whose kernels do nothing; ranks hold parts of rows of the last matrix."""
     params = [torch.nn.Parameter(torch.ones(s, dtype=dtype)) for s in (*shapes, shapes[0])]
     optimizer = OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode)
+    optimizer.meter = meter
     shards = [Shard.whole(tuple(p.shape)) for p in params]
     shards[-1] = Shard(tuple(params[-1].shape), 0, params[-1].numel() // 8 * 4, 16)
     runs = [torch.ones(len(s), dtype=dtype) for s in shards]
@@ -82,7 +91,8 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypa
     assert {kernel for kernel, _, _ in asked} == {
         *("squares", "statistics", "weighed", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors", "mark", "mend", "mend_unmarked"),
-        *("normalize", "normalize_whole_rows"),
+        *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighed"),
+        "measured_apply",
     }
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

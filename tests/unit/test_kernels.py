@@ -406,13 +406,26 @@ def test_noise_of_experts_stepped_alone_is_that_of_the_ops(kernels):
     assert (made[0] != made[1]).sum() <= p.numel() / 200 and not (made[0] == 1).all()
 
 
-def test_rows_wider_than_a_tile_are_left_to_the_op(kernels, launched):
+@pytest.mark.slow
+def test_rows_wider_than_a_tile_are_read_twice(kernels, launched):
     from ds_ext.ops.triton.sizes import WIDEST
 
-    x = torch.ones(2, WIDEST + 1, device=DEVICE)
-    shard = Shard.whole(tuple(x.shape))
-    ops.weighed_square_sums(x.view(-1), torch.ones(1, 2, device=DEVICE), 0.0, 0.9, shard, x)
-    assert not launched
+    (g,) = table.gradients(1, [(5, WIDEST + 16)])[0]
+    shard = Shard(tuple(g.shape), g.shape[1], 4 * g.shape[1], g.shape[1])
+    before = torch.arange(1.0, 6.0).view(1, 5)
+    by_col = torch.rand(1, 1, g.shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
+    made = []
+    for on, dtype in ((True, torch.float32), (False, torch.float64)):
+        kernels(on)
+        x = ops.Scaled(cut(g.float(), shard).to(DEVICE, dtype), 0.5, 0.75)
+        row, col = before.to(DEVICE, dtype), by_col.to(DEVICE, dtype)
+        weighed = ops.weighed_square_sums(x, row, 1e-3, 0.9, shard, x)
+        rows = ops.Quotient(x, row.unsqueeze(-1), col)
+        rows, sums = ops.normalize_whole_rows(rows, 1e3, shard, x)
+        made.append((*weighed, rows.row, sums))
+    for a, b in zip(*made, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm() and b.norm() > 0
+    assert set(launched) == {"wide_weighed", "normalize_wide_rows", "fold"}
 
 
 def test_fp64_and_what_no_kernel_reads_are_left_to_the_ops(kernels, launched):

@@ -5,7 +5,6 @@ import functools
 import torch
 
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import sizes
 
 DEVICES = {"cuda"}  # whose tensors kernels take
 MATRICES = 128  # of a parameter, at most, whose rows and columns kernels add up
@@ -20,10 +19,9 @@ def take_matrices(shard: Shard) -> bool:
     """Returns whether kernels add up rows and columns of a parameter, and divide by such sums.
 
     Each matrix has tiles of its own and sums to be folded up: the ops are better at stacks of many.
-    And rows that a rank holds whole have to fit into a tile. The answer is the same on all ranks.
+    The answer is the same on all ranks.
     """
-    is_narrow = not shard.holds_rows or shard.cols <= sizes.WIDEST
-    return not shard.is_numbers and shard.mats <= MATRICES and is_narrow
+    return not shard.is_numbers and shard.mats <= MATRICES
 
 
 @functools.cache

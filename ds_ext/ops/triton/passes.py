@@ -21,6 +21,8 @@ BY_MATRIX = ("IS_QUOTIENT", "IS_RESIDUAL")  # depend on the row and column of an
 # The columns of runs that are read in vectors, and of those that are written too.
 VECTORS, OUT = slice(AT["x"], AT["aux"] + 1), slice(AT["x"], AT["out"] + 1)
 
+OF_WIDE_ROWS = {"weighed": "wide_weighed", "normalize_whole_rows": "normalize_wide_rows"}
+
 
 @dataclass(frozen=True)
 class Read:
@@ -146,8 +148,8 @@ class Table:
     ) -> Iterator[Launch]:
         """A kernel over all parameters: one launch of those with vectors, one of the others.
 
-        Where tiles are as wide as rows, one for each width. For a parameter's bits must not depend
-        on those that are beside it.
+        Where tiles are as wide as rows, one for each width, and another kernel for rows that are
+        wider than tiles. For a parameter's bits must not depend on those that are beside it.
         """
         rows, numbers = self._filled(at, columns)
         alive = list(columns.values())
@@ -162,9 +164,12 @@ class Table:
             named = constants
             if kind.aligned is not None:
                 named = (*named, ("ALIGNED", kind.aligned))
+            name = kernel
             if kind.width:
                 named = (*named, ("TC", kind.width))
-            yield Launch(kernel, named, self.device, rows_of, programs, some, alive)
+            elif at.widths is not None:
+                name = OF_WIDE_ROWS[kernel]
+            yield Launch(name, named, self.device, rows_of, programs, some, alive)
 
     def _filled(self, at: Tiles, columns: Columns) -> tuple[Numbers, dict[str, HostNumber]]:
         """The rows of a table, and the numbers of columns that the host has."""
@@ -290,8 +295,18 @@ def _advance(table: Table, read: Read, kernel: str) -> None:
 
 
 def _apply(table: Table, read: Read) -> None:
-    at = getattr(table, table.tiles_of(read))
-    waiting.ask(table.launches("apply", read.constants, at, read.numbers))
+    name = table.tiles_of(read)
+    at, columns = getattr(table, name), dict(read.numbers)
+    measured = columns.pop("measured", None)
+    if measured is None:
+        waiting.ask(table.launches("apply", read.constants, at, columns))
+        return
+    how = table.sums[name]
+    (moved, columns["part"]), (held, columns["part2"]) = table.room(how), table.room(how)
+    made = table.launches("measured_apply", read.constants, at, columns)
+    second = Addresses(measured.values, 4 * (measured.firsts + 1))
+    folded = [table.folded(how, moved, measured), table.folded(how, held, second)]
+    waiting.ask(made, folded)
 
 
 def _mark(table: Table, read: Read) -> None:

@@ -11,7 +11,8 @@ ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for eve
 # read again by ``fold``: 64 adds 2.5 % to the 10 bytes of AdaLomo's step, and leaves 1024 programs
 # of 2**28 elements for 132 multiprocessors. Rows that are read while others are summed hold, at
 # WIDE_ELEMENTS of 16 bits and STAGES = 3, 64 KiB of a multiprocessor's loads in flight; 36 KiB
-# every microsecond are its share of 4.8 TB/s. Wider rows than WIDEST are left to the op.
+# every microsecond are its share of 4.8 TB/s. Wider rows than WIDEST are
+# read twice, in tiles of STRIP x TC.
 STRIP, STAGES = 64, 3
 NARROWEST, WIDEST = 2**10, 2**14
 WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16

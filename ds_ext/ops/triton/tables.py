@@ -196,9 +196,15 @@ def _of_strips(named: Mapping[str, Any]) -> Shape:
     return shape, min(sizes.WIDE_WARPS, wide // sizes.WIDE_COLS)
 
 
+def _of_wide_strips(named: Mapping[str, Any]) -> Shape:
+    return {"TC": sizes.TC, "STRIP": sizes.STRIP}, sizes.LONG_WARPS
+
+
 _SHAPES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
     "weighed": _of_strips,
     "normalize_whole_rows": _of_strips,
+    "wide_weighed": _of_wide_strips,
+    "normalize_wide_rows": _of_wide_strips,
     "factors": _of_statistics,
     "clipped_factors": _of_statistics,
     "normalize": _of_statistics,

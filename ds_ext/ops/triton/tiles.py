@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     """What parameters of a launch have in common."""
 
     aligned: bool | None  # whether no vector crosses the end of a row or run; None: there are none
-    width: int  # of tiles that are as wide as rows; 0 of others
+    width: int  # of tiles that are as wide as rows; 0 of others, and where rows are wider
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ def by_strip(g: Geometry) -> Tiles:
     """Runs as strips of whole rows of the matrices they touch."""
     at = _by_rows(g, sizes.STRIP)
     widths = [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
+    widths = [n if n <= sizes.WIDEST else 0 for n in widths]
     return made(touched(g) * at["down"], np.array(widths), **at)
 
 

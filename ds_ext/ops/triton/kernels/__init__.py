@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ds_ext.ops.triton.kernels.factored import clipped_factors, factors
 from ds_ext.ops.triton.kernels.marks import mark, mend, mend_unmarked
-from ds_ext.ops.triton.kernels.passes import apply, lerp, square_lerp, squares
+from ds_ext.ops.triton.kernels.passes import apply, lerp, measured_apply, square_lerp, squares
 from ds_ext.ops.triton.kernels.sums import (
     fold,
     normalize,
@@ -30,6 +30,7 @@ from ds_ext.ops.triton.kernels.values import (
     IS_WEIGHT,
 )
 from ds_ext.ops.triton.kernels.weights import COPIED, CORRECTED, PLAIN, SPLIT, STOCHASTIC
+from ds_ext.ops.triton.kernels.wide import normalize_wide_rows, wide_weighed
 
 __all__ = [
     "COPIED",
@@ -53,13 +54,16 @@ __all__ = [
     "fold",
     "lerp",
     "mark",
+    "measured_apply",
     "mend",
     "mend_unmarked",
     "normalize",
     "normalize_whole_rows",
+    "normalize_wide_rows",
     "square_lerp",
     "squares",
     "statistics",
     "tl",
     "weighed",
+    "wide_weighed",
 ]

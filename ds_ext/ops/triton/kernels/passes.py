@@ -9,6 +9,7 @@ from ds_ext.ops.triton.kernels.table import (
     LR,
     OUT,
     PART,
+    PART2,
     SHARE,
     B,
     elements_of,
@@ -98,3 +99,24 @@ def apply(
     )
     new = load_weight(t, e, ok, TC, ALIGNED, WD, KEPT) - number(t, LR) * u
     store_weight(t, e, ok, new, TC, ALIGNED, WD, KEPT)
+
+
+@triton.jit
+def measured_apply(
+    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
+    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """The same, and the sums of the squares of changes, in part, and of new weights as they are
+    kept, in part2: both [tiles].
+    """
+    t, tile, e, ok, u = _read(
+        table, count, COUNT, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT
+    )
+    old = load_weight(t, e, ok, TC, ALIGNED, WD, KEPT)
+    store_weight(t, e, ok, old - number(t, LR) * u, TC, ALIGNED, WD, KEPT)
+    tl.debug_barrier()  # what another thread has stored is read
+    held = load_weight(t, e, ok, TC, ALIGNED, WD, KEPT)
+    change, held = tl.where(ok, held - old, 0.0), tl.where(ok, held, 0.0)
+    tl.store(pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(change * change, axis=1), axis=0))
+    tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(tl.sum(held * held, axis=1), axis=0))
