@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ds_ext.backward import rehearsal, start
 from ds_ext.backward.gradients import FusedBackward
-from ds_ext.backward.settings import Gradients
 from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import autotp, expert_parallel, leftovers, safe_access, settings
