@@ -363,7 +363,7 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize("name, hypers, dtype, world", PRODUCTS)
+@pytest.mark.parametrize("name, hypers, dtype, world", params(PRODUCTS, PRODUCTS[:2]))
 def test_what_no_kernel_reads_is_applied_by_one_in_slices(
     name, hypers, dtype, world, kernels, launched, monkeypatch
 ):
