@@ -22,8 +22,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> type[RuleOptimizer]:
-    """The optimizer of a registered rule, ``ds_ext.AdaLomo``; of rules that are yours too."""
+def __getattr__(name: str) -> type:
+    """The optimizer of a registered rule, ``ds_ext.AdaLomo``; of rules that are yours too.
+
+    And ``MetricsCallback``, which imports transformers and so does not come before it is used.
+    """
+    if name == "MetricsCallback":
+        from ds_ext.hf import MetricsCallback
+
+        return MetricsCallback
     optimizer = OPTIMIZERS.get(name.lower())
     if optimizer is None or optimizer.__name__ != name:
         raise AttributeError(f"module 'ds_ext' has no attribute {name!r}")

@@ -8,8 +8,9 @@ it. Without, it skips its own parameter. Either way all ranks do alike.
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ class FusedBackward:
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         torch_calls.watch()
         if how.measure_updates:
-            optimizer.meter = meter.Meter(len(optimizer.param_groups))
+            self.measure_updates()
 
     def remove(self) -> None:
         """Takes the hooks off the parameters, the modules and the optimizer."""
@@ -104,6 +105,11 @@ class FusedBackward:
             self.optimizer.fused = None
         for hook in self.hooks:
             hook.remove()
+
+    def measure_updates(self) -> None:
+        """Makes ``metrics`` tell the RMS of updates and weights from the next step on."""
+        if self.optimizer.meter is None:
+            self.optimizer.meter = meter.Meter(len(self.optimizer.param_groups))
 
     def give_way(self) -> None:
         """Takes the hooks off the parameters and modules; to step by them is an error then."""
@@ -255,6 +261,11 @@ class FusedBackward:
             g = nn.functional.pad(values, (0, size - len(values)))
             self.tally.kept[param] = Run(g)
 
+    def move_kept(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Puts ``move`` of each kept gradient in its place."""
+        for param, run in self.tally.kept.items():
+            self.tally.kept[param] = run._replace(g=move(run.g))
+
     def replace_kept(self, param: Tensor, run: Tensor) -> None:
         """Makes ``run``, [len(shard)], the kept gradient; its norm tells whether it is finite."""
         g = self.tally.kept[param].g
@@ -335,8 +346,14 @@ class FusedBackward:
             return {}
         totals = self.layout.total(self.optimizer.meter.sums().to(self.layout.device))
         self.optimizer.meter.clear()
-        figures = enumerate(meter.rms(totals))
-        return {f"{key}/{i}": value for i, group in figures for key, value in group.items()}
+        groups = self.optimizer.param_groups
+        figures = zip(map(_name_of, groups, range(len(groups))), meter.rms(totals), strict=True)
+        return {f"{key}/{name}": value for name, group in figures for key, value in group.items()}
+
+
+def _name_of(group: Mapping[str, Any], number: int) -> str:
+    """What metrics call a group: its name, fit for a file's, or else its number."""
+    return re.sub(r"[^\w.-]+", "_", group.get("name", "")) or str(number)
 
 
 _CANNOT_REPEAT = (

@@ -199,6 +199,10 @@ class Layout:
             placement.bytes_sent = 0
         return sent
 
+    def stored(self) -> list[Tensor]:
+        """The tensors whose memory holds the model's weights on this rank."""
+        return self.params
+
     def publish(self, params: Iterable[Tensor]) -> None:
         """Brings updated runs to the ranks that hold the whole parameter."""
         for placement, some in self.by_placement(params):

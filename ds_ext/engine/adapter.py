@@ -1,7 +1,7 @@
 """The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, at every stage."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of
 from ds_ext.engine.log import log, warn
+from ds_ext.engine.moved_states import MovedStates
 from ds_ext.engine.zero3 import Partitions
 from ds_ext.optimizer import RuleOptimizer, host_offload
 from ds_ext.optimizer.host_offload import HostOffload
@@ -62,6 +63,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         )
         self.fused.leave = self._leave
         self.fused.discarded = self._discarded
+        self.moved = MovedStates(self.fused)
         self.loss_scaler = settings.loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
@@ -222,6 +224,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Returns what is known of the last step: see docs/settings.md, "What a step tells"."""
         return self.fused.metrics | {"loss_scale": self.loss_scale}
 
+    def measure_updates(self) -> None:
+        """Makes ``metrics`` tell the RMS of updates and weights from the next step on."""
+        self.fused.measure_updates()
+
     def _write_events(self) -> None:
         """Sends the metrics to DeepSpeed's monitors (TensorBoard, W&B, CSV)."""
         engine = self.engine
@@ -280,6 +286,24 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Partitions the parameters that ZeRO-3 has gathered."""
         if isinstance(self.layout, Partitions):
             self.layout.offload.empty_partition_cache()
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves weights, states and kept gradients to the host: see ``MovedStates.offload``.
+
+        Copies to the host are waited for, ``non_blocking`` or not.
+        """
+        self.fused.check_owner()
+        self.moved.offload(include, device, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves back to the device what ``offload_states`` has moved, and waits for that."""
+        self.moved.reload()
 
     def destroy(self) -> None:
         """Takes our hooks and attributes off the model."""

@@ -57,7 +57,7 @@ def _report(engine: DeepSpeedEngine, optimizer: str, made: Grouped) -> Iterator[
 
 def _kind(group: ParamGroup, optimizer: str) -> str:
     """The type of a group, and in what it differs from the optimizer's params: "AdamW, lr=1e-4"."""
-    own = {k: v for k, v in group.items() if k not in ("params", "type", "weight_decay")}
+    own = {k: v for k, v in group.items() if k not in ("params", "name", "type", "weight_decay")}
     return ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
 
 

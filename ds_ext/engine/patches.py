@@ -224,6 +224,7 @@ def load_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwa
 def _explained(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(engine.optimizer, ZeroAdapter):
         return original(engine, *args, **kwargs)
+    engine.optimizer.moved.check()
     with explained():
         return original(engine, *args, **kwargs)
 

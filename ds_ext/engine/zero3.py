@@ -122,6 +122,13 @@ class Partitions(Layout):
             m.update(count)
         _release_leftovers(self.offload)
 
+    def stored(self) -> list[Tensor]:
+        """The partitions, after what is gathered was given up."""
+        self.offload.empty_partition_cache()
+        for param in self.params:
+            deepspeed_parameter(param).ds_secondary_tensor = None
+        return [deepspeed_parameter(param).ds_tensor for param in self.params]
+
     def publish(self, params: Iterable[Tensor]) -> None:
         """Notes which weights were updated, of which other ranks may hold gathered copies."""
         self.updated.update(params)

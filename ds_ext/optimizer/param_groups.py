@@ -8,6 +8,7 @@ own, a "type" among them; and, of a rule that is not for all parameters, ``targe
 import difflib
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,7 +55,8 @@ def of_config(entry: Entry, given: Keys, model: ModelView, params: Sequence[Any]
         groups = matched_groups(entry, model, groups, entries)
     if entry.roles:
         groups = role_groups(entry, model, groups, **of_roles)
-    return Grouped([group for group in groups if group["params"]], hypers)
+    made = [group for group in groups if group["params"]]
+    return Grouped(_named(entry, made, hypers["weight_decay"]), hypers)
 
 
 def problems(entry: Entry, given: Keys) -> list[str]:
@@ -75,6 +77,18 @@ def problems(entry: Entry, given: Keys) -> list[str]:
         except ValueError as error:
             found.append(str(error))
     return found
+
+
+def _named(entry: Entry, groups: Sequence[ParamGroup], decay: float) -> list[ParamGroup]:
+    """Gives groups names of their own for metrics: "AdaLomo", "AdaLomo_no_decay", "lora_"."""
+    names: Counter[str] = Counter()
+    made = []
+    for group in groups:
+        name = group.get("name") or group.get("type", entry.rule.__name__)
+        name += "_no_decay" * (decay > 0 and group.get("weight_decay") == 0)
+        names[name] += 1
+        made.append({**group, "name": f"{name}_{names[name]}" if names[name] > 1 else name})
+    return made
 
 
 def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) -> list[ParamGroup]:
@@ -107,7 +121,7 @@ def matched_groups(
     keys = []
     for i, given in enumerate(_entries_of(entries)):
         where = f"{SECTION}.param_groups[{i}]"
-        keys.append(_entry_keys(entry, i, given))
+        keys.append({**_entry_keys(entry, i, given), "name": given["match"]})
         for p in _matched(given["match"], trained, model, f"{where}.match"):
             if p in chosen:
                 raise ValueError(

@@ -437,6 +437,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             plain_step.write_back(updates)
         return loss
 
+    def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
+        """Puts ``move`` of tensors of the states in their place, of those whose key is wanted."""
+        for state in self.state.values():
+            for key in filter(wanted, state):
+                state[key] = _mapped(state[key], move)
+        self._plans.clear()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Overwrites states and hyper-parameters by saved ones, ``weight_update`` among them.
 
@@ -469,3 +476,10 @@ def _copied_to(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {k: _copied_to(v, device) for k, v in value.items()}
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A state, nested in dicts, with ``move`` of each tensor."""
+    if isinstance(value, dict):
+        return {key: _mapped(inner, move) for key, inner in value.items()}
+    return move(value) if isinstance(value, Tensor) else value

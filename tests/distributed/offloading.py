@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_ext.ops import edits, quantize, rounding, scratch
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import pretend
-from tests.common.ranks import shared_folder, whole
+from tests.common.ranks import message, shared_folder, whole
 
 STEPS = 3
 SLACK = 64  # bytes of scalars: a loss, a norm
@@ -270,3 +270,42 @@ def refused() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def lent(stage: int, how: str) -> dict[str, Any]:
+    """A run whose memory is lent within a step, or between steps, beside one that goes through."""
+    found: dict[str, Any] = {}
+    with place(pretended=True) as memory:
+        assert memory is not None
+        for lends in (False, True):
+            engine = start("came", stage, {}, HOW[how])
+            steps(engine, range(1))
+            x = torch.randn(3, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
+            x = x.to(engine.device).bfloat16()
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(x))
+                if lends:
+                    found |= _lend(engine, x)
+                engine.step()
+            steps(engine, range(1, STEPS))
+            found[f"weights {lends}"] = weights(engine)
+            engine.destroy()
+    return found
+
+
+def _lend(engine: deepspeed.DeepSpeedEngine, x: Tensor) -> dict[str, Any]:
+    """Where all lies before, while and after the engine's memory is lent; errors meanwhile."""
+    before = where(engine)
+    engine.offload_states(include=["optim_states"])
+    part = where(engine)
+    engine.offload_states()
+    held = [run.g for run in engine.optimizer.fused.tally.kept.values()]
+    found = {
+        "before": before,
+        "part": part,
+        "lent": where(engine) | {"gradients": {str(g.device) for g in held}},
+        "kept": kept_on_device(engine),
+        "messages": [message(lambda: engine(x)), message(engine.step)],
+    }
+    engine.reload_states()
+    return found | {"after": where(engine)}

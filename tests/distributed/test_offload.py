@@ -281,3 +281,21 @@ def test_runs_are_gone_on_from_with_and_without_offload(optimizer, how, way):
 def test_a_run_saved_between_micro_batches_is_gone_on_from():
     for runs in worlds.once(2, offloading.midway):
         assert same_bits(runs["none"], runs["both"])
+
+
+LENT = [(stage, how) for stage in (0, 2, 3) for how in ("bf16 master", "accumulated")]
+
+
+@pytest.mark.parametrize("stage, how", params(LENT, [(3, "accumulated")]))
+def test_states_are_lent_to_the_host_and_come_back(stage, how):
+    for got in worlds.run(2, offloading.lent, stage, how):
+        for name, p in got["weights False"].items():
+            assert torch.equal(got["weights True"][name], p), name
+        assert got["before"] == got["after"] == {"runs": {DEVICE}, "states": {DEVICE}}
+        has_masters = "master" in how  # which are hp_params
+        assert got["part"]["states"] == ({HOST, DEVICE} if has_masters else {HOST})
+        assert got["part"]["runs"] == {DEVICE}
+        assert got["lent"]["runs"] == got["lent"]["states"] == {HOST}
+        assert got["lent"]["gradients"] == ({HOST} if how == "accumulated" else set())
+        assert got["kept"] == 0
+        assert all("call engine.reload_states() first" in told for told in got["messages"])

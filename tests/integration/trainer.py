@@ -1,10 +1,12 @@
 """HF Trainer and accelerate runs with the shipped configs: jobs of test_trainer.py."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -114,3 +116,60 @@ def _message(folder: str, given: dict[str, Any]) -> str:
     told = message(trainer.train, ValueError, TypeError)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) == bool(told)
     return told
+
+
+def reported(folder: str) -> dict[str, Any]:
+    """A Trainer with the callback of metrics, reporting to TensorBoard and to W&B offline."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/tensorboard"
+    made = config("adalomo", 3)
+    mixture = [{"match": "mlp", "type": "AdamW", "lr": 1e-3}]
+    made["optimizer"]["params"]["param_groups"] = mixture
+    more = {"max_steps": 4, "logging_steps": 2, "report_to": ["tensorboard", "wandb"]}
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/reported",
+        per_device_train_batch_size=2,
+        deepspeed=made,
+        **ARGUMENTS | more,
+    )
+    trainer = Sequential(
+        model=load(folder),
+        args=arguments,
+        train_dataset=data(),
+        callbacks=[ds_ext.MetricsCallback()],
+    )
+    trainer.train()
+    _finish_wandb()
+    return {
+        "log": trainer.state.log_history,
+        "told": trainer.model_wrapped.optimizer.metrics(),
+        "names": [group["name"] for group in trainer.model_wrapped.optimizer.param_groups],
+    }
+
+
+def monitored(folder: str) -> dict[str, Any]:
+    """An engine with DeepSpeed's own monitors of TensorBoard, W&B and CSV."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    where = {"enabled": True, "output_path": folder, "job_name": "monitored"}
+    made = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 2},
+        "tensorboard": where,
+        "csv_monitor": where,
+        "wandb": {"enabled": True, "project": "monitored"},
+    }
+    engine = deepspeed.initialize(model=load(folder), config=made)[0]
+    rows = torch.stack([row["input_ids"] for row in data()[:2]])
+    engine.backward(engine(input_ids=rows, labels=rows).loss)
+    engine.step()
+    _finish_wandb()
+    return engine.optimizer.metrics()
+
+
+def _finish_wandb() -> None:
+    """Ends W&B's run, as a script's end does, which ranks of tests do not come to."""
+    if dist.get_rank() == 0:
+        import wandb
+
+        wandb.finish()
