@@ -10,6 +10,7 @@ import torch
 BENCHMARKS = {
     "step": "time of the optimizers' update",
     "host": "time of the host in a step",
+    "traffic": "bytes of memory that a step passes over",
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",
     "scale": "what 64 to 4,096 simulated ranks send, and how long it would take",

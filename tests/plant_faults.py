@@ -36,6 +36,31 @@ class Fault(NamedTuple):
 
 ZERO = "distributed/test_zero.py -k "
 FAULTS = (
+    # optimizer: gradients that the first round of a step judges
+    Fault(
+        "optimizer/verdict.py",
+        "good = found.numpy() <= step.most()",
+        "good = own.numpy() <= step.most()",
+        "unit/test_verdict.py -k had_not_come",
+    ),
+    Fault(
+        "optimizer/verdict.py",
+        "return bool(sums) and before ==",
+        "return bool(sums) or before ==",
+        "unit/test_verdict.py -k comes_first",
+    ),
+    Fault(
+        "optimizer/batches.py",
+        'state["step"] -= 1',
+        'state["step"] -= 0',
+        "unit/test_verdict.py -k had_not_come",
+    ),
+    Fault(
+        "backward/tally.py",
+        "is_bad = (totals <= self.reader.most()).logical_not_()",
+        "is_bad = totals < 0",
+        "unit/test_fuse.py -k skipped_whole",
+    ),
     # ops: passes over memory
     Fault(
         "ops/shard.py",

@@ -75,7 +75,8 @@ class GradientReader:
 
     def _own(self, param: Tensor, run: Run) -> Tensor:
         """The run without its padding."""
-        return run.g[: len(self.layout.shard(param))]
+        n = len(self.layout.shard(param))
+        return run.g if len(run.g) == n else run.g[:n]
 
 
 def _most(numel: int, dtype: torch.dtype) -> float:

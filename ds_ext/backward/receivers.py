@@ -45,6 +45,7 @@ class Stepper:
         tally.add(verdict)
         stepped = [p for p in runs if p not in verdict.bad] if verdict.bad else runs
         self.layout.publish(stepped)
+        self.optimizer.settle()
         tally.stepped += len(stepped)
 
     def judges(self, params: Sequence[Tensor]) -> Set[Tensor]:
@@ -89,9 +90,10 @@ class Stepping:
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Steps by the finite ones of the runs."""
         judged = {p for p, run in runs.items() if run.bad is None}
-        self.tally.record({p: run for p, run in runs.items() if p not in judged})
+        if len(judged) < len(runs):
+            self.tally.record({p: run for p, run in runs.items() if run.bad is not None})
         bad = self.tally.find_bad()
-        good = {p: run for p, run in runs.items() if p not in bad}
+        good = {p: run for p, run in runs.items() if p not in bad} if bad else runs
         self.stepper.step(good, self.tally, judged)
         self.tally.use_up(bad)
 

@@ -45,9 +45,10 @@ class Reduction:
         and of ``together`` it tells whether it has a gradient.
         """
         flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
-        asked = [p for p in grads if p in voters]
+        asked = [p for p in grads if p in voters] if voters else []
         judged = {p: flats[p] for p in asked}
-        asked += [p for p in grads if p in self.together and p not in voters]
+        if self.together:
+            asked += [p for p in grads if p in self.together and p not in voters]
         self.beside.follow(list(flats.values()))
         with self.beside.work():
             squares, votes = self._votes(judged, [grads[p] is not None for p in asked])

@@ -177,7 +177,7 @@ class Placement:
     def publish(self, params: Iterable[Tensor]) -> None:
         """Brings updated runs to the ranks that hold the whole parameter.
 
-        Autograd is told that it was written to, which ``run`` hides from it: what else of the
+        Autograd is told that it was written to, which kernels do unseen: what else of the
         backward pass has yet to read it raises an error.
         """
         for param in params:
@@ -254,7 +254,7 @@ def flat(param: Tensor) -> Tensor:
     """
     if not param.is_contiguous():
         param.data = param.data.contiguous()
-    return param.data.view(-1)
+    return param.detach().view(-1)
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> None:

@@ -69,7 +69,8 @@ class Flat:
     @property
     def pointers(self) -> Pointers:
         """Where each begins in memory, [n]."""
-        return (self.values.data_ptr() + 4 * self.firsts).astype(np.uint64)
+        found: Pointers = 4 * self.firsts.view(np.uint64) + np.uint64(self.values.data_ptr())
+        return found
 
     def contiguous(self) -> "Flat":
         """Returns itself, as a tensor does that is contiguous."""
@@ -86,7 +87,8 @@ class Shifted:
     @property
     def pointers(self) -> Pointers:
         """Where each begins in memory, [n]."""
-        return (self.runs.pointers + self.by.astype(np.uint64)).astype(np.uint64)
+        found: Pointers = self.runs.pointers + self.by.view(np.uint64)
+        return found
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class KnownSquares:
                     self._values[i, 0] = -1
 
     def note(self, runs: Runs) -> None:
-        """Takes the runs to be as a pass has just left them."""
+        """Takes the runs to be as a pass has left them, after torch was told of all writes."""
         self._where, self._versions = runs.pointers, [x._version for x in runs.tensors]
 
 

@@ -209,8 +209,8 @@ class BatchedStep:
             self.runs = Runs([])
         return bool(remaining)
 
-    def end(self) -> None:
-        """Notes that sums belong to what the weights are now, and tells torch of the change."""
+    def end(self, written: dict[KnownSquares, Runs]) -> None:
+        """Tells torch of the change, and notes what sums belong to the weights as they are now."""
         if self.totals is not None:
             alike: dict[int, list[int]] = {}
             for i, sums in enumerate(self.sums):
@@ -221,7 +221,7 @@ class BatchedStep:
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
         if self.group.known is not None:
-            self.group.known.note(self.runs)
+            written[self.group.known] = self.runs
 
 
 class LoneStep:
@@ -301,7 +301,7 @@ class BucketStep:
     def end(self) -> None:
         """Stores what was stepped, after the rules have ended."""
         for batch in self.batches:
-            batch.end()
+            batch.end(self.optimizer.written)
         with launches.together() as next_parameter:
             weight_update.mark_all(
                 [run.update.p for run in self.joined], [run.state for run in self.joined]

@@ -14,6 +14,7 @@ from ds_ext import hyperparams, ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.wrapped import refuse_cut
 from ds_ext.ops import weight_update
+from ds_ext.ops.batch import KnownSquares, Runs
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
@@ -48,6 +49,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         meter: if it is set, sums up the sizes of updates and weights: 5 to 30 % of a step's time
             on a CPU, more for bf16 rounded to nearest.
         offload: where states lie between steps; None: on the device of their parameter.
+        written: what is known of weights that were written, until ``settle`` is called.
         stacks: the parameters whose first dimension counts experts, each stepped as a parameter of
             its own; and the number of their first expert.
         group_of, row_of, number_of: of each parameter, its group, that group's number, and its own
@@ -76,6 +78,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._rules = GroupRules(self.rule)
         self._plans = Plans()
         self._trials = Trials()
+        self.written: dict[KnownSquares, Runs] = {}
         super().__init__(params, self.check(hypers))
 
     @classmethod
@@ -172,6 +175,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._plans = Plans()
         self._trials = Trials()
+        self.written = {}
         self.index_parameters()
 
     def index_parameters(self) -> None:
@@ -251,6 +255,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         judge = judge or Verdict()
         return sum(self._update_on_device(x, all_reduce, judge) for x in by_device(updates))
+
+    def settle(self) -> None:
+        """Takes the weights of the last ``update`` to be as it left them.
+
+        To be called after torch was told that they were written to, for all ranks to see.
+        """
+        for known, runs in self.written.items():
+            known.note(runs)
+        self.written.clear()
 
     def _update_on_device(
         self,
@@ -435,6 +448,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         for updates in plain_step.buckets(stepped):
             self.update(updates, None)
             plain_step.write_back(updates)
+            self.settle()
         return loss
 
     def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:

@@ -4,10 +4,9 @@ Within ``together`` those of several rules that are the same kernel over differe
 become one launch, in the order of each rule. Elsewhere each pass is launched at once.
 """
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from ds_ext.ops.triton import tables
 from ds_ext.ops.triton.tables import Launch
@@ -31,21 +30,31 @@ class _Waiting(threading.local):
 _waiting = _Waiting()
 
 
-@contextlib.contextmanager
-def together() -> Iterator[Callable[[], None]]:
-    """Collects passes, and launches them at the end; call what is yielded between two rules.
+class Together:
+    """See ``together``; a generator would take some times as long, several times a step."""
+
+    def __enter__(self) -> Callable[[], None]:
+        _waiting.is_open = True
+        return _next_rule
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        _waiting.is_open = False
+        if failed is None:
+            launch()
+        else:
+            _waiting.take()
+
+
+def together() -> Together:
+    """Collects passes, and launches them at the end; call what is given between two rules.
 
     What is collected has not run before: only passes that come later may read its results.
     """
-    _waiting.is_open = True
-    try:
-        yield lambda: _waiting.rules.append([])
-    except BaseException:
-        _waiting.take()
-        raise
-    finally:
-        _waiting.is_open = False
-    launch()
+    return Together()
+
+
+def _next_rule() -> None:
+    _waiting.rules.append([])
 
 
 def ask(launches: Iterable[Launch], folds: Iterable[Launch] = ()) -> None:
@@ -58,6 +67,9 @@ def ask(launches: Iterable[Launch], folds: Iterable[Launch] = ()) -> None:
 
 def launch() -> None:
     """Launches what waits: the first pass of each rule, the second of each, …, then folds."""
+    if not _waiting.folds and not any(_waiting.rules):
+        del _waiting.rules[1:]
+        return
     rules, folds = _waiting.take()
     ordered: list[Launch] = []
     for some in itertools.zip_longest(*rules):

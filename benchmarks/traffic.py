@@ -1,0 +1,140 @@
+"""Bytes of memory that a step passes over, an element of the parameters: counted, not timed.
+
+Each native pass says what it reads and writes by its name, its form and its dtypes. What is counted
+is of runs, as large as parameters; sums over rows and columns are small beside them. A sum of
+squares of weights is a pass only where they are not those that the step before has written.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import ds_ext
+from benchmarks import report
+from benchmarks.host import BATCHED, made
+from ds_ext.ops.batch import KnownSquares
+from ds_ext.ops.native.table import Table
+from ds_ext.optimizer import OPTIMIZERS
+
+SIDE = 256  # of the matrix that is stepped
+# Bytes of state that a form reads, and writes, beside the gradient: of fp32 moments, or 8 bits.
+STATE = {"IS_ADAM_STEP": (8, 8), "IS_ADAM": (8, 0), "IS_RESIDUAL": (4, 4), "IS_SIGN_STEP": (4, 4)}
+STATE |= {"IS_VECTOR_RESIDUAL": (8, 4), "IS_VECTOR": (4, 0), "IS_ADAM8_STEP": (2.125, 2.125)}
+STATE |= {"IS_SIGN8_STEP": (1.0625, 1.0625)}
+OVER_RUNS = {"largest", "squares", "statistics", "weighed", "squared", "normalize_whole_rows"}
+OVER_RUNS |= {"advance", "advance_square", "apply"}
+MOMENTS = {"advance": 4, "advance_square": 4}  # bytes that are read, and written
+ROUNDED = {"SPLIT": 2, "CORRECTED": 1}  # bytes of a master beside 16 bits
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--optimizers", nargs="+", choices=BATCHED, default=BATCHED)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Counts all of them, and writes the table."""
+    rows = [
+        row(name, dtype) for name in args.optimizers for dtype in (torch.float32, torch.bfloat16)
+    ]
+    report.write("traffic", "Bytes that a step passes over", TEXT, {"Bytes an element": rows}, None)
+
+
+TEXT = f"""
+Of a {SIDE} x {SIDE} matrix in its third step, in one process: how often native passes read the
+gradient `g` and the weight `p`, what they read and write of moments, and bytes in all. `plain` is
+`optimizer.step()`, `in backward` the step inside `loss.backward()`, which also has to find out
+whether gradients are finite, and their norm. bf16 weights are rounded stochastically.
+"""
+
+
+def row(name: str, dtype: torch.dtype) -> dict[str, object]:
+    """What is passed over in a plain step, and inside backward."""
+    plain, fused = in_a_step(name, dtype, False), in_a_step(name, dtype, True)
+    kept = fused["moments read"] + fused["moments written"]
+    return {
+        "optimizer": OPTIMIZERS[name].__name__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "g read": fused["g"],
+        "p read": fused["p read"],
+        "p written": fused["p written"],
+        "moments, bytes": kept,
+        "plain, bytes": plain["bytes"],
+        "in backward, bytes": fused["bytes"],
+    }
+
+
+def in_a_step(name: str, dtype: torch.dtype, is_fused: bool) -> dict[str, float]:
+    """Reads and writes of an element in the third step, and their bytes."""
+    model = nn.Linear(SIDE, SIDE, bias=False, dtype=dtype)
+    optimizer = made(name, list(model.parameters()))
+    if is_fused:
+        ds_ext.fuse_into_backward(model, optimizer)
+    for _ in range(3):
+        with counted() as found:
+            model(torch.randn(3, SIDE, dtype=dtype)).float().square().sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    size = dtype.itemsize
+    numbers = {key: found[key] / SIDE**2 for key in KEYS}
+    weights = size * (numbers["g"] + numbers["p read"] + numbers["p written"])
+    moments = numbers["moments read"] + numbers["moments written"]
+    return numbers | {"bytes": weights + moments}
+
+
+KEYS = ("g", "p read", "p written", "moments read", "moments written")
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts elements that native passes read and write of runs; of moments, bytes."""
+    found: Counter[str] = Counter()
+    run = Table.run
+
+    def noted(self: Table, name: str, columns: Any, *args: Any, **how: Any) -> None:
+        reads_known = name == "squares" and _is_known(columns)
+        if name in OVER_RUNS and not reads_known:
+            count(found, name, int(self.entries["n"].sum()), *args, **how)
+        run(self, name, columns, *args, **how)
+
+    with mock.patch.object(Table, "run", noted):
+        yield found
+
+
+def _is_known(columns: Any) -> bool:
+    """Whether sums of squares of weights are those of the step before."""
+    known = columns.get("known")
+    return isinstance(known, KnownSquares) and bool((known._values[:, 0] >= 0).all())
+
+
+def count(
+    found: Counter[str],
+    name: str,
+    n: int,
+    form: str = "IS_WEIGHT",
+    dtype: torch.dtype | None = None,
+    kept: tuple[str, torch.dtype] | None = None,
+    decays: bool = False,
+    fresh: bool = False,
+) -> None:
+    """Adds up what a pass reads and writes of ``n`` elements, as ``Table.run`` is asked for it."""
+    reads, writes = STATE.get(form, (0, 0))
+    found["moments read"] += reads * n
+    found["moments written"] += writes * n
+    found["g"] += n if dtype is not None else 0
+    if name == "apply":
+        found["p read"] += n
+        found["p written"] += n
+        beside = ROUNDED.get(kept[0], 0) if kept else 0
+        found["moments read"] += beside * n
+        found["moments written"] += beside * n
+    elif form == "IS_WEIGHT" or decays or (name == "squares" and kept is not None):
+        found["p read"] += n
+    if name in MOMENTS:
+        found["moments read"] += MOMENTS[name] * n
+        found["moments written"] += MOMENTS[name] * n
