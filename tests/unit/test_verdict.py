@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ds_ext
+from benchmarks import traffic
 from ds_ext.distributed import lockstep
 from ds_ext.ops.native.table import Table
 from ds_ext.ops.shard import Shard
@@ -248,3 +249,28 @@ def test_matrices_are_passed_over_twice_in_backward(monkeypatch):
         large = [name for name, n in passes if n >= 2000]
         # RMS(p) is known from the second step on: the pass for it reads a few weights
         assert sorted(large) == sorted(["weighed", "squares", "factors", "apply"] * 2), step
+
+
+def test_adalomo_passes_over_8_bytes_of_a_bf16_matrix_in_backward(monkeypatch):
+    paths.use(monkeypatch, "native")
+    found = traffic.in_a_step("adalomo", torch.bfloat16, is_fused=True)
+    assert (found["g"], found["p read"], found["p written"], found["bytes"]) == (2, 1, 1, 8)
+    lomo = traffic.in_a_step("lomo", torch.bfloat16, is_fused=True)
+    assert lomo["g"] == 2  # a read of its own for the norm, and to see whether it is finite
+
+
+def test_weights_edited_between_steps_in_backward_are_read_anew(monkeypatch):
+    """Their RMS is known from writing them, unless torch has written to them since."""
+    paths.use(monkeypatch, "native")
+    models = [nn.Linear(60, 50, bias=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [ds_ext.AdaLomo(model.parameters(), lr=0.02) for model in models]
+    ds_ext.fuse_into_backward(models[0], optimizers[0])
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(3, 60)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.weight[step:].mul_(3)
+        assert torch.equal(models[0].weight, models[1].weight), step
