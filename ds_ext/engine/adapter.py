@@ -18,7 +18,7 @@ from ds_ext.backward import rehearsal, start
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import autotp, expert_parallel, leftovers, safe_access, settings
+from ds_ext.engine import absent, autotp, expert_parallel, leftovers, safe_access, settings
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of
@@ -105,6 +105,28 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
     bit16_groups = fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])
+
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, which says what to use where DeepSpeed's optimizers have it."""
+        raise absent.attribute(name)
+
+    def get_lr(self) -> float:
+        """Returns the learning rate of the first param group."""
+        return cast(float, self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Makes ``lr`` the learning rate of all param groups from the next step on."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def backward(self, loss: Tensor, **_: Any) -> None:
+        """Raises RuntimeError: it is the engine's that is to be called."""
+        raise RuntimeError(absent.BACKWARD)
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """Does nothing, for ``engine.allreduce_gradients()``: they are reduced inside backward."""
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:

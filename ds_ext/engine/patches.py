@@ -22,6 +22,7 @@ from ds_ext.backward import fuse, owners, rehearsal
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
 from ds_ext.engine import (
+    absent,
     build,
     expert_parallel,
     leftovers,
@@ -191,6 +192,22 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
     original(engine)
     if isinstance(engine.optimizer, ZeroAdapter):
         engine.optimizer.zero_grad()
+
+
+@replaces(DeepSpeedEngine)
+def coalesce_grad_reduction(original: Method, engine: DeepSpeedEngine) -> Any:
+    """Refuses what would keep whole gradients on each rank."""
+    if isinstance(engine.optimizer, ZeroAdapter):
+        raise RuntimeError(absent.COALESCE)
+    return original(engine)
+
+
+@replaces(DeepSpeedEngine)
+def clip_fp32_gradients(original: Method, engine: DeepSpeedEngine) -> None:
+    """Refuses to clip gradients that are used."""
+    if isinstance(engine.optimizer, ZeroAdapter):
+        raise RuntimeError(absent.CLIP)
+    original(engine)
 
 
 @replaces(DeepSpeedEngine)

@@ -1,0 +1,40 @@
+"""What engines and optimizers of DeepSpeed's have and ours cannot: errors that say what to use."""
+
+_FP32 = "no fp32 copy of the weights is kept: use deepspeed.utils.safe_get_full_fp32_param."
+_GRADIENTS = (
+    'gradients are used inside backward: set "ds_ext": {"gradient_policy": "sharded"}, and use '
+    "deepspeed.utils.safe_get_full_grad."
+)
+_CLIPPED = 'gradients are clipped inside backward: set "gradient_clipping" in the config.'
+_ADVICE = {
+    "fp32_partitioned_groups_flat": _FP32,
+    "single_partition_of_fp32_groups": _FP32,
+    "fp32_groups_flat": _FP32,
+    "fp16_partitioned_groups_flat": "no flat buffer of the weights exists: use the parameters.",
+    "bit16_groups_flat": "no flat buffer of the weights exists: use the parameters.",
+    "refresh_fp32_params": "masters follow weights that are edited by themselves: leave it out.",
+    "averaged_gradients": _GRADIENTS,
+    "get_fp32_grad_partitions": _GRADIENTS,
+    "reduce_gradients": "gradients are reduced inside backward: leave it out.",
+    "unscale_and_clip_grads": _CLIPPED,
+    "clip_grad": _CLIPPED,
+    "override_loss_scale": 'set "fp16": {"loss_scale": ...} in the config.',
+    "initialize_optimizer_states": "states are made in the first step: leave it out.",
+    "has_overflow": "read engine.optimizer.overflow after engine.step().",
+    "check_overflow": "read engine.optimizer.overflow after engine.step().",
+}
+
+
+def attribute(name: str) -> AttributeError:
+    """Returns the error of an attribute that ``engine.optimizer`` has not."""
+    advice = _ADVICE.get(name, "docs/engine-api.md lists what it has.")
+    return AttributeError(f"engine.optimizer of ds_ext has no {name}: {advice}")
+
+
+COALESCE = (
+    "engine.coalesce_grad_reduction(): gradients are reduced inside each backward. To add up "
+    "several backward passes, call engine.set_gradient_accumulation_boundary(False) before all of "
+    'them but the last, or set "gradient_accumulation_steps".'
+)
+BACKWARD = "engine.optimizer.backward(loss): call engine.backward(loss)."
+CLIP = f"engine.clip_fp32_gradients(): {_CLIPPED}"

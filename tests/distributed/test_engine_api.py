@@ -1,0 +1,48 @@
+"""DeepSpeed's public methods of an engine and its optimizer: docs/engine-api.md, row by row."""
+
+import pytest
+
+from tests import worlds
+from tests.common.choose import params
+from tests.distributed import engine_api
+from tests.distributed.safe_access_jobs import Pair, loss_of
+
+STAGES = params([0, 1, 2, 3], [1, 3])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_works_does_what_deepspeed_says(stage):
+    for got in worlds.run(2, engine_api.works, stage):
+        model = Pair()
+        for lr, numbers, key in (
+            (0.1, (0,), ""),
+            (0.1, (3,), "after"),
+            (0.2, (1, 2), "accumulated"),
+        ):
+            model.zero_grad()
+            losses = [loss_of(model, n, rank) for n in numbers for rank in (0, 1)]
+            (sum(losses) / len(losses)).backward()
+            for name in ("matrix", "bias"):
+                p = model.get_parameter(name)
+                p.data -= lr * p.grad
+                if key:
+                    assert (got[key][name] - p).norm() <= 1e-5 * (lr * p.grad).norm(), name
+        assert all(p.equal(got["emptied"][n]) for n, p in got["accumulated"].items())
+        assert got["applied"] and got["lr"] == ([0.1], 0.1, 0.1) and got["batch"] == 8
+        assert got["scale"] == (1.0, 1.0, False) and got["groups"]
+        assert got["offload"] == (stage == 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_cannot_work_says_what_to_use(stage):
+    for told in worlds.run(2, engine_api.refused, stage):
+        assert "set_gradient_accumulation_boundary" in told["coalesce"]
+        assert (
+            "gradient_clipping" in told["clip"] and "gradient_clipping" in told["clip_grad_norm_"]
+        )
+        assert "takes no learning_rate" in told["rate"] and "leave optim out" in told["rate"]
+        assert "engine.backward(loss)" in told["backward"]
+        assert "engine.load_checkpoint" in told["load"] and "no closure" in told["step"]
+        assert "NVMe" in told["nvme"] or "OffloadDeviceEnum.cpu" in told["nvme"]
+        for name, advice in engine_api.ABSENT.items():
+            assert f"has no {name}: " in told[name] and advice in told[name]
