@@ -9,6 +9,10 @@ They last until ``torch.distributed.destroy_process_group``, for all engines of 
 one of NCCL's its ranks wait for each other, which must not be when one of them is lost.
 """
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
@@ -19,6 +23,7 @@ WITHOUT_QUEUES = {"cpu", "meta"}
 ON_HOSTS = {"cpu", "meta"}  # what is known there is known to the host
 
 _made: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup] = {}
+_counts: Counter[tuple[int, ...]] = Counter()  # groups made, by ranks; the same on all of them
 
 
 def for_sums(group: Group, device: torch.device) -> Group:
@@ -41,12 +46,31 @@ def _twin(group: Group, device: torch.device, backend: str | None) -> Group:
     ranks = tuple(dist.get_process_group_ranks(group))
     made = _made.get((backend, ranks))
     if made is None or made not in dist.distributed_c10d._world.pg_map:  # it was destroyed since
-        made = dist.new_group(
-            list(ranks),
-            timeout=group._get_backend(device).options._timeout,
-            backend=backend,
-            use_local_synchronization=True,
-        )
+        with _named(ranks):
+            made = dist.new_group(
+                list(ranks),
+                timeout=group._get_backend(device).options._timeout,
+                backend=backend,
+                use_local_synchronization=True,
+            )
         assert isinstance(made, dist.ProcessGroup)
         _made[backend, ranks] = made
     return made
+
+
+@contextlib.contextmanager
+def _named(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Names the group that is made by its ranks and how many of them were made so far.
+
+    Torch would take the number of groups that this process has now, of whatever ranks: where
+    another was destroyed before, or a rank has more of them, ranks would wait for each other under
+    names that are old or differ.
+    """
+    _counts[ranks] += 1
+    name = f"ds_ext:{'_'.join(map(str, ranks))}:{_counts[ranks]}"
+    torchs = dist.distributed_c10d._hash_ranks_to_str
+    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._hash_ranks_to_str = torchs

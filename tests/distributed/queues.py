@@ -75,6 +75,16 @@ def limits() -> list[float]:
     return [*found, everyone.options._timeout.total_seconds()]
 
 
+def renewed() -> int:
+    """How many groups of one kind could be made, each after the one before was destroyed."""
+    with mock.patch.object(groups, "WITHOUT_QUEUES", set()):
+        for _ in range(4):
+            own = groups.for_sums(dist.group.WORLD, torch.device("cpu"))
+            dist.all_reduce(torch.ones(1), group=own)
+            dist.destroy_process_group(own)
+    return sum(groups._counts.values())
+
+
 def killed() -> None:
     """A rank killed in its third backward pass."""
     module = model()

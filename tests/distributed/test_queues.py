@@ -23,6 +23,11 @@ def test_it_waits_as_long_as_the_others():
         assert in_engine == of_all != 77
 
 
+def test_a_group_that_was_destroyed_is_made_anew():
+    # Torch names it by the number of groups: the next one of this name would wait for the last.
+    assert worlds.run(2, queues.renewed, limit=60)[0] >= 4
+
+
 def test_a_lost_rank_is_told_there_too():
     other, victim = worlds.fresh(2, queues.killed, timeout=60)
     assert (other.code, victim.code) == (1, -9)
