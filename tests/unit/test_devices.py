@@ -58,6 +58,53 @@ def test_the_current_device_is_the_tensors_own(monkeypatch):
     assert entered == [torch.device("cuda", 1)]
 
 
+class Compiled:
+    """A kernel as Triton hands it out: launched by ``[grid](all arguments in their order)``."""
+
+    def __init__(self, given):
+        self.given, self.calls = given, []
+
+    def __getitem__(self, grid):
+        return lambda *args: self.calls.append((grid, *args))
+
+
+class Function:
+    """A kernel that Triton compiles when it is launched."""
+
+    arg_names = ("table", "count", "COUNT", "FORM", "TC")
+
+    def __init__(self):
+        self.made = []
+
+    def __getitem__(self, grid):
+        def launch(table, count, *, num_warps, enable_fp_fusion, **named):
+            self.made.append(Compiled((grid, count, num_warps, named)))
+            return self.made[-1]
+
+        return launch
+
+
+@needs.triton
+def test_compiled_kernels_are_kept(monkeypatch):
+    """By what Triton compiles another for: constants, device, a count of 1 or a multiple of 16."""
+    function = Function()
+    monkeypatch.setattr(tables._kernels(), "apply", function)
+    monkeypatch.setattr(tables, "_compiled", {})
+    named, other = ({"TC": 128, "COUNT": count, "FORM": "IS_RUN"} for count in (16, 32))
+    table = torch.zeros(4, dtype=torch.int64)
+    for _ in range(2):
+        for count, constants in ((1, named), (2, named), (3, named), (16, named), (20, other)):
+            tables.start("apply", 7, table, count, constants, 4)
+        tables.start("apply", 7, table.to(THERE), 2, named, 4)
+    assert [made.given[1] for made in function.made] == [1, 2, 16, 20, 2]
+    again = [call for made in function.made for call in made.calls]
+    assert all(len(call) == 1 + len(Function.arg_names) for call in again)
+    assert [(call[0], *call[2:]) for call in function.made[1].calls] == [
+        ((7, 1, 1), count, 16, "IS_RUN", 128) for count in (3, 2, 3)
+    ]
+    assert len(again) == 7
+
+
 def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):
     """Their sums are not put together: no tensor lies on both."""
     paths.use(monkeypatch, "ops")

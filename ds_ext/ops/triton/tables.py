@@ -135,8 +135,27 @@ def bits(count: int) -> int:
 def start(
     kernel: str, programs: int, table: Tensor, count: int, named: Mapping[str, Any], warps: int
 ) -> None:
-    """Launches a kernel on the current device."""
-    getattr(_kernels(), kernel)[(programs,)](table, count, **named, **options(warps))
+    """Launches a kernel on the current device, which ``named``, of ``constants``, belongs to.
+
+    What Triton has compiled for it is kept, for to find it again takes Triton most of a launch.
+    """
+    # Triton compiles another for a count of 1, which it takes for a constant, and for a multiple of
+    # 16; a table begins at one of 16 bytes, always.
+    key = kernel, id(named), warps, table.device, count == 1, count % 16 == 0
+    if key in _compiled:
+        handle, values, _ = _compiled[key]
+        handle[programs, 1, 1](table, count, *values)
+        return
+    function = getattr(_kernels(), kernel)
+    handle = function[(programs,)](table, count, **named, **options(warps))
+    if handle is not None and _kernels().VERSION >= (3, 4):  # none is of the interpreter
+        values = [named[name] for name in function.arg_names[2:]]
+        _compiled[key] = handle, values, named
+
+
+# Kernels as Triton has compiled them, and the values of their constants in the order of their
+# arguments, with the dict that these are of: its id is not another's while it is here.
+_compiled: dict[tuple[Any, ...], tuple[Any, Sequence[Any], Mapping[str, Any]]] = {}
 
 
 def options(warps: int) -> dict[str, Any]:

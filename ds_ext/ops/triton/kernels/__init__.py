@@ -5,6 +5,7 @@ matrix. What a pass reads is told by constants (``FORM``, dtypes); one function,
 computes it for all passes. Sums are of fp32.
 """
 
+import triton
 import triton.language as tl
 
 from ds_ext.ops.triton.kernels.factored import clipped_factors, factors
@@ -32,6 +33,8 @@ from ds_ext.ops.triton.kernels.values import (
 from ds_ext.ops.triton.kernels.weights import COPIED, CORRECTED, PLAIN, SPLIT, STOCHASTIC
 from ds_ext.ops.triton.kernels.wide import normalize_wide_rows, wide_weighed
 
+VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
+
 __all__ = [
     "COPIED",
     "CORRECTED",
@@ -48,6 +51,7 @@ __all__ = [
     "PLAIN",
     "SPLIT",
     "STOCHASTIC",
+    "VERSION",
     "apply",
     "clipped_factors",
     "factors",
