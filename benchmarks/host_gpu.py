@@ -98,7 +98,7 @@ def halves(params: list[nn.Parameter]) -> Iterator[Bucket]:
         run = p.detach().view(-1)[: len(shard)]
         bucket.append(RunUpdate(p, run, torch.empty_like(run), shard))
         elements += p.numel()
-        if elements >= plain_step.TOGETHER:
+        if elements >= plain_step.IN_BATCHES:
             yield bucket
             bucket, elements = [], 0
     if bucket:

@@ -50,7 +50,8 @@ def on_batches(on_batch: Callable[..., Any]) -> Callable[[Op], Op]:
 def square_sums(runs: Sequence[Any], batch: Batch, like: Any) -> list[Tensor]:
     """Sums of squares -> [n] each; of the weights too while something is read with them."""
     sources = [_source(x) for x in runs]
-    totals = list(_new(batch, len(runs) * len(batch)).view(len(runs), -1).unbind())
+    room = (_empty if batch.own.fills_sums else _new)(batch, len(runs) * len(batch))
+    totals = list(room.view(len(runs), -1).unbind())
     if len(sources) == 2 and batch.own.adds_two and _same(*sources):
         _run("squares", batch, sources[1], out=_each(totals[1]), out2=_each(totals[0]))
         return totals

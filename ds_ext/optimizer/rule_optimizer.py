@@ -445,7 +445,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         for param in stepped:
             if not self.state.get(param):
                 self.check_shape(param, Shard.whole(param.shape))
-        for updates in plain_step.buckets(stepped):
+        kinds = {self.hypers_of(group) for group in self.param_groups}
+        are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
+        together = plain_step.IN_BATCHES if are_batched else plain_step.TOGETHER
+        for updates in plain_step.buckets(stepped, together):
             self.update(updates, None)
             plain_step.write_back(updates)
             self.settle()

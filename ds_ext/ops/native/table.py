@@ -72,6 +72,7 @@ class Table:
     """
 
     adds_two = True  # squares of weights, and of what is read with them, in one pass
+    fills_sums = False  # also where runs are empty
 
     def __init__(
         self, geometries: Sequence[tuple[int, int, int, int, int]], firsts: Sequence[int]

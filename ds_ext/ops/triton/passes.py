@@ -63,6 +63,7 @@ class Table:
     """
 
     adds_two = False  # squares of weights, and of what is read with them, in one pass
+    fills_sums = True  # also where runs are empty
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class Table:
         kinds = at.kinds(rows[:, vectors])
         for kind, own in kinds:
             some, programs = numbers, at.programs
-            if len(kinds) > 1:
+            if len(own) < self.n:
                 rows_of, programs = rows[own], programs[own]
                 some = {k: x if isinstance(x, float) else x[own] for k, x in numbers.items()}
             else:
@@ -176,23 +177,27 @@ class Table:
         rows = at.rows.copy()
         numbers: dict[str, HostNumber] = {}
         for name, value in columns.items():
-            if isinstance(value, Tensor):
+            if hasattr(value, "pointers"):
+                rows[:, AT[name]] = value.pointers
+            elif name not in NUMBERS:
+                rows[:, AT[name]] = value
+            elif isinstance(value, float | int | np.ndarray):
+                numbers[name] = value if isinstance(value, np.ndarray) else float(value)
+            else:
                 assert value.dtype == torch.float32 and value.is_contiguous()
                 own = 4 * np.arange(self.n) if value.numel() == self.n else 0
                 rows[:, AT[name]] = value.data_ptr() + own
-            elif name in NUMBERS:
-                numbers[name] = value if isinstance(value, np.ndarray) else float(value)
-            else:
-                rows[:, AT[name]] = getattr(value, "pointers", value)
         return rows, numbers
 
-    def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
+    def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Iterator[Launch]:
         """The launch that adds up ``part`` to what has the addresses of ``out``."""
         fold = how[1]
+        if not len(fold.owners):
+            return
         rows = fold.tiles.rows.copy()
         rows[:, AT["part"]] = part.data_ptr() + fold.parts
         rows[:, AT["out"]] = out.pointers[fold.owners].astype(np.int64) + fold.outs
-        return Launch("fold", (), self.device, rows, fold.tiles.programs, {}, [part, out])
+        yield Launch("fold", (), self.device, rows, fold.tiles.programs, {}, [part, out])
 
     def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, "Addresses"]:
         """Memory for what tiles leave, and where each parameter's is."""
@@ -221,7 +226,7 @@ def _squares(table: Table, read: Read) -> None:
     made = table.launches(
         "squares", read.constants, getattr(table, name), {**columns, "part": places}
     )
-    waiting.ask(made, [table.folded(how, part, read.columns["out"])])
+    waiting.ask(made, table.folded(how, part, read.columns["out"]))
 
 
 def _statistics(table: Table, read: Read) -> None:
@@ -231,7 +236,7 @@ def _statistics(table: Table, read: Read) -> None:
     columns |= {"part": at_tall, "part2": at_wide}
     made = table.launches("statistics", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
-    folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
+    folded = [*table.folded(by_row, tall, outs[0]), *table.folded(by_col, wide, outs[1])]
     waiting.ask(made, folded)
 
 
@@ -254,11 +259,12 @@ def _over_strips(
     **more: Any,
 ) -> None:
     """A pass over whole rows, which leaves parts of the sums ``outs`` over columns."""
-    how, folded, columns = table.sums_of_strips, [], dict(more)
+    how, columns = table.sums_of_strips, dict(more)
+    folded: list[Launch] = []
     for name, value in read.numbers.items():
         if name in outs:
             part, columns[outs[name]] = table.room(how)
-            folded.append(table.folded(how, part, value))
+            folded += table.folded(how, part, value)
         else:
             columns[renamed.get(name, name)] = value
     del columns["scale"]
@@ -327,7 +333,8 @@ def _mend(table: Table, read: Read) -> None:
             ("mend_unmarked", one.constants[1:], ~marked & is_split),
         ):
             rows, programs = one.rows[own], one.programs[own]
-            waiting.ask([Launch(kernel, constants, one.device, rows, programs, {}, one.alive)])
+            if own.any():
+                waiting.ask([Launch(kernel, constants, one.device, rows, programs, {}, one.alive)])
 
 
 PASSES: dict[str, Callable[[Table, Read], None]] = {

@@ -44,8 +44,7 @@ def merged(launches: Iterable[Launch]) -> list[Launch]:
     """Returns launches that do not depend on each other, those that are alike as one."""
     alike: dict[tuple[Any, ...], list[Launch]] = {}
     for one in launches:
-        if one.programs.any():
-            alike.setdefault((one.device, one.kernel, one.constants), []).append(one)
+        alike.setdefault((one.device, one.kernel, one.constants), []).append(one)
     made = []
     for some in alike.values():
         one = some[0] if len(some) == 1 else _joined(some)
@@ -55,14 +54,22 @@ def merged(launches: Iterable[Launch]) -> list[Launch]:
 
 def _joined(some: Sequence[Launch]) -> Launch:
     first = some[0]
-    numbers: dict[str, HostNumber] = {
-        name: np.concatenate([np.broadcast_to(x.numbers[name], len(x.rows)) for x in some])
-        for name in first.numbers
-    }
+    numbers: dict[str, HostNumber] = {}
+    for name, number in first.numbers.items():
+        if all(type(x.numbers[name]) is float and x.numbers[name] == number for x in some):
+            numbers[name] = number
+        else:
+            numbers[name] = np.concatenate([_of_each(x, name) for x in some])
     rows = np.concatenate([x.rows for x in some])
     programs = np.concatenate([x.programs for x in some])
     alive = [x.alive for x in some]
     return Launch(first.kernel, first.constants, first.device, rows, programs, numbers, alive)
+
+
+def _of_each(one: Launch, name: str) -> NDArray[np.float32]:
+    """A number of each parameter, [n]."""
+    number = one.numbers[name]
+    return np.full(len(one.rows), number, dtype=np.float32)
 
 
 def _part(one: Launch, start: int, stop: int) -> Launch:

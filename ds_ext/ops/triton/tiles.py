@@ -47,7 +47,7 @@ class Tiles:
         return column
 
     def kinds(self, addresses: Numbers) -> list[tuple[Kind, Numbers]]:
-        """Returns which parameters may be of one launch.
+        """Returns which parameters may be of one launch; none if their runs are empty.
 
         Args:
             addresses: of what is read and written in vectors, [n, any].
@@ -61,7 +61,7 @@ class Tiles:
 
     @functools.cached_property
     def _plain(self) -> list[tuple[Kind, Numbers]]:
-        return [(Kind(None, 0), np.arange(len(self.rows)))]
+        return [(Kind(None, 0), np.arange(len(self.rows)))] if self.programs.any() else []
 
     @functools.cached_property
     def _usual(self) -> list[tuple[Kind, Numbers]]:
@@ -74,7 +74,7 @@ class Tiles:
         found: dict[Kind, list[int]] = {}
         for i, of in enumerate(map(Kind, aligned.tolist(), widths.tolist())):
             found.setdefault(of, []).append(i)
-        return [(of, np.array(own)) for of, own in found.items()]
+        return [(of, np.array(own)) for of, own in found.items() if self.programs[own].any()]
 
 
 def made(programs: Numbers, widths: Numbers | None = None, **columns: Numbers | int) -> Tiles:
