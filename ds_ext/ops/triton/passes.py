@@ -189,15 +189,13 @@ class Table:
                 rows[:, AT[name]] = value.data_ptr() + own
         return rows, numbers
 
-    def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Iterator[Launch]:
+    def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
         """The launch that adds up ``part`` to what has the addresses of ``out``."""
         fold = how[1]
-        if not len(fold.owners):
-            return
         rows = fold.tiles.rows.copy()
         rows[:, AT["part"]] = part.data_ptr() + fold.parts
         rows[:, AT["out"]] = out.pointers[fold.owners].astype(np.int64) + fold.outs
-        yield Launch("fold", (), self.device, rows, fold.tiles.programs, {}, [part, out])
+        return Launch("fold", (), self.device, rows, fold.tiles.programs, {}, [part, out])
 
     def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, "Addresses"]:
         """Memory for what tiles leave, and where each parameter's is."""
@@ -226,7 +224,7 @@ def _squares(table: Table, read: Read) -> None:
     made = table.launches(
         "squares", read.constants, getattr(table, name), {**columns, "part": places}
     )
-    waiting.ask(made, table.folded(how, part, read.columns["out"]))
+    waiting.ask(made, [table.folded(how, part, read.columns["out"])])
 
 
 def _statistics(table: Table, read: Read) -> None:
@@ -236,7 +234,7 @@ def _statistics(table: Table, read: Read) -> None:
     columns |= {"part": at_tall, "part2": at_wide}
     made = table.launches("statistics", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
-    folded = [*table.folded(by_row, tall, outs[0]), *table.folded(by_col, wide, outs[1])]
+    folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
     waiting.ask(made, folded)
 
 
@@ -264,7 +262,7 @@ def _over_strips(
     for name, value in read.numbers.items():
         if name in outs:
             part, columns[outs[name]] = table.room(how)
-            folded += table.folded(how, part, value)
+            folded.append(table.folded(how, part, value))
         else:
             columns[renamed.get(name, name)] = value
     del columns["scale"]

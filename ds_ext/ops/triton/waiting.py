@@ -60,7 +60,7 @@ def _next_rule() -> None:
 def ask(launches: Iterable[Launch], folds: Iterable[Launch] = ()) -> None:
     """Adds a pass to what waits, and what is to be folded up of its results."""
     _waiting.rules[-1].extend(launches)
-    _waiting.folds.extend(folds)
+    _waiting.folds.extend(x for x in folds if len(x.rows))
     if not _waiting.is_open:
         launch()
 
