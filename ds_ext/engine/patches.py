@@ -194,12 +194,14 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
         engine.optimizer.zero_grad()
 
 
-@replaces(DeepSpeedEngine)
-def coalesce_grad_reduction(original: Method, engine: DeepSpeedEngine) -> Any:
-    """Refuses what would keep whole gradients on each rank."""
-    if isinstance(engine.optimizer, ZeroAdapter):
-        raise RuntimeError(absent.COALESCE)
-    return original(engine)
+if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):  # DeepSpeed 0.18 has none
+
+    @replaces(DeepSpeedEngine)
+    def coalesce_grad_reduction(original: Method, engine: DeepSpeedEngine) -> Any:
+        """Refuses what would keep whole gradients on each rank."""
+        if isinstance(engine.optimizer, ZeroAdapter):
+            raise RuntimeError(absent.COALESCE)
+        return original(engine)
 
 
 @replaces(DeepSpeedEngine)
