@@ -31,6 +31,7 @@ demo: .venv/.demo
 
 # DeepSpeed looks for an accelerator itself, and on a machine without one may not settle on the
 # CPU: name it there, and only there.
+test-all: .venv/.oldest
 test test-all: .venv/.test
 	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
@@ -82,4 +83,13 @@ clean:
 
 .venv/.test: .venv/.demo
 	$(BIN)/pip install --quiet --no-build-isolation -e ".[test]"
+	touch $@
+
+# The oldest versions that are supported, for the tests of tests/integration/test_versions.py alone.
+OLDEST = deepspeed==0.18.6 transformers==4.50.3 tokenizers==0.21.4 huggingface_hub==0.36.0 \
+    accelerate==1.10.1 datasets==3.6.0 peft==0.15.2
+
+.venv/.oldest: .venv/.test
+	rm -rf .venv/oldest
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --target .venv/oldest $(OLDEST)
 	touch $@

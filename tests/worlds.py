@@ -34,11 +34,13 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent
+OLDER = [os.environ["DS_EXT_TEST_PACKAGES"]] if "DS_EXT_TEST_PACKAGES" in os.environ else []
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
+    # Other versions of packages come first: see integration/test_versions.py.
+    "PYTHONPATH": os.pathsep.join([*OLDER, str(ROOT)]),
 }
 TIMEOUT = 30.0  # seconds that a collective of a living world waits
 WORN = 24  # threads of a rank

@@ -49,6 +49,11 @@ def fuse_into_backward(
     number of backward passes, and clipped then. ``.metrics`` of what is returned tells of the last
     step, with ``measure_updates`` also the RMS of updates and weights.
     """
+    if not isinstance(optimizer, RuleOptimizer):
+        raise TypeError(
+            f"fuse_into_backward: the optimizer is {_type_name(optimizer)}, and only those of "
+            "ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside backward."
+        )
     for refuse in REFUSALS:
         refuse(model)
     logs.show_by_default()
@@ -99,6 +104,10 @@ def fuse_into_backward(
     _step_hooks[optimizer] = optimizer.register_step_pre_hook(end_step)
     fused.hooks.append(_step_hooks[optimizer])
     return fused
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:

@@ -279,8 +279,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.clear_backward_seen_flag()
         self.layout.discard()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
-        managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()  # since 0.19.4
-        if managed and engine.micro_steps % steps:
+        if settings.counts_micro_batches(engine) and engine.micro_steps % steps:
             log("zero_grad() discards the micro-batches of this step so far: it begins anew")
             engine.micro_steps -= engine.micro_steps % steps
         engine._unmanaged_backward_count = 0

@@ -22,7 +22,7 @@ from ds_ext.checkpoint.names import plain
 from ds_ext.checkpoint.pieces import Pieces, Saved, piece
 from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import expert_parallel
+from ds_ext.engine import expert_parallel, settings
 from ds_ext.engine.log import log
 from ds_ext.engine.zero3 import Partitions
 from ds_ext.errors import CheckpointError
@@ -129,7 +129,7 @@ class Contents:
             values = run.g[: len(own.shard)]
             gradients[own.name] = piece(values, own.part)
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
-        done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
+        done = engine.micro_steps % steps if settings.counts_micro_batches(engine) else 0
         return {
             "passes": [done, steps],
             "losses": self._grad_divisor,

@@ -22,6 +22,7 @@ _KEYS = {
     *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
     *("dp_world_size", "mp_world_size", "ds_config", "ds_version"),
     "checkpoint_parallel_dimensions",
+    "sparse_tensor_module_names",  # of DeepSpeed before 0.19.8
 }
 
 

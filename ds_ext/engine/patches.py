@@ -9,14 +9,17 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
+from torch.utils import cpp_extension
 
 from ds_ext.backward import fuse, owners, rehearsal
 from ds_ext.distributed import consensus
@@ -30,9 +33,12 @@ from ds_ext.engine import (
     refusals,
     save_load,
     tiled,
+    tracebacks,
     trainer_arguments,
+    versions,
 )
 from ds_ext.engine.adapter import ZeroAdapter
+from ds_ext.engine.log import log
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules import base
@@ -93,6 +99,15 @@ def register() -> None:
         patch.apply()
 
 
+@replaces(OpBuilder)
+def jit_load(original: Method, builder: OpBuilder, *args: Any, **kwargs: Any) -> Any:
+    """Announces what takes long in the first run of a machine."""
+    built = Path(cpp_extension._get_build_directory(builder.name, False)) / f"{builder.name}.so"
+    if not built.exists():
+        log(f"DeepSpeed builds its op {builder.name}, once for this machine: it may take minutes")
+    return original(builder, *args, **kwargs)
+
+
 # How an engine is built.
 
 
@@ -118,8 +133,10 @@ def _configure_optimizer(
 ) -> None:
     try:
         original(engine, *args, **kwargs)
-    except Exception:
+    except Exception as error:
         leftovers.leave(engine)  # or the model could not be used any more
+        if isinstance(error, ValueError):
+            tracebacks.once(error)
         raise
 
 
@@ -281,6 +298,19 @@ def _zero_init_param(original: Method, init: Init, param: Tensor) -> None:
 def _exit(original: Method, gathered: GatheredParameters, *error: Any) -> None:
     with _as_vectors(gathered.params if gathered.enabled else []):
         original(gathered, *error)
+
+
+# What DeepSpeed before 0.19.8 does not wait for on a CPU: all but the last of several collectives,
+# which gloo ends in any order.
+
+
+@replaces(Init)
+def _allgather_params_coalesced(
+    original: Method, init: Init, params: list[Tensor], *args: Any, **kwargs: Any
+) -> None:
+    one_by_one = not versions.WAITS_FOR_ALL and init.local_device.type == "cpu"
+    for some in [[param] for param in params] if one_by_one else [params]:
+        original(init, some, *args, **kwargs)
 
 
 @contextlib.contextmanager

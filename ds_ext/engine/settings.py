@@ -18,6 +18,12 @@ def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
     }
 
 
+def counts_micro_batches(engine: DeepSpeedEngine) -> bool:
+    """Returns whether the engine itself counts micro-batches; before DeepSpeed 0.19.4 all do."""
+    told = getattr(engine, "managed_gradient_accumulation", None)
+    return told is None or bool(told())
+
+
 def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
     """Returns DeepSpeed's scaler for fp16 weights; for fp16 autocast, one with torch's settings."""
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:

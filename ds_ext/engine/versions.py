@@ -12,6 +12,9 @@ LOWEST = (0, 18, 6)  # the first that the tests of `make test-all` run with
 NEXT = (0, 20)  # the first that nothing is known of
 
 
+WAITS_FOR_ALL = numbers(deepspeed.__version__) >= (0, 19, 8)
+
+
 def check(version: str = deepspeed.__version__) -> None:
     """Checks that ds_ext knows a version of DeepSpeed, the installed one by default.
 
@@ -35,6 +38,7 @@ def _above_one(value: Any) -> bool:
 _SINCE: list[tuple[str, Callable[[Any], bool], tuple[int, ...]]] = [
     ("tensor_parallel.autotp_size", _above_one, (0, 19, 8)),
     ("expert_parallel.enabled", bool, (0, 19, 8)),
+    ("zero_optimization.zero_hpz_partition_size", _above_one, (0, 19, 8)),
     ("managed_gradient_accumulation", lambda value: value is False, (0, 19, 4)),
 ]
 

@@ -1,0 +1,40 @@
+"""Errors that all ranks raise alike are shown once; ops that DeepSpeed builds are announced."""
+
+import sys
+
+import torch.distributed as dist
+from deepspeed.ops.op_builder.builder import OpBuilder
+from torch.utils import cpp_extension
+
+from ds_ext.distributed import consensus
+from ds_ext.engine import patches, tracebacks
+
+
+def test_a_traceback_comes_from_the_first_rank_alone(monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error[1]))
+    own = sys.excepthook
+    first, alike, other = ValueError("wrong"), ValueError("wrong"), ValueError("its own")
+    tracebacks.once(first)  # on the first rank
+    assert sys.excepthook is own
+    monkeypatch.setattr(consensus, "is_first", lambda: False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    for error in (alike, ValueError("another")):
+        tracebacks.once(error)
+    for error in (first, alike, other):
+        sys.excepthook(type(error), error, None)
+    assert shown == [first, other]
+    told = capsys.readouterr().err
+    assert told == "[ds_ext] rank 3: ValueError: wrong (traceback: rank 0)\n"
+
+
+def test_what_takes_long_is_announced_once(monkeypatch, tmp_path):
+    said = []
+    monkeypatch.setattr(patches, "log", said.append)
+    monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda name, verbose: str(tmp_path))
+    (jit_load,) = (p.function for p in patches.PATCHES if p.owner is OpBuilder)
+    builder = type("Builder", (), {"name": "an_op"})()
+    for _ in range(2):
+        assert jit_load(lambda builder, verbose: "loaded", builder, False) == "loaded"
+        (tmp_path / "an_op.so").touch()
+    assert len(said) == 1 and "an_op" in said[0]
