@@ -50,7 +50,8 @@ class GradientReader:
         found = [self._squares(dtype, [items[i] for i in some]) for dtype, some in alike.items()]
         if len(found) == 1:
             return found[0]
-        order = torch.tensor([i for some in alike.values() for i in some], device="cpu")
+        numbers = [i for some in alike.values() for i in some]
+        order = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         return torch.cat(found)[order.argsort().to(self.layout.device)]
 
     def _squares(self, dtype: torch.dtype | None, runs: list[tuple[Tensor, Run]]) -> Tensor:

@@ -115,8 +115,9 @@ class Tally:
         layout = self.reader.layout
         own = torch.zeros(len(layout.params), dtype=torch.float64, device=layout.device)
         for params, squares in self.squares:
-            numbers = torch.tensor([layout.number_of[p] for p in params], device="cpu")
-            own.index_add_(0, numbers.to(own.device), squares)
+            numbers = [layout.number_of[p] for p in params]
+            at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            own.index_add_(0, at.to(own.device), squares)
         totals = layout.total(own).cpu()
         self.norm = float(totals.sum().sqrt())
         self.coefficient = clipping.coefficient(self.norm)

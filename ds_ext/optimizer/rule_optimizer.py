@@ -91,9 +91,15 @@ class RuleOptimizer(torch.optim.Optimizer):
                 ``param_groups``, ``target_modules`` and ``others`` (docs/settings.md).
 
         Raises:
-            ValueError: a key is unknown, or its value wrong.
+            ValueError: a key is unknown or its value wrong; or ZeRO-3 has cut the model already.
         """
         trained = [p for p in module.parameters() if p.requires_grad]
+        if any(p.numel() == 0 for p in trained):
+            raise ValueError(
+                f"{cls.__name__}.for_model: some trained parameters are empty, as ZeRO-3 leaves "
+                "them, so that it cannot be told which are matrices. Name the optimizer in the "
+                "config of deepspeed.initialize instead, or make it before the model is cut."
+            )
         entry = rules.named(cls.rule.__name__)
         made = param_groups.of_config(entry, params, ModelView(module), trained)
         return cls(made.groups, **made.hypers).separate_experts(module)

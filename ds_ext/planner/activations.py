@@ -86,7 +86,7 @@ def peak(
                 adapt(model)
             if batch.checkpointing:
                 _checkpoint(model)
-            tokens = torch.zeros(batch.rows, batch.tokens, dtype=torch.long)
+            tokens = torch.zeros(batch.rows, batch.tokens, dtype=torch.long, device="cpu")
             return _peak(model, tokens, gradients)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
         told = str(error).partition("\n")[0]

@@ -6,6 +6,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+import ds_ext
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules.base import key_of
 from tests.common import models
 from tests.common.ranks import identical, logged, whole
 from tests.distributed import resuming
@@ -52,28 +55,40 @@ def accumulate(name: str, stage: int, weight_update: str) -> dict[str, Any]:
     return {"before": before, "after": after, "identical": identical(after)}
 
 
-def train(name: str, stage: int) -> dict[str, Any]:
-    """The weights before and after, and how each parameter was stepped."""
+def train(name: str, stage: int | None) -> dict[str, Any]:
+    """The weights before and after, and how each parameter was stepped; without an engine: None."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    model = models.make()
+    names = {p: n for n, p in model.named_parameters()}
     with logged() as said:
-        engine = start(name, stage, models.make())
-    before = whole(engine.module)
+        if stage is None:
+            optimizer = OPTIMIZERS[key_of(name)].for_model(model, **TYPES[name])
+            ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
+        else:
+            engine = start(name, stage, model)
+            names, optimizer = engine.param_names, engine.optimizer
+    before = whole(model)
     for step in range(STEPS):
-        engine.backward(engine(models.batch(step, world)[rank], step=step))
-        engine.step()
-    after, optimizer = whole(engine.module), engine.optimizer
+        batch = models.batch(step, world)[rank]
+        if stage is None:
+            model(batch, step=step).backward()
+            optimizer.step()
+        else:
+            engine.backward(engine(batch, step=step))
+            engine.step()
+    after = whole(model)
     return {
         "before": before,
         "after": after,
         "identical": identical(after),
         "said": said,
         "groups": {
-            engine.param_names[p]: (group.get("type"), group["lr"], group["weight_decay"])
+            names[p]: (group.get("type"), group["lr"], group["weight_decay"])
             for group in optimizer.param_groups
             for p in group["params"]
         },
         "streams": {
-            engine.param_names[p]: int(state["stream"])
+            names[p]: int(state["stream"])
             for p, state in optimizer.state.items()
             if "stream" in state
         },

@@ -61,7 +61,7 @@ class Described:
     """A parameter whose layer says what it is given."""
 
     def __init__(self, meta):
-        setattr(self, autotp.DS_AUTOTP_UC_META, meta)
+        setattr(self, autotp._DESCRIPTION, meta)
         self.tensor_model_parallel = True
 
 

@@ -22,6 +22,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.rules import REGISTRY
 from tests.common.hypers import FOR_ALL
 
 EXACT = 1e-9
@@ -35,6 +36,9 @@ ROWS = {
     "scale": [{}, {"momentum": 0.9}, {"norm_axis": "column"}],
     "sinkgd": [{}, {"iterations": 2}],
     "lion": [{}, {"nbits": 8}],
+    "apollo": [{"rank": 2, "update_proj_gap": 2}, {"rank": 3, "scale_type": "tensor"}],
+    "apollomini": [{"update_proj_gap": 2}],
+    "muon": [{}, {"nesterov": False, "ns_steps": 2}],
     "galoreadamw": [
         {"rank": 2, "update_proj_gap": 2},
         {"rank": 3, "proj_type": "right", "update_proj_gap": 1},
@@ -44,19 +48,20 @@ ROWS = {
         {"rank": None, "nbits": 8, "min_8bit_size": 0},
     ],
 }
-SETTINGS = {rule: ROWS.get(rule, [{}]) for rule in FOR_ALL}
+SETTINGS = {rule: ROWS.get(rule, [{}]) for rule in REGISTRY}
 
 sizes = st.integers(0, 9) | st.sampled_from([1, 2, 13, 29])
 shapes = st.lists(sizes, max_size=4).map(tuple).filter(lambda s: math.prod(s) < 2000) | (
     st.sampled_from([(255,), (256,), (257,), (700,), (33, 40), (1, 513), (300, 2), (0,), (3, 0, 2)])
 )
+matrices = st.tuples(st.integers(1, 29), st.integers(1, 29)) | st.sampled_from([(1, 513), (300, 2)])
 worlds = st.sampled_from([1, 2, 2, 3, 3, 4, 5, 6, 7, 13])
 
 
 @st.composite
 def runs(draw, kind):
     """A run: parameters in groups, cut into buckets, on one number of ranks after another."""
-    found = draw(st.lists(shapes, min_size=1, max_size=3))
+    found = draw(st.lists(shapes if kind in FOR_ALL else matrices, min_size=1, max_size=3))
     n = len(found)
     return {
         "shapes": found,
@@ -262,6 +267,12 @@ def test_adamw_and_its_kin(count, name):
 @tried(600)
 @pytest.mark.parametrize("kind", ["scale", "sinkgd"])
 def test_normalized(count, kind):
+    attempt(count, runs(kind), equal(kind))
+
+
+@tried(300)
+@pytest.mark.parametrize("kind", ["apollo", "apollomini", "muon"])
+def test_rules_of_matrices(count, kind):
     attempt(count, runs(kind), equal(kind))
 
 

@@ -257,3 +257,10 @@ def test_groups_of_a_script_are_split_further():
     made = param_groups.of_config(REGISTRY["adalomo"], config, ModelView(model), given)
     shown = [(g.get("type"), g.get("lr"), len(g["params"])) for g in made.groups]
     assert shown == [(None, 0.5, 3), ("LOMO", 0.5, 3), (None, None, 1), ("LOMO", None, 2)]
+
+
+def test_a_model_that_zero_3_has_cut_is_refused():
+    model = nn.Linear(3, 4)
+    model.weight.data = torch.empty(0)  # as zero.Init leaves it
+    with pytest.raises(ValueError, match="config of deepspeed.initialize instead"):
+        ds_ext.AdaLomo.for_model(model)
