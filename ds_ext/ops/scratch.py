@@ -81,9 +81,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return kind.seen[i]
 
 
-def nbytes() -> int:
-    """What this thread holds."""
-    return sum(buffer.nbytes for kind in _kinds.of.values() for buffer in kind.held)
+def nbytes(device: torch.device | None = None) -> int:
+    """What this thread holds on a device; on all if none is given."""
+    held = [kind.held for (_, where), kind in _kinds.of.items() if device in (None, where)]
+    return sum(buffer.nbytes for buffers in held for buffer in buffers)
 
 
 def clear() -> None:

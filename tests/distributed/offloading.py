@@ -152,7 +152,7 @@ def trained(
     found = {"norms": norms, "where": where(engine)}
     if memory is not None:
         found |= {"copied": dict(memory.copied), "pinned": pinned, **on_host(engine)}
-        peak = memory.peak - scratch.nbytes()
+        peak = memory.peak - scratch.nbytes(pretend.DEVICE)  # rules are tried on the host
         scratch.clear()
         gc.collect()
         kept = kept_on_device(engine)
