@@ -132,7 +132,8 @@ def _configure_optimizer(
     original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any
 ) -> None:
     try:
-        original(engine, *args, **kwargs)
+        with explained():  # ZeRO-3 cuts the model here, which all ranks do together
+            original(engine, *args, **kwargs)
     except Exception as error:
         leftovers.leave(engine)  # or the model could not be used any more
         if isinstance(error, ValueError):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.distributed.lockstep import Rule, Sums
+from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, zeros
 
@@ -151,6 +152,7 @@ def _comes_first(rule: Any, shard: Shard, dtype: torch.dtype, t: int) -> bool:
     tensors = [p, g, *(_at(state, path) for path, _ in leaves(parts))]
     before = [x._version for x in tensors]
     sums = next(rule.step(p, g, state, t, shard), ())
+    scratch.clear()  # of the host, where nothing may be stepped
     return bool(sums) and before == [x._version for x in tensors]
 
 

@@ -273,6 +273,7 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_as_a_command():
     done = run("plan", "--model", "smollm2-135m", "--ranks", "2", "--optimizer", "came")
     heading, rows = read(done.stdout)  # nothing else is on stdout

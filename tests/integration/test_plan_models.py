@@ -1,5 +1,6 @@
 """What ``plan`` knows of models: their parameters, their activations, and which of them fit."""
 
+import itertools
 import json
 
 import pytest
@@ -13,9 +14,17 @@ from ds_ext.engine.names import _DEEPSPEEDS, _TAKEN_OVER
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import activations, lora, memory, models, options
 from ds_ext.planner.activations import Batch, Gradients
+from tests.common.choose import params
 from tests.integration.test_cli import CONFIG, HEADS, SIZES, plan
 
 CPU = torch.device("cpu")
+KINDS = {
+    "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16, **HEADS},
+    "mixtral": {"num_local_experts": 4, **HEADS},
+    "deepseek_v3": {"n_routed_experts": 16, "moe_intermediate_size": 32, "n_group": 4}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    "gemma3_text": {"head_dim": 16, **HEADS},
+}
 # As published with the weights; DeepSeek-V3's without its layer of multi-token prediction.
 PARAMETERS = {
     "smollm2-135m": 134_515_008,
@@ -87,8 +96,13 @@ def small(**changed):
     return transformers.LlamaConfig(**{**sizes, **HEADS, **changed})
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["adalomo", "flashadamw", "came"])
+@pytest.mark.parametrize(
+    "name, checkpointing",
+    params(
+        itertools.product(["adalomo", "flashadamw", "came"], [False, True]),
+        [("adalomo", True), ("flashadamw", False)],
+    ),
+)
 def test_the_total_is_that_of_a_real_step(name, checkpointing, folder, capsys):
     def measure():
         torch.manual_seed(0)
@@ -136,17 +150,10 @@ def test_gradients_that_wait_count():
     assert none < of(Gradients(30_000)) < of(Gradients(30_000, ahead=True)) < all_of_them
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gemma3_text"])
+@pytest.mark.parametrize("name", params([*KINDS], ["qwen3_moe"]))
 def test_activations_of_other_kinds_of_models(name):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 301, "intermediate_size": 96}
-    own = {
-        "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16, **HEADS},
-        "mixtral": {"num_local_experts": 4, **HEADS},
-        "deepseek_v3": {"n_routed_experts": 16, "moe_intermediate_size": 32, "n_group": 4}
-        | {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
-        "gemma3_text": {"head_dim": 16, **HEADS},
-    }[name]
-    config = transformers.AutoConfig.for_model(name, **sizes, **own)
+    config = transformers.AutoConfig.for_model(name, **sizes, **KINDS[name])
     one, two = (
         activations.peak(config, torch.bfloat16, Batch(rows, 64, False), Gradients(0))
         for rows in (2, 4)
@@ -227,6 +234,7 @@ def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsy
     assert {"AdaLomo, ZeRO-0", "AdamW, DeepSpeed ZeRO-0"} < rows.keys()  # all, beside AdamW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cards, told",
     [

@@ -137,6 +137,7 @@ def ran(root):
     return json.loads((root / "build" / "support.json").read_text())
 
 
+@pytest.mark.slow
 def test_outcomes_are_gathered_from_all_processes(project):
     _, done, found = project
     assert found["full"], done.stdout + done.stderr
@@ -152,6 +153,7 @@ def test_outcomes_are_gathered_from_all_processes(project):
     assert got["files"]["MiCS"] == ["tests/test_it.py"]
 
 
+@pytest.mark.slow
 def test_a_full_run_tells_what_the_document_claims_and_it_did_not_show(project):
     _, done, _ = project
     told = [line for line in done.stdout.splitlines() if line.startswith("docs/support.md claims")]
@@ -162,6 +164,7 @@ def test_a_full_run_tells_what_the_document_claims_and_it_did_not_show(project):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_claim_without_its_test_fails_a_full_run_and_no_part_of_one(project):
     root, *_ = project
@@ -177,6 +180,7 @@ def test_a_claim_without_its_test_fails_a_full_run_and_no_part_of_one(project):
     assert "docs/support.md claims MiCS, stage plain, CAME: not tested in this run" in whole.stdout
 
 
+@pytest.mark.slow
 def test_the_table_is_written_between_its_marks(project):
     root, *_ = project
     command = [sys.executable, "-m", "tests.support", str(root / "docs/support.md")]

@@ -25,7 +25,7 @@ SHAPES = ((), (5,), (300,), (1, 7), (7, 1), (40, 150), (3, 33, 20), (70, 17))
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5}, galoreadamw={"rank": None})
 # Triton's interpreter is slow: `make test` runs rules that ask for different kernels.
 BY_RANKS = list(itertools.product(FOR_ALL, [1, 3]))
-QUICK_BY_RANKS = [("lomo", 3), ("adafactor", 3), ("lamb", 1), ("sinkgd", 1)]
+QUICK_BY_RANKS = [("lomo", 3), ("adafactor", 3), ("lamb", 1)]
 IN_16_BITS = list(
     itertools.product(
         ["lomo", "adalomo"], ["stochastic", "nearest", "master", "master24"], ["bf16", "fp16"]

@@ -124,6 +124,7 @@ def test_metadata_say_what_is_true(wheel):
         assert name in metadata["Summary"]
 
 
+@pytest.mark.slow
 def test_the_wheel_works_where_the_source_is_not(wheel):
     code = (
         "import ds_ext, torch; layer = torch.nn.Linear(2, 2); "
