@@ -29,15 +29,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: .venv/.demo
 	$(BIN)/python examples/finetune.py $(ARGS)
 
-# The walls' test is make check's. DeepSpeed looks for an accelerator itself, and on a machine
-# without one may not settle on the CPU: name it there, and only there.
+# DeepSpeed looks for an accelerator itself, and on a machine without one may not settle on the
+# CPU: name it there, and only there.
 test-all: .venv/.oldest
 test test-all: .venv/.test
 	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
 	fi; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKED)" $(ARGS) \
-	    --ignore tests/unit/test_walls.py tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKED)" $(ARGS) tests
 
 test: MARKED = not slow
 test-all: MARKED = slow

@@ -205,6 +205,7 @@ def in_a_new_process(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow  # make check runs it too
 def test_plain_pytorch_does_not_import_deepspeed():
     code = "import sys, ds_ext; print(*{'deepspeed', 'transformers', 'triton'} & set(sys.modules))"
     assert in_a_new_process(code) == ""
@@ -213,6 +214,7 @@ def test_plain_pytorch_does_not_import_deepspeed():
 ORDERS = ["import ds_ext, deepspeed", "import deepspeed, ds_ext"]
 
 
+@pytest.mark.slow  # make check runs it too
 @pytest.mark.parametrize("order", params(ORDERS, ORDERS[1:]))
 def test_deepspeed_knows_the_optimizers_in_either_order_of_imports(order):
     code = f"{order}\nfrom deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as known\n"
