@@ -147,6 +147,8 @@ def test_a_new_rule_of_the_repository_is_collected_and_run(tmp_path):
         "-q",
         "-m",
         "not slow",
+        "-k",
+        "newcomer",
         "tests/unit/test_every_rule.py",
         "tests/distributed/test_zero.py",
     )
