@@ -1,6 +1,6 @@
 """Random shapes, ranks, buckets, groups and configs: what is sharded equals what is whole.
 
-Ranks are simulated, with checkpoints between numbers of ranks. The counts add up to more than
+Ranks are simulated, with checkpoints between numbers of ranks. The whole counts are more than
 10,000 cases. What hypothesis has found is tried again each time.
 """
 
@@ -212,9 +212,9 @@ def simple(kind, *found, worlds):
 
 
 def tried(count):
-    """A quarter of so many examples in `make test-all`, a twentieth in `make test`."""
+    """An eighth of so many examples in `make test-all`, a fortieth in `make test`."""
     return pytest.mark.parametrize(
-        "count", [pytest.param(count // 20), pytest.param(count // 4, marks=pytest.mark.slow)]
+        "count", [pytest.param(count // 40), pytest.param(count // 8, marks=pytest.mark.slow)]
     )
 
 
