@@ -1,7 +1,6 @@
 """One line at the end of a plan: what to take."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner.memory import Memory
@@ -50,7 +49,7 @@ def _more(plan: Plan, least: Row, card: float) -> str:
     asked, ranks = plan.asked, plan.asked.ranks
     while ranks < MOST_RANKS:
         ranks *= 2
-        more = Plan(replace(asked, ranks=ranks), plan.name)
+        more = plan.on(ranks)
         row = next(row for row in more.rows if row.label == least.label)
         if more.total(row, asked.batch).total <= card * GIB:
             return f"{card:g} GiB: nothing fits; {least.label} would on {ranks} ranks."

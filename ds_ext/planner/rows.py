@@ -1,5 +1,6 @@
 """The rows of a plan: each optimizer at each stage, and what it holds with any batch."""
 
+import copy
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -51,6 +52,13 @@ class Plan:
         """Ours, LoRA if it is asked for, then AdamW in DeepSpeed and Megatron-LM."""
         found = [row for optimizer in self.asked.optimizers for row in self._ours(optimizer)]
         return [*found, *self._lora(), *self._adamw(), *self._megatron()]
+
+    def on(self, ranks: int) -> "Plan":
+        """Returns the plan of the same model on so many ranks; activations are not found anew."""
+        other = copy.copy(self)
+        other.__dict__.pop("rows", None)
+        other.asked = replace(self.asked, ranks=ranks)
+        return other
 
     def total(self, row: Row, batch: Batch | None) -> Memory:
         """Returns what a row holds with the activations of a batch, if one is given."""
