@@ -138,10 +138,21 @@ def groups(name: str, model: models.Zoo) -> list[dict[str, Any]]:
     ]
 
 
-class Watch:
-    """Measures what the gradient path holds and sends while it runs."""
+def most_alive(case: Case, ranks: int) -> int:
+    """Gradient elements that may be alive at once: those of one bucket and of one parameter."""
+    parameters = models.make(None, case.tensors).parameters()
+    largest = max(-(-p.numel() // ranks) * ranks for p in parameters)
+    most = max(case.bucket, largest) + largest
+    if ranks > 1 and case.stage in (3, None):  # the bucket before is on its way
+        most += max(case.bucket, largest)
+    return most
 
-    def __init__(self) -> None:
+
+class Watch:
+    """Measures what the gradient path holds and sends while it runs; ``most`` may be held."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.alive = 0  # most gradient elements alive at once, copies counted
         self.sent: list[tuple[str, int]] = []
         self.refs: list[tuple[StorageWeakRef, int]] = []
@@ -160,8 +171,8 @@ class Watch:
 
     def _count(self, fused: buckets.Buckets) -> None:
         for _ in range(20):
-            if self._held(fused) <= self.alive:
-                return
+            if self._held(fused) <= self.most:
+                break
             time.sleep(0.002)  # gloo's threads let go of what they have sent a little later
         self.alive = max(self.alive, self._held(fused))
 
@@ -237,7 +248,7 @@ def train(name: str) -> dict[str, Any]:
     optimizer = None
     if case.client:
         optimizer = OPTIMIZERS[case.rule](groups(name, model), **case.hypers)
-    watch = Watch()
+    watch = Watch(most_alive(case, world))
     with watch.hook():
         if case.stage is None:
             engine = Plain(model, optimizer, case.bucket)
