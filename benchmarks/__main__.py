@@ -15,6 +15,8 @@ BENCHMARKS = {
     "comm": "bytes and calls of collectives",
     "scale": "what 64 to 4,096 simulated ranks send, and how long it would take",
     "train": "tokens per second of a whole step",
+    "quality": "which optimizer fine-tunes best, at which learning rate",
+    "scratch": "which optimizer trains best from scratch",
     "offload": "time and memory of offload to the CPU",
 }
 

@@ -119,23 +119,26 @@ def write(
     text: str,
     tables: Mapping[str, Sequence[Mapping[str, object]]],
     draw: "Callable[[Figure], None] | None",
+    made: str | None = None,
+    folder: Path = RESULTS,
 ) -> None:
-    """Writes results/{name}.md, and {name}.png if there is something to ``draw``; prints the path.
+    """Writes {folder}/{name}.md, and {name}.png if there is something to ``draw``; prints the path.
 
     ``tables`` go by their headings. On a GPU its name is added to the files', so that results of
-    several machines stand side by side.
+    several machines stand side by side. ``made`` tells the machine, the command and the date, where
+    it is not this process that has measured.
     """
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     name += f"_{_gpu().lower().replace(' ', '-')}" if _gpu() else ""
     parts = [f"# {title}", text.strip()]
     for heading, rows in tables.items():
         parts += [f"## {heading}", table(rows)]
     if draw is not None:
-        _plot(draw, RESULTS / f"{name}.png")
+        _plot(draw, folder / f"{name}.png")
         parts.append(f"![{title}]({name}.png)")
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-    parts.append(f"{machine()}.\nMade by `{command}`.")
-    path = RESULTS / f"{name}.md"
+    parts.append(made or f"{machine()}.\nMade by `{command}`.")
+    path = folder / f"{name}.md"
     path.write_text("\n\n".join(parts) + "\n")
     print(os.path.relpath(path))
 

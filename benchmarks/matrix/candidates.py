@@ -1,0 +1,244 @@
+"""What is compared: this package's optimizers, AdamW under DeepSpeed, LoRA, published packages.
+
+A candidate makes a stepper of a model; all steppers train alike: ``step`` takes a batch, ``rate``
+multiplies the learning rate of all groups.
+"""
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.matrix.texts import Batch
+
+LORA_RANK = 16
+
+
+class Stepper(Protocol):
+    """Trains one model."""
+
+    model: nn.Module
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward, backward and the optimizer's step on a batch; returns the loss."""
+        ...
+
+    def rate(self, factor: float) -> None:
+        """Sets the learning rate to ``factor`` times what it was made with."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the model would not free by itself."""
+        ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An optimizer with its settings.
+
+    ``make`` takes a model, which it may change, a learning rate and a seed of the optimizer's own
+    random numbers, and returns a stepper.
+    """
+
+    label: str
+    start: float  # a likely learning rate for fine-tuning
+    make: Callable[[nn.Module, float, int], Stepper]
+    tier: int = 0  # 1: after the others on a data set; 2, those that are slow: at the very end
+
+
+class EngineStepper:
+    """A model under DeepSpeed's engine, in a world of one."""
+
+    def __init__(self, model: nn.Module, kind: str, params: Mapping[str, Any], stage: int) -> None:
+        import deepspeed
+
+        import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
+
+        self.model = model
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": kind, "params": dict(params)},
+            "steps_per_print": 10**9,
+        }
+        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, config=config)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, batch: Batch) -> Tensor:
+        loss = self.engine(**batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+    def rate(self, factor: float) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+
+    def close(self) -> None:
+        self.engine.destroy()
+        del self.engine, self.optimizer
+        gc.collect()
+
+
+class PlainStepper:
+    """A model and a published optimizer without DeepSpeed, which writes weights in its own way."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+
+    def step(self, batch: Batch) -> Tensor:
+        loss = self.model(**batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def rate(self, factor: float) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+
+    def close(self) -> None:
+        del self.optimizer
+
+
+class LomoStepper:
+    """lomo-optim's AdaLomo, which steps inside backward."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        from lomo_optim import AdaLomo
+
+        self.model, self.lr, self.factor = model, lr, 1.0
+        # It allocates its state by ``.cuda()``.
+        with mock.patch.object(Tensor, "cuda", lambda self: self):
+            self.optimizer = AdaLomo(model, lr=lr, loss_scale=None)
+
+    def step(self, batch: Batch) -> Tensor:
+        loss = self.model(**batch).loss
+        self.optimizer.fused_backward(loss, self.lr * self.factor)
+        return loss.detach()
+
+    def rate(self, factor: float) -> None:
+        self.factor = factor
+
+    def close(self) -> None:
+        del self.optimizer
+
+
+def ours(rule: str, **params: Any) -> Callable[[nn.Module, float, int], Stepper]:
+    """Returns what makes a stepper of this package's optimizer: no ZeRO, weights as given."""
+
+    def make(model: nn.Module, lr: float, seed: int) -> Stepper:
+        given = {"lr": lr, "weight_decay": 0.0, "seed": seed} | params
+        return EngineStepper(model, f"ds_ext.{rule}", given, stage=0)
+
+    return make
+
+
+def adamw(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns torch's AdamW under DeepSpeed's ZeRO-1: with fp32 masters where weights are bf16."""
+    given = {"lr": lr, "weight_decay": 0.0, "torch_adam": True}
+    return EngineStepper(model, "AdamW", given, stage=1)
+
+
+def lora(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns the same for PEFT's adapters of all linear layers, the model itself being frozen."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=LORA_RANK,
+        lora_alpha=2 * LORA_RANK,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return adamw(peft.get_peft_model(model, config), lr, seed)
+
+
+def lomo_adalomo(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns lomo-optim's AdaLomo."""
+    return LomoStepper(model, lr)
+
+
+def came(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns came-pytorch's CAME."""
+    from came_pytorch import CAME
+
+    return PlainStepper(model, CAME(model.parameters(), lr=lr, weight_decay=0.0))
+
+
+def galore(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns galore-torch's GaLoreAdamW with the settings of its README and ours, rank 128."""
+    from galore_torch import GaLoreAdamW
+
+    low = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+    return PlainStepper(model, GaLoreAdamW(_low_rank(model, low), lr=lr, weight_decay=0.0))
+
+
+def apollo(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns apollo-torch's APOLLO with the settings of its README, rank 256."""
+    from apollo_torch import APOLLOAdamW
+
+    low = {
+        "rank": 256,
+        "proj": "random",
+        "scale_type": "channel",
+        "scale": 1,
+        "update_proj_gap": 200,
+        "proj_type": "std",
+    }
+    return PlainStepper(model, APOLLOAdamW(_low_rank(model, low), lr=lr, weight_decay=0.0))
+
+
+def _low_rank(model: nn.Module, low: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups: the matrices of linear layers but the head, by ``low``, and the rest."""
+    layers = (m for n, m in model.named_modules() if type(m) is nn.Linear and "lm_head" not in n)
+    matrices = [layer.weight for layer in layers]
+    known = set(matrices)
+    rest = [p for p in model.parameters() if p not in known]
+    return [{"params": rest}, {"params": matrices} | low]
+
+
+def adafactor(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns transformers' Adafactor, its steps relative to the weights and times ``lr``."""
+    from transformers import Adafactor
+
+    return PlainStepper(model, Adafactor(model.parameters(), lr=lr, relative_step=False))
+
+
+def adamw8bit(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns bitsandbytes' AdamW with moments in 8 bits."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return PlainStepper(model, AdamW8bit(model.parameters(), lr=lr, weight_decay=0.0))
+
+
+CANDIDATES: dict[str, Candidate] = {
+    "deepspeed-adamw": Candidate("AdamW, DeepSpeed ZeRO-1", 1e-4, adamw),
+    "adalomo": Candidate("AdaLomo", 1e-3, ours("AdaLomo")),
+    "lora": Candidate("LoRA r = 16, AdamW", 1e-3, lora),
+    "flashadamw": Candidate("FlashAdamW", 1e-4, ours("FlashAdamW")),
+    "came": Candidate("CAME", 1e-4, ours("CAME")),
+    "adafactor": Candidate("Adafactor", 1e-3, ours("Adafactor", relative_step=False), tier=1),
+    "lomo": Candidate("LOMO", 1e-2, ours("LOMO")),
+    "adamw": Candidate("ds_ext.AdamW", 1e-4, ours("AdamW")),
+    "lion": Candidate("Lion", 1e-5, ours("Lion")),
+    "lamb": Candidate("LAMB", 1e-3, ours("LAMB")),
+    "sinkgd": Candidate("SinkGD", 1e-3, ours("SinkGD")),
+    "scale": Candidate("SCALE", 1e-4, ours("SCALE")),
+    "apollo": Candidate("APOLLO", 1e-4, ours("APOLLO")),
+    "apollomini": Candidate("APOLLO-Mini", 1e-4, ours("APOLLOMini")),
+    "galoreadamw": Candidate("GaLoreAdamW", 3e-4, ours("GaLoreAdamW")),
+    "muon": Candidate("Muon", 1e-4, ours("Muon", adjust_lr_fn="match_rms_adamw"), tier=2),
+    "lomo-optim": Candidate("lomo-optim's AdaLomo", 1e-3, lomo_adalomo, tier=1),
+    "came-pytorch": Candidate("came-pytorch's CAME", 1e-4, came, tier=1),
+    "bitsandbytes": Candidate("bitsandbytes' AdamW8bit", 1e-4, adamw8bit, tier=1),
+    "transformers": Candidate("transformers' Adafactor", 1e-3, adafactor, tier=1),
+    "galore-torch": Candidate("galore-torch's GaLoreAdamW", 3e-4, galore, tier=1),
+    "apollo-torch": Candidate("apollo-torch's APOLLO", 1e-4, apollo, tier=1),
+}

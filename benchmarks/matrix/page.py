@@ -1,0 +1,90 @@
+"""The page of a matrix of fine-tunes, made of its lines alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import report
+from benchmarks.matrix import costs, picture, summary
+from benchmarks.matrix.candidates import CANDIDATES
+from benchmarks.matrix.lines import Lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+UNIT = "deepspeed-adamw"
+TITLE = "Which optimizer fine-tunes best, and at which learning rate"
+TEXT = """
+{model} is fine-tuned, all its weights (with LoRA: adapters), for {steps} steps of {rows} rows, of
+{tokens} tokens at most, in one process on one CPU thread, forward and backward in {dtype}; the
+same rows in the same order for all that are compared. The rate warms up over a tenth of the steps
+and falls as a cosine to a tenth; nothing is clipped, and no weight decays. ds_ext's optimizers
+write bf16 weights with stochastic rounding and have no masters; AdamW is torch's under DeepSpeed's
+ZeRO-1, with fp32 masters; LoRA is PEFT's on all linear layers, scaled by 2, with that AdamW; the
+published packages step bf16 weights as they do, without masters and rounded to nearest. Muon has
+`"adjust_lr_fn": "match_rms_adamw"`, Adafactor `"relative_step": false`, all others the defaults.
+
+Loss is in nats per token of the answers, on {held_out} rows that are held out; "answers wholly
+right" are the rows whose whole answer greedy decoding gives. ± is the standard deviation over n
+seeds, of the rows' order and of rounding; where n = 1 nothing tells how much of a difference is
+chance. The best rate is the best with the first seed, among 1 and 3 times powers of ten, and half
+and twice of the best of these.
+"""
+DATA = {
+    "sounds": "Pronunciations of English words: the CMU dictionary",
+    "devil": "Definitions: The Devil's Dictionary (no answer can be right: read the loss)",
+    "films": "Sentences of film reviews: positive or negative",
+}
+COSTS = """Time is the process's own, medians of 5 steps that are taken in turns with a forward and
+backward pass alone of the same batch. Bytes are those of live tensors, counted from when they are
+made until they are freed: between steps weights, state and what else is kept, at the most also
+gradients and activations. Resident is the whole process at its peak, with the libraries, some 1 GB,
+and in AdamW's of DeepSpeed what it allocates at the start."""
+
+
+def write(
+    lines: Lines, data: Sequence[str], names: Sequence[str], seeds: int, folder: Path
+) -> None:
+    """Writes quality.md and quality.png into ``folder``; nothing where there are no lines.
+
+    Args:
+        lines: of all runs.
+        data: data sets, in order.
+        names: candidates, in order.
+        seeds: how many are wanted.
+        folder: holds the lines too.
+    """
+    if not lines.all:
+        print(f"{folder}: no lines yet")
+        return
+    labels = {name: CANDIDATES[name].label for name in names}
+    there = [name for name in data if any(line["data"] == name for line in lines.all)]
+    tables = {"Best of each": summary.overall(lines, there, labels)}
+    tables |= {
+        f"{DATA[name]} (`{name}`)": summary.of_data(lines, name, labels, UNIT)
+        for name in there
+        if any(summary.best_of(lines, name, c) for c in labels)
+    }
+    measured = costs.read(folder, lines.setup["dtype"])
+    shown = {name: line for name, line in measured.items() if "error" not in line}
+    if shown:
+        tables[f"Cost of a step. {COSTS}"] = [
+            {"optimizer": CANDIDATES[name].label} | costs.shown(line)
+            for name, line in shown.items()
+        ]
+    notes = summary.missing(lines, data, labels, seeds) + summary.failed(lines, labels)
+    text = TEXT.format(**lines.setup)
+    if notes:
+        text += "\nMissing so far; the command below goes on with it:\n\n"
+        text += "\n".join(f"- {note}" for note in notes)
+    loads = [line["load"] for line in lines.all if "load" in line]
+    made = (
+        f"{'; '.join(summary.machines(lines.all))}.\nMade by `python -m benchmarks quality` "
+        f"(load of the machine {min(loads, default=0):.0f} to {max(loads, default=0):.0f} "
+        "meanwhile, on which losses do not depend), page by `--report`, costs by `--costs`."
+    )
+
+    def draw(figure: "Figure") -> None:
+        picture.sensitivity(figure, lines, there, labels)
+
+    report.write("quality", TITLE, text, {k: v for k, v in tables.items() if v}, draw, made, folder)

@@ -1,0 +1,145 @@
+"""Tables made of lines: each candidate's best learning rate, what it gave, and what is missing."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.matrix.lines import Line, Lines, best, loss_of, rates
+
+NEAR = 0.02  # a loss within 2 % of the best counts as near to it
+
+
+@dataclass(frozen=True)
+class Best:
+    """What a candidate gave on a data set at its best learning rate."""
+
+    lr: float
+    tried: list[float]  # rates, with one seed at least
+    losses: list[float]  # of each seed
+    accuracies: list[float]
+    near: list[float]  # rates whose loss is near the best, with the first seed
+
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether the best rate is the least or the largest of those tried: no optimum."""
+        return self.lr in (self.tried[0], self.tried[-1])
+
+
+def best_of(lines: Lines, data: str, candidate: str) -> Best | None:
+    """Returns what a candidate gave at the rate that is best with the first seed."""
+    own = lines.of(data, candidate)
+    first = [line for line in own if line["seed"] == 0]
+    found = best(first)
+    if found is None:
+        return None
+    at_best = [line for line in own if line["lr"] == found["lr"]]
+    least = loss_of(found)
+    return Best(
+        found["lr"],
+        rates(first),
+        [loss_of(line) for line in at_best],
+        [line["accuracy"] for line in at_best],
+        rates(line for line in first if loss_of(line) <= least * (1 + NEAR)),
+    )
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Returns mean, standard deviation and count: "1.234 ± 0.005 (n = 3)"."""
+    mean = statistics.mean(values)
+    around = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean:.{digits}f}{around} (n = {len(values)})"
+
+
+def of_data(
+    lines: Lines, data: str, labels: Mapping[str, str], unit: str, with_answers: bool = True
+) -> list[dict[str, object]]:
+    """Returns a data set's table, best first.
+
+    Args:
+        lines: of all runs.
+        data: the data set.
+        labels: candidate -> what it is called; only these are in the table.
+        unit: the candidate that the others' losses are compared with.
+        with_answers: whether rows have answers that are right or wrong as a whole.
+    """
+    found = {c: b for c in labels if (b := best_of(lines, data, c)) is not None}
+    against, rows = best_of(lines, data, unit), []
+    for candidate, own in sorted(found.items(), key=lambda item: statistics.mean(item[1].losses)):
+        edge = " (edge of the rates tried)" if own.is_at_edge else ""
+        row: dict[str, object] = {
+            "optimizer": labels[candidate],
+            "best learning rate": f"{own.lr:g}{edge}",
+            "held-out loss": spread(own.losses),
+            f"loss less that of {labels.get(unit, unit)}": _less(own, against),
+        }
+        if with_answers:
+            percent = [100 * accuracy for accuracy in own.accuracies]
+            row["answers wholly right, %"] = spread(percent, 1)
+        row["rates tried"] = f"{len(own.tried)}, {own.tried[0]:g} to {own.tried[-1]:g}"
+        row["within 2 % of the best"] = f"{own.near[0]:g} to {own.near[-1]:g}"
+        rows.append(row)
+    return rows
+
+
+def _less(own: Best, unit: Best | None) -> str:
+    if unit is None:
+        return "not yet"
+    return f"{statistics.mean(own.losses) - statistics.mean(unit.losses):+.3f}"
+
+
+def overall(
+    lines: Lines, data: Sequence[str], labels: Mapping[str, str]
+) -> list[dict[str, object]]:
+    """Returns best rates and losses of all data sets side by side, in the order of ``labels``."""
+    rows = []
+    for candidate, label in labels.items():
+        row: dict[str, object] = {"optimizer": label}
+        for name in data:
+            own = best_of(lines, name, candidate)
+            row[name] = "not yet" if own is None else f"{spread(own.losses)} at {own.lr:g}"
+        if any(cell != "not yet" for name, cell in row.items() if name != "optimizer"):
+            rows.append(row)
+    return rows
+
+
+def missing(lines: Lines, data: Sequence[str], labels: Mapping[str, str], seeds: int) -> list[str]:
+    """Returns sentences that tell what is not done: data sets, optima, seeds."""
+    told = []
+    for name in data:
+        found = {c: best_of(lines, name, c) for c in labels}
+        none = [labels[c] for c, own in found.items() if own is None]
+        there = {labels[c]: own for c, own in found.items() if own is not None}
+        edge = [label for label, own in there.items() if own.is_at_edge]
+        few = [label for label, own in there.items() if len(own.tried) < 5]
+        once = [label for label, own in there.items() if len(own.losses) < seeds]
+        if not there:
+            told.append(f"{name}: no run yet.")
+            continue
+        kinds = {
+            "no run that ended": none,
+            "the best rate at the edge of those tried": edge,
+            "fewer than five rates": few,
+            f"fewer than {seeds} seeds": once,
+        }
+        parts = [f"{what}: {', '.join(who)}" for what, who in kinds.items() if who]
+        told += [f"{name}: {'; '.join(parts)}."] if parts else []
+    return told
+
+
+def failed(lines: Lines, labels: Mapping[str, str]) -> list[str]:
+    """Returns sentences on candidates that could not run, and on runs that diverged."""
+
+    def name(line: Line) -> str:
+        return labels.get(line["candidate"], line["candidate"])
+
+    errors = {name(line): line["error"] for line in lines.all if "error" in line}
+    told = [f"{label} did not run: {error}" for label, error in errors.items()]
+    gone = [x for x in lines.all if "error" not in x and not math.isfinite(loss_of(x))]
+    named = [f"{name(x)} at {x['lr']:g} ({x['data']})" for x in gone]
+    return told + ([f"Diverged: {', '.join(named)}."] if named else [])
+
+
+def machines(lines: Sequence[Line]) -> list[str]:
+    """Returns the machines, versions and dates that lines name, each once."""
+    return list(dict.fromkeys(line["machine"] for line in lines))

