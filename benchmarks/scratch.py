@@ -175,7 +175,7 @@ differ by orders of magnitude: only the order can be compared.
 
 
 def write(args: argparse.Namespace, lines: Lines) -> None:
-    """Writes scratch.md and scratch.png beside the lines, if there are any."""
+    """Writes the page and its picture beside the lines, if there are any."""
     if not lines.all:
         print(f"{args.lines}: no lines yet")
         return

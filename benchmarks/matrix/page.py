@@ -45,7 +45,7 @@ and in AdamW's of DeepSpeed what it allocates at the start."""
 def write(
     lines: Lines, data: Sequence[str], names: Sequence[str], seeds: int, folder: Path
 ) -> None:
-    """Writes quality.md and quality.png into ``folder``; nothing where there are no lines.
+    """Writes the page and its picture into ``folder``; nothing where there are no lines.
 
     Args:
         lines: of all runs.

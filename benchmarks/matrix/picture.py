@@ -26,6 +26,8 @@ def sensitivity(
     from matplotlib import colormaps
 
     shown = [name for name in data if any(line["data"] == name for line in lines.all)]
+    there = {line["candidate"] for line in lines.all}
+    labels = {name: label for name, label in labels.items() if name in there}
     figure.set_size_inches(4.6 * len(shown) + 2.4, 5)
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
     styles = list(itertools.product(("-", "--"), range(10)))
@@ -46,6 +48,6 @@ def sensitivity(
         losses = [loss_of(line) for line in lines.all if line["data"] == name]
         least, most = min(losses), max(before, default=max(losses))
         axes.set(xscale="log", xlabel="peak learning rate", ylabel="held-out loss", title=name)
-        axes.set_ylim(least - 0.05 * (most - least), least + 0.6 * (most - least))
+        axes.set_ylim(least - 0.05 * (most - least), least + 0.4 * (most - least))
     handles, names = panels[-1].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", fontsize=7)

@@ -241,10 +241,11 @@ def test_a_small_matrix_is_made_once_and_shown(tmp_path):
     started = [sys.executable, "-m", "benchmarks", *command]
     subprocess.run(started, cwd=tmp_path, env=environment, check=True)
     made = (folder / "sounds.jsonl").read_text()
-    page = (folder / "quality.md").read_text()
-    (folder / "quality.md").unlink()
+    written = folder / f"{command[0]}.md"
+    page = written.read_text()
+    written.unlink()
     benchmarks.main([*command, "--report"])
-    assert (folder / "quality.md").read_text() == page
+    assert written.read_text() == page
     assert (folder / "sounds.jsonl").read_text() == made
     kept = Lines(folder, {"steps": 2, "held_out": 16, "model": "model"}).all
     assert len({point_of(x) for x in kept}) == len(kept) >= 5
