@@ -20,14 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ds_ext.rules import REGISTRY
-from tests import reference
+from tests import rates, reference
 
 ROOT = Path(__file__).parent.parent
 _MARKED = re.compile(
     r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
 )
 _MADE = re.compile(
-    r"(?ms)^(<!-- (?P<what>optimizers|keys|commands): [^\n]* -->)\n.*?^(<!-- end of (?P=what) -->)$"
+    r"(?ms)^(<!-- (?P<what>optimizers|keys|commands|rates): [^\n]* -->)\n"
+    r".*?^(<!-- end of (?P=what) -->)$"
 )
 _BLOCK = re.compile(r"(?m)^```python\n(.*?)^```$", re.S)
 
@@ -65,6 +66,7 @@ def renewed(text: str) -> str:
 
     text = _MARKED.sub(block, text)
     made = {"optimizers": optimizers, "keys": reference.keys, "commands": reference.commands}
+    made["rates"] = rates.table
     return _MADE.sub(lambda found: f"{found[1]}\n{made[found['what']]()}\n{found[3]}", text)
 
 

@@ -35,11 +35,14 @@ DATA = {
     "devil": "Definitions: The Devil's Dictionary (no answer can be right: read the loss)",
     "films": "Sentences of film reviews: positive or negative",
 }
-COSTS = """Time is the process's own, medians of 5 steps that are taken in turns with a forward and
-backward pass alone of the same batch. Bytes are those of live tensors, counted from when they are
-made until they are freed: between steps weights, state and what else is kept, at the most also
-gradients and activations. Resident is the whole process at its peak, with the libraries, some 1 GB,
-and in AdamW's of DeepSpeed what it allocates at the start."""
+COSTS = """
+Time of a step is the process's own, which other programs' turns on the core do not count in but
+their use of its caches does: medians of 5 steps that are taken in turns with a forward and backward
+pass alone of the same batch. Bytes are those of live tensors, counted from when they are made until
+they are freed: between steps weights, state and what else is kept, at the most also gradients and
+activations. Resident is the whole process at its peak, with the libraries and, of DeepSpeed's
+AdamW, what it needs only to begin.
+"""
 
 
 def write(
@@ -68,12 +71,12 @@ def write(
     measured = costs.read(folder, lines.setup["dtype"])
     shown = {name: line for name, line in measured.items() if "error" not in line}
     if shown:
-        tables[f"Cost of a step. {COSTS}"] = [
+        tables["Cost of a step"] = [
             {"optimizer": CANDIDATES[name].label} | costs.shown(line)
             for name, line in shown.items()
         ]
     notes = summary.missing(lines, data, labels, seeds) + summary.failed(lines, labels)
-    text = TEXT.format(**lines.setup)
+    text = TEXT.format(**lines.setup) + (COSTS if shown else "")
     if notes:
         text += "\nMissing so far; the command below goes on with it:\n\n"
         text += "\n".join(f"- {note}" for note in notes)

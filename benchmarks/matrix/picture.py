@@ -48,6 +48,6 @@ def sensitivity(
         losses = [loss_of(line) for line in lines.all if line["data"] == name]
         least, most = min(losses), max(before, default=max(losses))
         axes.set(xscale="log", xlabel="peak learning rate", ylabel="held-out loss", title=name)
-        axes.set_ylim(least - 0.05 * (most - least), least + 0.4 * (most - least))
+        axes.set_ylim(least - 0.02 * (most - least), least + 0.4 * (most - least))
     handles, names = panels[-1].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", fontsize=7)

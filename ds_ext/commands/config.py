@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from ds_ext.optimizer import named
+from ds_ext.rates import RATES
 from ds_ext.rules import REGISTRY
 
 HELP = "print a DeepSpeed config of an optimizer"
@@ -14,10 +15,8 @@ DESCRIPTION = (
 )
 # Optimizers of DeepSpeed's own that have these names too: the prefix says that ours are meant.
 _DEEPSPEED_HAS_TOO = {"adamw", "lion", "muon"}
-# What differs from an optimizer's defaults: a scheduler of HF's needs an lr that can be set, and
-# AdaLomo's authors fine-tune with another.
+# What differs from an optimizer's defaults: a scheduler of HF's needs an lr that can be set.
 _PARAMS: dict[str, dict[str, Any]] = {"adafactor": {"relative_step": False}}
-_RATES = {"adalomo": 5e-4, "adafactor": 1e-3}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +42,7 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
         optimizer: its name, in any case, with or without "ds_ext.".
         stage: of ZeRO.
         numbers: whether to write numbers where HF Trainer would fill in "auto": the optimizer's
-            default lr and weight decay (5e-4 for AdaLomo, as its authors fine-tune), bf16, no
+            learning rate to begin with (``ds_ext.rates``) and default weight decay, bf16, no
             clipping, one sample a step and rank.
 
     Raises:
@@ -53,7 +52,7 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
     name = kind.__name__.lower()
     spelling = REGISTRY[name].spelling
     hypers = kind.hypers()
-    rate = _RATES.get(name, getattr(hypers, "lr", None))
+    rate = RATES[name].start if name in RATES else getattr(hypers, "lr", None)
 
     def value(number: Any) -> Any:
         return number if numbers else "auto"

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner.memory import Memory
 from ds_ext.planner.rows import GIB, Plan, Row
+from ds_ext.rates import advice as rate
 
 MOST_RANKS = 1024
 
@@ -28,12 +29,21 @@ def advice(plan: Plan, table: Mapping[str, Memory]) -> str:
 
     if not asked.cards:
         named = ", ".join(f"{row.label} {size(row)}" for row in reversed(candidates))
-        return f"Per rank: {named}. --memory 24,80 tells what fits."
+        rates = "; ".join(f"{row.label.partition(',')[0]} {_rate(row)}" for row in candidates[1:])
+        return f"Per rank: {named}. --memory 24,80 tells what fits.\nLearning rates: {rates}."
     told = []
     for card in asked.cards:
         row = next((c for c in candidates if table[c.label].total <= card * GIB), None)
-        told.append(f"{card:g} GiB: {_take(row, candidates)}" if row else _more(plan, least, card))
+        if row is None:
+            told.append(_more(plan, least, card))
+        else:
+            told.append(f"{card:g} GiB: {_take(row, candidates)} Learning rate: {_rate(row)}.")
     return "\n".join(told)
+
+
+def _rate(row: Row) -> str:
+    """Where to begin with the learning rate: "start at 5e-4, try 2.5e-4 and 1e-3"."""
+    return rate(row.optimizer.__name__ if row.optimizer else "AdamW") or "as its paper says"
 
 
 def _take(row: Row, candidates: Sequence[Row]) -> str:

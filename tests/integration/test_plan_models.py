@@ -250,4 +250,6 @@ def test_a_line_of_advice_ends_it(cards, told, capsys):
         main(["plan", "--model", "llama-7b", "--ranks", "4", "--stage", "3"] + ["--memory", cards])
         == 0
     )
-    assert capsys.readouterr().out.splitlines()[-1].startswith(told)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(told)
+    assert ("Learning rate: start at " in last) is ("nothing fits" not in last)

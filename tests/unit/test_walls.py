@@ -11,7 +11,7 @@ from tests.common.choose import params
 
 PACKAGE = next(up for up in Path(__file__).parents if (up / "ds_ext").is_dir()) / "ds_ext"
 
-# What each room may import beside itself and the foundation (errors, logs, hyperparams, versions),
+# What each room may import beside itself and the foundation (errors, logs, hyperparams, rates, …),
 # which imports nothing of the package.
 WALLS = {
     "ops": "",
@@ -29,7 +29,7 @@ WALLS = {
     "__init__": "ops distributed optimizer backward checkpoint registration hf",
     "registration": "engine",
 }
-FOUNDATION = {"errors", "logs", "hyperparams", "versions"}
+FOUNDATION = {"errors", "logs", "hyperparams", "rates", "versions"}
 
 # The only rooms that may import a package; torch's own distributed package counts as one.
 ONLY = {

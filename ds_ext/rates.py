@@ -1,0 +1,64 @@
+"""Learning rates to begin with: the one table that docs, planner, configs and examples read.
+
+A rate is the peak of a fine-tune of all weights with warm-up. Those that are measured come from
+``python -m benchmarks quality`` (benchmarks/results/quality): the least rate whose held-out loss
+came near the best in short fine-tunes of one small model. Larger models and long runs may want
+less, so half of it and twice are to be tried before anything else.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Where to begin."""
+
+    start: float
+    is_measured: bool = True
+
+    @property
+    def others(self) -> tuple[float, float]:
+        """Returns the rates to try next."""
+        return self.start / 2, self.start * 2
+
+
+MODEL = "135M"  # parameters of the model that they were measured with
+
+RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
+    "lomo": Rate(3e-3),
+    "adalomo": Rate(1e-3),
+    "adafactor": Rate(1e-3, is_measured=False),
+    "came": Rate(1e-5),
+    "lamb": Rate(3e-4),
+    "galoreadamw": Rate(1e-3),
+    "adamw": Rate(1e-4),
+    "flashadamw": Rate(1e-4),
+    "lion": Rate(1e-4),
+    "sinkgd": Rate(1e-3),
+    "scale": Rate(1e-4),
+    "apollo": Rate(3e-4),
+    "apollomini": Rate(3e-4),
+    "muon": Rate(1e-4, is_measured=False),
+}
+
+
+def advice(optimizer: str) -> str:
+    """Returns "start at 5e-4, try 2.5e-4 and 1e-3" and for which model that was measured.
+
+    Nothing is returned for an optimizer without a rate.
+
+    Args:
+        optimizer: its name, in any case.
+    """
+    rate = RATES.get(optimizer.lower())
+    if rate is None:
+        return ""
+    low, high = map(shown, rate.others)
+    measured = f"measured on a model of {MODEL}" if rate.is_measured else "not measured"
+    return f"start at {shown(rate.start)}, try {low} and {high} ({measured})"
+
+
+def shown(rate: float) -> str:
+    """Returns a rate as papers write it: 5e-4."""
+    digits, _, power = f"{rate:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
