@@ -39,12 +39,18 @@ def apart(run: Run, dtype: torch.dtype) -> Run:
 
 
 def has_other_users(x: Tensor) -> bool:
-    """Whether anybody but ``x`` holds its storage, autograd among them."""
-    return _storage_users(x) > _SOLE_USER
+    """Whether anybody but ``x`` holds its storage, autograd among them, as far as torch tells."""
+    return _use_count is None or _storage_users(x) > _SOLE_USER
 
 
 def _storage_users(x: Tensor) -> int:
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+    assert _use_count is not None
+    found: int = _use_count(x.untyped_storage()._cdata)
+    return found
 
 
-_SOLE_USER = _storage_users(torch.empty(1, dtype=torch.uint8, device="cpu"))
+# Builds of torch 2.6 without CUDA have none: gradients are copied there.
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
+_SOLE_USER = 0
+if _use_count is not None:
+    _SOLE_USER = _storage_users(torch.empty(1, dtype=torch.uint8, device="cpu"))
