@@ -16,7 +16,7 @@ from ds_ext.backward.settings import Gradients
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops import state, weight_update
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizer.model_view import summary
+from ds_ext.optimizer.model_view import at_zero
 
 LEAST_RATE = 1e-4  # relative to the weights: a tenth of what such rules have as their default
 
@@ -77,15 +77,8 @@ def warnings(optimizer: RuleOptimizer, layout: Layout) -> Iterator[str]:
             )
     matrices = [p for p in relative if len(layout.shard(p).shape) > 1]
     if zeros := _zeros(matrices, layout):
-        rule = type(optimizer.rule_of(zeros[0])).__name__
         names = [layout.name(p) for p in zeros]
-        match = "lora_" if all("lora_" in name for name in names) else names[0]
-        yield (
-            f"{rule}'s steps are in proportion to the weights, and these start at zero, where they "
-            f"hardly move: {summary(names)}. Let another optimizer step them: "
-            f'"param_groups": [{{"match": "{match}", "type": "AdamW", "lr": 1e-4}}] in '
-            "optimizer.params."
-        )
+        yield at_zero(type(optimizer.rule_of(zeros[0])).__name__, names)
 
 
 def _rate(optimizer: RuleOptimizer, param: Tensor) -> tuple[str, Any]:

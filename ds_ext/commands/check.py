@@ -18,10 +18,10 @@ from torch import nn
 
 from ds_ext.config import gradients, offload, refused
 from ds_ext.config.refused import lookup
-from ds_ext.optimizer import OPTIMIZERS, named, param_groups
-from ds_ext.optimizer.model_view import ModelView, summary
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
+from ds_ext.optimizer.model_view import ModelView, at_zero, summary
 from ds_ext.optimizer.param_groups import Grouped
-from ds_ext.planner import models
+from ds_ext.planner import lora, models
 from ds_ext.rules import REGISTRY
 
 HELP = "tell all that is wrong with a DeepSpeed config, before a run"
@@ -71,6 +71,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``check``."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a DeepSpeed config (JSON)")
     parser.add_argument("--model", help="a Hugging Face folder, or a name that `plan` knows")
+    parser.add_argument(
+        "--lora",
+        metavar="RANK",
+        help="with --model: LoRA's adapters of this rank are trained; or the folder of PEFT's "
+        "adapter_config.json",
+    )
     parser.add_argument("--ranks", type=int, help="of data parallelism, to check batch sizes for")
 
 
@@ -78,7 +84,11 @@ def run(options: argparse.Namespace) -> int:
     """Prints what is found -> 1 if anything is wrong; raises ValueError for a wrong option."""
     if options.ranks is not None and options.ranks < 1:
         raise ValueError(f"--ranks is {options.ranks}; allowed: a whole number > 0.")
+    if options.lora is not None and options.model is None:
+        raise ValueError("--lora is of the adapters of a model: add --model.")
     model = None if options.model is None else models.skeleton(models.config(options.model))
+    if model is not None and options.lora is not None:
+        model = lora.adapted(model, options.lora)
     report = examine(_read(options.config), model, options.ranks)
     for note in report.notes:
         print(f"note: {note}")
@@ -193,13 +203,17 @@ def _groups(config: dict[str, Any], ours: str, model: nn.Module | None, report: 
     report.problems += wrong
     if wrong or model is None:
         return
+    names = [name for name, _ in model.named_parameters()]
+    if "lora_" in str(params.get("param_groups")) and not any("lora_" in name for name in names):
+        report.notes.append("the names of LoRA's adapters are not checked: add --lora RANK")
+        return
     with report.noting():
         trained = [p for p in model.parameters() if p.requires_grad]
         view = ModelView(model)
         made = param_groups.of_config(entry, params, view, trained)
         optimizer = kind(made.groups, **made.hypers)
         rules = [optimizer.rule_of(group["params"][0]) for group in optimizer.param_groups]
-        report.notes += _told(made, kind.__name__, view)
+        report.notes += [*_told(made, kind.__name__, view), *_at_zero(optimizer, view)]
         offload.check(config, rules, {_dtype(config)})
 
 
@@ -217,3 +231,10 @@ def _told(made: Grouped, name: str, view: ModelView) -> Iterator[str]:
         kinds.setdefault(group.get("type", name), []).extend(names)
     for kind, names in kinds.items():
         yield f"{kind} on {summary(names)}"
+
+
+def _at_zero(optimizer: RuleOptimizer, view: ModelView) -> Iterator[str]:
+    """What a run warns of when it sees the weights: adapters that would learn nothing."""
+    names = [view.owners[p][0] for p in optimizer.group_of if optimizer.is_relative(p)]
+    if zeros := [name for name in names if "lora_B" in name]:
+        yield at_zero(type(optimizer).__name__, zeros)

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -99,3 +99,14 @@ def summary(names: Iterable[str]) -> str:
     """Parameter names with their layer numbers left out: "layers.*.q_proj.weight (30), ..."."""
     counts = Counter(re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name) for name in names)
     return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
+
+
+def at_zero(rule: str, names: Sequence[str]) -> str:
+    """Returns the warning that a rule would hardly move the named matrices, which are zero."""
+    match = "lora_" if all("lora_" in name for name in names) else names[0]
+    return (
+        f"{rule}'s steps are in proportion to the weights, and these start at zero, where they "
+        f"hardly move: {summary(names)}. Let another optimizer step them: "
+        f'"param_groups": [{{"match": "{match}", "type": "AdamW", "lr": 1e-4}}] in '
+        "optimizer.params."
+    )

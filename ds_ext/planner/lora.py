@@ -4,6 +4,7 @@ Hu et al., arXiv 2106.09685, as PEFT does it with ``target_modules="all-linear"`
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +13,27 @@ from torch import Tensor, nn
 from ds_ext.planner import memory
 from ds_ext.planner.memory import Memory, Shapes
 
+_CONFIG = "adapter_config.json"
+
 
 class Adapted(nn.Module):
-    """A linear layer that is frozen, beside which an adapter of rank ``rank`` is trained."""
+    """A linear layer that is frozen, beside which an adapter of rank ``rank`` is trained.
+
+    Its parameters have the names that PEFT gives them.
+    """
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         like = {"dtype": base.weight.dtype, "device": base.weight.device}
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False, **like)
-        self.up = nn.Linear(rank, base.out_features, bias=False, **like)
+        self.base_layer = base
+        down = nn.Linear(base.in_features, rank, bias=False, **like)
+        up = nn.Linear(rank, base.out_features, bias=False, **like)
+        self.lora_A = nn.ModuleDict({"default": down})
+        self.lora_B = nn.ModuleDict({"default": up})
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output and the adapter's, [..., out]."""
-        found: Tensor = self.base(x) + self.up(self.down(x))
+        found: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
         return found
 
 
@@ -39,6 +47,36 @@ def adapt(model: Any, rank: int) -> None:
                 setattr(owner, name, Adapted(module, rank))
     if hasattr(model, "enable_input_require_grads"):
         model.enable_input_require_grads()  # for checkpointing, as trainers do
+
+
+def adapted(model: nn.Module, how: str) -> nn.Module:
+    """Returns a model as PEFT would adapt it, with the names of its parameters.
+
+    Args:
+        model: on the device "meta"; changed in place.
+        how: a rank, of adapters for all linear layers; or the folder of an adapter_config.json of
+            PEFT, which then makes the adapters itself, of any kind.
+
+    Raises:
+        ValueError: it is neither, or PEFT is missing.
+    """
+    if how.isdecimal() and int(how):
+        adapt(model, int(how))
+        return nn.ModuleDict({"base_model": nn.ModuleDict({"model": model})})
+    folder = Path(how).parent if Path(how).name == _CONFIG else Path(how)
+    if not (folder / _CONFIG).is_file():
+        raise ValueError(
+            f"--lora {how}: neither a rank, a whole number > 0, nor a folder with {_CONFIG}."
+        )
+    try:
+        import peft
+    except ImportError:
+        raise ValueError(f"--lora {how}: reading it needs PEFT: pip install peft") from None
+    try:
+        made: nn.Module = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(str(folder)))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--lora {how}: PEFT cannot adapt the model so: {error}") from None
+    return made
 
 
 def lora(

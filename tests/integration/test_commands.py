@@ -9,6 +9,7 @@ import time
 import types
 from pathlib import Path
 
+import peft
 import pytest
 import transformers
 
@@ -298,6 +299,49 @@ def test_with_a_model_it_is_told_what_steps_which_parameters(tmp_path, capsys):
     offloaded = changed(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     (error,) = checked(offloaded, tmp_path, capsys, "--model", tmp_path)[0]
     assert "next to nothing to offload" in error
+
+
+def test_adapters_have_the_names_that_peft_gives_them(tmp_path, capsys):
+    """By a rank, and by PEFT's own reading of its adapter_config.json."""
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    transformers.LlamaConfig(**sizes, num_attention_heads=4).save_pretrained(tmp_path)
+    kinds = {"r": 4, "target_modules": "all-linear"}
+    peft.LoraConfig(**kinds).save_pretrained(tmp_path / "adapter")
+    peft.LoraConfig(**kinds, modules_to_save=["embed_tokens"]).save_pretrained(
+        tmp_path / "with_embedding"
+    )
+    mixture = optimizer(param_groups=[{"match": "base_model.model.*lora_A", "type": "AdamW"}])
+
+    def told(config, *options):
+        return checked(changed(**config), tmp_path, capsys, "--model", tmp_path, *options)
+
+    by_rank, by_peft = (told(mixture, "--lora", how) for how in (4, tmp_path / "adapter"))
+    assert by_rank == by_peft and not by_rank[0]
+    assert any("AdamW on base_model.model.model.layers.*.self_attn" in x for x in by_rank[1])
+    (zeros,) = (note for note in by_rank[1] if "start at zero" in note)
+    assert "lora_B.default.weight (2)" in zeros and "lora_A" not in zeros
+    whole = optimizer(param_groups=[{"match": "lora_", "type": "AdamW"}])
+    errors, notes = told(whole, "--lora", tmp_path / "with_embedding" / "adapter_config.json")
+    assert not errors and not any("start at zero" in note for note in notes)
+    assert (
+        "note: AdaLomo on base_model.model.model.embed_tokens.modules_to_save.default.weight"
+        in notes
+    )
+    assert told(whole) == (
+        [],
+        ["note: the names of LoRA's adapters are not checked: add --lora RANK"],
+    )
+    (error,) = told(whole | optimizer(param_groups=[{"match": "lora_C", "lr": 1e-4}]), "--lora", 4)[
+        0
+    ]
+    assert "'lora_C' is in no trained parameter's name" in error
+    for options, words in (
+        (["--model", tmp_path, "--lora", "0"], "--lora 0: neither a rank"),
+        (["--lora", "4"], "add --model"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["check", str(tmp_path / "ds.json"), *map(str, options)])
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
