@@ -155,7 +155,7 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="world"))
         self.connections: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        port = _free_port()
+        port = free_port()
         for rank in range(size):
             ours, theirs = _context.Pipe()
             given = (rank, size, port, timeout, str(self.output(rank)), theirs)
@@ -327,7 +327,7 @@ def _loaded(saved: bytes) -> Any:
     return torch.load(io.BytesIO(saved), weights_only=False)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nobody listens at, below those that the kernel gives to connections."""
     while True:
         port = random.SystemRandom().randrange(10000, 30000)

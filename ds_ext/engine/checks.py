@@ -86,12 +86,15 @@ def _wrong(section: str, model: type[BaseModel], given: dict[str, Any]) -> Itera
     try:
         model(**given)
     except ValidationError as error:
-        yield from _in_words(section, model, error)
+        yield from in_words(error)
     except (AssertionError, TypeError, ValueError) as error:
         yield f"{section}: {error}"
 
 
-def _in_words(section: str, model: type[BaseModel], error: ValidationError) -> Iterator[str]:
+def in_words(error: ValidationError) -> Iterator[str]:
+    """Yields, for each key that is wrong, what pydantic says of it and the nearest known one."""
+    sections = {model.__name__: (section, model) for section, model in _MODELS.items()}
+    section, model = sections.get(error.title, (error.title, BaseModel))
     for one in error.errors(include_url=False):
         key = ".".join(map(str, (section, *one["loc"])))
         if one["type"] == "extra_forbidden":
@@ -119,8 +122,6 @@ def _refused(config: dict[str, Any]) -> Iterator[str]:
     level, logger.level = logger.level, logging.ERROR  # it tells of what it reads
     try:
         deepspeed_config.DeepSpeedConfig(own)
-    except ValidationError as error:
-        yield from _in_words(error.title, BaseModel, error)
     except Exception as error:  # assertions, and what wrong types lead to
         yield f"DeepSpeed refuses the config: {error or type(error).__name__}"
     finally:

@@ -9,17 +9,17 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
+from pydantic import ValidationError
 from torch import Tensor
-from torch.utils import cpp_extension
 
 from ds_ext.backward import fuse, owners, rehearsal
 from ds_ext.distributed import consensus
@@ -27,18 +27,19 @@ from ds_ext.distributed.lost import explained
 from ds_ext.engine import (
     absent,
     build,
+    callers,
+    checks,
     expert_parallel,
     leftovers,
     names,
+    op_builds,
     refusals,
     save_load,
     tiled,
     tracebacks,
-    trainer_arguments,
     versions,
 )
 from ds_ext.engine.adapter import ZeroAdapter
-from ds_ext.engine.log import log
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules import base
@@ -102,18 +103,27 @@ def register() -> None:
 @replaces(OpBuilder)
 def jit_load(original: Method, builder: OpBuilder, *args: Any, **kwargs: Any) -> Any:
     """Announces what takes long in the first run of a machine."""
-    built = Path(cpp_extension._get_build_directory(builder.name, False)) / f"{builder.name}.so"
-    if not built.exists():
-        log(f"DeepSpeed builds its op {builder.name}, once for this machine: it may take minutes")
+    op_builds.announce(builder.name)
     return original(builder, *args, **kwargs)
 
 
 # How an engine is built.
 
 
+@replaces(DeepSpeedConfig, "__init__")
+def read(original: Method, config: DeepSpeedConfig, *args: Any, **kwargs: Any) -> None:
+    """Tells of keys and values that are wrong as ``check`` does, on one line a key."""
+    with tracebacks.shown_once((ValueError, AssertionError)):
+        try:
+            original(config, *args, **kwargs)
+        except ValidationError as error:
+            raise ValueError("\n".join(checks.in_words(error))) from None
+
+
 @replaces(DeepSpeedEngine)
 def _is_supported_optimizer(original: Method, engine: DeepSpeedEngine, name: str) -> Any:
-    names.refuse_unknown(name)
+    with tracebacks.shown_once():
+        names.refuse_unknown(name)
     return original(engine, name)
 
 
@@ -129,15 +139,14 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
 
 @replaces(DeepSpeedEngine)
 def _configure_optimizer(
-    original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any
+    original: Method, engine: DeepSpeedEngine, client: Any, *args: Any, **kwargs: Any
 ) -> None:
     try:
-        with explained():  # ZeRO-3 cuts the model here, which all ranks do together
-            original(engine, *args, **kwargs)
-    except Exception as error:
+        with tracebacks.shown_once(), explained():  # ZeRO-3 cuts the model here, on all ranks
+            callers.refuse_dropped(client)
+            original(engine, client, *args, **kwargs)
+    except Exception:
         leftovers.leave(engine)  # or the model could not be used any more
-        if isinstance(error, ValueError):
-            tracebacks.once(error)
         raise
 
 
@@ -146,7 +155,7 @@ def _configure_basic_optimizer(original: Method, engine: DeepSpeedEngine, params
     names.tell_whose(engine.optimizer_name())
     ours = names.ours(engine.optimizer_name())
     if ours:
-        trainer_arguments.refuse()
+        callers.refuse_ignored()
     return build.optimizer_of(engine, params, ours) if ours else original(engine, params)
 
 
@@ -210,6 +219,14 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
     original(engine)
     if isinstance(engine.optimizer, ZeroAdapter):
         engine.optimizer.zero_grad()
+
+
+@replaces(DeepSpeedEngine)
+def get_global_grad_norm(original: Method, engine: DeepSpeedEngine) -> Any:
+    """Sees whom the norm is for."""
+    if isinstance(engine.optimizer, ZeroAdapter):
+        callers.tell_unclipped(engine.optimizer.fused.how.max_norm)
+    return original(engine)
 
 
 if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):  # DeepSpeed 0.18 has none

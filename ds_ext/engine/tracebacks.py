@@ -1,6 +1,8 @@
 """An error that all ranks raise alike: the first shows its traceback, the others one line."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch.distributed as dist
@@ -8,6 +10,16 @@ import torch.distributed as dist
 from ds_ext.distributed import consensus
 
 _ALIKE = "_ds_ext_alike"  # set on an error that all ranks raise
+
+
+@contextmanager
+def shown_once(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Errors of these kinds within the context, are shown by ``once``."""
+    try:
+        yield
+    except kinds as error:
+        once(error)
+        raise
 
 
 def once(error: BaseException) -> None:

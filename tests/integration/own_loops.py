@@ -57,13 +57,7 @@ def accelerated(loop: Loop, config: dict[str, Any], load) -> dict[str, Any]:
         "gradient_accumulation_steps": loop.accumulation,
         "scheduler": {"type": "WarmupDecayLR", "params": params},
     }
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
-    PartialState(cpu=True)  # without a GPU accelerate finds other ranks only if told
-    plugin = DeepSpeedPlugin(hf_ds_config=made)
-    accelerator = Accelerator(
-        gradient_accumulation_steps=loop.accumulation, deepspeed_plugin=plugin
-    )
+    accelerator = _accelerator(made, loop.accumulation)
     model = load()
     optimizer = DummyOptim(model.parameters(), lr=loop.lr, weight_decay=0.0)
     scheduler = DummyScheduler(optimizer)
@@ -81,6 +75,22 @@ def accelerated(loop: Loop, config: dict[str, Any], load) -> dict[str, Any]:
                 scheduler.step()
                 optimizer.zero_grad()
     return {"after": whole(model.module), "norms": norms, "rates": rates}
+
+
+def _accelerator(config: dict[str, Any], accumulation: int = 1) -> Accelerator:
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    PartialState(cpu=True)  # without a GPU accelerate finds other ranks only if told
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    return Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin)
+
+
+def prepared(config: dict[str, Any], model: torch.nn.Module) -> tuple[Accelerator, Any]:
+    """accelerate, and the engine that it makes of a model and a config."""
+    made = config | {"bf16": {"enabled": False}, "train_micro_batch_size_per_gpu": 1}
+    accelerator = _accelerator(made | {"gradient_accumulation_steps": 1})
+    optimizer = DummyOptim(model.parameters(), lr=0.1, weight_decay=0.0)
+    return accelerator, accelerator.prepare(model, optimizer)[0]
 
 
 def micro_batches() -> Iterator[list[dict[str, torch.Tensor]]]:

@@ -134,6 +134,19 @@ def test_the_saved_model_is_the_trained_one(folder, name):
     assert all(torch.equal(saved[n], after[n]) for n in saved)
 
 
+def test_a_type_that_nobody_has_is_told_with_the_nearest(folder):
+    for told in worlds.run(2, trainer.misspelt, folder):
+        assert len(told) == 2
+        for error in told:
+            assert "optimizer.type is 'Lomoo'" in error and 'Did you mean "LOMO"?' in error
+
+
+def test_a_norm_that_only_accelerate_is_told_of_is_warned_of_once(folder):
+    said = worlds.run(2, trainer.unclipped, folder)[0]
+    (line,) = [line for line in said if "clips nothing by itself" in line]
+    assert "max_norm=0.125" in line and 'write "gradient_clipping": 0.125 there' in line
+
+
 @pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3"]))
 def test_lora_changes_the_adapters_alone_and_they_load(folder, name):
     got, before = result(folder, name), weights(build(lora=True))
@@ -199,6 +212,16 @@ def test_arguments_that_name_another_optimizer_are_refused(folder):
         assert "put target_modules into optimizer.params" in targets
         assert "optim_args = 'rank=64' would be ignored" in settings
         assert default == ""
+
+
+def test_an_optimizer_that_trainer_would_drop_is_refused(folder):
+    for told in worlds.run(2, trainer.dropped, folder):
+        theirs, kind, ours, replaced, taken = told
+        assert "Trainer(optimizers=...) would be ignored" in theirs
+        assert "Trainer(optimizer_cls_and_kwargs=...) would be ignored" in kind
+        assert "given LOMO, which HF Trainer replaces by the config's optimizer" in ours
+        assert "given LOMO, which HF Trainer replaces by AdamW under DeepSpeed" in replaced
+        assert taken == ""
 
 
 @pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3"]))

@@ -99,20 +99,79 @@ def ignored(folder: str) -> list[str]:
         {"optim_args": "rank=64"},
         {"optim": "adamw_torch"},
     ]
-    return [_message(folder, given) for given in cases]
+    return [_message(_trainer(folder, given)) for given in cases]
 
 
-def _message(folder: str, given: dict[str, Any]) -> str:
-    """The error of a Trainer, which must not have changed a weight; or ""."""
+def dropped(folder: str) -> list[str]:
+    """The errors of a Trainer that is given an optimizer itself.
+
+    torch's object and class beside a config that names ours; an object of ours beside it, and
+    beside one that names none; a class of ours beside that, which trains.
+    """
+    cls_and_kwargs = {"optimizer_cls_and_kwargs": (ds_ext.LOMO, {"lr": 1e-3})}
     model = load(folder)
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    arguments = TrainingArguments(
+    theirs, ours = torch.optim.SGD(model.parameters()), ds_ext.LOMO(model.parameters(), lr=1e-3)
+    told = [
+        _message(_trainer(folder, {}, model, is_named, **given))
+        for is_named, given in (
+            (True, {"optimizers": (theirs, None)}),
+            (True, cls_and_kwargs),
+            (True, {"optimizers": (ours, None)}),
+            (False, {"optimizers": (ours, None)}),
+        )
+    ]
+    trainer = _trainer(folder, {}, model, False, **cls_and_kwargs)
+    told.append(_message(trainer))
+    assert isinstance(trainer.model_wrapped.optimizer.optimizer, ds_ext.LOMO)
+    return told
+
+
+def misspelt(folder: str) -> list[str]:
+    """The errors of HF Trainer, and of accelerate, with a config whose type nobody has."""
+    made = config("lomo", 2)
+    made["optimizer"]["type"] = "Lomoo"
+    return [
+        _message(_trainer(folder, {"deepspeed": made})),
+        message(lambda: own_loops.prepared(made, load(folder)), ValueError),
+    ]
+
+
+def unclipped(folder: str) -> list[str]:
+    """What is said where accelerate is asked to clip by what the config does not say."""
+    made = {key: value for key, value in config("lomo", 2).items() if key != "gradient_clipping"}
+    accelerator, model = own_loops.prepared(made, load(folder))
+    with logged() as said:
+        for row in data()[:2]:
+            batch = {key: value[None] for key, value in row.items()}
+            accelerator.backward(model(**batch).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.125)
+            accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    return said
+
+
+def _trainer(
+    folder: str,
+    arguments: dict[str, Any],
+    model: torch.nn.Module | None = None,
+    is_named: bool = True,
+    **given: Any,
+) -> Sequential:
+    """A Trainer of one step at stage 2 whose config names LOMO, or no optimizer."""
+    made = config("lomo", 2)
+    if not is_named:
+        del made["optimizer"]
+    args = TrainingArguments(
         output_dir=f"{folder}/ignored",
         per_device_train_batch_size=2,
-        deepspeed=config("lomo", 2),
-        **ARGUMENTS | {"max_steps": 1, "warmup_steps": 0} | given,
+        **{"deepspeed": made} | ARGUMENTS | {"max_steps": 1, "warmup_steps": 0} | arguments,
     )
-    trainer = Sequential(model=model, args=arguments, train_dataset=data())
+    return Sequential(model=model or load(folder), args=args, train_dataset=data(), **given)
+
+
+def _message(trainer: Sequential) -> str:
+    """The error of a Trainer, which must not have changed a weight; or ""."""
+    model = trainer.model
+    before = {n: p.clone() for n, p in model.named_parameters()}
     told = message(trainer.train, ValueError, TypeError)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) == bool(told)
     return told

@@ -1,13 +1,15 @@
 """Errors that all ranks raise alike are shown once; ops that DeepSpeed builds are announced."""
 
+import os
 import sys
 
+import pytest
 import torch.distributed as dist
 from deepspeed.ops.op_builder.builder import OpBuilder
-from torch.utils import cpp_extension
+from torch.utils import cpp_extension, file_baton
 
 from ds_ext.distributed import consensus
-from ds_ext.engine import patches, tracebacks
+from ds_ext.engine import op_builds, patches, tracebacks
 
 
 def test_a_traceback_comes_from_the_first_rank_alone(monkeypatch, capsys):
@@ -28,13 +30,35 @@ def test_a_traceback_comes_from_the_first_rank_alone(monkeypatch, capsys):
     assert told == "[ds_ext] rank 3: ValueError: wrong (traceback: rank 0)\n"
 
 
-def test_what_takes_long_is_announced_once(monkeypatch, tmp_path):
-    said = []
-    monkeypatch.setattr(patches, "log", said.append)
+@pytest.fixture
+def said(monkeypatch, tmp_path):
+    """What is said of an op that is built in ``tmp_path``."""
+    lines = []
+    for level in ("log", "warn"):
+        monkeypatch.setattr(op_builds, level, lines.append)
     monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda name, verbose: str(tmp_path))
+    return lines
+
+
+def test_what_takes_long_is_announced_once(said, tmp_path):
     (jit_load,) = (p.function for p in patches.PATCHES if p.owner is OpBuilder)
     builder = type("Builder", (), {"name": "an_op"})()
     for _ in range(2):
         assert jit_load(lambda builder, verbose: "loaded", builder, False) == "loaded"
         (tmp_path / "an_op.so").touch()
-    assert len(said) == 1 and "an_op" in said[0]
+    assert len(said) == 1 and "builds its op an_op" in said[0]
+
+
+def test_a_lock_that_a_killed_build_left_is_told_of(said, tmp_path):
+    """Not one that a process holds, as torch's does, which has the file open."""
+    baton = file_baton.FileBaton(str(tmp_path / "lock"))
+    assert baton.try_acquire()
+    op_builds.announce("an_op")
+    assert "builds its op" in said.pop()
+    os.close(baton.fd)  # as when its process is killed
+    op_builds.announce("an_op")
+    assert said.pop().endswith(f"delete {tmp_path / 'lock'}")
+    (tmp_path / "lock").unlink()
+    (tmp_path / "an_op.so").touch()
+    op_builds.announce("an_op")
+    assert not said

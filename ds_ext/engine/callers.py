@@ -1,0 +1,116 @@
+"""What callers ask for and DeepSpeed is not told, so that it would be ignored without a word.
+
+HF Trainer's arguments beside a config that names an optimizer, and an optimizer object: Trainer
+drops it, and makes torch's AdamW where the config names none. The norm that accelerate is to clip
+by. DeepSpeed is handed none of them, and neither library is to be touched: they are found among
+the callers.
+"""
+
+import functools
+import math
+import sys
+from types import FrameType
+from typing import Any
+
+from ds_ext.engine.log import warn
+from ds_ext.optimizer import RuleOptimizer
+
+_ADVICE = {
+    "optim": 'remove it: the config\'s "optimizer" says which one it is.',
+    "optim_args": "remove it, and put what it says into optimizer.params of the config.",
+    "optim_target_modules": "remove it, and put target_modules into optimizer.params of it.",
+}
+_DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # of the versions of transformers
+
+
+def refuse_ignored() -> None:
+    """Checks the Trainer, if there is one, that makes an engine whose config names ours.
+
+    Raises:
+        ValueError: it was given another optimizer, or settings of it.
+    """
+    trainer = _caller(sys._getframe(1))
+    for name, advice in _ADVICE.items():
+        value = getattr(getattr(trainer, "args", None), name, None)
+        value = getattr(value, "value", value)  # of an enumeration
+        if value not in _DEFAULTS:
+            _ignored(f"TrainingArguments.{name} = {value!r}", advice)
+    advice = 'remove it: the config\'s "optimizer" and "scheduler" say what Trainer makes.'
+    if _given(trainer, "optimizer") or _given(trainer, "lr_scheduler"):
+        _ignored("Trainer(optimizers=...)", advice)
+    if getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:
+        _ignored("Trainer(optimizer_cls_and_kwargs=...)", advice)
+
+
+def refuse_dropped(taken: Any) -> None:
+    """Checks that the Trainer, if there is one, hands on an optimizer of ours that it was given.
+
+    Args:
+        taken: the optimizer object that the engine is to have; None if its config names one.
+
+    Raises:
+        ValueError: it was given one of ours, and the engine is to have another.
+    """
+    given = _given(_caller(sys._getframe(1)), "optimizer")
+    if isinstance(given, RuleOptimizer) and taken is not given:
+        name = type(given).__name__
+        instead = "the config's optimizer" if taken is None else type(taken).__name__
+        raise ValueError(
+            f"Trainer(optimizers=...) was given {name}, which HF Trainer replaces by {instead} "
+            f"under DeepSpeed: remove it, and name {name} in the DeepSpeed config, "
+            f'"optimizer": {{"type": "{name}"}}; or give Trainer '
+            f"optimizer_cls_and_kwargs=(ds_ext.{name}, {{...}}) and a config without an optimizer."
+        )
+
+
+def tell_unclipped(clipped_by: float) -> None:
+    """Warns where accelerate is asked to clip by another norm than the config says.
+
+    Its ``clip_grad_norm_`` only asks the engine for the norm of the gradients.
+
+    Args:
+        clipped_by: the config's gradient_clipping, 0 for none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "clip_grad_norm_":
+        frame = frame.f_back
+    asked = None if frame is None else frame.f_locals.get("max_norm")
+    if isinstance(asked, int | float) and 0 < asked < math.inf and asked != clipped_by:
+        _unclipped(asked, clipped_by)
+
+
+@functools.cache
+def _unclipped(asked: float, clipped_by: float) -> None:
+    """Says it once."""
+    warn(
+        f"accelerator.clip_grad_norm_(..., max_norm={asked:g}), which Trainer calls with its "
+        "max_grad_norm, clips nothing by itself under DeepSpeed, and gradient_clipping of the "
+        f'config is {clipped_by:g}: write "gradient_clipping": {asked:g} there, which is exact.'
+    )
+
+
+def _ignored(what: str, advice: str) -> None:
+    raise ValueError(
+        f"{what} would be ignored beside the DeepSpeed config, which names an optimizer of "
+        f"ds_ext: {advice}"
+    )
+
+
+def _given(trainer: Any, what: str) -> Any:
+    """The object that Trainer was made with, which its callbacks still have; None if none.
+
+    After a first ``train()`` they have what accelerate has made of the engine's.
+    """
+    found = getattr(getattr(trainer, "callback_handler", None), what, None)
+    return None if type(found).__module__.startswith("accelerate.") else found
+
+
+def _caller(frame: FrameType | None) -> Any:
+    """The nearest caller that has TrainingArguments; None if none has."""
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        kinds = type(getattr(found, "args", None)).__mro__
+        if any(kind.__name__ == "TrainingArguments" for kind in kinds):
+            return found
+        frame = frame.f_back
+    return None
