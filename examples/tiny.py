@@ -1,5 +1,10 @@
 """What the small examples share: their options, and a model that needs no download.
 
+    python examples/tiny.py
+
+writes that model to runs/cache/tiny-llama and questions and answers, as TRL wants them, to
+runs/cache/tiny-data: something to try TRL's own commands with.
+
 The model is a Llama of a million weights that knows nothing, with a tokenizer made of the text of
 examples/data. It is written once, in seconds, as a Hugging Face model folder.
 """
@@ -88,3 +93,21 @@ def make(folder: Path) -> None:
             eos_token_id=wrapped.eos_token_id,
         )
         LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def pairs() -> list[dict[str, str]]:
+    """The rows as TRL has them: a prompt, and the completion that is learnt."""
+    return [{"prompt": row["instruction"], "completion": " " + row["output"]} for row in rows()]
+
+
+def main() -> None:
+    """Writes the model and the data."""
+    cache = Path("runs/cache")
+    data = cache / "tiny-data" / "train.jsonl"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+    print(f"model: {tiny_llama(cache)}\ndata: {data.parent}")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/trl_grpo.py
 
-The reward is the share of vowels, so that a model of any kind can learn it. On a machine without a
-GPU, put DS_ACCELERATOR=cpu before it.
+The reward is the share of vowels, so that a model of any kind can learn it.
 """
 
 import torch

@@ -1,13 +1,11 @@
 """Supervised fine-tuning with TRL, under ZeRO-3 with AdaLomo.
 
-    torchrun --nproc_per_node 2 examples/trl_sft.py
-
-On a machine without a GPU, put DS_ACCELERATOR=cpu before it.
+torchrun --nproc_per_node 2 examples/trl_sft.py
 """
 
 import torch
 from datasets import Dataset
-from tiny import CONFIG, GPU, options, rows
+from tiny import CONFIG, GPU, options, pairs
 from trl import SFTConfig, SFTTrainer
 
 import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
@@ -15,7 +13,6 @@ import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
 
 def main() -> None:
     given = options(__doc__, steps=30)
-    data = [{"prompt": row["instruction"], "completion": " " + row["output"]} for row in rows()]
     settings = SFTConfig(
         output_dir=given.out,
         deepspeed=str(CONFIG),
@@ -31,7 +28,7 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
     )
-    trainer = SFTTrainer(model=given.model, args=settings, train_dataset=Dataset.from_list(data))
+    trainer = SFTTrainer(model=given.model, args=settings, train_dataset=Dataset.from_list(pairs()))
     trainer.train()
     trainer.save_model()
     torch.distributed.destroy_process_group()

@@ -28,7 +28,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are not in docs/, and the files that pages link to."""
+    """Adds the style sheet, the pages that are not in docs/, and the files that pages link to."""
+    style = Path(__file__).with_name("site.css")
+    files.append(File.generated(config, style.name, abs_src_path=str(style)))
     for own, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / own)))
     linked = {path for file in files.documentation_pages() for path in _linked(file)}
