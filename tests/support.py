@@ -4,6 +4,7 @@ A test says what it shows:
 
     @pytest.mark.supports("clipping", stage="stage", optimizer="rule")    # parameters of the test
     @pytest.mark.supports("clipping", stage=[None, 3], optimizer="CAME")  # values; None: no engine
+    @pytest.mark.supports("clipping", stage="fsdp2", optimizer="CAME")  # of fully_shard
     @pytest.mark.supports("clipping", **of(RUNS))  # RUNS[name] has .stage and .rule
     @pytest.mark.supports(lambda name: ..., stage=lambda name: ..., optimizer="CAME")
     @pytest.mark.supports("MiCS", refused="zero_optimization.mics_shard_size")
@@ -64,6 +65,10 @@ FEATURES = (
     "`zero_to_fp32.py`",
     "killed ranks, lost hosts, full disks",
     "several hosts",
+    "`torch.distributed.checkpoint`, on other ranks",
+    "HSDP, meshes of two dimensions",
+    "tensor parallelism (torch's)",
+    "`MixedPrecisionPolicy`",
     "tensor parallelism (AutoTP)",
     "tensor parallelism: clipping, accumulation, resume",
     "sequence parallelism (Ulysses)",
@@ -86,7 +91,7 @@ OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW", "Ad
 OPTIMIZERS += ("SCALE", "SinkGD")
 OPTIMIZERS += ("FlashAdamW", "Lion")
 OPTIMIZERS += ("APOLLO", "APOLLOMini", "Muon")
-STAGES = {None: "plain", 0: "0", 1: "1", 2: "2", 3: "3"}
+STAGES = {None: "plain", "fsdp2": "FSDP2", 0: "0", 1: "1", 2: "2", 3: "3"}
 WHOLE, QUICK, SLOW = "", "not slow", "slow"  # the expressions of `-m` for all tests, and two parts
 REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer
 BEGIN, END = "<!-- support matrix: made by `make matrix` -->", "<!-- end of support matrix -->"
@@ -252,8 +257,8 @@ def render(found: Mapping[str, Any]) -> str:
         f"Made by `make matrix` from the tests that ran ({when}). ✓: every optimizer, "
         "but those named after it; else the ones named; a blank has not been tested; ✗ failed.",
         "",
-        "| | without DeepSpeed | ZeRO 0 | 1 | 2 | 3 | shown by |",
-        "|---|---|---|---|---|---|---|",
+        "| | without DeepSpeed | FSDP2 | ZeRO 0 | 1 | 2 | 3 | shown by |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     refused = []
     for feature, stages in sorted(found["cells"].items(), key=lambda f: FEATURES.index(f[0])):

@@ -76,12 +76,11 @@ class Buckets:
         self.aside: dict[Tensor, None] | None = None  # what is not to be taken yet
         self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
-        self.uses = Uses(module, leaves)
+        self.together = {p for params in leaves.values() for p in params}
+        self.uses = Uses(module, leaves | layout.units(), layout.brings_gradients)
         self.size_of = {p: placement.padded_numel(p) for p, placement in layout.of.items()}
         self.counted = {p: placement.max_padded_numel(p) for p, placement in layout.of.items()}
-        self.reduction = Reduction(
-            layout, self.beside, self.size_of, comm_dtype, self.uses.together
-        )
+        self.reduction = Reduction(layout, self.beside, self.size_of, comm_dtype, self.together)
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach))]
         for leaf, params in leaves.items():
@@ -95,7 +94,7 @@ class Buckets:
         frozen = not param.requires_grad
         if frozen:
             param.requires_grad_(True)  # or torch hooks nothing
-        take = _leave if param in self.uses.together else _weakly(cast(MethodType, self.take))
+        take = _leave if param in self.together else _weakly(cast(MethodType, self.take))
         handle: torch.utils.hooks.RemovableHandle
         handle = param.register_post_accumulate_grad_hook(take)
         if frozen:
@@ -188,8 +187,7 @@ class Buckets:
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
+        grad = self.layout.of[param].gradient(param, grad)
         # Autograd may hand out a view of a gradient that other nodes still wait to read.
         is_shared = self.layout.of[param].is_summed and has_other_users(grad)
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)

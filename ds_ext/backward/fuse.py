@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_ext import logs
 from ds_ext.backward import owners, settings, start
 from ds_ext.backward.gradients import FusedBackward
-from ds_ext.distributed import consensus
+from ds_ext.distributed import consensus, fully_shard
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Replicated, everyone
 from ds_ext.distributed.wrapped import refuse_wrapped
@@ -40,7 +40,9 @@ def fuse_into_backward(
     it: it ends the step, and the norm of all
     gradients is then ``.norm`` of what is returned; its ``remove()`` undoes this. Where
     torch.distributed is initialised, rank 0's weights are sent to all ranks of ``group`` and
-    gradients are averaged, ``bucket_size`` elements at a time: do not wrap the model in DDP.
+    gradients are averaged, ``bucket_size`` elements at a time: do not wrap the model in DDP. A
+    model to which ``fully_shard`` (FSDP2) was applied stays spread as it is: each part is stepped
+    as soon as FSDP2 has reduced its gradient.
 
     ``max_grad_norm`` clips by the norm of all gradients, exactly with ``.backward(loss)`` of what
     is returned instead of ``loss.backward()``, which runs the graph backward twice, or by the norm
@@ -57,6 +59,10 @@ def fuse_into_backward(
     for refuse in REFUSALS:
         refuse(model)
     logs.show_by_default()
+    optimizer.adopt_parameters()
+    is_cut = fully_shard.cuts(model)
+    if is_cut:
+        group = _group_of_cut(model, group)
     devices = sorted({str(p.device) for p in model.parameters()})
     kind = {"optimizer": type(optimizer).__name__, "device count": len(devices)}
     consensus.agree(kind | consensus.facts(model, optimizer), group)
@@ -66,10 +72,8 @@ def fuse_into_backward(
             "one device; or do not fuse it: optimizer.step() after backward steps a model that is "
             "spread over several."
         )
+    layout = fully_shard.Units(model, group) if is_cut else _whole_layout(model, group)
     _take_over(model, optimizer, group)
-    placement = Replicated(group or everyone())
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    layout = Layout(placement.group, names, lambda param: placement)
     layout.broadcast(model)
     if bucket_size is None:
         bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1
@@ -82,10 +86,12 @@ def fuse_into_backward(
         measure_updates=measure_updates,
         overlap=True,
     )
-    fused = FusedBackward(model, optimizer.separate_experts(model), layout, how)
+    optimizer.separate_experts(model)
+    fused = FusedBackward(model, optimizer, layout, how, is_boundary=layout.brings_gradients)
     warnings = [*start.warnings(optimizer, layout)]
     if layout.rank == 0:
-        logs.logger.info(start.line(optimizer, layout, how, "without DeepSpeed"))
+        where = "parts of fully_shard" if is_cut else "without DeepSpeed"
+        logs.logger.info(start.line(optimizer, layout, how, where))
         for warning in warnings:
             logs.logger.warning(warning)
 
@@ -104,6 +110,23 @@ def fuse_into_backward(
     _step_hooks[optimizer] = optimizer.register_step_pre_hook(end_step)
     fused.hooks.append(_step_hooks[optimizer])
     return fused
+
+
+def _whole_layout(model: nn.Module, group: Group) -> Layout:
+    """The layout of a model that every rank of ``group`` has whole."""
+    placement = Replicated(group or everyone())
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    return Layout(placement.group, names, lambda param: placement)
+
+
+def _group_of_cut(model: nn.Module, group: Group) -> Group:
+    """The ranks that have parts of a model. Raises ValueError if others are asked for."""
+    if group is not None:
+        raise ValueError(
+            "fuse_into_backward: the model's parameters are DTensors, whose mesh says which ranks "
+            "have them: leave group out."
+        )
+    return fully_shard.group_of(model)
 
 
 def _type_name(value: object) -> str:

@@ -178,6 +178,8 @@ class FusedBackward:
         Call it before the one that steps. It changes no weight and no state.
         """
         self.check_owner()
+        if self.clipping.needs_norm and self.layout.has_kept():
+            self.tally.must_keep = True  # a second pass would lack what others have kept
         if not self.must_measure:
             return
         if self.tally.used_up:
@@ -240,6 +242,10 @@ class FusedBackward:
             self.optimizer.meter.clear()
         self.discarded(had_begun)
 
+    def leaf(self, param: Tensor) -> Tensor:
+        """What stands for a parameter in the graph of a loss."""
+        return self.layout.leaf(param)
+
     @property
     def uses(self) -> Uses:
         """Of the model, since the last backward pass."""
@@ -281,7 +287,8 @@ class FusedBackward:
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""
-        return self.how.policy == "sharded" or bool(self.tally.kept) or not self.is_boundary()
+        is_kept = self.how.policy == "sharded" or self.tally.must_keep or bool(self.tally.kept)
+        return is_kept or not self.is_boundary()
 
     def _is_passed_through(self) -> bool:
         """Whether the backward pass in progress may be of another model's loss.

@@ -48,6 +48,9 @@ class Owner(Protocol):
     def uses(self) -> "Uses":
         """Of its model, since the last backward pass."""
 
+    def leaf(self, param: Tensor) -> Tensor:
+        """What stands for a parameter in the graph of a loss: itself, if not gathered there."""
+
     def unfinished(self) -> str:
         """What would be lost of the step in progress if it ended now; empty if nothing."""
 
@@ -146,12 +149,20 @@ def others_reached(by: Owner) -> bool:
             '"ds_ext": {"gradient_policy": "sharded"} for the one whose backward is called.'
         )
     return any(
-        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        torch._C._will_engine_execute_node(get_gradient_edge(other.leaf(param)).node)
         for other in _live
         if other is not by
         for param in other.optimizer.group_of
         if param.requires_grad and owner(param) is other
     )
+
+
+def is_stepped(leaves: Iterable[Tensor]) -> bool:
+    """Whether one of the leaves of a graph stands for a parameter that is stepped from hooks."""
+    stepped = {
+        id(by.leaf(param)) for by in _live for param in by.optimizer.group_of if owner(param) is by
+    }
+    return any(id(leaf) in stepped for leaf in leaves)
 
 
 def others_hidden(by: Owner) -> bool:

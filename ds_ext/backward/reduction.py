@@ -107,7 +107,8 @@ class Reduction:
         """What that may be at most."""
         if self.layout.is_shared:
             return self._bound(param, flat)
-        return float(torch.finfo(ops.accumulator(flat.dtype)).max / len(flat))
+        numel = max(1, self.layout.shard(param).numel)
+        return float(torch.finfo(ops.accumulator(flat.dtype)).max / numel)
 
     def _zeros(self, param: Tensor) -> Tensor:
         """What a rank adds to the sum that has no gradient of a parameter."""

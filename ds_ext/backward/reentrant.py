@@ -2,7 +2,8 @@
 
 Weights used again under reentrant checkpointing: its segments run forward without gradients, and
 each has a backward pass of its own, in which the hook of every parameter of the segment fires. And
-weights of modules that are taken together (ZeRO-3's leaf modules) and are called again.
+weights of modules that are taken together (ZeRO-3's leaf modules, FSDP2's units) and are called
+again.
 """
 
 import itertools
@@ -21,10 +22,18 @@ class Uses:
     """Counts how often modules were called for the backward pass to come.
 
     A call without gradients counts if it is made by one with gradients, which is how a
-    checkpointed segment runs; generation between steps is not.
+    checkpointed segment runs; generation between steps is not, nor what is called while
+    ``brings_gradients`` says that its backward pass brings none.
     """
 
-    def __init__(self, module: nn.Module, together: Mapping[nn.Module, list[Tensor]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        together: Mapping[nn.Module, list[Tensor]],
+        brings_gradients: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.brings_gradients = brings_gradients
+        self.is_counting = True
         self.count: Counter[Tensor] = Counter()
         self.in_segment: set[Tensor] = set()  # used in a segment that is run again in backward
         self.made_at = next(_clock)
@@ -72,7 +81,9 @@ class Uses:
             grads = torch.is_grad_enabled()
             if grads and is_whole and self.is_stale:
                 self.clear()
-            if grads or any(self.calls):
+            if not self.calls:
+                self.is_counting = self.brings_gradients()
+            if self.is_counting and (grads or any(self.calls)):
                 self.count.update(params)
                 self.used_at = next(_clock)
             if not grads and any(self.calls):

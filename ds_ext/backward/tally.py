@@ -46,6 +46,7 @@ class Tally:
     kept: dict[Tensor, Run] = field(default_factory=dict)  # gradients that wait for the step
     norm: float | None = None  # over all ranks, once it is known
     coefficient: float = 1.0  # that gradients are clipped by
+    must_keep: bool = False  # gradients until the step, whatever the policy
     is_measured: bool = False  # whether a backward pass has measured what the next one brings
     used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
     stepped: int = 0  # parameters

@@ -93,4 +93,4 @@ def _tensors(outputs: Any) -> list[Tensor]:
 def _is_stepped(loss: Tensor) -> bool:
     """Whether a parameter of the graph of ``loss`` is stepped from hooks."""
     leaves = (getattr(node, "variable", None) for node in nodes(loss))
-    return any(leaf is not None and owners.owner(leaf) is not None for leaf in leaves)
+    return owners.is_stepped(leaf for leaf in leaves if leaf is not None)

@@ -12,11 +12,12 @@ one of NCCL's its ranks wait for each other, which must not be when one of them 
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ds_ext.distributed.placement import Group, size_of
+from ds_ext.distributed.placement import Group, everyone, size_of
 
 # Kinds of devices whose collectives do not wait for each other, and those that compute nothing.
 WITHOUT_QUEUES = {"cpu", "meta"}
@@ -31,7 +32,23 @@ def for_sums(group: Group, device: torch.device) -> Group:
 
     All ranks of the group call it, and in the same order for groups that share ranks.
     """
-    return group if device.type in WITHOUT_QUEUES else _twin(group, device, None)
+    if device.type not in WITHOUT_QUEUES:
+        return _twin(group, device, None)
+    # Weights that are offloaded to the host, of ranks that talk by their GPUs.
+    return group if group is None or _reaches(group, device) else _twin(group, device, "gloo")
+
+
+def of_ranks(ranks: tuple[int, ...]) -> Group:
+    """Returns a group of global ranks, in their order, which all of them ask for alike."""
+    world = everyone()
+    if len(ranks) < 2 or world is None:
+        return None
+    if sorted(ranks) == dist.get_process_group_ranks(world):
+        return world
+    made = _made.get((None, ranks))
+    if made is None or made not in dist.distributed_c10d._world.pg_map:
+        made = _new(ranks, _timeout(world), None)
+    return made
 
 
 def for_hosts(group: Group, device: torch.device) -> Group:
@@ -46,16 +63,29 @@ def _twin(group: Group, device: torch.device, backend: str | None) -> Group:
     ranks = tuple(dist.get_process_group_ranks(group))
     made = _made.get((backend, ranks))
     if made is None or made not in dist.distributed_c10d._world.pg_map:  # it was destroyed since
-        with _named(ranks):
-            made = dist.new_group(
-                list(ranks),
-                timeout=group._get_backend(device).options._timeout,
-                backend=backend,
-                use_local_synchronization=True,
-            )
-        assert isinstance(made, dist.ProcessGroup)
-        _made[backend, ranks] = made
+        made = _new(ranks, _timeout(group), backend)
     return made
+
+
+def _new(ranks: tuple[int, ...], timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+    with _named(ranks):
+        made = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+        )
+    assert isinstance(made, dist.ProcessGroup)
+    _made[backend, ranks] = made
+    return made
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a group's collectives wait."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on ``device`` can be sent over a group."""
+    return device.type == "meta" or device.type in {d.type for d in group._device_types}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ds_ext.distributed import groups
 from ds_ext.distributed.lost import explained
-from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, flat, size_of
+from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, size_of
 from ds_ext.ops.shard import Shard
 
 
@@ -55,9 +55,10 @@ class Layout:
             param: dataclasses.replace(placement.shard(param), turn=i)
             for i, (param, placement) in enumerate(self.of.items())
         }
+        self.everyone = everyone()  # who has a part of the model
         self.bytes_sent = 0
         for param in names:
-            flat(param)  # puts its elements in order, before the first step
+            self.run(param)  # puts its elements in order, before the first step
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
@@ -75,7 +76,7 @@ class Layout:
     @property
     def is_uniform(self) -> bool:
         """Whether there is one placement, without tensor parallelism."""
-        return len(self.placements) == 1 and not self.placements[0].tensor_parallel_shards
+        return len(self.placements) == 1 and not self.placements[0].is_divided
 
     def name(self, param: Tensor) -> str:
         """Returns a parameter's name in the model, or words for one that it has not."""
@@ -103,9 +104,25 @@ class Layout:
             for value in (*module.parameters(), *module.buffers()):
                 broadcast(value.detach(), source, self.group)
 
+    def leaf(self, param: Tensor) -> Tensor:
+        """What stands for a parameter in the graph of a loss: itself, if not gathered there."""
+        return param
+
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
         """Modules whose parameters arrive together, used or not: ZeRO-3's leaf modules."""
         return {}
+
+    def units(self) -> dict[nn.Module, list[Tensor]]:
+        """Modules whose parameters arrive at each of their calls' end in backward: FSDP2's."""
+        return {}
+
+    def brings_gradients(self) -> bool:
+        """Whether a backward pass now brings the gradients of a step, not only parts of them."""
+        return True
+
+    def has_kept(self) -> bool:
+        """Whether others than ds_ext have kept gradients, which the next pass will bring too."""
+        return False
 
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
         """Finds the parameters that can be reduced now. All ranks call it equally often.
@@ -156,7 +173,7 @@ class Layout:
         if votes is not None and not self.is_uniform:
             self.bytes_sent += votes.nbytes
             with explained():
-                waits.append(dist.all_reduce(votes, group=everyone(), async_op=True).wait)
+                waits.append(dist.all_reduce(votes, group=self.everyone, async_op=True).wait)
 
         def wait_for_all() -> None:
             with explained():
@@ -177,12 +194,12 @@ class Layout:
         else:
             self.bytes_sent += sums.nbytes
             with explained():
-                dist.all_reduce(sums, group=everyone())
+                dist.all_reduce(sums, group=self.everyone)
         return sums
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on any rank of the model; all ranks call it."""
-        group = self.group if self.is_uniform else everyone()
+        group = self.group if self.is_uniform else self.everyone
         if size_of(group) == 1:
             return flag
         votes = torch.tensor(float(flag), dtype=torch.float32, device=self.device)

@@ -101,6 +101,11 @@ class Placement:
         """Whether other ranks add to gradients."""
         return max(self.world, self.grad_divisor) > 1
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold boxes of matrices."""
+        return bool(self.tensor_parallel_shards)
+
     def shape(self, param: Tensor) -> tuple[int, ...]:
         """The shape of what this rank holds of a parameter, before ZeRO-3 cuts it."""
         return tuple(param.shape)
@@ -117,6 +122,10 @@ class Placement:
         shard, held = self.shard(param), self.tensor_parallel_shards.get(param)
         first = shard.start - (held.start if held else 0)
         return flat(param)[first : first + len(shard)]
+
+    def gradient(self, param: Tensor, grad: Tensor) -> Tensor:
+        """What this rank has of a gradient as autograd brings it, not sparse."""
+        return grad if grad.layout is torch.strided else grad.to_dense()
 
     def padded_numel(self, param: Tensor) -> int:
         """Elements of a gradient on this rank, padded to equal parts."""

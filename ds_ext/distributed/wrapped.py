@@ -1,39 +1,50 @@
-"""Models that another kind of data parallelism has wrapped or cut: refused, told by their classes.
+"""Models that another kind of data parallelism has wrapped: refused, told by their classes.
 
-torch.distributed.fsdp and .tensor take seconds to import; who has such a model has imported them.
+torch.distributed.fsdp takes seconds to import; who has such a model has imported it.
 """
 
 from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from ds_ext.distributed.dtensors import is_dtensor
+
 _WRAPPERS = {
-    "torch.distributed.fsdp": "FSDP",
+    "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel (FSDP1)",
     "torch.nn.parallel.distributed": "DistributedDataParallel",
 }
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises ValueError if a module of ``model`` is in FSDP, of either version, or in DDP."""
+    """Raises ValueError if a module of ``model`` is in FSDP1 or in DDP."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
-            for source, wrapper in _WRAPPERS.items():
-                if kind.__module__.startswith(source):
-                    raise ValueError(
-                        f"{name or 'the model'} is wrapped by {wrapper}: pass the model itself. "
-                        "ds_ext averages gradients over the ranks, and cuts weights, gradients and "
-                        "states up with a ZeRO stage of deepspeed.initialize."
-                    )
+            wrapper = _WRAPPERS.get(kind.__module__)
+            if wrapper is not None:
+                raise ValueError(
+                    f"{name or 'the model'} is wrapped by {wrapper}: pass the model itself. ds_ext "
+                    "averages gradients over the ranks; weights, gradients and states are cut up "
+                    "by fully_shard (FSDP2), or by a ZeRO stage of deepspeed.initialize."
+                )
 
 
-def refuse_cut(params: Iterable[Tensor]) -> None:
-    """Raises ValueError for DTensors, and for FSDP's flat parameters: parts of matrices."""
-    for param in params:
-        is_cut = type(param).__module__.startswith("torch.distributed")
-        if is_cut or getattr(param, "_is_flat_param", False):
+def refuse_dtensors(model: nn.Module) -> None:
+    """Raises ValueError if torch has cut parameters of a model that DeepSpeed is to spread."""
+    for name, param in model.named_parameters():
+        if is_dtensor(param):
             raise ValueError(
-                "a parameter is a DTensor, or a flat parameter of FSDP, of which a rank holds a "
-                "part that no statistics of the whole can be taken of: use a model without FSDP "
-                "or tp_plan, and spread it by a ZeRO stage, or tensor_parallel.autotp_size, of "
-                "deepspeed.initialize."
+                f"{name} is a DTensor, which torch has spread over ranks already (fully_shard, "
+                "tp_plan): give deepspeed.initialize the model without, and spread it by a ZeRO "
+                "stage or tensor_parallel.autotp_size; or train it without DeepSpeed, by "
+                "ds_ext.fuse_into_backward."
             )
+
+
+def refuse_flat(params: Iterable[Tensor]) -> None:
+    """Raises ValueError for FSDP1's flat parameters, which have no rows or columns."""
+    if any(getattr(param, "_is_flat_param", False) for param in params):
+        raise ValueError(
+            "a parameter is a flat parameter of FullyShardedDataParallel (FSDP1), many matrices "
+            "in one vector, of which no statistics can be taken: use fully_shard (FSDP2), or a "
+            "ZeRO stage of deepspeed.initialize."
+        )

@@ -10,7 +10,7 @@ from torch._dynamo import OptimizedModule
 
 from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
-from ds_ext.distributed.wrapped import refuse_wrapped
+from ds_ext.distributed.wrapped import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import leftovers, names, versions
 from ds_ext.engine.autotp import whole_shape
 from ds_ext.engine.settings import effective
@@ -36,6 +36,7 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     leftovers.refuse_gradient_hooks(engine)
     leftovers.refuse_partitions(engine)
     refuse_wrapped(engine.module)
+    refuse_dtensors(engine.module)
     config = engine._config._param_dict | effective(engine)
     versions.refuse_lacking(config)
     refused.refuse(config)

@@ -1,9 +1,15 @@
-"""A step without hooks: parameters that this process holds whole are stepped by their ``grad``."""
+"""A step without hooks: parameters are stepped by their ``grad``.
 
-from collections.abc import Iterable, Iterator, Sequence
+This process holds them whole; of DTensors it holds a part, and sums travel.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from torch import Tensor
 
+from ds_ext.distributed import dtensors
+from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.run_updates import RunUpdate
 
@@ -17,16 +23,50 @@ IN_BATCHES = 2**30
 STATISTICS = 2**23
 
 
-def buckets(params: Iterable[Tensor], together: int = TOGETHER) -> Iterator[list[RunUpdate]]:
+AllReduce: TypeAlias = Callable[[Tensor], None]
+
+
+class Whereabouts:
+    """Where the parameters of an optimizer lie, found when they are first stepped."""
+
+    def __init__(self) -> None:
+        self._placements = dtensors.Placements()
+
+    def of(self, param: Tensor) -> Placement | None:
+        """Returns the placement of a DTensor; None of what this process holds whole."""
+        return self._placements.of(param) if dtensors.is_dtensor(param) else None
+
+    def shard(self, param: Tensor) -> Shard:
+        """Returns which elements of a parameter this process holds."""
+        placement = self.of(param)
+        return Shard.whole(param.shape) if placement is None else placement.shard(param)
+
+    def by_sums(
+        self, params: Iterable[Tensor]
+    ) -> list[tuple[AllReduce | None, Placement | None, list[Tensor]]]:
+        """Parameters whose sums travel alike, with what adds them up; alike on all ranks."""
+        found: dict[Placement | None, list[Tensor]] = {}
+        for param in params:
+            found.setdefault(self.of(param), []).append(param)
+        return [(None if at is None else at.all_reduce, at, some) for at, some in found.items()]
+
+
+def buckets(
+    params: Iterable[Tensor], together: int = TOGETHER, placement: Placement | None = None
+) -> Iterator[list[RunUpdate]]:
     """Yields the updates of those of ``params`` that have a gradient, as many as go together."""
     bucket: list[RunUpdate] = []
     elements = statistics = 0
     for param in params:
         if param.grad is None:
             continue
-        shard = Shard.whole(param.shape)
-        p = param.detach().contiguous().view(-1)
-        bucket.append(RunUpdate(param, p, param.grad.to_dense().contiguous().view(-1), shard))
+        if placement is None:
+            shard, p = Shard.whole(param.shape), param.detach().contiguous().view(-1)
+            g = param.grad.to_dense()
+        else:
+            shard, p = placement.shard(param), placement.run(param)
+            g = placement.gradient(param, param.grad)
+        bucket.append(RunUpdate(param, p, g.contiguous().view(-1), shard))
         elements += shard.numel
         statistics += _statistics(shard)
         if elements >= together or statistics >= STATISTICS:

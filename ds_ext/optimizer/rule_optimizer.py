@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from ds_ext import hyperparams, ops, rules
 from ds_ext.distributed import lockstep
-from ds_ext.distributed.wrapped import refuse_cut
+from ds_ext.distributed.wrapped import refuse_flat
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import KnownSquares, Runs
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
 from ds_ext.ops.triton import devices
-from ds_ext.optimizer import expert_stacks, host_offload, param_groups, plain_step
+from ds_ext.optimizer import expert_stacks, host_offload, param_groups, plain_step, spread_state
 from ds_ext.optimizer.batches import BucketStep, Plans
 from ds_ext.optimizer.group_rules import GroupRules, hypers_of
 from ds_ext.optimizer.meter import Meter
@@ -52,6 +52,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         written: what is known of weights that were written, until ``settle`` is called.
         stacks: the parameters whose first dimension counts experts, each stepped as a parameter of
             its own; and the number of their first expert.
+        whereabouts: of parameters that are DTensors.
         group_of, row_of, number_of: of each parameter, its group, that group's number, and its own
             number, which is the same on every rank.
     """
@@ -78,6 +79,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._rules = GroupRules(self.rule)
         self._plans = Plans()
         self._trials = Trials()
+        self.whereabouts = plain_step.Whereabouts()
         self.written: dict[KnownSquares, Runs] = {}
         super().__init__(params, self.check(hypers))
 
@@ -134,6 +136,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
         self._index_group(len(self.param_groups) - 1)
+        spread_state.make(self, self.param_groups[-1]["params"])
 
     def _forget_foreign(self, group: dict[str, Any]) -> None:
         """Takes defaults out of a group that its rule has no such hyper-parameters for."""
@@ -165,7 +168,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _check_params(self, params: Sequence[Tensor]) -> None:
         """Raises ValueError for parameters that cannot be stepped."""
-        refuse_cut(params)
+        refuse_flat(params)
         self.refuse_complex(p for p in params if p.requires_grad)
         if self.fused is not None and any(p not in self.fused for p in params):
             raise ValueError(
@@ -181,16 +184,28 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._plans = Plans()
         self._trials = Trials()
+        self.whereabouts = plain_step.Whereabouts()
         self.written = {}
+        self.number_of = {}
         self.index_parameters()
 
     def index_parameters(self) -> None:
         """Notes the group and number of each parameter, after ``param_groups`` were replaced."""
+        before = list(self.number_of)
         self._rules = GroupRules(self.rule)
         self._plans.clear()
         self.group_of, self.row_of, self.number_of = {}, {}, {}
         for row in range(len(self.param_groups)):
             self._index_group(row)
+        if len(before) == len(self.number_of):
+            now = dict(zip(before, self.number_of, strict=True))
+            self.stacks = {now.get(p, p): first for p, first in self.stacks.items()}
+        spread_state.make(self, self.number_of)
+
+    def adopt_parameters(self) -> None:
+        """Takes up parameters that were put into ``param_groups``, as accelerate does for FSDP2."""
+        if any(p not in self.group_of for group in self.param_groups for p in group["params"]):
+            self.index_parameters()
 
     def _index_group(self, row: int) -> None:
         """Notes the same of the parameters of one more group."""
@@ -224,9 +239,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             ValueError: such a parameter was stepped as a whole before.
         """
         found = expert_stacks.find(module, shape)
+        for param in found - self.stacks.keys():
+            if self.state.get(param, {}).get("step") == 0:
+                del self.state[param]
         self._check_states({p: self.state[p] for p in found if self.state.get(p)}, found)
         self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
         self._plans.clear()
+        spread_state.make(self, [p for p in self.group_of if p in found])
         return self
 
     def _check_states(self, states: Mapping[Tensor, State], stacked: Container[Tensor]) -> None:
@@ -328,6 +347,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Raises ValueError if the rule of ``param`` is not for what has the shape of ``shard``."""
         rule = self.hypers_of(self.group_of[param])
         entry = rules.entry_of(rule)
+        if param in self.stacks and shard.split is not None:
+            raise ValueError(
+                f"a parameter of shape {list(shard.shape)} stacks experts, and ranks hold boxes of "
+                "these: cut the stack in its first dimension alone (Shard(0) of fully_shard), or "
+                "spread whole experts over ranks."
+            )
         dims = len(shard.shape) - (param in self.stacks)
         if not entry.any_shape and dims != 2:
             name, own = rule.__name__, type(self).__name__
@@ -429,7 +454,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters that have a gradient, each held whole by this process.
+        """Steps all parameters that have a gradient, which this process holds whole.
+
+        Or as DTensors: then all ranks of their mesh call it, with gradients of the same ones.
 
         Args:
             closure: computes the loss and its gradients anew, and returns the loss.
@@ -445,19 +472,22 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.adopt_parameters()
         self.check_param_groups()
         stepped = [p for p in self.number_of if p.grad is not None]
         self.refuse_complex(stepped)
         for param in stepped:
             if not self.state.get(param):
-                self.check_shape(param, Shard.whole(param.shape))
+                self.check_shape(param, self.whereabouts.shard(param))
         kinds = {self.hypers_of(group) for group in self.param_groups}
         are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
         together = plain_step.IN_BATCHES if are_batched else plain_step.TOGETHER
-        for updates in plain_step.buckets(stepped, together):
-            self.update(updates, None)
-            plain_step.write_back(updates)
-            self.settle()
+        for all_reduce, placement, params in self.whereabouts.by_sums(stepped):
+            for updates in plain_step.buckets(params, together, placement):
+                self.update(updates, all_reduce)
+                if placement is None:
+                    plain_step.write_back(updates)
+                self.settle()
         return loss
 
     def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
@@ -467,10 +497,27 @@ class RuleOptimizer(torch.optim.Optimizer):
                 state[key] = _mapped(state[key], move)
         self._plans.clear()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns states and groups as torch's, with the states of DTensors as DTensors.
+
+        Those that cannot be cut by the rows of their parameter are whole: all ranks call it.
+        """
+        saved = super().state_dict()
+        for i, param in enumerate(self._params()):
+            if i in saved["state"]:
+                saved["state"][i] = spread_state.saved(self, param, saved["state"][i])
+        return saved
+
+    def _params(self) -> list[Tensor]:
+        """All parameters, by their number in what is saved."""
+        self.adopt_parameters()
+        return list(itertools.chain(*(group["params"] for group in self.param_groups)))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Overwrites states and hyper-parameters by saved ones, ``weight_update`` among them.
 
-        As torch's, but the state keeps its dtype: statistics of bf16 weights stay fp32.
+        As torch's, but the state keeps its dtype: statistics of bf16 weights stay fp32. Of states
+        of DTensors, or whole ones, each rank takes its part.
 
         Args:
             state_dict: what ``state_dict()`` returned.
@@ -485,11 +532,12 @@ class RuleOptimizer(torch.optim.Optimizer):
                 kind = type(self).__name__
                 raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")
         ids = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
-        params = itertools.chain(*(group["params"] for group in self.param_groups))
-        saved = state_dict["state"]
-        states = {p: saved[i] for i, p in zip(ids, params, strict=False) if i in saved}
-        self._check_states(states, self.stacks)
-        super().load_state_dict(state_dict)
+        numbers = dict(zip(ids, self._params(), strict=False))
+        saved = {i: state for i, state in state_dict["state"].items() if i in numbers}
+        self._check_states({numbers[i]: state for i, state in saved.items()}, self.stacks)
+        saved = {i: spread_state.own(self, numbers[i], state) for i, state in saved.items()}
+        states = {numbers[i]: state for i, state in saved.items()}
+        super().load_state_dict({**state_dict, "state": {**state_dict["state"], **saved}})
         for param, state in states.items():
             self.state[param] = _copied_to(state, param.device)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
+from ds_ext.distributed import dtensors
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.hypers import FOR_ALL, NEEDED
 
@@ -106,15 +107,59 @@ def wrapped(kind):
     return model
 
 
-@pytest.mark.parametrize("kind", ["FSDP1", "FSDP2", "DDP"])
+@pytest.mark.parametrize("kind", ["FSDP1", "DDP"])
 def test_models_that_others_wrapped_are_refused(group, kind):
     model = wrapped(kind)
-    whole = [p for p in model.parameters() if type(p) is nn.Parameter]
-    with pytest.raises(ValueError, match="pass the model itself"):
-        ds_ext.fuse_into_backward(model, ds_ext.LOMO(whole, lr=0.1))
+    with pytest.raises(ValueError, match=r"pass the model itself.*fully_shard"):
+        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("kind", ["FSDP1 flat", "FSDP2"])
-def test_parts_of_parameters_are_refused(group, kind):
-    with pytest.raises(ValueError, match=r"FSDP.*ZeRO stage.*deepspeed\.initialize"):
-        ds_ext.LOMO(wrapped(kind).parameters(), lr=0.1)
+def test_flat_parameters_are_refused(group):
+    with pytest.raises(ValueError, match=r"FSDP1.*fully_shard \(FSDP2\)"):
+        ds_ext.LOMO(wrapped("FSDP1 flat").parameters(), lr=0.1)
+
+
+def test_parameters_beside_those_of_fully_shard_are_refused(group):
+    model = wrapped("FSDP2")  # the first layer alone
+    before = [dtensors.local(p).clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"1\.weight is trained and is no DTensor.*fully_shard"):
+        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.1))
+    model[1].requires_grad_(False)
+    with pytest.raises(ValueError, match="leave group out"):
+        optimizer = ds_ext.LOMO(model[0].parameters(), lr=0.1)
+        ds_ext.fuse_into_backward(model, optimizer, group=dist.group.WORLD)
+    ds_ext.fuse_into_backward(model, optimizer)
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(dtensors.local(p), was)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_parameters_that_were_cut_after_the_optimizer_was_made_are_followed(group, is_fused):
+    """As accelerate does it: it puts the parts into the groups of the optimizer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    alone, start = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = ds_ext.CAME(model.parameters(), lr=1e-3)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    if is_fused:
+        ds_ext.fuse_into_backward(model, optimizer)
+
+    def loss_of(m, step):
+        return m(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+
+    expected = steps(alone, ds_ext.CAME(alone.parameters(), lr=1e-3), loss_of)
+    got = [dtensors.local(p) for p in steps(model, optimizer, loss_of)]
+    for p, new, begun in zip(expected, got, start.parameters(), strict=True):
+        assert (new - p).norm() <= 1e-5 * (p - begun).norm() and not torch.equal(p, begun)
+    assert {*optimizer.state} == {*model.parameters()}
+
+
+def test_deepspeed_is_given_no_model_that_torch_has_spread(group):
+    from ds_ext.distributed.wrapped import refuse_dtensors
+
+    with pytest.raises(ValueError, match=r"0\.weight is a DTensor.*ZeRO"):
+        refuse_dtensors(wrapped("FSDP2"))

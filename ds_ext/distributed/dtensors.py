@@ -1,0 +1,253 @@
+"""DTensors as runs of matrices: parameters that torch itself has cut and spread over a mesh.
+
+``fully_shard`` (FSDP2) leaves a rank some rows of each parameter; torch's tensor parallelism rows
+or columns; both together a box. Torch brings their gradients cut alike, averaged over the ranks.
+
+torch.distributed.tensor takes seconds to import: who has DTensors has imported it.
+"""
+
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ext.distributed import groups
+from ds_ext.distributed.placement import Group, Placement, flat
+from ds_ext.ops.shard import Box, Shard, Split
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_MODULE = "torch.distributed.tensor"
+
+
+def is_dtensor(x: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor, of which this process may hold a part."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor, which shares its memory; any other tensor itself."""
+    if not is_dtensor(x):
+        return x
+    with torch.no_grad():
+        return x.to_local().detach()
+
+
+def lying_as(param: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns a DTensor of ``shape`` that lies as a parameter does, this rank's part in place."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(param, DTensor)
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    size = torch.Size(shape)
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+class Lying(NamedTuple):
+    """Where a DTensor lies, as this rank sees it."""
+
+    shard: Shard  # which elements of the whole parameter it holds
+    ranks: tuple[int, ...]  # global ranks that hold the parts of one copy, this one among them
+    dim: int | None  # of the mesh, if that alone cuts it
+
+
+def lying(param: "DTensor") -> Lying:
+    """Returns where a parameter lies.
+
+    Raises:
+        ValueError: it is laid out in a way of which no runs can be made.
+    """
+    return _lying(tuple(param.shape), param.device_mesh, tuple(param.placements), dist.get_rank())
+
+
+@functools.lru_cache(4096)
+def _lying(
+    shape: tuple[int, ...],
+    mesh: "DeviceMesh",
+    placements: tuple[Any, ...],
+    rank: int,
+) -> Lying:
+    _check(shape, mesh, placements)
+    at = tuple((mesh.mesh == rank).nonzero().flatten().tolist())
+    assert at, "the parameter is on a mesh that this rank is not part of"
+    cutting = [i for i, x in enumerate(placements) if _cut_dim(x) is not None and mesh.size(i) > 1]
+    one_copy = mesh.mesh[tuple(slice(None) if i in cutting else at[i] for i in range(mesh.ndim))]
+    ranks = tuple(one_copy.flatten().tolist())
+    dim = cutting[0] if len(cutting) == 1 else None
+    if not cutting:
+        return Lying(Shard.whole(shape), ranks, None)
+    if dim is not None and _cut_dim(placements[dim]) == 0:
+        return Lying(_rows(shape, at[dim], mesh.size(dim)), ranks, dim)
+    sizes = [mesh.size(i) for i in cutting]
+    cuts = [placements[i] for i in cutting]
+    parts = list(itertools.product(*map(range, sizes)))
+    boxes = tuple(_boxes(shape, _held(shape, sizes, cuts, part)) for part in parts)
+    own = parts.index(tuple(at[i] for i in cutting))
+    return Lying(Shard.of_split(shape, Split(boxes), own, 0), ranks, dim)
+
+
+def _check(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]) -> None:
+    """Raises ValueError for partial sums, and for cuts in an order that is not known here."""
+    for placement in placements:
+        factor = getattr(placement, "split_factor", 1)
+        after = math.prod(
+            mesh.size(i)
+            for i, x in enumerate(placements)
+            if _cut_dim(x) == _cut_dim(placement) and not hasattr(x, "split_factor")
+        )
+        if placement.is_partial() or factor not in (1, after):
+            raise ValueError(
+                f"a parameter of shape {list(shape)} is a DTensor laid out as {placements}, of "
+                "which no rank holds rows or columns that rules could be given: make it a "
+                "parameter of Shard and Replicate placements, as fully_shard and "
+                "parallelize_module do."
+            )
+
+
+def _cut_dim(placement: Any) -> int | None:
+    """The dimension that a placement cuts, None if it does not."""
+    dim = getattr(placement, "dim", None)
+    return None if dim is None else int(dim)
+
+
+def _rows(shape: tuple[int, ...], rank: int, world: int) -> Shard:
+    """The cut of ``Shard(0)``: as many whole rows, or matrices, for each, the last ones fewer."""
+    numel = math.prod(shape)
+    size = -(-shape[0] // world) * math.prod(shape[1:])
+    return Shard(shape, min(rank * size, numel), min((rank + 1) * size, numel), size)
+
+
+def _held(
+    shape: Sequence[int], sizes: Sequence[int], cuts: Sequence[Any], at: Sequence[int]
+) -> list[range]:
+    """The indices of each dimension that the rank at a coordinate holds.
+
+    Dimensions of the mesh cut one after another, those of strided cuts last: ``fully_shard`` cuts
+    what tensor parallelism has left.
+    """
+    held = [range(n) for n in shape]
+    order = sorted(range(len(cuts)), key=lambda i: hasattr(cuts[i], "split_factor"))
+    for i in order:
+        dim = _cut_dim(cuts[i])
+        assert dim is not None
+        size = -(-len(held[dim]) // sizes[i])
+        held[dim] = held[dim][at[i] * size : (at[i] + 1) * size]
+    return held
+
+
+def _boxes(shape: Sequence[int], held: Sequence[range]) -> tuple[Box, ...]:
+    """The boxes of held indices, in their order in memory; all matrices are rows of one."""
+    if not all(held):
+        return ()
+    *above, rows, cols = (range(1), *held)[-max(2, len(held)) :]
+    height = shape[-2] if len(shape) > 1 else 1
+    boxes: list[Box] = []
+    for index in itertools.product(*above):
+        matrix = 0
+        for i, n in zip(index, shape, strict=False):
+            matrix = matrix * n + i
+        box = Box(matrix * height + rows.start, len(rows), cols.start, len(cols))
+        last = boxes[-1] if boxes else None
+        if last is not None and last.row + last.rows == box.row:  # the matrix before, whole
+            boxes[-1] = last._replace(rows=last.rows + box.rows)
+        else:
+            boxes.append(box)
+    return tuple(boxes)
+
+
+class Held(Placement):
+    """DTensors of which a rank holds a part alone, whose gradients torch has reduced already.
+
+    Args:
+        statistics_group: the ranks that hold the parts of one copy.
+        num_replicas: how many ranks hold the same part.
+        is_boxed: whether parts are boxes, not consecutive elements of the flattened parameter.
+    """
+
+    def __init__(self, statistics_group: Group, num_replicas: int, is_boxed: bool) -> None:
+        super().__init__(None, statistics_group=statistics_group, num_replicas=num_replicas)
+        self.is_boxed = is_boxed
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold boxes of matrices, as of tensor parallelism."""
+        return self.is_boxed
+
+    def shape(self, param: Tensor) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return tuple(local(param).shape)
+
+    def shard(self, param: Tensor) -> Shard:
+        """Which elements of the whole parameter this rank holds."""
+        return lying(param).shard  # type: ignore[arg-type]
+
+    def run(self, param: Tensor) -> Tensor:
+        """This rank's part of the weight, [len(shard)], to be updated in place."""
+        return flat(local(param))
+
+    def padded_numel(self, param: Tensor) -> int:
+        """Elements of this rank's part: there is no padding."""
+        return len(self.shard(param))
+
+    def max_padded_numel(self, param: Tensor) -> int:
+        """The same on the rank that holds most."""
+        shard = self.shard(param)
+        if shard.split is None:
+            return shard.size
+        return max(map(shard.split.numel, range(len(shard.split.boxes))))
+
+    def gradient(self, param: Tensor, grad: Tensor) -> Tensor:
+        """What this rank has of a gradient: torch is asked for parts like the parameter's."""
+        if is_dtensor(grad) and is_dtensor(param) and grad.placements != param.placements:
+            grad = grad.redistribute(param.device_mesh, param.placements)
+        return local(grad)
+
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Tells autograd that the parts were written to; no other rank holds them."""
+        params = list(params)
+        super().publish(params)
+        super().publish(map(local, params))
+
+
+class Placements:
+    """The placements of DTensors, one for those that lie alike; ranks make them in one order.
+
+    Args:
+        world: how many ranks have the model; None: those of a parameter's own mesh.
+    """
+
+    def __init__(self, world: int | None = None) -> None:
+        self.world = world
+        self.made: dict[tuple[object, ...], Held] = {}
+
+    def of(self, param: "DTensor") -> Held:
+        """Returns a parameter's placement."""
+        lies = lying(param)
+        world = self.world or param.device_mesh.size()
+        is_boxed = lies.shard.split is not None
+        key = lies.ranks, world, is_boxed, param.device.type
+        if key not in self.made:
+            group = _group(param, lies)
+            self.made[key] = Held(group, world // len(lies.ranks), is_boxed)
+        return self.made[key]
+
+
+def _group(param: "DTensor", lies: Lying) -> Group:
+    """The group over which the sums of a parameter's parts are added up."""
+    if len(lies.ranks) == 1:
+        return None
+    if lies.dim is None:
+        group = groups.of_ranks(lies.ranks)
+    else:
+        group = param.device_mesh.get_group(lies.dim)
+    return groups.for_sums(group, param.device)

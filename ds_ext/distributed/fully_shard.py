@@ -1,0 +1,135 @@
+"""The layout of a model whose parameters are DTensors: cut by ``fully_shard`` (FSDP2), or so.
+
+FSDP2 gathers the weights of a unit, a module that it was applied to, when that is called, and in
+backward reduces its gradients together and calls the hooks of its sharded parameters. So gradients
+arrive reduced, and alike on all ranks. What reads FSDP2's own objects is in this file: they are
+private in torch 2.13.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ext.distributed import dtensors, groups
+from ds_ext.distributed.layout import Agreement, Layout
+from ds_ext.distributed.lost import explained
+from ds_ext.distributed.placement import Group, size_of
+
+
+def cuts(model: nn.Module) -> bool:
+    """Whether some of a model's parameters are DTensors."""
+    return any(map(dtensors.is_dtensor, model.parameters()))
+
+
+def group_of(model: nn.Module) -> Group:
+    """Returns the group of all ranks that have a part of a model, or a copy of one."""
+    ranks: set[int] = set()
+    for param in filter(dtensors.is_dtensor, model.parameters()):
+        ranks |= {*param.device_mesh.mesh.flatten().tolist()}
+    return groups.of_ranks(tuple(sorted(ranks))) if len(ranks) > 1 else None
+
+
+class Units(Layout):
+    """The layout of a model of DTensors; ``group`` are all ranks that have it.
+
+    Args:
+        module: the model.
+        group: of ``group_of``.
+
+    Raises:
+        ValueError: a parameter is trained that is no DTensor, or lies in a way of which no runs
+            can be made.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        _refuse_plain(names)
+        made = dtensors.Placements(size_of(group))
+        cut = {p: name for p, name in names.items() if dtensors.is_dtensor(p)}
+        super().__init__(group, cut, made.of)  # type: ignore[arg-type]
+        self.everyone = group
+        self.param_groups = list(_param_groups(module))
+        self.held = {own.sharded_param: own for g in self.param_groups for own in g.fsdp_params}
+
+    def broadcast(self, module: nn.Module) -> None:
+        """Does nothing: each rank has its own part."""
+
+    def leaf(self, param: Tensor) -> Tensor:
+        """The whole parameter that FSDP2 has gathered last; the part, if it has gathered none."""
+        whole: Tensor = getattr(self.held.get(param), "_unsharded_param", param)
+        return whole
+
+    def units(self) -> dict[nn.Module, list[Tensor]]:
+        """Modules of FSDP2, and those of its parameters that each brings."""
+        found: dict[nn.Module, list[Tensor]] = {}
+        for group in self.param_groups:
+            owners = {p.sharded_param: p._module_info.module for p in group.fsdp_params}
+            for module in group.modules:
+                inside = {*module.modules()}
+                found.setdefault(module, []).extend(
+                    p for p, owner in owners.items() if owner in inside
+                )
+        return found
+
+    def brings_gradients(self) -> bool:
+        """Whether FSDP2 is to reduce them (``set_requires_gradient_sync``), over all ranks."""
+        return all(
+            group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)
+            for group in self.param_groups
+        )
+
+    def has_kept(self) -> bool:
+        """Whether FSDP2 has kept gradients that it has not reduced, or not over all ranks."""
+        return any(
+            group._partial_reduce_output is not None or any(map(_has_waiting, group.fsdp_params))
+            for group in self.param_groups
+        )
+
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
+        """Finds that all that waits is ready: torch has reduced it on all ranks together."""
+        return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+
+    def reduce(
+        self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
+    ) -> tuple[dict[Tensor, Tensor], Tensor | None, Callable[[], None]]:
+        """Returns gradients as they are, and begins to add up votes on them."""
+        group = self.placements[0].statistics_group if self.is_uniform else self.group
+        if votes is None or size_of(group) == 1:
+            return dict(flats), votes, lambda: None
+        self.bytes_sent += votes.nbytes
+        with explained():
+            work = dist.all_reduce(votes, group=group, async_op=True)
+
+        def wait() -> None:
+            with explained():
+                work.wait()
+
+        return dict(flats), votes, wait
+
+
+def _refuse_plain(names: Mapping[Tensor, str]) -> None:
+    """Raises ValueError for parameters that are trained and are no DTensors."""
+    for param, name in names.items():
+        if param.requires_grad and not dtensors.is_dtensor(param):
+            raise ValueError(
+                f"{name} is trained and is no DTensor, as others of the model are: nobody would "
+                "average its gradient over the ranks. Apply fully_shard to the whole model after "
+                "its layers, without ignored_params; or freeze it."
+            )
+
+
+def _param_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters that are gathered and reduced together, each once."""
+    modules: list[Any] = [m for m in module.modules() if hasattr(m, "_get_fsdp_state")]
+    for state in dict.fromkeys(m._get_fsdp_state() for m in modules):
+        yield from state._fsdp_param_groups
+
+
+def _has_waiting(param: Any) -> bool:
+    """Whether FSDP2 holds a gradient of a parameter that it has not reduced."""
+    whole = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or (
+        whole is not None and whole.grad is not None
+    )

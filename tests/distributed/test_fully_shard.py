@@ -1,0 +1,234 @@
+"""FSDP2 on real ranks, against the authors' optimizers in one process with whole gradients."""
+
+import functools
+import statistics
+
+import pytest
+import torch
+
+from ds_ext.rules.base import key_of
+from tests import worlds
+from tests.common import low_rank, models
+from tests.common.authors import INDEPENDENT, Reference
+from tests.common.choose import params
+from tests.common.hypers import FOR_ALL, TRAINED, changed
+from tests.distributed import fully_sharded, zero
+from tests.distributed.fully_sharded import BY_STEP, STEPS, Case
+from tests.distributed.matrices import TYPES
+from tests.distributed.test_matrices import CLOSE as OF_MATRICES
+from tests.distributed.test_matrices import by_authors
+from tests.distributed.test_zero import CLOSE
+
+HYPERS = changed(TRAINED, galoreadamw={"nbits": 32})
+CASES = {
+    f"{rule}-{how}": Case(rule, HYPERS[rule] | {"weight_decay": 0.1}, how)
+    for rule in FOR_ALL
+    for how in ("fused", "plain")
+}
+CASES["adalomo-sharded"] = Case("adalomo", HYPERS["adalomo"], "sharded")
+ALL = [(ranks, name) for ranks in (2, 3) for name in CASES]
+# Each rule once on two ranks, in turn inside backward and after it; cuts that are odd on three.
+QUICK = {(2, f"{rule}-{('fused', 'plain')[i % 2]}") for i, rule in enumerate(FOR_ALL)}
+QUICK |= {(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")}
+AUTHORS = "fp32, each optimizer against its authors' code"
+
+
+def shown(name: str) -> list[str]:
+    """The features that a case shows."""
+    own = [AUTHORS] if CASES[name].rule in INDEPENDENT else []
+    return [*own, "tied, shared, unused weights; 0 to 4 dimensions"]
+
+
+UNTOUCHED = {"unused.weight", "unused.bias", "frozen.weight", "frozen.bias"}
+
+
+@pytest.mark.supports(shown, stage="fsdp2", optimizer=lambda name: CASES[name].rule)
+@pytest.mark.parametrize("ranks, name", params(ALL, QUICK.__contains__))
+def test_equals_the_authors(ranks, name):
+    case = CASES[name]
+    got = worlds.once(ranks, fully_sharded.train, case)[0]
+    reference = Reference(
+        zero.Case(case.rule, case.hypers),
+        dict.fromkeys(got["before"], case.hypers.get("weight_decay", 0.0)),
+    )
+    for step in range(STEPS):
+        reference.step(models.batch(step, ranks), step)
+    check(got, dict(reference.model.named_parameters()), CLOSE.get(case.rule, 1e-5))
+    if case.how != "plain" and reference.norms:
+        assert got["norms"] == pytest.approx(reference.norms, rel=1e-4)
+    assert got["moved in backward"] == [case.how == "fused"] * STEPS
+    assert got["identical"]
+    assert {n: s for n, s in got["steps"].items() if s not in (0, STEPS)} == {
+        "odd.weight": STEPS // 2
+    }
+
+
+def check(got, expected, close, untouched=UNTOUCHED):
+    """Compares weights, by the norm of each parameter's update, with those of one process."""
+    square = square_error = 0.0
+    ratios = []
+    for n, p in expected.items():
+        after, before, p = got["after"][n].view(p.shape), got["before"][n].view(p.shape), p.detach()
+        update, error = (p - before).norm(), (after - p).norm()
+        # fp32 itself cannot tell apart what lies within its rounding of the weight at each step
+        resolution = STEPS * 2**-24 * p.norm()
+        assert close > 1e-3 or error <= max(close * update, resolution), (n, error, update)
+        assert (update > 0) == (n not in untouched), n
+        ratios += [float(error / update)] if update else []
+        square, square_error = square + update**2, square_error + error**2
+    if close > 1e-3:  # a jump of a code is an outlier; a cut that is not seen is in every parameter
+        assert statistics.median(ratios) <= close, sorted(ratios)
+    else:
+        assert square_error**0.5 <= close * square**0.5
+
+
+ROLES = {
+    f"{name}-{how}": Case(name, hypers, how, by_role=True)
+    for name, hypers in TYPES.items()
+    for how in ("fused", "plain")
+}
+
+
+@pytest.mark.supports(AUTHORS, stage="fsdp2", optimizer=lambda name: key_of(ROLES[name].rule))
+@pytest.mark.parametrize(
+    "ranks, name",
+    params(
+        [(ranks, name) for ranks in (2, 3) for name in ROLES],
+        {(2, "APOLLO-fused"), (2, "APOLLO-Mini-plain"), (2, "ds_ext.Muon-fused")},
+    ),
+)
+def test_rules_of_matrices_equal_their_authors(ranks, name):
+    case = ROLES[name]
+    got = worlds.run(ranks, fully_sharded.train, case)[0]
+    assert got["identical"]
+    model = fully_sharded.zoo()
+    optimizers = by_authors(case.rule, got, model)
+    with low_rank.in_dtype(torch.float64):
+        for step in range(STEPS):
+            losses = [model(batch, step) for batch in models.batch(step, ranks)]
+            torch.stack(losses).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    check(got, dict(model.named_parameters()), OF_MATRICES[case.rule])
+
+
+ACCUMULATED = [(name, by_fsdp, 2) for name in BY_STEP for by_fsdp in (True, False)]
+# gradients are used up by the backward pass that brings them
+ACCUMULATED = [c for c in ACCUMULATED if c[1] or c[0] == "sharded"]
+ACCUMULATED += [(name, False, 1) for name in BY_STEP]
+
+
+def means(name: str, micro: int) -> list[str]:
+    """What a way to clip, over so many micro-batches, is called."""
+    said = {
+        "clipped": "clipping to a norm, gradients not kept",
+        "sharded": "clipping to a norm, gradients kept",
+        "by value": "clipping by value",
+    }
+    if micro == 1:
+        return [said[name]] if name in said else []
+    return ["gradient accumulation" + (" with clipping" if name in ("clipped", "sharded") else "")]
+
+
+@pytest.mark.supports(means, stage="fsdp2", optimizer="LOMO")
+@pytest.mark.parametrize(
+    "name, by_fsdp, micro",
+    params(
+        ACCUMULATED,
+        {("fused", True, 2), ("clipped", True, 2), ("sharded", False, 2), ("clipped", False, 1)},
+    ),
+)
+def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro):
+    ranks, how = 2, BY_STEP[name]
+    got = worlds.run(ranks, fully_sharded.accumulate, name, by_fsdp, micro)[0]
+    model, norms = fully_sharded.apart(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(STEPS):
+        tokens = [x for i in range(micro) for x in models.batch(micro * step + i, ranks)]
+        optimizer.zero_grad()
+        torch.stack([model(x, step=step) for x in tokens]).mean().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), how.get("max_grad_norm", torch.inf))
+        if "clip_value" in how:
+            torch.nn.utils.clip_grad_value_(model.parameters(), how["clip_value"])
+        optimizer.step()
+    check(got, dict(model.named_parameters()), 1e-5, UNTOUCHED | {"offsets"})
+    assert got["norms"] == pytest.approx(norms, rel=1e-5) and got["identical"]
+    assert sum(norm > 0.3 for norm in norms) > 1
+    # what FSDP2 has kept cannot be measured first, so it waits for the step to be clipped
+    waits = name == "sharded" or (name == "clipped" and micro > 1)
+    assert got["moved in backward"] == ([False] * (micro - 1) + [not waits]) * STEPS
+
+
+POISONED = {
+    "adalomo-fused": ("adalomo", {}),  # judged by the first round
+    "lomo-fused": ("lomo", {}),  # by votes
+    "lamb-clipped": ("lamb", {"max_grad_norm": 1.0}),
+    "came-sharded": ("came", {"gradient_policy": "sharded"}),
+}
+
+
+@pytest.mark.parametrize(
+    "ranks, name",
+    params(
+        [(2, n) for n in POISONED] + [(3, "lomo-fused")],
+        {(2, "adalomo-fused"), (2, "lamb-clipped"), (3, "lomo-fused")},
+    ),
+)
+def test_a_gradient_that_is_not_finite_is_left_out_by_all_ranks(ranks, name):
+    rule, how = POISONED[name]
+    for got in worlds.run(ranks, fully_sharded.poisoned, rule, how):
+        bad, good = got["steps"]
+        assert bad["finite"] and good["finite"] and bad["identical"] and good["identical"]
+        everything = {n for n, _ in fully_sharded.zoo().named_parameters()} - UNTOUCHED
+        assert good["moved"] == everything
+        left = everything - {"odd.weight", "up.weight"} if name.endswith("fused") else set()
+        assert bad["moved"] == left
+        assert got["skipped"] == 1 and got["skipped steps"] == (not name.endswith("fused"))
+
+
+def same(saved, loaded):
+    """Asserts that what was loaded is what was saved, bit for bit."""
+    assert saved.keys() == loaded.keys() and len(saved) > 20
+    for key, value in saved.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        assert torch.equal(value, loaded[key]) if is_tensor else value == loaded[key], key
+
+
+# Kept whole, by element, by row, in groups of 32 elements, beside 16-bit weights, and of a basis.
+RESUMED = {
+    "adalomo": {"lr": 0.01},
+    "adafactor": {"beta1": 0.9},  # a rate by the step count, which torch cannot set to 0
+    "came": {"lr": 1e-3},
+    "flashadamw": {"lr": 0.01},
+    "adamw": {"lr": 0.01, "weight_update": "master24"},
+    "galoreadamw": {"lr": 0.01, "rank": 3, "nbits": 32},
+}
+KEPT = [(rule, fused) for rule in RESUMED for fused in (True, False)]
+
+
+@pytest.mark.supports(
+    "`torch.distributed.checkpoint`, on other ranks", stage="fsdp2", optimizer="rule"
+)
+@pytest.mark.parametrize("rule, fused", params(KEPT, {("flashadamw", True), ("adafactor", False)}))
+def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_path):
+    """2 -> 3 -> 1 ranks, against 2 that are not broken off."""
+    hypers = RESUMED[rule]
+    one, two = str(tmp_path / "whole"), str(tmp_path / "broken")
+    run = functools.partial(worlds.run, 2, fully_sharded.resume, rule, hypers, fused)
+    expected = run(one, 0, 6)[0]
+    assert expected["spread"]
+    first = run(two, 0, 2)[0]
+    second = worlds.run(3, fully_sharded.resume, rule, hypers, fused, two, 2, 4)[0]
+    got = worlds.run(1, fully_sharded.resume, rule, hypers, fused, two, 4, 6)[0]
+    for run_before, run_after in ((first, second), (second, got)):
+        same(run_before["saved"], run_after["loaded"])
+    off = square = 0.0
+    for n, p in expected["after"].items():
+        off += float((got["after"][n] - p).double().square().sum())
+        square += float((p - expected["before"][n]).double().square().sum())
+    # codes of 8 bits, and the last of 24, jump where sums are added up in another order
+    close = 0.02 if rule in ("flashadamw", "adamw") else 1e-5
+    assert square > 0 and off**0.5 <= close * square**0.5, (off / square) ** 0.5
