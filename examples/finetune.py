@@ -39,7 +39,8 @@ DATA = ROOT / "examples" / "data"
 GPU = torch.cuda.is_available()
 
 # For the demo's model and data. They differ because the rules do: LOMO is plain gradient descent,
-# the steps of AdaLomo and Adafactor are relative to the size of the weights.
+# the steps of AdaLomo and Adafactor are relative to the size of the weights. Other optimizers take
+# the rate that ds_ext.rates has of them.
 LEARNING_RATES = {"lomo": 1e-2, "adalomo": 5e-4, "adafactor": 5e-4, "came": 2e-5}
 
 
@@ -80,13 +81,16 @@ def options() -> argparse.Namespace:
 
 def fill_in(args: argparse.Namespace) -> None:
     """Sets the options whose defaults depend on others or on files."""
+    from ds_ext.rates import RATES
+
     if args.data is None:
         args.data = str(DATA / "devil_train.jsonl")
         args.held_out = args.held_out or str(DATA / "devil_test.jsonl")
         args.prompt = args.prompt or 'Define the word "politician".'
     args.config = config_file(args.optimizer)
     args.optimizer = args.config.stem.removesuffix("_zero3")
-    args.lr = args.lr or LEARNING_RATES.get(args.optimizer, 5e-5)
+    measured = RATES[args.optimizer].start if args.optimizer in RATES else 5e-5
+    args.lr = args.lr or LEARNING_RATES.get(args.optimizer, measured)
     args.out = args.out or Path("runs") / args.optimizer
     args.model = Path(args.model or smollm2(Path("runs/cache")))
 
