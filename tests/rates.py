@@ -4,7 +4,6 @@ It is made of ``ds_ext.rates`` and of the lines in benchmarks/results/quality al
 """
 
 import math
-import statistics
 
 from benchmarks import quality
 from benchmarks.matrix import costs, summary
@@ -59,16 +58,10 @@ def _costs(line: dict) -> tuple[str, str]:
 
 
 def _less(runs: Lines, data: str, name: str) -> str:
-    """How far the loss is from AdamW's, each at its best rate; the spread of the difference."""
+    """How far the loss is from AdamW's, each at its best rate; AdamW's row has its own loss."""
     own, unit = (summary.best_of(runs, data, n) for n in (name, UNIT))
     if own is None or unit is None:
         return ""
-    apart = statistics.mean(own.losses) - statistics.mean(unit.losses)
-    count = f"n = {min(len(own.losses), len(unit.losses))}"
-    edge = ", edge" if own.is_at_edge else ""
     if name == UNIT:
-        return f"{summary.spread(own.losses)}"
-    if min(len(own.losses), len(unit.losses)) < 2:
-        return f"{apart:+.3f} ({count}{edge})"
-    around = math.hypot(*(statistics.stdev(x.losses) for x in (own, unit)))
-    return f"{apart:+.3f} ± {around:.3f} ({count}{edge})"
+        return summary.spread(own.losses)
+    return summary.less(own, unit) + (" at the edge of rates" if own.is_at_edge else "")

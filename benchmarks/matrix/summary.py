@@ -16,9 +16,14 @@ class Best:
 
     lr: float
     tried: list[float]  # rates, with one seed at least
-    losses: list[float]  # of each seed
+    of_seed: dict[int, float]  # losses
     accuracies: list[float]
     near: list[float]  # rates whose loss is near the best, with the first seed
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each seed."""
+        return list(self.of_seed.values())
 
     @property
     def is_at_edge(self) -> bool:
@@ -38,17 +43,17 @@ def best_of(lines: Lines, data: str, candidate: str) -> Best | None:
     return Best(
         found["lr"],
         rates(first),
-        [loss_of(line) for line in at_best],
+        {line["seed"]: loss_of(line) for line in at_best},
         [line["accuracy"] for line in at_best],
         rates(line for line in first if loss_of(line) <= least * (1 + NEAR)),
     )
 
 
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Returns mean, standard deviation and count: "1.234 ± 0.005 (n = 3)"."""
+def spread(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """Returns mean, standard deviation and count: "1.234 ± 0.005 (n = 3)"; one value at least."""
     mean = statistics.mean(values)
     around = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean:.{digits}f}{around} (n = {len(values)})"
+    return f"{mean:{sign}.{digits}f}{around} (n = {len(values)})"
 
 
 def of_data(
@@ -71,7 +76,7 @@ def of_data(
             "optimizer": labels[candidate],
             "best learning rate": f"{own.lr:g}{edge}",
             "held-out loss": spread(own.losses),
-            f"loss less that of {labels.get(unit, unit)}": _less(own, against),
+            f"loss less that of {labels.get(unit, unit)}": less(own, against),
         }
         if with_answers:
             percent = [100 * accuracy for accuracy in own.accuracies]
@@ -82,10 +87,12 @@ def of_data(
     return rows
 
 
-def _less(own: Best, unit: Best | None) -> str:
+def less(own: Best, unit: Best | None) -> str:
+    """Returns how far losses are from those of ``unit``, seed by seed, for batches are a seed's."""
     if unit is None:
         return "not yet"
-    return f"{statistics.mean(own.losses) - statistics.mean(unit.losses):+.3f}"
+    common = [seed for seed in own.of_seed if seed in unit.of_seed]
+    return spread([own.of_seed[seed] - unit.of_seed[seed] for seed in common], sign="+")
 
 
 def overall(

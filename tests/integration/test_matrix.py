@@ -80,6 +80,16 @@ def test_what_cannot_run_is_left_out_and_told(tmp_path):
     assert summary.failed(lines, {"a": "A"})[0] == "A did not run: no GPU"
 
 
+def test_losses_are_compared_seed_by_seed(tmp_path):
+    lines = Lines(tmp_path, SETUP)
+    for name, losses in {"a": [1.0, 3.0], "b": [1.5, 3.7, 9.0]}.items():
+        for seed, loss in enumerate(losses):
+            point = search.Point("one", name, 1e-3, seed)
+            lines.add(point._asdict() | {"loss": loss, "accuracy": 0.0})
+    a, b = (summary.best_of(lines, "one", name) for name in "ab")
+    assert summary.less(b, a) == "+0.600 ± 0.141 (n = 2)"  # 0.5 and 0.7
+
+
 def test_lines_last(tmp_path):
     lines = Lines(tmp_path, SETUP)
     point = search.Point("one", "a", 1e-3, 0)
