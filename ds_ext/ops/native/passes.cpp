@@ -11,6 +11,10 @@
 #ifndef DS_EXT_BODY
 #define DS_EXT_BODY
 
+#ifndef DS_EXT_SOURCE
+#define DS_EXT_SOURCE ""
+#endif
+
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
@@ -18,6 +22,7 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <unistd.h>
 #include <vector>
 
@@ -69,8 +74,13 @@ struct Call {
 namespace {
 
 const int WIDTH = 16, LANES = 4 * WIDTH;
+const size_t ALIGNED = 64;  // bytes: of the widest vectors, so that none lies in two lines of a cache
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
-const int64_t CHUNK = 512;      // elements that are worked on at a time
+typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+const int64_t CHUNK = 512;       // elements that are worked on at a time
+const int64_t AHEAD = 4096;      // bytes before its use that memory is asked for
+const int64_t FEW_LINES = 128;   // elements of which that is asked at a time where little else is done
 const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, about
 const int64_t GROUP = 256;       // weights that have one mark: edits.GROUP
 
@@ -170,6 +180,10 @@ inline uint32_t hashed(uint32_t x) {
     return x ^ (x >> 16);
 }
 
+struct alignas(ALIGNED) Aligned {
+    float lane[WIDTH];
+};
+
 // A piece of a run: elements [begin, end) of it.
 struct Strip {
     int64_t entry, begin, end;
@@ -247,6 +261,9 @@ static Runner chosen() {
 
 extern "C" __attribute__((visibility("default"))) int64_t passes_entry_bytes() { return sizeof(Entry); }
 
+// The hash of the source that it was built from, where a wheel was built: setup.py.
+extern "C" __attribute__((visibility("default"))) const char *passes_source() { return DS_EXT_SOURCE; }
+
 // Passes over ``entries`` by ``isa``: 0 the best, 1 what every processor has.
 extern "C" __attribute__((visibility("default"))) void passes_run(const Call *call, Entry *entries, int64_t n, int threads, int isa) {
     static const Runner best = chosen();
@@ -258,6 +275,7 @@ extern "C" __attribute__((visibility("default"))) void passes_run(const Call *ca
 namespace ISA {
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 INLINE float half_to_float(uint16_t h) {
     uint32_t body = static_cast<uint32_t>(h & 0x7FFF) << 13, sign = static_cast<uint32_t>(h & 0x8000) << 16;
@@ -285,12 +303,64 @@ INLINE uint16_t float_to_bf16(float x) {
     return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
-// Asks memory for what comes ``CHUNK`` elements after ``from``: with several runs read in turns, the
+// Asks memory for what comes AHEAD bytes after ``n`` elements: with several runs read in turns, the
 // processor by itself waits at the beginning of each chunk.
 template <class T> INLINE void ask_ahead(const T *from, int64_t n) {
-    const char *at = reinterpret_cast<const char *>(from + CHUNK);
+    const char *at = reinterpret_cast<const char *>(from) + AHEAD;
     for (int64_t k = 0; k < n * static_cast<int64_t>(sizeof(T)); k += 64) __builtin_prefetch(at + k);
 }
+
+// Numbers as they are kept, which become fp32 in the loop that reads them.
+struct Fp32 {
+    const float *at;
+    Fp32 from(int64_t i) const { return {at + i}; }
+    void ask_ahead(int64_t n) const { ISA::ask_ahead(at, n); }
+    INLINE_MEMBER float operator[](int64_t j) const { return at[j]; }
+    INLINE_MEMBER void read(int64_t j, Vector &x) const { std::memcpy(&x, at + j, sizeof x); }
+};
+
+struct Bf16 {
+    const uint16_t *at;
+    Bf16 from(int64_t i) const { return {at + i}; }
+    void ask_ahead(int64_t n) const { ISA::ask_ahead(at, n); }
+    INLINE_MEMBER float operator[](int64_t j) const { return bf16_to_float(at[j]); }
+    INLINE_MEMBER void read(int64_t j, Vector &x) const {
+        Halves halves;
+        std::memcpy(&halves, at + j, sizeof halves);
+        Bits bits = __builtin_convertvector(halves, Bits) << 16;
+        std::memcpy(&x, &bits, sizeof x);
+    }
+};
+
+struct Fp16 {
+    const uint16_t *at;
+    Fp16 from(int64_t i) const { return {at + i}; }
+    void ask_ahead(int64_t n) const { ISA::ask_ahead(at, n); }
+    INLINE_MEMBER float operator[](int64_t j) const { return half_to_float(at[j]); }
+    INLINE_MEMBER void read(int64_t j, Vector &x) const {
+        float lane[WIDTH];
+        for (int l = 0; l < WIDTH; ++l) lane[l] = half_to_float(at[j + l]);
+        std::memcpy(&x, lane, sizeof x);
+    }
+};
+
+// Those times a factor, within a bound.
+template <class X> struct Scaled {
+    X x;
+    float factor, bound;
+    Scaled from(int64_t i) const { return {x.from(i), factor, bound}; }
+    void ask_ahead(int64_t n) const { x.ask_ahead(n); }
+    INLINE_MEMBER float operator[](int64_t j) const {
+        float u = x[j] * factor;
+        u = u > bound ? bound : u;
+        return u < -bound ? -bound : u;  // a NaN stays one
+    }
+    INLINE_MEMBER void read(int64_t j, Vector &to) const {
+        float lane[WIDTH];
+        for (int l = 0; l < WIDTH; ++l) lane[l] = (*this)[j + l];
+        std::memcpy(&to, lane, sizeof to);
+    }
+};
 
 // The 16 bits of fp32 numbers, rounded to nearest.
 INLINE void round_all(const float *__restrict x, int64_t n, uint16_t *__restrict w, bool is_bf16) {
@@ -348,17 +418,29 @@ static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float
     return room;
 }
 
-// The gradient: x · factor within ± bound.
-static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype, int64_t i, int64_t n, float *__restrict room) {
-    const float *x = loaded(e.x, dtype, i, n, room);
-    if (e.factor == 1.0f && std::isinf(e.bound)) return x;
-    float factor = e.factor, most = e.bound;
-    for (int64_t j = 0; j < n; ++j) {
-        float u = x[j] * factor;
-        u = u > most ? most : u;
-        room[j] = u < -most ? -most : u;  // a NaN stays one
+// Calls ``task`` with elements i and on of the gradient, x · factor within ± bound.
+template <class Task> INLINE void with_gradient(const Entry &e, int dtype, int64_t i, const Task &task) {
+    const float *wide = static_cast<const float *>(e.x) + i;
+    const uint16_t *narrow = static_cast<const uint16_t *>(e.x) + i;
+    bool is_plain = e.factor == 1.0f && std::isinf(e.bound);
+    switch (dtype) {
+    case FP32: is_plain ? task(Fp32{wide}) : task(Scaled<Fp32>{{wide}, e.factor, e.bound}); break;
+    case BF16: is_plain ? task(Bf16{narrow}) : task(Scaled<Bf16>{{narrow}, e.factor, e.bound}); break;
+    default: task(Scaled<Fp16>{{narrow}, e.factor, e.bound}); break;
     }
-    return room;
+}
+
+// The gradient as fp32: where it lies, or in ``room``.
+static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype, int64_t i, int64_t n, float *__restrict room) {
+    const float *found = room;
+    with_gradient(e, dtype, i, [&](auto x) {
+        x.ask_ahead(n);
+        if constexpr (std::is_same_v<decltype(x), Fp32>)
+            found = x.at;
+        else
+            for (int64_t j = 0; j < n; ++j) room[j] = x[j];
+    });
+    return found;
 }
 
 static __attribute__((noinline)) const float *weight(const Entry &e, int kept, int64_t i, int64_t n, float *__restrict room) {
@@ -433,7 +515,7 @@ static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *
 // Writes ``x`` as elements i and on of the weight, and leaves in ``x`` what that then holds.
 static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i, int64_t n, float *__restrict x) {
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
-    uint16_t random[CHUNK];
+    alignas(ALIGNED) uint16_t random[CHUNK];
     switch (kept) {
     case PLAIN_FP32: {
         float *__restrict to = static_cast<float *>(e.w) + i;
@@ -519,19 +601,19 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
 }
 
 // The sum of squares of up to CHUNK numbers, in LANES sums.
-static __attribute__((noinline)) double square_sum(const float *x, int64_t n) {
+template <class X> static __attribute__((noinline)) double square_sum_of(X x, int64_t n) {
     Vector sum[LANES / WIDTH] = {};
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES)
         for (int k = 0; k < LANES / WIDTH; ++k) {
             Vector v;
-            std::memcpy(&v, x + j + k * WIDTH, sizeof v);
+            x.read(j + k * WIDTH, v);
             sum[k] += v * v;
         }
     Vector rest = {};
     float lane[WIDTH] = {};
     for (; j + WIDTH <= n; j += WIDTH) {
-        std::memcpy(&rest, x + j, sizeof rest);
+        x.read(j, rest);
         sum[0] += rest * rest;
     }
     for (int l = 0; j + l < n; ++l) lane[l] = x[j + l] * x[j + l];
@@ -543,9 +625,11 @@ static __attribute__((noinline)) double square_sum(const float *x, int64_t n) {
     return lane[0];
 }
 
+INLINE double square_sum(const float *x, int64_t n) { return square_sum_of(Fp32{x}, n); }
+
 // The largest magnitude of a strip: infinity if there is a NaN.
 static void largest(const Call &call, const Entry &e, const Strip &s, double *partial) {
-    float room[CHUNK];
+    alignas(ALIGNED) float room[CHUNK];
     uint32_t most[WIDTH] = {};
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK, j = 0;
@@ -589,9 +673,8 @@ INLINE float moved(float m, float x, float weight) {
     return weight < 0.5f ? m + weight * change : x - (1.0f - weight) * change;
 }
 
-INLINE void times_factors_of(const float *x, float *__restrict u, int64_t n, int64_t cols, int64_t c,
-                             const float *row, const float *col, float scale) {
-    // x may be u
+template <class X> INLINE void times_factors_of(X x, float *__restrict u, int64_t n, int64_t cols, int64_t c,
+                                                const float *row, const float *col, float scale) {
     for (int64_t j = 0; j < n;) {
         int64_t stop = j + cols - c < n ? j + cols - c : n;
         float r = *row++ * scale;
@@ -614,9 +697,9 @@ INLINE bool begins_squares(const Entry &e, int64_t at, int64_t &n) {
 }
 
 // The same as times_factors_of, of whole matrices of 3 x 3: n elements, at most CHUNK.
-static __attribute__((noinline)) void times_factors_of_squares(const float *x, float *u, int64_t n, const float *row,
-                                                               const float *col, float scale) {
-    float across[CHUNK];
+template <class X> static __attribute__((noinline)) void times_factors_of_squares(X x, float *__restrict u, int64_t n, const float *row,
+                                                                                  const float *col, float scale) {
+    alignas(ALIGNED) float across[CHUNK];
     for (int64_t m = 0; m < n / SQUARE; ++m)
         for (int64_t r = 0; r < SIDE; ++r) std::memcpy(across + m * SQUARE + r * SIDE, col + m * SIDE, 4 * SIDE);
     for (int64_t l = 0; l < n / SIDE; ++l) {
@@ -626,7 +709,7 @@ static __attribute__((noinline)) void times_factors_of_squares(const float *x, f
 }
 
 // u ← x · row · col · scale, elements ``i`` and on of the run.
-static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, int64_t n, const float *x, float *u) {
+template <class X> static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, int64_t n, X x, float *__restrict u) {
     int64_t cols = e.cols, at = e.start + i;
     while (n > 0) {
         int64_t line = at / cols, c = at % cols, mat = line / e.rows;
@@ -639,10 +722,18 @@ static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, i
             times_factors_of(x, u, part, cols, c, row, col, e.scale);
         }
         at += part;
-        x += part;
+        x = x.from(part);
         u += part;
         n -= part;
     }
+}
+
+// The same of the gradient.
+static void gradient_times_factors(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict u) {
+    with_gradient(e, call.dtype, i, [&](auto x) {
+        x.ask_ahead(n);
+        times_factors(e, i, n, x, u);
+    });
 }
 
 // Moments of 8 bits: companding.py. Groups lie whole in a chunk, but for the last of a parameter.
@@ -746,7 +837,8 @@ static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int
 
 // Adam's update by moments of 8 bits, which are rounded after it.
 static __attribute__((noinline)) void adam8_step(const Entry &e, int64_t i, int64_t n, const float *g, float *__restrict out) {
-    float m[CHUNK], v[CHUNK], a = e.a, b = e.b, beta1 = e.beta1, beta2 = e.beta2, scale = e.scale;
+    alignas(ALIGNED) float m[CHUNK], v[CHUNK];
+    float a = e.a, b = e.b, beta1 = e.beta1, beta2 = e.beta2, scale = e.scale;
     read_signed(e, i, n, m);
     read_squares(e, i, n, v);
     for (int64_t j = 0; j < n; ++j) {
@@ -782,18 +874,16 @@ static __attribute__((noinline)) void sign_step(const Entry &e, bool is_8bit, in
 static __attribute__((noinline)) const float *value(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict room) {
     const float *u = room;
     if (call.form == IS_WEIGHT) return weight(e, call.kept, i, n, room);
-    if (call.form != IS_ADAM) u = gradient(e, call.dtype, i, n, room);
+    bool is_by_factors = call.form == IS_QUOTIENT || call.form == IS_RESIDUAL;
+    if (is_by_factors)
+        gradient_times_factors(call, e, i, n, room);
+    else if (call.form != IS_ADAM)
+        u = gradient(e, call.dtype, i, n, room);
     float scale = e.scale;
     switch (call.form) {
-    case IS_QUOTIENT:
-        times_factors(e, i, n, u, room);
-        u = room;
-        break;
     case IS_VECTOR_RESIDUAL:
     case IS_RESIDUAL: {
-        if (call.form == IS_RESIDUAL) {
-            times_factors(e, i, n, u, room);
-        } else {
+        if (call.form == IS_VECTOR_RESIDUAL) {
             const float *__restrict v = e.v + i;
             for (int64_t j = 0; j < n; ++j) room[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
         }
@@ -815,22 +905,28 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
     }
     case IS_ADAM: {
         const float *__restrict m = e.m + i, *__restrict v = e.v + i;
-        ask_ahead(m, n);
-        ask_ahead(v, n);
         float a = e.a, b = e.b;
-        for (int64_t j = 0; j < n; ++j) room[j] = m[j] / (std::sqrt(v[j]) * a + b) * scale;
+        for (int64_t k = 0; k < n; k += FEW_LINES) {
+            int64_t end = n - k < FEW_LINES ? n : k + FEW_LINES;
+            ask_ahead(m + k, end - k);
+            ask_ahead(v + k, end - k);
+            for (int64_t j = k; j < end; ++j) room[j] = m[j] / (std::sqrt(v[j]) * a + b) * scale;
+        }
         break;
     }
     case IS_ADAM_STEP: {
         float *__restrict m = e.m + i, *__restrict v = e.v + i;
-        ask_ahead(m, n);
-        ask_ahead(v, n);
         float a = e.a, b = e.b, beta1 = e.beta1, beta2 = e.beta2;
-        for (int64_t j = 0; j < n; ++j) {
-            float g = u[j], now = moved(m[j], g, beta1), square = moved(v[j], g * g, beta2);
-            m[j] = now;
-            v[j] = square;
-            room[j] = now / (std::sqrt(square) * a + b) * scale;
+        for (int64_t k = 0; k < n; k += FEW_LINES) {
+            int64_t end = n - k < FEW_LINES ? n : k + FEW_LINES;
+            ask_ahead(m + k, end - k);
+            ask_ahead(v + k, end - k);
+            for (int64_t j = k; j < end; ++j) {
+                float g = u[j], now = moved(m[j], g, beta1), square = moved(v[j], g * g, beta2);
+                m[j] = now;
+                v[j] = square;
+                room[j] = now / (std::sqrt(square) * a + b) * scale;
+            }
         }
         u = room;
         break;
@@ -853,7 +949,7 @@ INLINE void add_decayed(const float *u, const float *__restrict w, float decay, 
 
 // Sums of squares: of what is read, and of the weights if they are asked for.
 static void squares(const Call &call, const Entry &e, const Strip &s, double *partial) {
-    float room[CHUNK], other[CHUNK];
+    alignas(ALIGNED) float room[CHUNK], other[CHUNK];
     double sum = 0, of_weights = 0;
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
@@ -920,7 +1016,7 @@ INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, in
 
 // The same of whole matrices of 3 x 3, whose sums are written.
 static __attribute__((noinline)) void squares_of_squares(const float *x, int64_t n, float *row, float *col) {
-    float q[CHUNK + 2 * SIDE], t[CHUNK];
+    alignas(ALIGNED) float q[CHUNK + 2 * SIDE], t[CHUNK];
     for (int64_t j = 0; j < n; ++j) q[j] = x[j] * x[j];
     for (int64_t l = 0; l < n / SIDE; ++l) row[l] = q[l * SIDE] + q[l * SIDE + 1] + q[l * SIDE + 2];
     for (int64_t j = 0; j < n - 2 * SIDE; ++j) t[j] = q[j] + q[j + SIDE] + q[j + 2 * SIDE];
@@ -930,7 +1026,7 @@ static __attribute__((noinline)) void squares_of_squares(const float *x, int64_t
 static __attribute__((noinline)) void weighed_squares_of_squares(const float *x, int64_t n, const float *before,
                                                                  float kept, float least, float share, float *row,
                                                                  float *col, float *by_weight) {
-    float y[CHUNK], t[CHUNK];
+    alignas(ALIGNED) float y[CHUNK], t[CHUNK];
     squares_of_squares(x, n, row, col);
     for (int64_t l = 0; l < n / SIDE; ++l) {
         float inverse = 1.0f / (before[l] * kept + least + share * row[l]);
@@ -955,7 +1051,7 @@ INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_squa
 // Sums of squares over rows, into out, and over columns, into ``col`` [cols] of one matrix or,
 // where a strip has many small ones, [mats, cols].
 static void statistics(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
-    float room[CHUNK];
+    alignas(ALIGNED) float room[CHUNK];
     if (e.cols <= NARROW) {
         for (int64_t i = s.begin; i < s.end;) {
             bool is_squares;
@@ -987,83 +1083,104 @@ static void statistics(const Call &call, const Entry &e, const Strip &s, float *
     }
 }
 
-// The same of whole rows, and sums over columns of squares divided by the row's new statistic.
-static void weighed(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
-    float room[4][CHUNK];
-    float kept = 1.0f - e.share, share = e.share / static_cast<float>(e.cols), least = e.share * e.eps;
-    if (e.cols <= NARROW) {
-        for (int64_t i = s.begin; i < s.end;) {
-            bool is_squares;
-            int64_t n = narrow_part(e, i, s.end, is_squares) / e.cols * e.cols;
-            int64_t line = (e.start + i) / e.cols, mat = line / e.rows, r = line % e.rows;
-            const float *x = gradient(e, call.dtype, i, n, room[0]);
-            if (is_squares) {
-                weighed_squares_of_squares(x, n, e.before + line, kept, least, share, e.out + line, col + line,
-                                           by_weight + line);
-                i += n;
-                continue;
-            }
-            for (int64_t j = 0; j < n; j += e.cols) {
+// What sums over columns are weighed by: one by the new statistic of a row whose squares sum up to
+// ``sum``.
+struct Weighing {
+    const float *before;
+    float kept, least, share;
+    explicit Weighing(const Entry &e)
+        : before(e.before), kept(1.0f - e.share), least(e.share * e.eps), share(e.share / static_cast<float>(e.cols)) {}
+    float operator()(int64_t line, float sum) const { return 1.0f / (before[line] * kept + least + share * sum); }
+};
+
+// The same of whole rows, and sums over columns of squares divided by the row's new statistic: where
+// rows are narrow.
+static void weighed_narrow(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
+    alignas(ALIGNED) float room[CHUNK];
+    const Weighing weight(e);
+    for (int64_t i = s.begin; i < s.end;) {
+        bool is_squares;
+        int64_t n = narrow_part(e, i, s.end, is_squares) / e.cols * e.cols;
+        int64_t line = (e.start + i) / e.cols;
+        const float *x = gradient(e, call.dtype, i, n, room);
+        if (is_squares)
+            weighed_squares_of_squares(x, n, e.before + line, weight.kept, weight.least, weight.share, e.out + line,
+                                       col + line, by_weight + line);
+        else
+            for (int64_t j = 0; j < n; j += e.cols, ++line) {
                 float sum = 0;
                 for (int64_t k = 0; k < e.cols; ++k) sum += x[j + k] * x[j + k];
-                int64_t at = mat * e.rows + r, to = is_one ? 0 : mat * e.cols;
-                float inverse = 1.0f / (e.before[at] * kept + least + share * sum);
-                e.out[at] = sum;
+                int64_t to = is_one ? 0 : line / e.rows * e.cols;
+                float inverse = weight(line, sum);
+                e.out[line] = sum;
                 for (int64_t k = 0; k < e.cols; ++k) {
                     float q = x[j + k] * x[j + k];
                     col[to + k] += q;
                     by_weight[to + k] += q * inverse;
                 }
-                if (++r == e.rows) r = 0, ++mat;
             }
-            i += n;
+        i += n;
+    }
+}
+
+// Adds squares of up to four rows of n elements, ``cols`` apart, to sums over columns, and those times
+// ``weight``.
+template <class X> static __attribute__((noinline)) void add_squares(X x, int64_t rows, int64_t cols, const float *weight, int64_t n,
+                                                                     float *__restrict to, float *__restrict by_weight) {
+    if (rows == 4) {
+        X x0 = x, x1 = x.from(cols), x2 = x.from(2 * cols), x3 = x.from(3 * cols);
+        float w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
+        for (int64_t j = 0; j < n; ++j) {
+            float q0 = x0[j] * x0[j], q1 = x1[j] * x1[j], q2 = x2[j] * x2[j], q3 = x3[j] * x3[j];
+            to[j] += (q0 + q1) + (q2 + q3);
+            by_weight[j] += (q0 * w0 + q1 * w1) + (q2 * w2 + q3 * w3);
         }
         return;
     }
-    // four rows at a time of one matrix, so that sums over columns are written to a quarter as often
+    for (int64_t r = 0; r < rows; ++r) {
+        X xr = x.from(r * cols);
+        float w = weight[r];
+        for (int64_t j = 0; j < n; ++j) {
+            float q = xr[j] * xr[j];
+            to[j] += q;
+            by_weight[j] += q * w;
+        }
+    }
+}
+
+// The same where they are wide: four rows at a time of one matrix, so that sums over columns are
+// written to a quarter as often.
+template <class X> static void weighed_wide(const Entry &e, const Strip &s, X x, float *col, float *by_weight, bool is_one) {
+    const Weighing weight(e);
     for (int64_t i = s.begin; i < s.end;) {
         int64_t line = (e.start + i) / e.cols, mat = line / e.rows;
         int64_t rows = (s.end - i) / e.cols, left = (mat + 1) * e.rows - line;
         rows = rows < left ? rows : left;
         rows = rows < 4 ? rows : 4;
         float inverse[4] = {};
+        X at = x.from(i);
         for (int64_t r = 0; r < rows; ++r) {
             double sum = 0;
             for (int64_t k = 0; k < e.cols; k += CHUNK) {
                 int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
-                sum += square_sum(gradient(e, call.dtype, i + r * e.cols + k, n, room[0]), n);
+                X part = at.from(r * e.cols + k);
+                part.ask_ahead(n);
+                sum += square_sum_of(part, n);
             }
             e.out[line + r] = static_cast<float>(sum);
-            inverse[r] = 1.0f / (e.before[line + r] * kept + least + share * e.out[line + r]);
+            inverse[r] = weight(line + r, e.out[line + r]);
         }
-        float *__restrict to = is_one ? col : col + mat * e.cols;
-        float *__restrict to2 = is_one ? by_weight : by_weight + mat * e.cols;
-        for (int64_t k = 0; k < e.cols; k += CHUNK) {
-            int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
-            const float *x[4];
-            for (int64_t r = 0; r < rows; ++r) x[r] = gradient(e, call.dtype, i + r * e.cols + k, n, room[r]);
-            if (rows == 4) {
-                const float *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
-                float w0 = inverse[0], w1 = inverse[1], w2 = inverse[2], w3 = inverse[3];
-                for (int64_t j = 0; j < n; ++j) {
-                    float q0 = x0[j] * x0[j], q1 = x1[j] * x1[j], q2 = x2[j] * x2[j], q3 = x3[j] * x3[j];
-                    to[k + j] += (q0 + q1) + (q2 + q3);
-                    to2[k + j] += (q0 * w0 + q1 * w1) + (q2 * w2 + q3 * w3);
-                }
-            } else {
-                for (int64_t r = 0; r < rows; ++r) {
-                    const float *xr = x[r];
-                    float w = inverse[r];
-                    for (int64_t j = 0; j < n; ++j) {
-                        float q = xr[j] * xr[j];
-                        to[k + j] += q;
-                        to2[k + j] += q * w;
-                    }
-                }
-            }
-        }
+        int64_t first = is_one ? 0 : mat * e.cols;
+        add_squares(at, rows, e.cols, inverse, e.cols, col + first, by_weight + first);
         i += rows * e.cols;
     }
+}
+
+static void weighed(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
+    if (e.cols <= NARROW)
+        weighed_narrow(call, e, s, col, by_weight, is_one);
+    else
+        with_gradient(e, call.dtype, 0, [&](auto x) { weighed_wide(e, s, x, col, by_weight, is_one); });
 }
 
 // The sum of the squares of x · y, of up to CHUNK numbers, in LANES sums.
@@ -1122,7 +1239,8 @@ static __attribute__((noinline)) void add_weighed_squares(const float *const *x,
 // Factors of whole rows of x · col that make their norm √cols, into out, and the sums over columns
 // of the squares of what that gives.
 static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
-    float room[4][CHUNK], root = std::sqrt(static_cast<float>(e.cols));
+    alignas(ALIGNED) float room[4][CHUNK];
+    float root = std::sqrt(static_cast<float>(e.cols));
     for (int64_t i = s.begin; i < s.end;) {
         int64_t line = (e.start + i) / e.cols, mat = line / e.rows;
         int64_t rows = (s.end - i) / e.cols, left = (mat + 1) * e.rows - line;
@@ -1244,7 +1362,7 @@ static void numbers(const Entry &e, const Strip &s, double *partial) {
 }
 
 static void advance(const Call &call, const Entry &e, const Strip &s) {
-    float room[CHUNK];
+    alignas(ALIGNED) float room[CHUNK];
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, room);
@@ -1258,37 +1376,76 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
     }
 }
 
+// What a weight is to become.
+struct Stepped {
+    float lr, decay;
+    bool decays;
+    INLINE_MEMBER float operator()(float w, float u) const { return w - lr * (decays ? u + decay * w : u); }
+};
+
+// Writes what n bf16 weights become, rounded at random; whether it could: none lies beyond the largest
+// bf16, or is not finite, and all are as they were otherwise.
+static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u) {
+    uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
+    alignas(ALIGNED) uint16_t random[CHUNK], made[CHUNK];
+    ask_ahead(w, n);
+    noise(e.key, e.first + i, n, random);
+    uint32_t most = 0;
+    for (int64_t j = 0; j < n; ++j) {
+        uint32_t bits = as_bits(stepped(bf16_to_float(w[j]), u[j])), a = bits & 0x7FFFFFFFu;
+        most = a > most ? a : most;
+        made[j] = static_cast<uint16_t>((bits + random[j]) >> 16);
+    }
+    if (most > 0x7F7F0000u) return false;
+    std::memcpy(w, made, sizeof(uint16_t) * static_cast<size_t>(n));
+    return true;
+}
+
+// The same in one loop for the commonest ways of keeping weights; whether it was done. ``squares``
+// becomes the sum of the squares of the new weights where it is to be ``known``.
+static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, double &squares) {
+    float *__restrict wide = static_cast<float *>(e.w) + i;
+    uint16_t *__restrict narrow = static_cast<uint16_t *>(e.w) + i;
+    switch (call.kept) {
+    case PLAIN_FP32:
+        ask_ahead(wide, n);
+        for (int64_t j = 0; j < n; ++j) wide[j] = stepped(wide[j], u[j]);
+        if (e.known) squares = square_sum(wide, n);
+        return true;
+    case PLAIN_BF16:
+        ask_ahead(narrow, n);
+        for (int64_t j = 0; j < n; ++j) narrow[j] = float_to_bf16(stepped(bf16_to_float(narrow[j]), u[j]));
+        break;
+    case STOCHASTIC_BF16:
+        if (!step_stochastic(e, stepped, i, n, u)) return false;
+        break;
+    default: return false;
+    }
+    if (e.known) squares = square_sum_of(Bf16{narrow}, n);
+    return true;
+}
+
 // w ← w − lr · (u + decay · w)
 static void apply(const Call &call, const Entry &e, const Strip &s, double *partial) {
-    float room[CHUNK], old[CHUNK], now[CHUNK];
+    alignas(ALIGNED) float room[CHUNK], old[CHUNK], now[CHUNK];
     double changes = 0, weights = 0;
-    float lr = e.lr, decay = call.decays ? e.decay : 0.0f;
+    const Stepped stepped{e.lr, e.decay, call.decays != 0};
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, room);
-        const float *w = weight(e, call.kept, i, n, old);
-        if (call.kept == PLAIN_FP32 && !e.measured) {
-            float *to = static_cast<float *>(e.w) + i;
-            if (call.decays)
-                for (int64_t j = 0; j < n; ++j) to[j] -= lr * (u[j] + decay * to[j]);
-            else
-                for (int64_t j = 0; j < n; ++j) to[j] -= lr * u[j];
-            if (e.known) weights += square_sum(to, n);
+        double squares = 0;
+        if (!e.measured && step_at_once(call, e, stepped, i, n, u, squares)) {
+            weights += squares;
             continue;
         }
-        if (call.decays)
-            for (int64_t j = 0; j < n; ++j) now[j] = w[j] - lr * (u[j] + decay * w[j]);
-        else
-            for (int64_t j = 0; j < n; ++j) now[j] = w[j] - lr * u[j];
+        const float *w = weight(e, call.kept, i, n, old);
+        for (int64_t j = 0; j < n; ++j) now[j] = stepped(w[j], u[j]);
         if (e.measured && w != old) std::memcpy(old, w, sizeof(float) * static_cast<size_t>(n));
         store(e, call.kept, i, n, now);
-        if (e.measured) {
-            weights += square_sum(now, n);
-            for (int64_t j = 0; j < n; ++j) old[j] = now[j] - old[j];
-            changes += square_sum(old, n);
-        } else if (e.known) {
-            weights += square_sum(now, n);
-        }
+        if (e.measured || e.known) weights += square_sum(now, n);
+        if (!e.measured) continue;
+        for (int64_t j = 0; j < n; ++j) old[j] = now[j] - old[j];
+        changes += square_sum(old, n);
     }
     partial[0] = changes;
     partial[1] = weights;
@@ -1357,9 +1514,11 @@ static void marks(const Call &call, const Entry &e, const Strip &s) {
 // The work of a call: its strips, and room for what each of them sums up.
 struct Work {
     std::vector<Strip> strips;
-    std::vector<float> columns;  // sums over columns of strips of large matrices, [2, cols] each
+    std::vector<Aligned> room;   // sums over columns of strips of large matrices, [2, cols] each
     std::vector<double> sums;    // [2] of each strip
     int64_t elements = 0;
+
+    float *columns() { return reinterpret_cast<float *>(room.data()); }
 };
 
 // Whether strips of a parameter are of one matrix, whose sums over columns they have in part.
@@ -1391,10 +1550,10 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
         }
         for (size_t k = first; k < work.strips.size() && has_parts(call, e); ++k) {
             work.strips[k].partial = floats;
-            floats += 2 * e.cols;
+            floats += (2 * e.cols + WIDTH - 1) / WIDTH * WIDTH;
         }
     }
-    work.columns.resize(static_cast<size_t>(floats), 0.0f);
+    work.room.resize(static_cast<size_t>(floats / WIDTH), Aligned{});
     work.sums.resize(2 * work.strips.size(), 0.0);
     return work;
 }
@@ -1449,7 +1608,7 @@ static void end_with(const Call &call, const Entry &e, double sum, double other)
 }
 
 // Puts together what the strips of each parameter have made, in their order.
-static void put_together(const Call &call, Entry *entries, int64_t count, const Work &work) {
+static void put_together(const Call &call, Entry *entries, int64_t count, Work &work) {
     size_t k = 0;
     for (int64_t i = 0; i < count; ++i) {
         const Entry &e = entries[i];
@@ -1460,7 +1619,7 @@ static void put_together(const Call &call, Entry *entries, int64_t count, const 
             other += work.sums[2 * k + 1];
             if (!has_parts(call, e)) continue;
             int64_t first = (e.start + work.strips[k].begin) / (e.rows * e.cols) * e.cols;
-            const float *from = work.columns.data() + work.strips[k].partial;
+            const float *from = work.columns() + work.strips[k].partial;
             for (int64_t c = 0; c < e.cols; ++c) e.out2[first + c] += from[c];
             if (call.pass == WEIGHED)
                 for (int64_t c = 0; c < e.cols; ++c) e.out3[first + c] += from[e.cols + c];
@@ -1473,13 +1632,14 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
     Work work = cut_all(call, entries, count);
     auto task = [&](int64_t k) {
         const Strip &s = work.strips[static_cast<size_t>(k)];
-        pass_over(call, entries[s.entry], s, work.columns.data(), &work.sums[static_cast<size_t>(2 * k)]);
+        pass_over(call, entries[s.entry], s, work.columns(), &work.sums[static_cast<size_t>(2 * k)]);
     };
     parallel(static_cast<int64_t>(work.strips.size()), work.elements < STRIP ? 1 : threads, task);
     put_together(call, entries, count, work);
 }
 
 #undef INLINE
+#undef INLINE_MEMBER
 
 }  // namespace ISA
 
