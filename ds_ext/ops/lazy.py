@@ -146,6 +146,11 @@ class Extended:
             new.reshape(-1)[first : first + own.shape[2]].view(own.shape),
         )
 
+    @property
+    def limit(self) -> int | None:
+        """Elements of a block of it at most; None for as many as usual."""
+        return scratch.FEW if self.before.device.type == "cpu" else None
+
     def _cut(self, b: Block) -> tuple[slice, Block, slice]:
         """The elements of a block that lie before, in and after the run."""
         cuts, start = [], 0
@@ -254,6 +259,11 @@ class Sum:
         if x is None or kept is None or x.kept is not None:
             return None
         return replace(x.plus(x.form, {}, decay=self.weight), kept=kept)
+
+
+def plus(x: Readable, y: Readable, weight: float) -> Readable:
+    """x + weight · y; with a weight of 0 nothing of y is read."""
+    return Sum(x, y, weight) if weight else x
 
 
 def times(x: Readable, factor: Tensor | float) -> Readable:

@@ -28,6 +28,7 @@ from ds_ext.ops.lazy import (
     flat,
     is_part,
     part,
+    plus,
     read,
     room,
     times,
@@ -70,6 +71,7 @@ __all__ = [
     "own_run",
     "pad",
     "part",
+    "plus",
     "read",
     "room",
     "square_lerp_",
@@ -316,7 +318,7 @@ def apply_(
     if isinstance(u, Tensor) and not decays and getattr(p, "dtype", None) == u.dtype:
         _subtract_(p, u, lr)  # in one pass
         return
-    for b in scratch.blocks(shard):
+    for b in scratch.blocks(shard, p.limit if isinstance(p, Extended) else None):
         old = read(p, b)
         if decays:
             change = torch.mul(old, weight_decay, out=scratch.like(old)).add_(read(u, b))

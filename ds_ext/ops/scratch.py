@@ -16,10 +16,14 @@ from ds_ext.ops.shard import BLOCK, Block, Shard
 # The same for products on a GPU, and for what they are beside when weights are written: 32 MiB of
 # fp32, which fit into its cache.
 SLICE = 2**23
+# Elements of a block on a CPU where moments of 8 bits are completed to groups: many temporaries.
+FEW = BLOCK // 4
 
 
 class _Kind:
-    """Flat buffers of ``BLOCK`` elements of one dtype, as they were last seen, and those in use."""
+    """Flat buffers of one dtype, at most ``BLOCK`` elements each, as they were last seen, and how
+    many are in use.
+    """
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []
@@ -74,8 +78,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     i = kind.used
     kind.used += 1
     if i == len(kind.held):
-        kind.held.append(torch.empty(BLOCK, dtype=dtype, device=device))
+        kind.held.append(torch.empty(n, dtype=dtype, device=device))
         kind.seen.append(kind.held[i])
+    elif len(kind.held[i]) < n:
+        kind.seen[i] = kind.held[i] = torch.empty(n, dtype=dtype, device=device)
     if kind.seen[i].shape != shape:
         kind.seen[i] = kind.held[i][:n].view(shape)
     return kind.seen[i]

@@ -4,8 +4,7 @@ Ours come from the rules: their state is made of tensors without storage, so tha
 cannot drift from the code; masters come from ``precision`` alike. The rank is the one that holds
 most. Beside ours: AdamW in DeepSpeed and Megatron-LM's distributed optimizer. Activations are
 counted by activations.py. Not counted: the weights that ZeRO-3 gathers for computing, blocks of
-scratch (on a CPU, 2 to 8 MiB in all, 30 MiB where a cut goes through groups of 8-bit moments), and
-what the allocator wastes.
+scratch (on a CPU, 8 MiB at most), and what the allocator wastes.
 """
 
 import math

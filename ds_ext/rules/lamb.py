@@ -44,8 +44,8 @@ class LAMB:
         beta1, beta2 = self.betas
         c1, c2 = (1 - beta1**t, 1 - beta2**t) if self.bias_correction else (1, 1)
         adam = ops.RootQuotient(s["m"], s["v"], self.eps, c1, c2)
-        first = ops.Sum(ops.AdamStep(adam, g, beta1, beta2), p, self.weight_decay)
-        u = ops.Sum(adam, p, self.weight_decay)
+        first = ops.plus(ops.AdamStep(adam, g, beta1, beta2), p, self.weight_decay)
+        u = ops.plus(adam, p, self.weight_decay)
 
         p_sq, u_sq = yield ops.square_sums((p, first), shard, g)
         ratio = (p_sq.sqrt() / u_sq.sqrt()).clamp(self.min_coeff or 0, self.max_coeff)
