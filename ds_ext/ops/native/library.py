@@ -17,7 +17,7 @@ from pathlib import Path
 from ds_ext.logs import logger
 
 SOURCE = Path(__file__).with_name("passes.cpp")
-FLAGS = (  # pyproject.toml has the same for wheels
+FLAGS = (  # setup.py has the same for wheels
     "-O3 -std=c++17 -fPIC -shared -pthread -fvisibility=hidden "
     # None of these changes a result: there is no fused multiply-add, and no sum in another order.
     "-fno-math-errno -fno-trapping-math -ffp-contract=off"
@@ -56,14 +56,24 @@ def cache_folder() -> Path:
 def _shipped() -> ctypes.CDLL | None:
     """The library that a wheel brought, if this machine can load it.
 
-    In a source tree, which pyproject.toml tells, it may be of an older source: it does not count.
+    In a source tree it may be of an older source: then it does not count.
     """
-    if (SOURCE.parents[3] / "pyproject.toml").exists():
-        return None
     for path in SOURCE.parent.glob("_passes*.so"):
         with contextlib.suppress(OSError):  # of a newer C++ library than there is here
-            return ctypes.CDLL(str(path))
+            library = ctypes.CDLL(str(path))
+            if _source_of(library) == hashlib.sha256(SOURCE.read_bytes()).hexdigest():
+                return library
     return None
+
+
+def _source_of(library: ctypes.CDLL) -> str:
+    """The hash of the source that a library was built from; none if it cannot tell."""
+    try:
+        tell = library.passes_source
+    except AttributeError:
+        return ""
+    tell.restype = ctypes.c_char_p
+    return str(tell().decode())
 
 
 def _built() -> Path:
