@@ -21,7 +21,7 @@ from ds_ext.ops.sources import Kept, Source
 from ds_ext.ops.triton import devices
 from ds_ext.ops.triton.passes import Table as KernelTable
 
-Pointers: TypeAlias = NDArray[np.uint64]
+Pointers: TypeAlias = NDArray[np.int64]
 AnyTable: TypeAlias = Table | KernelTable
 CPU = torch.device("cpu")
 MASTER = frozenset({"master", "marks"})  # what a state holds that is of its weight's master
@@ -42,7 +42,7 @@ class Runs:
     @functools.cached_property
     def pointers(self) -> Pointers:
         """Where each begins in memory, [n]."""
-        return np.array([x.data_ptr() for x in self.tensors], dtype=np.uint64)
+        return np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,8 +69,7 @@ class Flat:
     @property
     def pointers(self) -> Pointers:
         """Where each begins in memory, [n]."""
-        found: Pointers = 4 * self.firsts.view(np.uint64) + np.uint64(self.values.data_ptr())
-        return found
+        return 4 * self.firsts + self.values.data_ptr()
 
     def contiguous(self) -> "Flat":
         """Returns itself, as a tensor does that is contiguous."""
@@ -82,13 +81,12 @@ class Shifted:
     """Runs that begin further on, by some bytes each."""
 
     runs: "Runs | Flat"
-    by: NDArray[np.uint64] | NDArray[np.int64]  # [n]
+    by: NDArray[np.int64]  # [n]
 
     @property
     def pointers(self) -> Pointers:
         """Where each begins in memory, [n]."""
-        found: Pointers = self.runs.pointers + self.by.view(np.uint64)
-        return found
+        return self.runs.pointers + self.by
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class KnownSquares:
         self._versions: list[int] = []
         self.are_wanted = False  # by a rule
         step = self._values.strides[0]
-        self.pointers: Pointers = (self._values.ctypes.data + step * np.arange(n)).astype(np.uint64)
+        self.pointers: Pointers = self._values.ctypes.data + step * np.arange(n)
 
     def check(self, runs: Runs) -> None:
         """Forgets those of runs that were written to since ``note``."""
@@ -185,8 +183,7 @@ class Batch:
         self.own_row_firsts = self.row_firsts + row_skips
         self.own_col_firsts = self.col_firsts + col_skips
         # Bytes to the first row, and column, that each run may touch, in its statistics.
-        self.row_offsets = (4 * row_skips).astype(np.uint64)
-        self.col_offsets = (4 * col_skips).astype(np.uint64)
+        self.row_offsets, self.col_offsets = 4 * row_skips, 4 * col_skips
 
     def __len__(self) -> int:
         return len(self.shards)

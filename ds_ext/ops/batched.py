@@ -255,7 +255,7 @@ def mend_all_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
         by_size.setdefault(of_run[1].element_size(), []).append(of_run)
     for size, alike in by_size.items():
         runs, residuals, marks = zip(*alike, strict=True)
-        found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.uint64)
+        found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.int64)
         columns = {"w": Runs(runs), "aux": Runs(residuals), "marks": Placed(found, marks)}
         how = "SPLIT" if size == 2 else "CORRECTED"
         _flat(runs).run("mend", columns, kept=(how, torch.bfloat16))

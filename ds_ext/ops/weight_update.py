@@ -72,7 +72,8 @@ def prepare_all(
     runs: Sequence[Tensor], states: Sequence[dict[str, Any]], hows: Sequence[Writing]
 ) -> None:
     """Makes masters, drops them or adapts them to edited weights, as ``weight``, for a bucket."""
-    found = [_prepare(*of) for of in zip(runs, states, hows, strict=True)]
+    of_each = zip(runs, states, hows, strict=True)
+    found = [_prepare(p, s, how) for p, s, how in of_each if p.dtype in ROUND or "master" in s]
     if marked := [x for x in found if x is not None]:
         batched.mend_all_(marked)
 

@@ -91,10 +91,11 @@ class Plan:
             for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
         self.groups = [Group(row, pieces, device) for (row, *_), pieces in found.items()]
+        self.rows = [optimizer.row_of[updates[i].param] for i in self.joined]
 
     def fits(self, updates: Sequence["RunUpdate"], states: Sequence[State]) -> bool:
         """Whether it is still how these runs, of the same parameters, are stepped."""
-        if any(_kind(u) != known for u, known in zip(updates, self.kinds, strict=True)):
+        if list(map(_kind, updates)) != self.kinds:
             return False
         return all(len({states[x.at]["step"] for x in group.pieces}) == 1 for group in self.groups)
 
@@ -272,13 +273,13 @@ class BucketStep:
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
-            rows = [optimizer.row_of[run.update.param] for run in self.joined]
-            rules = {i: optimizer.rule_of(optimizer.param_groups[i]["params"][0]) for i in {*rows}}
+            of_groups = {i: optimizer.param_groups[i]["params"][0] for i in {*plan.rows}}
+            rules = {i: optimizer.rule_of(param) for i, param in of_groups.items()}
             with launches.together():
                 weight_update.prepare_all(
                     [run.update.p for run in self.joined],
                     [run.state for run in self.joined],
-                    [rules[i] for i in rows],
+                    [rules[i] for i in plan.rows],
                 )
             self.batches = [BatchedStep(optimizer, x, updates, states) for x in plan.groups]
         self.rules = [self._judged(batch) for batch in self.batches]
@@ -310,8 +311,9 @@ class BucketStep:
             for run in self.alone:
                 weight_update.mark(run.update.p, run.state)
                 next_parameter()
+        bad = self.judge.bad
         for run in self.staged:
-            if run.update.param not in self.judge.bad:
+            if not bad or run.update.param not in bad:
                 run.write_back(self.optimizer.offload)
             elif not self.optimizer.state[run.update.param]:
                 del self.optimizer.state[run.update.param]

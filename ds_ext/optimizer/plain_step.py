@@ -68,7 +68,7 @@ def buckets(
             g = placement.gradient(param, param.grad)
         bucket.append(RunUpdate(param, p, g.contiguous().view(-1), shard))
         elements += shard.numel
-        statistics += _statistics(shard)
+        statistics += shard.statistics
         if elements >= together or statistics >= STATISTICS:
             yield bucket
             bucket, elements, statistics = [], 0, 0
@@ -81,8 +81,3 @@ def write_back(updates: Sequence[RunUpdate]) -> None:
     for param, p, *_ in updates:
         if not param.is_contiguous():
             param.copy_(p.view_as(param))
-
-
-def _statistics(shard: Shard) -> int:
-    """How many sums over rows and columns a parameter has."""
-    return shard.numel if shard.is_numbers else shard.mats * (shard.rows + shard.cols)

@@ -317,7 +317,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         if not staged or not self._is_batched_on(staged[0].update.g.device):
             return BucketStep(self, staged, None, judge or Verdict())
         for run in staged:
-            self._make_state(run.update, run.state)
+            if not run.state:
+                self._make_state(run.update, run.state)
         return BucketStep(self, staged, self._plans.of(self, staged), judge or Verdict())
 
     def _is_batched_on(self, device: torch.device) -> bool:

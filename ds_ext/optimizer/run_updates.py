@@ -39,7 +39,8 @@ class StagedRun(NamedTuple):
         """Returns a run whose weight and state are on the device of its gradient."""
         device = u.g.device
         staged = state if offload is None else host_offload.state_to_device(state, device)
-        return cls(u, state, u._replace(p=host_offload.to_device(u.p, device)), staged)
+        p = host_offload.to_device(u.p, device)
+        return cls(u, state, u if p is u.p else u._replace(p=p), staged)
 
     def write_back(self, offload: HostOffload | None) -> None:
         """Overwrites the weight and the state that are stored elsewhere by those stepped."""

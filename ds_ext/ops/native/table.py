@@ -13,7 +13,7 @@ from ds_ext.ops.native import library
 ENTRY = np.dtype(
     [(name, np.int64) for name in "start n mats rows cols first".split()]
     + [
-        (name, np.uint64)
+        (name, np.int64)
         for name in (
             "x w aux m v m_scale v_scale row col out out2 out3 before in in2 in3 marks measured "
             "known"
@@ -29,6 +29,7 @@ INSTRUCTIONS = 0  # the best that the processor has; 1: those that every one has
 # What a column is that a pass over runs does not set.
 DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0}
 DEFAULTS |= dict.fromkeys(("out2", "in3", "measured", "known"), 0)
+NUMBER = (float, int)
 KNOWN = 32  # numbers of each weight by which its sum of squares is known: 1 + PROBES
 
 FORMS = {
@@ -113,14 +114,14 @@ class Table:
         """
         known = self._numbers
         for key, given in {**DEFAULTS, **columns}.items():
-            column = getattr(given, "pointers", given)
-            if isinstance(column, float | int):
-                if known.get(key) == column:
+            if isinstance(given, NUMBER):
+                if known.get(key) == given:
                     continue
-                known[key] = column
+                known[key] = given
+                self._columns[key][:] = given
             else:
                 known.pop(key, None)
-            self._columns[key][:] = column
+                self._columns[key][:] = getattr(given, "pointers", given)
         numbers = FORMS[form], DTYPES[dtype] if dtype else 0, KEPT[kept] if kept else 0
         call = _Call(PASSES[name], *numbers, decays, fresh)
         threads = torch.get_num_threads()
