@@ -84,23 +84,25 @@ def interleaved(
     rounds: int,
     sync: Callable[[], None],
     before: Mapping[str, Callable[[], object]] | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds that each candidate took in each round, after one round that is not counted.
 
     The candidates of a round run one after another, each after what is to be called ``before`` it.
-    ``sync`` waits for the device.
+    ``sync`` waits for the device; ``clock`` tells seconds, those of the wall if it is not given.
     """
+    now = clock or time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for counted in [False] + [True] * rounds:
         for name, candidate in candidates.items():
             if before is not None:
                 before[name]()
             sync()
-            began = time.perf_counter()
+            began = now()
             candidate()
             sync()
             if counted:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(now() - began)
     return times
 
 

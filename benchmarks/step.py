@@ -100,6 +100,7 @@ def main(args: argparse.Namespace) -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # DeepSpeed's CPUAdam has its own OpenMP
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
+    clock = time.thread_time if args.threads == 1 and not on_gpu else time.perf_counter
     times: dict[tuple[str, str], dict[str, list[float]]] = {}
     remarks: list[dict[str, object]] = []
     for dtype in args.dtypes:
@@ -110,7 +111,7 @@ def main(args: argparse.Namespace) -> None:
         for size in args.sizes:
             rounds = args.rounds if on_gpu else fewer(args.rounds, SIZES[size].elements)
             case = Case(SIZES[size], dtype, device)
-            times[size, dtype] = measure(case, found, rounds)
+            times[size, dtype] = measure(case, found, rounds, clock)
             del case
             gc.collect()  # what steps refer to in circles
             print(f"{size}, {dtype}", report.table(shown(times, size, dtype)), sep="\n", flush=True)
@@ -146,7 +147,8 @@ hook is called once when all gradients are there, without a loss scale, so that 
 the search of all parameters at each gradient that its hooks do in training is counted.
 """
 HOW = {
-    "cpu": """deepspeed.CPUAdam is its C++ (its FusedAdam needs a GPU).""",
+    "cpu": """deepspeed.CPUAdam is its C++ (its FusedAdam needs a GPU). With one thread the seconds
+are those that it was running, not those that others had the processor.""",
     "cuda": """copy is `out.copy_(p)`, which is the unit of the largest size. Times are of one
 step.""",
 }
@@ -376,14 +378,19 @@ def fewer(rounds: int, elements: int) -> int:
     return min(rounds, max(FEWEST, rounds * 2**25 // elements))
 
 
-def measure(case: Case, made: Mapping[str, Make], rounds: int) -> dict[str, list[float]]:
+def measure(
+    case: Case,
+    made: Mapping[str, Make],
+    rounds: int,
+    clock: Callable[[], float] | None = None,
+) -> dict[str, list[float]]:
     """Seconds of a step of each candidate in each round; of a run, by ours and the unit only."""
     chosen = {n: m for n, m in made.items() if case.is_whole or is_ours(n) or n == UNIT}
     steps = {name: make(case) for name, make in chosen.items()}
     wait = torch.cuda.synchronize if case.device.type == "cuda" else lambda: None
     times = {name: repeats(step, wait) for name, step in steps.items()}
     repeated = {name: repeat(step, times[name]) for name, step in steps.items()}
-    found = report.interleaved(repeated, rounds, wait, steps)
+    found = report.interleaved(repeated, rounds, wait, steps, clock)
     return {name: [s / times[name] for s in seconds] for name, seconds in found.items()}
 
 
