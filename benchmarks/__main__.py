@@ -17,6 +17,7 @@ BENCHMARKS = {
     "train": "tokens per second of a whole step",
     "quality": "which optimizer fine-tunes best, at which learning rate",
     "scratch": "which optimizer trains best from scratch",
+    "trends": "how a step's cost grows with parameters, ranks and buckets",
     "offload": "time and memory of offload to the CPU",
 }
 

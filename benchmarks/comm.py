@@ -7,10 +7,7 @@ any other collective (d-1)/d.
 """
 
 import argparse
-import os
-import socket
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +24,7 @@ import ds_ext
 from benchmarks import report
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, METHODS, REDUCE_SCATTER, Call, sent
 from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
+from benchmarks.ranks import on_ranks
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.run_updates import RunUpdate
 
@@ -58,21 +56,20 @@ class Step(NamedTuple):
 def main(args: argparse.Namespace) -> None:
     """Counts the steps of all kinds of runs, and writes the tables and the picture."""
     runs = {"upstream, ZeRO-3": upstream, "ds_ext, ZeRO-3": stage3, "ds_ext, ZeRO-2": stage2}
-    counted = {
-        (model, name): on_ranks(args.ranks, job, MODELS[model], args.length, args.bucket)
+    steps = {
+        (model, name): on_ranks(args.ranks, counted, job, MODELS[model], args.length, args.bucket)
         for model in args.models
         for name, job in runs.items()
     }
     rows = [
-        {"model": model, "run": name}
-        | figures(step, counted[model, "upstream, ZeRO-3"], args.ranks)
-        for (model, name), step in counted.items()
+        {"model": model, "run": name} | figures(step, steps[model, "upstream, ZeRO-3"], args.ranks)
+        for (model, name), step in steps.items()
     ]
     tables = {
         "A step": rows,
         "All calls": [
             {"model": model, "run": name} | row
-            for (model, name), step in counted.items()
+            for (model, name), step in steps.items()
             for row in by_kind(step.calls, args.ranks)
         ],
         "Statistics of llama-7b's matrices": [share(d) for d in (2, 8, 64)],
@@ -164,56 +161,16 @@ def engine_of(sizes: Sizes, config: dict[str, Any]) -> tuple[Any, int]:
 # Ranks.
 
 
-def on_ranks(world: int, job: Callable[..., Any], sizes: Sizes, length: int, bucket: int) -> Step:
-    """The second step of ``job`` on ``world`` forked ranks, as rank 0 counted it.
-
-    Raises RuntimeError if a rank fails. This process must not have run backward itself, which
-    torch's autograd does not survive.
-    """
-    context = torch.multiprocessing.get_context("fork")
-    counted = context.SimpleQueue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fixed = (world, port, job, sizes, length, bucket, counted)
-    ranks = [context.Process(target=_rank, args=(rank, *fixed)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise RuntimeError(f"ranks ended with {[process.exitcode for process in ranks]}")
-    return counted.get()
-
-
-def _rank(rank, world, port, job, sizes, length, bucket, counted) -> None:
-    """One rank: never returns."""
-    code = 1
-    try:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world}
-        own = address | {"RANK": rank, "LOCAL_RANK": rank}
-        os.environ.update({key: str(value) for key, value in own.items()})
-        torch.set_num_threads(1)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
-        deepspeed.init_distributed("gloo", verbose=False)
-        step, found = job(sizes, bucket)
-        tokens = torch.randint(
-            0, sizes[0], (1, length), generator=torch.Generator().manual_seed(rank)
-        )
-        step(tokens)  # the first, in which ZeRO-3 learns the order of modules
-        found.rounds.clear()
-        note_calls(found.calls)
-        step(tokens)
-        found = found._replace(calls=list(found.calls))  # without those of the barrier
-        dist.barrier()
-        if rank == 0:
-            counted.put(found)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # torch sometimes aborts in the teardown of a gloo group
+def counted(job: Callable[..., Any], sizes: Sizes, length: int, bucket: int) -> Step:
+    """The second step of ``job`` on this rank."""
+    step, found = job(sizes, bucket)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(0, sizes[0], (1, length), generator=generator)
+    step(tokens)  # the first, in which ZeRO-3 learns the order of modules
+    found.rounds.clear()
+    note_calls(found.calls)
+    step(tokens)
+    return found._replace(calls=list(found.calls))  # without those of what comes later
 
 
 def note_calls(calls: list[Call]) -> None:

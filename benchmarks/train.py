@@ -59,6 +59,7 @@ class Job:
     dtype: str
     rounds: int
     runs: tuple[str, ...] = (ALONE, BARE, PLAIN, OURS, ADAMW)
+    zero: tuple[tuple[str, int], ...] = ()  # keys of "zero_optimization" beside the stage
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def engine_of(job: Job, run: str, device: torch.device) -> Any:
         "train_micro_batch_size_per_gpu": job.shape[0],
         "gradient_clipping": 0.0,
         "bf16": {"enabled": job.dtype == "bf16"},
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, **dict(job.zero)},
         "optimizer": OPTIMIZERS[run],
     }
     model = llama(MODELS[job.model], DTYPES[job.dtype], device)

@@ -33,6 +33,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from turns import Turns
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "data"
@@ -42,6 +43,8 @@ GPU = torch.cuda.is_available()
 # the steps of AdaLomo and Adafactor are relative to the size of the weights. Other optimizers take
 # the rate that ds_ext.rates has of them.
 LEARNING_RATES = {"lomo": 1e-2, "adalomo": 5e-4, "adafactor": 5e-4, "came": 2e-5}
+LEARNING_RATES |= {"deepspeed_adamw": 2e-4}
+MEASURED = 2  # the step, from 0, whose live bytes are counted: the state is there by then
 
 
 def options() -> argparse.Namespace:
@@ -60,12 +63,14 @@ def options() -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.0)
     # AdaLomo's authors do not clip: it bounds the RMS of each update itself.
     add("--max-grad-norm", type=float, default=0.0, help="clip to it, exactly (default: 0, do not)")
+    add("--evaluations", type=int, default=2, help="of the held-out loss, beside the first")
     add("--dtype", choices=("fp32", "bf16"), default="bf16" if GPU else "fp32")
     add("--model", help="Hugging Face model folder (default: SmolLM2-135M-Instruct)")
     add("--data", help=f"file that ends in {', '.join(text_data.KINDS)} (default: the Devil's)")
     add("--held-out", help="such a file to measure the loss on (default: a tenth of --data)")
     add("--prompt", help="what to ask before and after (default: the first held-out question)")
     add("--out", type=Path, help="folder of model and pictures (default: runs/OPTIMIZER)")
+    add("--turns", help=argparse.SUPPRESS)  # compare.py's: where to wait for the other run
     args = parser.parse_args()
     parts = args.ranks * args.accumulation
     if parts < 1 or args.batch % parts:
@@ -126,7 +131,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         use_cpu=not GPU,
         eval_on_start=True,
         eval_strategy="steps",
-        eval_steps=max(1, args.steps // 2),
+        eval_steps=max(1, args.steps // args.evaluations),
         prediction_loss_only=True,
         logging_steps=1,
         include_num_input_tokens_seen="non_padding",
@@ -139,19 +144,24 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
 
 
 class Progress(TrainerCallback):
-    """Draws a progress bar with the losses, and counts the seconds of the training steps alone."""
+    """Draws a progress bar with the losses; keeps each step's seconds, and live bytes of one."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.live = report.Live()
 
     def on_train_begin(self, args, state, control, **_):
         rank0 = state.is_world_process_zero
         self.bar = tqdm(total=state.max_steps, unit="step", disable=not rank0, ncols=80)
 
     def on_step_begin(self, args, state, control, **_):
+        if state.global_step == min(MEASURED, state.max_steps - 1):
+            self.live.begin()
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
-        self.seconds += time.perf_counter() - self.began
+        self.seconds.append(time.perf_counter() - self.began)
+        self.live.end()
         self.bar.update()
         control.should_evaluate |= state.global_step == state.max_steps
 
@@ -197,28 +207,26 @@ def train(args: argparse.Namespace) -> None:
         eval_dataset=held_out,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
-        callbacks=[progress],
+        callbacks=[Turns(args.turns), progress] if args.turns else [progress],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     peak = report.peak_memory()
     trainer.save_model()
-    result = report.measured(trainer, progress.seconds, peak)
+    result = report.measured(trainer, progress.seconds, progress.live, peak)
     if trainer.is_world_process_zero():
         report.save(result, args.out)
 
 
-def launch(args: argparse.Namespace) -> None:
-    """Starts this script again as `args.ranks` processes, and waits for them."""
+def start(options: list[str], ranks: int) -> subprocess.Popen:
+    """Starts this script with `options` as `ranks` processes."""
     environment = os.environ.copy()
     cores = os.cpu_count() or 1
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # ranks share cores: do not spin
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc_per_node={args.ranks}", *sys.argv]
-    code = subprocess.run(command, env=environment).returncode
-    if code:
-        raise SystemExit(code)
+    command = [*torchrun, f"--nproc_per_node={ranks}", __file__, *options]
+    return subprocess.Popen(command, env=environment)
 
 
 def be_quiet() -> None:
@@ -244,7 +252,8 @@ def main() -> None:
         f"Training {args.model.name} with {args.config.name} on {args.ranks} rank(s): "
         f"{args.steps} steps of {args.batch} sequences, {args.dtype}, on the {report.DEVICE}"
     )
-    launch(args)
+    if code := start(sys.argv[1:], args.ranks).wait():
+        raise SystemExit(code)
     after = report.answer(args.out, question)
     report.show(args.out, question, before, after, time.perf_counter() - began)
 

@@ -1,5 +1,6 @@
 """What the demo shows a person: what it measured, a generated text, and two pictures."""
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,8 @@ import text_data
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
+from ds_ext.planner.live import Watch
+
 GB = 1e9
 DEVICE = "GPU" if torch.cuda.is_available() else "CPU"
 MEMORY = "GPU memory" if torch.cuda.is_available() else "resident memory"
@@ -15,10 +18,10 @@ MEMORY = "GPU memory" if torch.cuda.is_available() else "resident memory"
 GREY, BLUE, ORANGE, GREEN, RED = "#c4c4c4", "#4477aa", "#ee8866", "#66aa77", "#cc3311"
 # The parts of a memory bar, from left to right.
 PARTS = {
-    "activations, buffers, libraries": GREY,
     "weights": BLUE,
-    "optimizer state": GREEN,
-    "gradients": ORANGE,
+    "optimizer state, buffers": GREEN,
+    "only within a step": ORANGE,
+    "libraries, allocator": GREY,
 }
 
 
@@ -34,39 +37,59 @@ def peak_memory() -> float:
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
-def tensor_bytes(value) -> int:
-    """Bytes of all tensors in nested dicts."""
-    if isinstance(value, dict):
-        return sum(tensor_bytes(part) for part in value.values())
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
+class Live:
+    """Bytes of this rank's tensors that are alive: before a step, and the most within it."""
+
+    before = most = 0
+
+    def begin(self) -> None:
+        """Begins to count, in the thread that runs the step."""
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+            return
+        there = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        self.watch = Watch(x for x in there if x.device.type == "cpu")
+        self.before = self.watch.now
+        self.watch.__enter__()
+
+    def end(self) -> None:
+        """Ends what has been begun, if it has."""
+        if self.before and not self.most:
+            if torch.cuda.is_available():
+                self.most = torch.cuda.max_memory_allocated()
+                return
+            self.watch.__exit__(None, None, None)
+            self.most = self.watch.most
 
 
 def adamw_bytes(elements: int, dtype: str, stage: int, ranks: int) -> dict[str, float]:
     """Bytes a rank would hold with AdamW under ZeRO `stage`: arithmetic, nothing is measured.
 
-    State is two fp32 moments and, where the weights are bf16, their fp32 copy.
+    State is two fp32 moments and, where the weights are bf16, their fp32 copy; and the gradients.
+    `examples/compare.py` measures it.
     """
     width, state = (2, 12) if dtype == "bf16" else (4, 8)
     return {
         "weights": width * elements / (ranks if stage >= 3 else 1),
-        "optimizer state": state * elements / (ranks if stage >= 1 else 1),
-        "gradients": width * elements / (ranks if stage >= 2 else 1),
+        "optimizer state, buffers": state * elements / (ranks if stage >= 1 else 1)
+        + width * elements / (ranks if stage >= 2 else 1),
     }
 
 
-def measured(trainer: Trainer, seconds: float, peak: float) -> dict:
+def measured(trainer: Trainer, seconds: list[float], live: Live, peak: float) -> dict:
     """What a run measured; to be called on every rank, of which the largest memory counts."""
     engine, history, args = trainer.model_wrapped, trainer.state.log_history, trainer.args
     params = list(trainer.model.parameters())
     elements = sum(getattr(p, "ds_numel", p.numel()) for p in params)
     stage, dtype = int(engine.zero_optimization_stage()), "bf16" if args.bf16 else "fp32"
     weights = sum(getattr(p, "ds_tensor", p).nbytes for p in params)
-    state = sum(tensor_bytes(s) for s in engine.optimizer.state.values())
-    fused = engine.optimizer.fused
-    kept = fused.kept_bytes() if fused.how.policy == "sharded" else 0
-    largest = torch.tensor([peak, weights, state, kept], dtype=torch.float64, device=args.device)
+    largest = torch.tensor(
+        [peak, weights, live.before, live.most], dtype=torch.float64, device=args.device
+    )
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-    peak, weights, state, kept = largest.tolist()
+    peak, weights, before, most = largest.tolist()
     return {
         "model": Path(trainer.model.name_or_path).name,
         "optimizer": type(engine.basic_optimizer).__name__,
@@ -75,12 +98,17 @@ def measured(trainer: Trainer, seconds: float, peak: float) -> dict:
         "dtype": dtype,
         "learning_rate": args.learning_rate,
         "steps": trainer.state.global_step,
+        "rows": args.train_batch_size * args.world_size * args.gradient_accumulation_steps,
         "train_loss": [(log["step"], log["loss"]) for log in history if "loss" in log],
         "held_out_loss": [(log["step"], log["eval_loss"]) for log in history if "eval_loss" in log],
-        "tokens_per_second": trainer.state.num_input_tokens_seen / seconds,
-        "seconds_per_step": seconds / trainer.state.global_step,
+        "seconds": seconds,
+        "tokens_per_second": trainer.state.num_input_tokens_seen / sum(seconds),
         "peak": peak,
-        "held": {"weights": weights, "optimizer state": state, "gradients": kept},
+        "live": {
+            "weights": weights,
+            "optimizer state, buffers": before - weights,
+            "only within a step": most - before,
+        },
         "adamw_computed": adamw_bytes(elements, dtype, stage, args.world_size),
     }
 
@@ -121,16 +149,18 @@ def show(folder: Path, asked: list[dict], before: str, after: str, seconds: floa
     """Prints the outcome of the run in `folder` and draws its pictures there."""
     r = json.loads((folder / "result.json").read_text())
     first, last = r["held_out_loss"][0][1], r["held_out_loss"][-1][1]
-    held, adamw = sum(r["held"].values()) / GB, sum(r["adamw_computed"].values()) / GB
+    live, adamw = r["live"], sum(r["adamw_computed"].values()) / GB
+    held = (live["weights"] + live["optimizer state, buffers"]) / GB
     print(f"""
 {title(r)}
 
   held-out loss  {first:.3f} before, {last:.3f} after {r["steps"]} steps
-  speed          {r["tokens_per_second"]:.0f} tokens/s, {r["seconds_per_step"]:.1f} s a step, \
-{seconds / 60:.1f} minutes in all
+  speed          {r["tokens_per_second"]:.0f} tokens/s, {sum(r["seconds"]) / r["steps"]:.1f} s a \
+step, {seconds / 60:.1f} minutes in all
   memory         {r["peak"] / GB:.2f} GB: peak {MEMORY} of a rank, measured. {held:.2f} GB of it
-                 are weights, gradients and optimizer state; AdamW would hold {adamw:.2f} GB
-                 of these (computed from the number of parameters)
+                 are held from step to step: weights, optimizer state, buffers. AdamW would
+                 hold {adamw:.2f} GB of weights, state and gradients (computed from the number
+                 of parameters; `make compare` measures it)
 
   asked          {asked[-1]["content"]}
   before         {before}
@@ -174,22 +204,34 @@ def draw_loss(r: dict, path: Path) -> Path:
 
 def draw_memory(r: dict, path: Path) -> Path:
     """The peak of a rank, and what it would be with AdamW's tensors in place of ours."""
-    rest = {"activations, buffers, libraries": r["peak"] - sum(r["held"].values())}
-    bars = {
-        f"{r['optimizer']}\n(measured)": rest | r["held"],
-        "AdamW\n(computed)": rest | r["adamw_computed"],
-    }
+    computed = bar(r | {"live": r["live"] | r["adamw_computed"]})
+    computed["libraries, allocator"] = bar(r)["libraries, allocator"]
     figure, axes = canvas(r)
-    left = dict.fromkeys(bars, 0.0)
+    bars(axes, {f"{r['optimizer']}\n(measured)": bar(r), "AdamW\n(computed)": computed})
+    axes.set_xlabel(f"peak {MEMORY} of a rank, GB (AdamW: the last two parts are as measured)")
+    figure.legend(ncols=4, loc="outside lower center", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def bar(r: dict) -> dict[str, float]:
+    """The parts of a run's peak; resident memory may lack what no one has written to."""
+    rest = max(0.0, r["peak"] - sum(r["live"].values()))
+    return r["live"] | {"libraries, allocator": rest}
+
+
+def bars(axes, shown: dict[str, dict[str, float]]) -> None:
+    """Draws bars of bytes by part, with their sums in GB."""
+    left = dict.fromkeys(shown, 0.0)
+    longest = max(sum(parts.values()) for parts in shown.values()) / GB
     for part, colour in PARTS.items():
-        widths = [bar.get(part, 0) / GB for bar in bars.values()]
-        axes.barh(list(bars), widths, 0.5, list(left.values()), color=colour, label=part)
-        left = {name: left[name] + width for name, width in zip(bars, widths, strict=True)}
+        widths = [parts[part] / GB for parts in shown.values()]
+        axes.barh(list(shown), widths, 0.5, list(left.values()), color=colour, label=part)
+        for row, (name, width) in enumerate(zip(shown, widths, strict=True)):
+            if width > 0.06 * longest:  # there is room
+                axes.text(left[name] + width / 2, row, f"{width:.2f}", ha="center", va="center")
+        left = {name: left[name] + width for name, width in zip(shown, widths, strict=True)}
     for row, total in enumerate(left.values()):
         axes.text(total, row, f" {total:.2f} GB", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlabel(f"peak {MEMORY} of a rank, GB (AdamW: the grey part is as measured above)")
-    figure.legend(ncols=4, loc="outside lower center", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    return path

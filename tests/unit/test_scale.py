@@ -214,7 +214,12 @@ def real_calls():
     for case in CASES:
         optimizer, stage, world = case
         real = comm.on_ranks(
-            world, lambda sizes, _, o=optimizer, s=stage: job(sizes, o, s), SMALL, 8, 0
+            world,
+            comm.counted,
+            lambda sizes, _, o=optimizer, s=stage: job(sizes, o, s),
+            SMALL,
+            8,
+            0,
         )
         found[case] = Counter((c.kind, c.nbytes) for c in comm.optimizers(real.calls))
     return found
