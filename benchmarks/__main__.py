@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).benchmark
-    if name in ("comm", "scale"):
+    if name in ("comm", "scale", "trends"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # counts are those of any device
     # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
     if not torch.cuda.is_available():

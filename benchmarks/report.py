@@ -122,14 +122,15 @@ def write(
     tables: Mapping[str, Sequence[Mapping[str, object]]],
     draw: "Callable[[Figure], None] | None",
     made: str | None = None,
-    folder: Path = RESULTS,
+    folder: Path | None = None,
 ) -> None:
     """Writes {folder}/{name}.md, and {name}.png if there is something to ``draw``; prints the path.
 
-    ``tables`` go by their headings. On a GPU its name is added to the files', so that results of
-    several machines stand side by side. ``made`` tells the machine, the command and the date, where
-    it is not this process that has measured.
+    The folder is ``RESULTS``, if no other is given. ``tables`` go by their headings. On a GPU its
+    name is added to the files', so that results of several machines stand side by side. ``made``
+    tells the machine, the command and the date, where it is not this process that has measured.
     """
+    folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     name += f"_{_gpu().lower().replace(' ', '-')}" if _gpu() else ""
     parts = [f"# {title}", text.strip()]

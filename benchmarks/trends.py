@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Measures the trends, and writes a page and a picture of each."""
-    report.RESULTS = args.out
     for name in args.of:
         TRENDS[name](args, QUICK if args.quick else FULL)
 
@@ -134,7 +133,9 @@ def of_parameters(args: argparse.Namespace, extent: Extent) -> None:
 
     tables = {"Seconds": seconds, "Most live bytes by parameters": nbytes}
     text = PARAMETERS.format(**vars(args))
-    report.write("trends_parameters", "Cost against parameters", text, tables, draw)
+    report.write(
+        "trends_parameters", "Cost against parameters", text, tables, draw, folder=args.out
+    )
 
 
 PARAMETERS = """
@@ -206,7 +207,7 @@ def of_ranks(args: argparse.Namespace, extent: Extent) -> None:
 
     tables = {"Real ranks": real, "Simulated ranks": counted}
     text = RANKS.format(**vars(args), **extent._asdict(), link=growth.LINK, bare=BARE)
-    report.write("trends_ranks", "Cost against ranks", text, tables, draw)
+    report.write("trends_ranks", "Cost against ranks", text, tables, draw, folder=args.out)
 
 
 def rounds_of(
@@ -288,7 +289,9 @@ def of_buckets(args: argparse.Namespace, extent: Extent) -> None:
     text = BUCKETS.format(
         **vars(args), **extent._asdict(), link=growth.LINK, among=AMONG, bare=BARE
     )
-    report.write("trends_buckets", "Cost against reduce_bucket_size", text, tables, draw)
+    report.write(
+        "trends_buckets", "Cost against reduce_bucket_size", text, tables, draw, folder=args.out
+    )
 
 
 BUCKETS = """
