@@ -60,7 +60,7 @@ def train(args: argparse.Namespace, further: list[str]) -> list[dict]:
     shared = ["ranks", "steps", "evaluations", "dtype"]
     both = [f"--{name}={getattr(args, name)}" for name in shared] + further
     store = turns.serve()
-    folders = [args.out / "adamw", args.out / args.optimizer]
+    folders = [args.out / Path(name).stem for name in (ADAMW, args.optimizer)]
     rates = [args.adamw_lr, args.lr]
     runs = []
     for run, optimizer in enumerate((str(ADAMW), args.optimizer)):
