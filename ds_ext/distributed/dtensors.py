@@ -246,8 +246,5 @@ def _group(param: "DTensor", lies: Lying) -> Group:
     """The group over which the sums of a parameter's parts are added up."""
     if len(lies.ranks) == 1:
         return None
-    if lies.dim is None:
-        group = groups.of_ranks(lies.ranks)
-    else:
-        group = param.device_mesh.get_group(lies.dim)
-    return groups.for_sums(group, param.device)
+    # Torch may hand out a mesh of before, whose groups were destroyed with the process group.
+    return groups.for_sums(groups.of_ranks(lies.ranks), param.device)

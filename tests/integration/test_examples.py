@@ -44,6 +44,13 @@ def test_a_loop_of_plain_pytorch(model, tmp_path):
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+def test_a_loop_with_fsdp2(model, tmp_path):
+    printed, other = worlds.run(2, example_jobs.run, "fsdp2.py", str(tmp_path), *options(model))
+    found = losses(printed)
+    assert len(found) == STEPS and found[-1] < found[0] - 0.1 and not losses(other)
+    assert (tmp_path / "out" / ".metadata").is_file()
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_weights_of_a_whole_one(model, tmp_path):
     job, name = example_jobs.run, "resume_after_kill.py"

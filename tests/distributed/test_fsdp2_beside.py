@@ -1,0 +1,63 @@
+"""FSDP2's own options, meshes of two dimensions and bf16, on real ranks."""
+
+import pytest
+import torch
+
+from ds_ext.optimizer import OPTIMIZERS
+from tests import worlds
+from tests.common import table
+from tests.common.authors import ordinary
+from tests.common.hypers import TRAINED
+from tests.distributed import fsdp2_beside
+from tests.distributed.fsdp2_beside import STEPS, WAYS
+
+
+@pytest.mark.supports("`MixedPrecisionPolicy`", stage="fsdp2", optimizer="AdamW")
+@pytest.mark.parametrize("way", WAYS)
+def test_adamw_is_torchs_whatever_fully_shard_is_told(way):
+    for off, in_backward in worlds.run(2, fsdp2_beside.differs, way):
+        assert off <= 1e-5
+        assert in_backward
+
+
+# One job for each mesh: torch hands out meshes of jobs before, whose groups are destroyed.
+CASES = [("hybrid", "came", "fused"), ("tensor", "adalomo", "clipped")]
+MEANT = {"hybrid": "HSDP, meshes of two dimensions", "tensor": "tensor parallelism (torch's)"}
+
+
+@pytest.mark.supports(lambda kind: MEANT[kind], stage="fsdp2", optimizer="rule")
+@pytest.mark.parametrize("kind, rule, how", CASES)
+def test_meshes_of_two_dimensions_equal_one_process(kind, rule, how):
+    hypers = TRAINED[rule] | {"weight_decay": 0.1}
+    first, *others = worlds.run(4, fsdp2_beside.spread, kind, rule, hypers, how)
+    model, norms = fsdp2_beside.Ladder(), []
+    hypers = dict(hypers)
+    group = {"params": list(model.parameters()), "weight_decay": hypers.pop("weight_decay")}
+    optimizer = ordinary(rule, [group], hypers)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = 4 if kind == "hybrid" else 2
+        torch.stack([model.loss(step, part) for part in range(parts)]).mean().backward()
+        bound = 0.2 if how == "clipped" else torch.inf
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)))
+        optimizer.step()
+    for n, p in model.named_parameters():
+        update = (p.detach() - first["before"][n]).norm()
+        resolution = STEPS * 2**-24 * p.detach().norm()
+        off = (first["after"][n] - p.detach()).norm()
+        assert off <= max(1e-5 * update, resolution) and update > 0, (n, off, update)
+        assert all(torch.equal(first["after"][n], got["after"][n]) for got in others)
+    if how != "plain":
+        assert first["norms"] == pytest.approx(norms, rel=1e-5) and max(norms) > 0.2
+
+
+@pytest.mark.supports("bf16 weights", stage="fsdp2", optimizer="LOMO")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks(ranks):
+    shapes = [(7, 5), (16, 12), (3,), (4, 3, 5), (1, 9)]
+    grads, weights = table.gradients(3, shapes), table.weights(shapes)
+    assert OPTIMIZERS["lomo"].hypers().weight_update == "stochastic"
+    alone = fsdp2_beside.rounded(grads, weights)
+    for got in worlds.run(ranks, fsdp2_beside.rounded, grads, weights):
+        assert all(map(torch.equal, got, alone))
+    assert not any(torch.equal(p, w.bfloat16()) for p, w in zip(alone, weights, strict=True))
