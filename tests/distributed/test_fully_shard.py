@@ -26,7 +26,8 @@ CASES = {
     for how in ("fused", "plain")
 }
 CASES["adalomo-sharded"] = Case("adalomo", HYPERS["adalomo"], "sharded")
-ALL = [(ranks, name) for ranks in (2, 3) for name in CASES]
+ALL = [(2, name) for name in CASES]
+ALL += [(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")]
 # Each rule once on two ranks, in turn inside backward and after it; cuts that are odd on three.
 QUICK = {(2, f"{rule}-{('fused', 'plain')[i % 2]}") for i, rule in enumerate(FOR_ALL)}
 QUICK |= {(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")}
@@ -93,7 +94,7 @@ ROLES = {
 @pytest.mark.parametrize(
     "ranks, name",
     params(
-        [(ranks, name) for ranks in (2, 3) for name in ROLES],
+        [(2, name) for name in ROLES],
         {(2, "APOLLO-fused"), (2, "APOLLO-Mini-plain"), (2, "ds_ext.Muon-fused")},
     ),
 )
@@ -197,22 +198,16 @@ def same(saved, loaded):
         assert torch.equal(value, loaded[key]) if is_tensor else value == loaded[key], key
 
 
-# Kept whole, by element, by row, in groups of 32 elements, beside 16-bit weights, and of a basis.
-RESUMED = {
-    "adalomo": {"lr": 0.01},
-    "adafactor": {"beta1": 0.9},  # a rate by the step count, which torch cannot set to 0
-    "came": {"lr": 1e-3},
-    "flashadamw": {"lr": 0.01},
-    "adamw": {"lr": 0.01, "weight_update": "master24"},
-    "galoreadamw": {"lr": 0.01, "rank": 3, "nbits": 32},
-}
-KEPT = [(rule, fused) for rule in RESUMED for fused in (True, False)]
+# Kept whole, by element, and in groups of 32 elements; a rate by the step count, which torch
+# cannot set to 0.
+RESUMED = {"flashadamw": {"lr": 0.01}, "adafactor": {"beta1": 0.9}}
+KEPT = [("flashadamw", True), ("adafactor", False)]
 
 
 @pytest.mark.supports(
     "`torch.distributed.checkpoint`, on other ranks", stage="fsdp2", optimizer="rule"
 )
-@pytest.mark.parametrize("rule, fused", params(KEPT, {("flashadamw", True), ("adafactor", False)}))
+@pytest.mark.parametrize("rule, fused", KEPT)
 def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_path):
     """2 -> 3 -> 1 ranks, against 2 that are not broken off."""
     hypers = RESUMED[rule]
@@ -229,6 +224,6 @@ def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_p
     for n, p in expected["after"].items():
         off += float((got["after"][n] - p).double().square().sum())
         square += float((p - expected["before"][n]).double().square().sum())
-    # codes of 8 bits, and the last of 24, jump where sums are added up in another order
-    close = 0.02 if rule in ("flashadamw", "adamw") else 1e-5
+    # codes of 8 bits jump where sums are added up in another order
+    close = 0.02 if rule == "flashadamw" else 1e-5
     assert square > 0 and off**0.5 <= close * square**0.5, (off / square) ** 0.5
