@@ -50,6 +50,7 @@ def row(name: str, rounds: int) -> dict[str, object]:
             began = time.perf_counter()
             for bucket in buckets:
                 optimizer.update(bucket, nothing)
+                optimizer.settle()
             seconds.append(time.perf_counter() - began)
         counts.clear()
         between: list[int] = []
@@ -62,6 +63,7 @@ def row(name: str, rounds: int) -> dict[str, object]:
             for bucket in buckets:
                 before = counts["launches"]
                 met += optimizer.update(bucket, reduce)
+                optimizer.settle()
                 ends = [before, *between, counts["launches"]]
                 counts["most"] = max(counts["most"], *(b - a for a, b in itertools.pairwise(ends)))
                 between.clear()

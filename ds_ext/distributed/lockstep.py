@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops.triton import launches
+from ds_ext.ops.triton import launches, memory
 
 Sums: TypeAlias = tuple[Tensor, ...]
 Rule = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
@@ -19,10 +19,21 @@ Flat = Generator[Tensor, Tensor, None]
 
 
 def lockstep(rules: Iterable[Rule]) -> Flat:
-    """Merges rules into one: yields all partial sums of a round, flat [n], takes their totals."""
+    """Merges rules into one: yields all partial sums of a round, flat [n], takes their totals.
+
+    Those of batches on a GPU lie side by side as it is, and are added up where they are.
+    """
     waiting = _advance_all((rule, None) for rule in rules)
     while waiting:
-        total = yield torch.cat([x.reshape(-1) for _, sums in waiting for x in sums])
+        partial = [x for _, sums in waiting for x in sums]
+        flat = memory.joined(partial)
+        if flat is not None:  # the sums are the totals, once these are there
+            total = yield flat
+            if total is not flat:
+                flat.copy_(total)
+            waiting = _advance_all(waiting)
+            continue
+        total = yield torch.cat([x.reshape(-1) for x in partial])
         answers = iter(total.split([x.numel() for _, sums in waiting for x in sums]))
         # Where a parameter is fp64, sums of others travel as fp64 too.
         waiting = _advance_all(

@@ -15,10 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds_ext.ops.formulas import Formula
 from ds_ext.ops.native.table import KNOWN, Table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Kept, Source
 from ds_ext.ops.triton import devices
+from ds_ext.ops.triton.known import KnownSums
 from ds_ext.ops.triton.passes import Table as KernelTable
 
 Pointers: TypeAlias = NDArray[np.int64]
@@ -137,11 +139,14 @@ class Weights:
     key: NDArray[np.uint32] | None = None  # [n]
     # Of two sums for each: on a CPU in fp64, which writing adds to; else in fp32, written to.
     measured: "Runs | Flat | None" = None
-    known: KnownSquares | None = None
+    known: "Known | None" = None
 
     def kept(self) -> Kept:
         """Returns what this is to a kernel: it has what a ``Kept`` has, of each."""
         return cast(Kept, self)
+
+
+Known: TypeAlias = KnownSquares | KnownSums  # on a CPU, on a GPU
 
 
 class Batch:
@@ -198,9 +203,19 @@ class Batch:
         """Itself: passes that need no rows and columns look at none."""
         return self
 
-    def rms(self, square_sum: Tensor) -> Tensor:
+    def rms(self, square_sum: Any) -> Any:
         """Returns the roots of the mean squares, [n], from sums over whole parameters, [n]."""
         return (square_sum / self.numel).sqrt()
+
+    def known(self) -> Known:
+        """Returns what is kept of sums of squares of weights, from step to step."""
+        if isinstance(self.own, KernelTable):
+            return self.own.known()
+        return KnownSquares(len(self))
+
+    def numbers(self, values: Tensor) -> Any:
+        """Returns numbers of each parameter, [n], as rules take them: passes compute on a GPU."""
+        return Formula.given(values) if devices.take(self.device) else values
 
 
 def new_table(

@@ -47,11 +47,10 @@ def on_batches(on_batch: Callable[..., Any]) -> Callable[[Op], Op]:
     return decorate
 
 
-def square_sums(runs: Sequence[Any], batch: Batch, like: Any) -> list[Tensor]:
+def square_sums(runs: Sequence[Any], batch: Batch, like: Any) -> list[Any]:
     """Sums of squares -> [n] each; of the weights too while something is read with them."""
     sources = [_source(x) for x in runs]
-    room = (_empty if batch.own.fills_sums else _new)(batch, len(runs) * len(batch))
-    totals = list(room.view(len(runs), -1).unbind())
+    totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
     if len(sources) == 2 and batch.own.adds_two and _same(*sources):
         _run("squares", batch, sources[1], out=_each(totals[1]), out2=_each(totals[0]))
         return totals
@@ -61,7 +60,7 @@ def square_sums(runs: Sequence[Any], batch: Batch, like: Any) -> list[Tensor]:
             known.are_wanted = True
         more = {"known": known} if known else {}
         _run("squares", batch, source, out=_each(total), **more)
-    return totals
+    return [batch.numbers(x) for x in totals]
 
 
 def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
@@ -145,8 +144,8 @@ def factors_(
     batch: Batch,
 ) -> tuple[Flat, Flat]:
     """Advances statistics by totals -> the factors of 1 / sqrt(v), as ``Flat``s."""
-    by_row = Flat(_empty(batch, batch.all_rows), batch.row_firsts)
-    by_col = Flat(_empty(batch, batch.all_cols), batch.col_firsts)
+    by_row = Flat(batch.own.scratch(batch.all_rows), batch.row_firsts)
+    by_col = Flat(batch.own.scratch(batch.all_cols), batch.col_firsts)
     firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
     totals = [Flat(x.contiguous(), at) for x, at in zip(sums, firsts, strict=False)]
     columns: dict[str, Any] = dict(zip(("in", "in2", "in3"), totals, strict=False))
@@ -157,8 +156,8 @@ def factors_(
 
 def unit_quotient(x: Any, batch: Batch, like: Any) -> Quotient:
     """x as a quotient whose factors are all 1."""
-    row = Flat(_empty(batch, batch.all_rows).fill_(1), batch.row_firsts)
-    col = Flat(_empty(batch, batch.all_cols).fill_(1), batch.col_firsts)
+    row = Flat(batch.own.scratch(batch.all_rows).fill_(1), batch.row_firsts)
+    col = Flat(batch.own.scratch(batch.all_cols).fill_(1), batch.col_firsts)
     return Quotient(x, cast(Tensor, row), cast(Tensor, col))
 
 
@@ -173,7 +172,7 @@ def normalize_columns(x: Any, sums: Tensor, least: Number, batch: Batch) -> Any:
 
 
 def _normalized(name: str, factor: Flat, sums: Tensor, least: Number, batch: Batch) -> Flat:
-    new = Flat(torch.empty_like(factor.values), factor.firsts)
+    new = Flat(batch.own.scratch(len(factor.values)), factor.firsts)
     totals = Flat(sums.contiguous(), factor.firsts)
     batch.whole.run(name, {"in": totals, "in2": factor, "out": new, "eps": least})
     return new
@@ -206,7 +205,7 @@ def advance_numbers_(
     row: Runs, col: Runs, squares: Tensor, eps: float, beta: float, batch: Batch
 ) -> Tensor:
     """Advances the statistics of matrices of one element -> the sums of x² / v, [n]."""
-    totals, given = _new(batch, len(batch)), Flat(squares.contiguous(), batch.firsts)
+    totals, given = batch.own.zeros(len(batch)), Flat(squares.contiguous(), batch.firsts)
     columns = {"row": row, "col": col, "in": given, "out": _each(totals)}
     batch.whole.run("numbers", {**columns, "share": 1 - beta, "eps": eps})
     return totals
@@ -321,13 +320,6 @@ def _each(total: Tensor) -> Flat:
 
 def _sums(batch: Batch, *sizes: int) -> Sequence[Tensor]:
     """Where a pass writes sums of these sizes: zeros, unless runs have a part in each of them."""
-    made = (_empty if batch.is_whole else _new)(batch, sum(sizes))
+    is_filled = batch.is_whole and batch.own.fills_whole_sums
+    made = (batch.own.scratch if is_filled else batch.own.zeros)(sum(sizes))
     return made.split(sizes)  # type: ignore[no-any-return]
-
-
-def _new(batch: Batch, n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.float32, device=batch.device)
-
-
-def _empty(batch: Batch, n: int) -> Tensor:
-    return torch.empty(n, dtype=torch.float32, device=batch.device)

@@ -20,10 +20,12 @@ from torch import Tensor
 from ds_ext import ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
-from ds_ext.ops.batch import Batch, Flat, KnownSquares, Runs, kind, may_join, stacked
+from ds_ext.ops.batch import Batch, Flat, Known, Runs, kind, may_join, stacked
+from ds_ext.ops.formulas import Formula
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import devices, launches
+from ds_ext.ops.triton import devices, launches, memory
+from ds_ext.ops.triton.memory import Memory
 from ds_ext.optimizer import expert_stacks, verdict
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class Group:
         self.row, self.pieces = row, pieces
         self.batch = Batch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.numbers = np.array([x.number for x in pieces], dtype=np.uint64)
-        self.known = None if devices.take(device) else KnownSquares(len(pieces))
+        self.known = self.batch.known()
 
 
 class Plan:
@@ -92,6 +94,7 @@ class Plan:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
         self.groups = [Group(row, pieces, device) for (row, *_), pieces in found.items()]
         self.rows = [optimizer.row_of[updates[i].param] for i in self.joined]
+        self.memory_sizes = [0, 0, 0]  # see ``Memory``: what steps of the bucket have used
 
     def fits(self, updates: Sequence["RunUpdate"], states: Sequence[State]) -> bool:
         """Whether it is still how these runs, of the same parameters, are stepped."""
@@ -161,9 +164,8 @@ class BatchedStep:
     def begin(self) -> lockstep.Rule:
         """Returns the rule's generator, which steps all of them."""
         p = weight_update.weights(self.runs, self.masters, self.rule, self.group.numbers, self.t)
-        if self.group.known is not None:
-            self.group.known.check(self.runs)
-            p = replace(p, known=self.group.known)
+        self.group.known.check(self.runs)
+        p = replace(p, known=self.group.known)
         if self.meter is not None:
             self.sums = [
                 self.meter.sums_of(self.group.row, run, self.updates[piece.at].num_replicas)
@@ -210,7 +212,7 @@ class BatchedStep:
             self.runs = Runs([])
         return bool(remaining)
 
-    def end(self, written: dict[KnownSquares, Runs]) -> None:
+    def end(self, written: dict[Known, Runs]) -> None:
         """Tells torch of the change, and notes what sums belong to the weights as they are now."""
         if self.totals is not None:
             alike: dict[int, list[int]] = {}
@@ -221,8 +223,7 @@ class BatchedStep:
                 self.sums[some[0]] += torch.stack([totals[i] for i in some]).sum(0)
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
-        if self.group.known is not None:
-            written[self.group.known] = self.runs
+        written[self.group.known] = self.runs
 
 
 class LoneStep:
@@ -270,12 +271,13 @@ class BucketStep:
         self.staged, self.optimizer, self.judge = staged, optimizer, judge
         self.alone = staged if plan is None else [staged[i] for i in plan.alone]
         self.batches: list[BatchedStep] = []
+        self.plan, self.memory = plan, _memory(plan, staged)
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
             of_groups = {i: optimizer.param_groups[i]["params"][0] for i in {*plan.rows}}
             rules = {i: optimizer.rule_of(param) for i, param in of_groups.items()}
-            with launches.together():
+            with memory.using(self.memory), launches.together():
                 weight_update.prepare_all(
                     [run.update.p for run in self.joined],
                     [run.state for run in self.joined],
@@ -293,6 +295,8 @@ class BucketStep:
 
     def _judged(self, step: BatchedStep | LoneStep) -> lockstep.Rule:
         """The rule of a step that its first round may end, where gradients are judged so."""
+        if self.memory is not None and isinstance(step, BatchedStep):
+            return _on_device(step.begin(), self.memory)
         if not self.judge.params:
             return step.begin()
         are_judged = {param in self.judge.params for param in step.params}
@@ -303,7 +307,7 @@ class BucketStep:
         """Stores what was stepped, after the rules have ended."""
         for batch in self.batches:
             batch.end(self.optimizer.written)
-        with launches.together() as next_parameter:
+        with memory.using(self.memory), launches.together() as next_parameter:
             weight_update.mark_all(
                 [run.update.p for run in self.joined], [run.state for run in self.joined]
             )
@@ -317,6 +321,38 @@ class BucketStep:
                 run.write_back(self.optimizer.offload)
             elif not self.optimizer.state[run.update.param]:
                 del self.optimizer.state[run.update.param]
+        if self.plan is not None and self.memory is not None:
+            self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
+
+
+def _memory(plan: Plan | None, staged: Sequence["StagedRun"]) -> Memory | None:
+    """Memory for the launches of a bucket on a GPU."""
+    device = staged[0].update.g.device if staged else None
+    if plan is None or device is None or not devices.take(device):
+        return None
+    return Memory(device, plan.memory_sizes)
+
+
+def _on_device(rule: lockstep.Rule, own: Memory) -> lockstep.Rule:
+    """A rule of a batch on a GPU, whose numbers are formulas, as a rule of tensors."""
+    sums = _next(rule, None, own)
+    while sums is not None:
+        totals = yield tuple(x.values if isinstance(x, Formula) else x for x in sums)
+        answers = (
+            Formula.given(total) if isinstance(x, Formula) else total
+            for x, total in zip(sums, totals, strict=True)
+        )
+        sums = _next(rule, tuple(answers), own)
+
+
+def _next(rule: Any, totals: tuple[Any, ...] | None, own: Memory) -> tuple[Any, ...] | None:
+    """What a rule asks for next, its launches taking their memory from the bucket's."""
+    with memory.using(own):
+        try:
+            sums: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)
+            return sums
+        except StopIteration:
+            return None
 
 
 def _take_back(state: State) -> None:

@@ -14,7 +14,7 @@ from ds_ext import hyperparams, ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.wrapped import refuse_flat
 from ds_ext.ops import weight_update
-from ds_ext.ops.batch import KnownSquares, Runs
+from ds_ext.ops.batch import Known, Runs
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
@@ -80,7 +80,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._plans = Plans()
         self._trials = Trials()
         self.whereabouts = plain_step.Whereabouts()
-        self.written: dict[KnownSquares, Runs] = {}
+        self.written: dict[Known, Runs] = {}
         super().__init__(params, self.check(hypers))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Compiles kernels for a GPU that need not be here: [[kernel, warps, constants], ...] on stdin.
+"""Compiles kernels for a GPU that need not be here: [[label, warps, constants], ...] on stdin.
 
 A process of its own: kernels that were imported for Triton's interpreter cannot be compiled.
 """
@@ -13,50 +13,67 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ds_ext.ops.triton import kernels, tables
+from ds_ext.ops.triton.specs import Spec
 
 TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
 EIGHT = (kernels.IS_ADAM8_STEP.value, kernels.IS_SIGN8_STEP.value)
 ARGUMENTS = {"table": "*i64", "count": "i32"}
+DIVIDES = {"factors", "clipped_factors", "weighed", "wide_weighed"}
+DIVIDES |= {"normalize", "normalize_whole_rows", "normalize_wide_rows"}
 
 
-def ptx(kernel: str, warps: int, constants: dict) -> str:
-    """The kernel's code for sm_90."""
-    function = getattr(kernels, kernel)
-    values = {
-        (function.arg_names.index(name),): TYPES.get(value, value)
-        for name, value in constants.items()
-    }
+def given(value):
+    """A constant as it was before it was written as JSON."""
+    if isinstance(value, dict):
+        return Spec(**{name: given(x) for name, x in value.items()})
+    return TYPES.get(value, value)
+
+
+def compiled(constants: dict, warps: int):
+    """A launch's kernel for sm_90."""
+    function = kernels.run
+    values = {(function.arg_names.index(name),): x for name, x in constants.items()}
     signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
     source = ASTSource(function, {name: signature[name] for name in function.arg_names}, values)
     target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options=tables.options(warps)).asm["ptx"]
+    return triton.compile(source, target=target, options=tables.options(warps))
+
+
+def faults(code: str, passes: list[Spec]) -> list[str]:
+    """What is wrong with code: what it has not rounded, and reads without vectors."""
+    found, names = [], {one.name for one in passes}
+    # what is written has the same bits everywhere: sums of squares may be divided roughly
+    rough = r"fma\.r" if names & DIVIDES else r"fma\.r|(?:div|sqrt)\.(?:full|approx)"
+    if re.search(rough, code):
+        found.append("adds what it has not rounded, or divides roughly")
+    aligned = [one.ALIGNED for one in passes if "ALIGNED" in one.fields]
+    if aligned and all(aligned):
+        short = sorted(set(re.findall(r"(?:ld|st)\.global\.b16", code)))
+        if names & {"mark", "mend", "mend_unmarked"}:
+            short = []  # marks, what is left where they differ
+        if any(one.fields.get("FORM") in EIGHT for one in passes):
+            short = []  # scales of 8 bits
+        if short or not re.search(r"ld\.global\.v4\.b32|cp\.async\.cg", code):
+            found.append(f"has no vectors {short}")
+    return found
 
 
 def main() -> int:
     """Writes what could not be compiled, and what has no vectors where runs are aligned."""
-    faults = 0
-    for kernel, warps, constants in json.load(sys.stdin):
+    count = 0
+    for label, warps, written in json.load(sys.stdin):
+        constants = {name: given(x) for name, x in written.items()}
+        passes = [one for kind in tables.kinds_of(constants) for one in tables.passes_of(kind)]
         try:
-            code = ptx(kernel, warps, constants)
+            code = compiled(constants, warps).asm["ptx"]
         except Exception as error:
-            print(kernel, constants, repr(error)[-2000:])
-            faults += 1
+            print(label, written, repr(error)[-2000:])
+            count += 1
             continue
-        # what is written has the same bits everywhere: sums of squares may be divided roughly
-        rough = (
-            r"fma\.r" if not kernel.endswith("apply") else r"fma\.r|(?:div|sqrt)\.(?:full|approx)"
-        )
-        if re.search(rough, code):
-            print(kernel, constants, "adds what it has not rounded, or divides roughly")
-            faults += 1
-        if constants.get("ALIGNED"):
-            short = sorted(set(re.findall(r"(?:ld|st)\.global\.b16", code)))
-            if kernel.startswith(("mark", "mend")) or constants.get("FORM") in EIGHT:
-                short = []  # marks, what is left where they differ, scales of 8 bits
-            if short or not re.search(r"ld\.global\.v4\.b32|cp\.async\.cg", code):
-                print(kernel, constants, "has no vectors", short)
-                faults += 1
-    return faults > 0
+        for fault in faults(code, passes):
+            print(label, written, fault)
+            count += 1
+    return count > 0
 
 
 if __name__ == "__main__":

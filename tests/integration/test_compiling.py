@@ -14,6 +14,7 @@ from ds_ext import ops
 from ds_ext.ops import edits
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import sizes, tables
+from ds_ext.ops.triton.specs import Spec
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate
@@ -33,20 +34,18 @@ WIDE = ((2, sizes.WIDEST + 16),), ((2, sizes.WIDEST + 1),)
 
 
 def asked_for(monkeypatch) -> list:
-    """What the optimizers ask for -> [[kernel, warps, constants], ...].
+    """What the optimizers ask for -> [[label, warps, constants], ...].
 
-    Of all, which would take minutes, as many as show each kernel with each value of a constant,
-    with each form of what is aligned or not, and with each way to keep each weight.
+    Of all, which would take minutes, as many as show each pass with each value of a constant, with
+    each form of what is aligned or not, and with each way to keep each weight.
     """
     found, seen = [], set()
 
-    def note(kernel, programs, held, count, constants, warps):
-        plain = {k: getattr(v, "value", getattr(v, "name", v)) for k, v in constants.items()}
-        pairs = [(name, name) for name in plain] + [("FORM", "ALIGNED"), ("WD", "KEPT")]
-        shown = {(kernel, a, plain.get(a), plain.get(b)) for a, b in pairs}
+    def note(label, programs, held, count, constants, warps):
+        shown = {pair for one in all_passes(constants) for pair in pairs_of(one)}
         if not shown <= seen:
             seen.update(shown)
-            found.append([kernel, warps, plain])
+            found.append([label, warps, constants])
 
     monkeypatch.setattr(tables, "start", note)
     paths.use(monkeypatch, "kernels")
@@ -64,6 +63,37 @@ def asked_for(monkeypatch) -> list:
     return found
 
 
+def all_passes(constants):
+    """The passes of all kinds of a launch."""
+    return [one for kind in tables.kinds_of(constants) for one in tables.passes_of(kind)]
+
+
+def pairs_of(one):
+    """What a pass shows: each constant's value, and some two together."""
+    named = {key: repr(x) for key, x in one.fields.items() if key not in ("name", "then")}
+    pairs = [(key, key) for key in named] + [("FORM", "ALIGNED"), ("WD", "KEPT")]
+    return [(one.name, a, named.get(a), named.get(b)) for a, b in pairs]
+
+
+def plain(value):
+    """A constant as JSON may have it: a dtype by its name."""
+    if isinstance(value, Spec):
+        return {name: plain(x) for name, x in value.fields.items()}
+    return getattr(value, "name", value)
+
+
+def one_of_each(asked):
+    """Each pass alone, aligned if there is such a one, and the largest launch of several."""
+    single = {}
+    for label, warps, constants in asked:
+        for one in all_passes(constants):
+            if one.name not in single or one.fields.get("ALIGNED"):
+                alone = Spec(**one.fields | {"then": None})
+                kinds = Spec(number=0, passes=alone, rest=None)
+                single[one.name] = [label, warps, constants | {"PASSES": 1, "KINDS": kinds}]
+    return [*single.values(), max(asked, key=lambda one: len(one[0]))]
+
+
 def step(name, dtype, mode, shapes, meter=None):
     """Two steps, whose kernels do nothing; ranks hold parts of rows of the last matrix."""
     params = [torch.nn.Parameter(torch.ones(s, dtype=dtype)) for s in (*shapes, shapes[0])]
@@ -79,27 +109,29 @@ def step(name, dtype, mode, shapes, meter=None):
         ]
         with torch.no_grad():
             optimizer.update(updates, lambda total: None)
+            optimizer.settle()
 
 
 @pytest.mark.parametrize("which", params(["one", "every"], []))
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypatch, tmp_path):
     """Every variant of every kernel, or one of each, where there is one of aligned runs."""
     asked = asked_for(monkeypatch)
-    if which == "one":
-        asked.sort(key=lambda one: one[2].get("ALIGNED", False))
-        asked = list({one[0]: one for one in asked}.values())
-    assert {kernel for kernel, _, _ in asked} == {
+    assert {one.name for *_, constants in asked for one in all_passes(constants)} == {
         *("squares", "statistics", "weighed", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors", "mark", "mend", "mend_unmarked"),
         *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighed"),
-        "measured_apply",
+        *("measured_apply", "noting_apply", "recall"),
     }
+    if which == "one":
+        asked = one_of_each(asked)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.compile_kernels"],
         cwd=Path(__file__).parents[2],
         env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
-        input=json.dumps(asked),
+        input=json.dumps(
+            [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]
+        ),
         capture_output=True,
         text=True,
     )

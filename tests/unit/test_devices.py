@@ -88,7 +88,7 @@ class Function:
 def test_compiled_kernels_are_kept(monkeypatch):
     """By what Triton compiles another for: constants, device, a count of 1 or a multiple of 16."""
     function = Function()
-    monkeypatch.setattr(tables._kernels(), "apply", function)
+    monkeypatch.setattr(tables._kernels(), "run", function)
     monkeypatch.setattr(tables, "_compiled", {})
     named, other = ({"TC": 128, "COUNT": count, "FORM": "IS_RUN"} for count in (16, 32))
     table = torch.zeros(4, dtype=torch.int64)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.host_gpu import Calls
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import devices, tables, waiting
@@ -85,6 +86,68 @@ def test_the_host_reads_nothing_and_copies_once_a_round(name, monkeypatch):
         updates = updates_of(weights, [torch.ones_like(p) for p in weights], 2)
         optimizer.update(updates, lambda total: rounds.append(total))
     assert 0 < len(copies) <= len(rounds) + 1
+
+
+# Launches of a step of matrices of several widths, and vectors; most operations of torch.
+FEW = {"lomo": (1, 3), "adamw": (1, 3), "adalomo": (4, 5), "adafactor": (4, 5), "lamb": (3, 5)}
+FEW |= {"came": (7, 6)}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_bucket_takes_few_launches_and_operations_of_torch(name, monkeypatch):
+    launched = []
+    paths.use(monkeypatch, "ops")
+    monkeypatch.setattr(devices, "DEVICES", {"meta"})
+    monkeypatch.setattr(tables, "start", lambda label, *_: launched.append(label))
+    shapes = ((4096, 4096), (1024, 11008), (4096,), (32000, 4096))
+    weights = [nn.Parameter(torch.ones(s, device="meta", dtype=torch.bfloat16)) for s in shapes]
+    optimizer = OPTIMIZERS[name](weights, lr=None if name == "adafactor" else 0.1)
+    updates = updates_of(weights, weights, 2)
+    for _ in range(3):
+        launched.clear()
+        with Calls() as calls:
+            optimizer.update(updates, lambda total: None)
+            optimizer.settle()
+    assert (len(launched), calls.made) == FEW[name], launched
+
+
+@pytest.mark.parametrize("name, way", [("adalomo", WAYS[1]), ("adafactor", WAYS[2])])
+def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
+    name, way, monkeypatch
+):
+    """By an operation of torch, or past its version counters: all weights are read again then."""
+    dtype, mode = way
+    shapes, stepped = ((40, 160), (300,)), []
+    for path in ("kernels", "ops"):
+        paths.use(monkeypatch, path)
+        launched = []
+        start = tables.start
+        monkeypatch.setattr(
+            tables,
+            "start",
+            lambda label, *of, to=launched, by=start: (to.append(label), by(label, *of)),
+        )
+        weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
+        optimizer = OPTIMIZERS[name](weights, **SIMULATED[name], weight_update=mode)
+        reads = []
+        for i, grads in enumerate(table.gradients(5, shapes, dtype)):
+            launched.clear()
+            for p, g in zip(weights, grads, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+            reads.append(" | ".join(launched))
+            with torch.no_grad():
+                for p in weights:
+                    if i == 1:
+                        p.mul_(3.0)
+                    if i == 3:
+                        p.data.mul_(3.0)  # which no counter tells
+        monkeypatch.setattr(tables, "start", start)
+        stepped.append([p.detach().float() for p in weights])
+        if path == "kernels":
+            assert ["recall" in labels for labels in reads] == [False, True, False, True, True]
+    for a, b, w in zip(*stepped, table.weights(shapes, dtype), strict=True):
+        assert (a - b).norm() <= 2e-2 * (b - w).norm()
 
 
 def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):

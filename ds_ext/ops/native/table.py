@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ds_ext.ops.native import library
 
@@ -73,7 +74,7 @@ class Table:
     """
 
     adds_two = True  # squares of weights, and of what is read with them, in one pass
-    fills_sums = False  # also where runs are empty
+    fills_whole_sums = True  # passes over whole parameters write all of their sums
 
     def __init__(
         self, geometries: Sequence[tuple[int, int, int, int, int]], firsts: Sequence[int]
@@ -85,6 +86,14 @@ class Table:
         self.set(**dict(zip(("start", "n", "mats", "rows", "cols"), columns, strict=True)))
         self.set(first=np.array(firsts, dtype=np.int64))
         self._numbers: dict[str, float] = {}  # what columns were set to that have one number
+
+    def scratch(self, n: int) -> Tensor:
+        """Returns memory for n numbers, [n] in fp32."""
+        return torch.empty(n, dtype=torch.float32, device="cpu")
+
+    def zeros(self, n: int) -> Tensor:
+        """Returns sums of nothing yet, [n] in fp32."""
+        return torch.zeros(n, dtype=torch.float32, device="cpu")
 
     def set(self, **columns: Any) -> None:
         """Fills columns, each by an array or tensor [n], or by one number."""

@@ -61,7 +61,8 @@ def square_sums(runs: Sequence[Any], shard: Shard, like: Any) -> Any:
     """Makes the pass of ``ops.square_sums``."""
     if not all(_reads(source_of(x), like, shard) for x in runs):
         return NotImplemented
-    return [x.view(()) for x in batched.square_sums(runs, _alone(shard, like.device), like)]
+    found = batched.square_sums(runs, _alone(shard, like.device), like)
+    return [x.values.view(()) for x in found]
 
 
 def matrix_square_sums(x: Any, shard: Shard, like: Any) -> Any:

@@ -2,16 +2,20 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops.triton import folds, sizes, tiles, waiting
-from ds_ext.ops.triton.columns import AT, NUMBERS
+from ds_ext.ops.formulas import Formula
+from ds_ext.ops.triton import folds, memory, sizes, tiles, waiting
+from ds_ext.ops.triton.columns import AT, FORMULAS, GIVEN, NUMBERS
 from ds_ext.ops.triton.folds import Fold, Parts
+from ds_ext.ops.triton.known import KnownSums
+from ds_ext.ops.triton.memory import Addresses
+from ds_ext.ops.triton.specs import Spec
 from ds_ext.ops.triton.tables import Constants, HostNumber, Launch
 from ds_ext.ops.triton.tiles import Geometry, Numbers, Tiles
 
@@ -49,8 +53,14 @@ class Read:
     def constants(self) -> Constants:
         """How anything is read: see ``value_of`` in kernels/values.py."""
         how, dtype = self.kept or ("PLAIN", torch.float32)
-        more = (("DECAYS", self.decays), ("WD", DTYPES[dtype]), ("KEPT", how))
+        more: Constants = (("DECAYS", self.decays), ("WD", DTYPES[dtype]), ("KEPT", how))
+        more = (*more, ("SCALED", None), ("DECAYED", None))
         return (("FORM", self.form), *self.run, *more)
+
+    @property
+    def only_sums(self) -> bool:
+        """Whether to read it changes nothing."""
+        return not self.form.endswith("_STEP") and self.form != "IS_RESIDUAL"
 
 
 class Table:
@@ -63,7 +73,7 @@ class Table:
     """
 
     adds_two = False  # squares of weights, and of what is read with them, in one pass
-    fills_sums = True  # also where runs are empty
+    fills_whole_sums = False  # sums lie beside those that are not filled
 
     def __init__(
         self,
@@ -89,9 +99,17 @@ class Table:
         """Makes a pass: see that of ``native.table.Table``.
 
         What has addresses is an object with ``pointers``, [n]; a number is one of the host, an
-        array of them [n], or a tensor on the device, [n] or of one number for all.
+        array of them [n], a tensor on the device, [n] or of one number for all, or a formula.
         """
         PASSES[name](self, Read(columns, form, dtype, kept, decays))
+
+    def scratch(self, n: int) -> Tensor:
+        """Returns memory for n numbers, [n] in fp32."""
+        return memory.current(self.device).scratch(n)
+
+    def zeros(self, n: int) -> Tensor:
+        """Returns sums of nothing yet, [n] in fp32."""
+        return memory.current(self.device).sums(n)
 
     @functools.cached_property
     def flat(self) -> Tiles:
@@ -107,6 +125,23 @@ class Table:
     def by_strip(self) -> Tiles:
         """Tiles that are as wide as the rows."""
         return tiles.by_strip(self.geometry)
+
+    @functools.cached_property
+    def written(self) -> str:
+        """The name of the tiles that leave sums of squares of new weights."""
+        return "flat" if (self.geometry.rows == 1).all() else "by_matrix"
+
+    def known(self) -> KnownSums:
+        """Returns what is kept of sums of squares of new weights, from step to step."""
+        return KnownSums(self.sums[self.written][0], self.device)
+
+    @functools.cached_property
+    def recalled(self) -> Tiles:
+        """A program for each parameter, which looks through those tiles."""
+        at: Tiles = getattr(self, self.written)
+        rows = at.rows.copy()
+        rows[:, AT["total"]] = at.programs
+        return replace(at, rows=rows, programs=np.ones_like(at.programs))
 
     @functools.cached_property
     def by_group(self) -> Tiles:
@@ -152,17 +187,14 @@ class Table:
         Where tiles are as wide as rows, one for each width, and another kernel for rows that are
         wider than tiles. For a parameter's bits must not depend on those that are beside it.
         """
-        rows, numbers = self._filled(at, columns)
+        rows, numbers, formulas = self._filled(at, columns)
         alive = list(columns.values())
-        kinds = at.kinds(rows[:, vectors])
-        for kind, own in kinds:
-            some, programs = numbers, at.programs
+        for kind, own in at.kinds(rows[:, vectors]):
+            rows_of, programs, some, chosen = rows, at.programs, numbers, None
             if len(own) < self.n:
-                rows_of, programs = rows[own], programs[own]
+                rows_of, programs, chosen = rows[own], programs[own], own
                 some = {k: x if isinstance(x, float) else x[own] for k, x in numbers.items()}
-            else:
-                rows_of = rows
-            named = constants
+            named: Constants = tuple((k, formulas.get(k, value)) for k, value in constants)
             if kind.aligned is not None:
                 named = (*named, ("ALIGNED", kind.aligned))
             name = kernel
@@ -170,24 +202,41 @@ class Table:
                 named = (*named, ("TC", kind.width))
             elif at.widths is not None:
                 name = OF_WIDE_ROWS[kernel]
-            yield Launch(name, named, self.device, rows_of, programs, some, alive)
+            where = memory.current(self.device)
+            yield Launch(name, named, where, at, chosen, rows_of, programs, some, alive)
 
-    def _filled(self, at: Tiles, columns: Columns) -> tuple[Numbers, dict[str, HostNumber]]:
-        """The rows of a table, and the numbers of columns that the host has."""
+    def _filled(
+        self, at: Tiles, columns: Columns
+    ) -> tuple[Numbers, dict[str, HostNumber], dict[str, Spec]]:
+        """The rows of a table, the numbers of columns that the host has, formulas of others."""
         rows = at.rows.copy()
         numbers: dict[str, HostNumber] = {}
+        formulas: dict[str, Spec] = {}
+        given: list[Tensor | float] = []
         for name, value in columns.items():
             if hasattr(value, "pointers"):
                 rows[:, AT[name]] = value.pointers
             elif name not in NUMBERS:
                 rows[:, AT[name]] = value
+            elif isinstance(value, Formula):
+                formulas[FORMULAS[name]] = _spec(value.taken_apart(given))
             elif isinstance(value, float | int | np.ndarray):
                 numbers[name] = value if isinstance(value, np.ndarray) else float(value)
             else:
-                assert value.dtype == torch.float32 and value.is_contiguous()
-                own = 4 * np.arange(self.n) if value.numel() == self.n else 0
-                rows[:, AT[name]] = value.data_ptr() + own
-        return rows, numbers
+                rows[:, AT[name]] = self._addresses(value)
+        assert len(given) <= GIVEN, "a formula of more numbers than a pass takes"
+        for i, value in enumerate(given):
+            if isinstance(value, Tensor):
+                rows[:, AT[f"given{i}"]] = self._addresses(value)
+            else:
+                numbers[f"given{i}"] = float(value)
+        return rows, numbers, formulas
+
+    def _addresses(self, number: Tensor) -> Numbers | int:
+        """Where a number is, of each parameter or of all."""
+        assert number.dtype == torch.float32 and number.is_contiguous()
+        first = number.data_ptr()
+        return first + 4 * np.arange(self.n) if number.numel() == self.n else first
 
     def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
         """The launch that adds up ``part`` to what has the addresses of ``out``."""
@@ -195,36 +244,44 @@ class Table:
         rows = fold.tiles.rows.copy()
         rows[:, AT["part"]] = part.data_ptr() + fold.parts
         rows[:, AT["out"]] = out.pointers[fold.owners].astype(np.int64) + fold.outs
-        return Launch("fold", (), self.device, rows, fold.tiles.programs, {}, [part, out])
+        where = memory.current(self.device)
+        programs = fold.tiles.programs
+        return Launch("fold", (), where, fold.tiles, None, rows, programs, {}, [part, out])
 
-    def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, "Addresses"]:
+    def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
         """Memory for what tiles leave, and where each parameter's is."""
-        part = torch.empty(how[0].total, dtype=torch.float32, device=self.device)
+        part = self.scratch(how[0].total)
         return part, Addresses(part, how[0].starts)
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """Places in a tensor, which it keeps alive."""
-
-    values: Tensor
-    starts: Numbers  # bytes
-
-    @property
-    def pointers(self) -> Numbers:
-        """Where each is in memory, [n]."""
-        return self.values.data_ptr() + self.starts
+@functools.cache
+def _spec(structure: Any) -> Spec:
+    """A formula without its numbers, as ``Formula.taken_apart`` gives it, for a kernel."""
+    name, *of = structure
+    if name != "given":
+        of = [*map(_spec, of)]
+    return Spec(name=name, **dict(zip("abc", [*of, None, None], strict=False)))
 
 
 def _squares(table: Table, read: Read) -> None:
+    known: KnownSums | None = read.columns.get("known")
+    if known is not None and known.are_valid:
+        columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
+        made = table.launches(
+            "recall", read.constants, table.recalled, {**columns, **known.columns}
+        )
+        waiting.ask((), made, only_sums=True)
+        return
     name = table.tiles_of(read)
     how = table.sums[name]
     part, places = table.room(how)
-    columns = {k: v for k, v in read.numbers.items() if k != "out"}
-    made = table.launches(
-        "squares", read.constants, getattr(table, name), {**columns, "part": places}
-    )
-    waiting.ask(made, [table.folded(how, part, read.columns["out"])])
+    columns = {k: v for k, v in read.numbers.items() if k not in ("out", "known")}
+    columns["part"] = places
+    # updates of vectors, which are small, have the warps of whole rows, to be in one launch
+    warps = sizes.WIDE_WARPS if read.form == "IS_VECTOR" else None
+    constants = (*read.constants, ("WARPS", warps))
+    made = table.launches("squares", constants, getattr(table, name), columns)
+    waiting.ask(made, [table.folded(how, part, read.columns["out"])], read.only_sums)
 
 
 def _statistics(table: Table, read: Read) -> None:
@@ -235,11 +292,12 @@ def _statistics(table: Table, read: Read) -> None:
     made = table.launches("statistics", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
     folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
-    waiting.ask(made, folded)
+    waiting.ask(made, folded, read.only_sums)
 
 
 def _weighed(table: Table, read: Read) -> None:
-    _over_strips(table, read, "weighed", {"out2": "part", "out3": "part2"}, {"eps": "b"})
+    outs = {"out2": "part", "out3": "part2"}
+    _over_strips(table, read, "weighed", outs, {"eps": "b"}, only_sums=True)
 
 
 def _normalize_whole_rows(table: Table, read: Read) -> None:
@@ -254,6 +312,7 @@ def _over_strips(
     kernel: str,
     outs: Mapping[str, str],
     renamed: Mapping[str, str],
+    only_sums: bool = False,
     **more: Any,
 ) -> None:
     """A pass over whole rows, which leaves parts of the sums ``outs`` over columns."""
@@ -267,7 +326,7 @@ def _over_strips(
             columns[renamed.get(name, name)] = value
     del columns["scale"]
     made = table.launches(kernel, read.run, table.by_strip, columns)
-    waiting.ask(made, folded)
+    waiting.ask(made, folded, only_sums)
 
 
 def _factors(table: Table, read: Read) -> None:
@@ -301,14 +360,24 @@ def _advance(table: Table, read: Read, kernel: str) -> None:
 def _apply(table: Table, read: Read) -> None:
     name = table.tiles_of(read)
     at, columns = getattr(table, name), dict(read.numbers)
-    measured = columns.pop("measured", None)
+    constants = (*read.constants, ("RATE", None))
+    measured, known = columns.pop("measured", None), columns.pop("known", None)
+    notes = known is not None and name == table.written
+    if notes:
+        columns |= known.columns
+        known.are_noted = True
     if measured is None:
-        waiting.ask(table.launches("apply", read.constants, at, columns))
+        kernel = "noting_apply" if notes else "apply"
+        waiting.ask(table.launches(kernel, constants, at, columns))
         return
     how = table.sums[name]
-    (moved, columns["part"]), (held, columns["part2"]) = table.room(how), table.room(how)
-    made = table.launches("measured_apply", read.constants, at, columns)
+    moved, columns["part"] = table.room(how)
+    if not notes:
+        columns["part2"] = table.room(how)[1]
+    constants = (*constants, ("NOTED", notes))
+    made = table.launches("measured_apply", constants, at, columns)
     second = Addresses(measured.values, 4 * (measured.firsts + 1))
+    held = columns["part2"].values
     folded = [table.folded(how, moved, measured), table.folded(how, held, second)]
     waiting.ask(made, folded)
 
@@ -330,9 +399,11 @@ def _mend(table: Table, read: Read) -> None:
             ("mend", one.constants, marked),
             ("mend_unmarked", one.constants[1:], ~marked & is_split),
         ):
-            rows, programs = one.rows[own], one.programs[own]
             if own.any():
-                waiting.ask([Launch(kernel, constants, one.device, rows, programs, {}, one.alive)])
+                some = {"rows": one.rows[own], "programs": one.programs[own]}
+                at = np.arange(len(own)) if one.own is None else one.own
+                named = {"kernel": kernel, "constants": constants, "own": at[own]}
+                waiting.ask([replace(one, **named, **some)])
 
 
 PASSES: dict[str, Callable[[Table, Read], None]] = {

@@ -20,17 +20,16 @@ from ds_ext.ops.triton.kernels.table import (
     V,
     X,
     number,
-    parameter_of,
     pointer,
 )
 
 
 @triton.jit
-def factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr):
+def factors(t, tile, P: tl.constexpr):
     """Statistics row and col advanced, of all matrices of a parameter; out ← 1 / sqrt(row / its
     mean), v ← 1 / sqrt(col).
     """
-    t, _ = parameter_of(table, count, COUNT)
+    TC: tl.constexpr = P.TC
     for mat in range(0, tl.load(t + MATS)):
         _advance_rows(t, mat, TC)
         for c in range(0, tl.load(t + COLS), TC):
@@ -38,9 +37,9 @@ def factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr):
 
 
 @triton.jit
-def clipped_factors(table, count, COUNT: tl.constexpr, TC: tl.constexpr):
+def clipped_factors(t, tile, P: tl.constexpr):
     """The same, and out · bound / RMS where that is less than 1, of which x has weighed sums."""
-    t, _ = parameter_of(table, count, COUNT)
+    TC: tl.constexpr = P.TC
     mats = tl.load(t + MATS)
     squares = tl.zeros([TC], dtype=tl.float32)
     for mat in range(0, mats):

@@ -10,29 +10,28 @@ from ds_ext.ops.triton.kernels.table import (
     N,
     W,
     hinted,
-    parameter_of,
     pointer,
     vectors,
 )
 
 
 @triton.jit
-def mark(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
-):
+def mark(t, tile, P: tl.constexpr):
     """out ← the marks of a 16-bit run w."""
-    t, tile = parameter_of(table, count, COUNT)
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
     _, _, _, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
     tl.store(pointer(t, OUT, tl.int16) + group, found, mask=has)
 
 
 @triton.jit
-def mend(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    AD: tl.constexpr,
-):  # fmt: skip
+def mend(t, tile, P: tl.constexpr):
     """aux, of dtype AD, ← 0 where w was changed: edits.mend_. It is read only where it may be."""
-    t, tile = parameter_of(table, count, COUNT)
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    AD: tl.constexpr = P.AD
     bits, e, ok, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
     size = bits.to(tl.int32) & 0x7FFF
     at = vectors(t, AUX, AD, ALIGNED) + e
@@ -48,11 +47,11 @@ def mend(
 
 
 @triton.jit
-def mend_unmarked(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
-):
+def mend_unmarked(t, tile, P: tl.constexpr):
     """The same of a split state without marks: aux ← 0 where the pair stands for no number."""
-    t, tile = parameter_of(table, count, COUNT)
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
     bits, e, ok, _, _, _ = _hashed(t, tile, TR, TC, ALIGNED)
     size = bits.to(tl.int32) & 0x7FFF
     at = vectors(t, AUX, tl.int16, ALIGNED) + e

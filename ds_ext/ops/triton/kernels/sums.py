@@ -30,7 +30,6 @@ from ds_ext.ops.triton.kernels.table import (
     elements_of,
     hinted,
     number,
-    parameter_of,
     pointer,
     rows_of,
     vectors,
@@ -41,21 +40,19 @@ LARGEST_FACTOR = tl.constexpr(1e18)  # normalize.LARGEST
 
 
 @triton.jit
-def statistics(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
-    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
+def statistics(t, tile, P: tl.constexpr):
     """Leaves sums of squares over the columns of a tile in part, [across, row tiles · TR], and
     over its rows in part2, [row tiles, cols].
     """
-    t, tile = parameter_of(table, count, COUNT)
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
     cols = hinted(tl.load(t + COLS), ALIGNED)
     across = tl.cdiv(cols, TC)
     down, over = tile // across, tile % across
     mat, r, has_row = rows_of(t, down, TR)
     e, ok, j = elements_of(t, mat, r, has_row, over * TC, TC, ALIGNED)
-    u = value_of(t, e, ok, mat, r, has_row, j, TR, TC, ALIGNED, FORM, XD, BOUNDED, DECAYS, WD, KEPT)
+    u = value_of(t, e, ok, mat, r, has_row, j, P)
     square = u * u
     row = pointer(t, PART, tl.float32) + over * tl.load(t + HEIGHT) + down * TR + tl.arange(0, TR)
     tl.store(row, tl.sum(square, axis=1))
@@ -64,10 +61,7 @@ def statistics(
 
 
 @triton.jit
-def weighed(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    XD: tl.constexpr, BOUNDED: tl.constexpr, STRIP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def weighed(t, tile, P: tl.constexpr):
     """Sums of squares over whole rows, to out; and over the rows of a strip, in part, and of those
     divided by their row's new statistic, before + share · (sum / cols + b − before), in part2: both
     [strips, cols]. Of a run IS_RUN.
@@ -75,7 +69,13 @@ def weighed(
     A row is no wider than a tile: it is read once. The loop reads no table: what it loads first
     would use up the stages.
     """
-    t, tile = parameter_of(table, count, COUNT)
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    XD: tl.constexpr = P.XD
+    BOUNDED: tl.constexpr = P.BOUNDED
+    STRIP: tl.constexpr = P.STRIP
+    STAGES: tl.constexpr = P.STAGES
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
@@ -106,16 +106,19 @@ def weighed(
 
 
 @triton.jit
-def normalize_whole_rows(
-    table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    XD: tl.constexpr, BOUNDED: tl.constexpr, STRIP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def normalize_whole_rows(t, tile, P: tl.constexpr):
     """To out, before · a / max(norm, b) for each whole row of x · col, whose norm is times before;
     and the sums of the squares of out · x · col over the rows of a strip, in part, [strips, cols].
 
     As ``weighed``, it reads a row once.
     """
-    t, tile = parameter_of(table, count, COUNT)
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    XD: tl.constexpr = P.XD
+    BOUNDED: tl.constexpr = P.BOUNDED
+    STRIP: tl.constexpr = P.STRIP
+    STAGES: tl.constexpr = P.STAGES
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
@@ -144,9 +147,9 @@ def normalize_whole_rows(
 
 
 @triton.jit
-def normalize(table, count, COUNT: tl.constexpr, TC: tl.constexpr):
+def normalize(t, tile, P: tl.constexpr):
     """out ← v · a / max(sqrt(x), b), n of each: factors that bring norms to a, of sums x."""
-    t, tile = parameter_of(table, count, COUNT)
+    TC: tl.constexpr = P.TC
     at = tile * TC + tl.arange(0, TC)
     has = at < tl.load(t + N)
     sums = tl.load(pointer(t, X, tl.float32) + at, mask=has, other=1.0)
@@ -158,11 +161,12 @@ def normalize(table, count, COUNT: tl.constexpr, TC: tl.constexpr):
 
 
 @triton.jit
-def fold(table, count, COUNT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
+def fold(t, tile, P: tl.constexpr):
     """out[j] ← the sum of part[i · cols + j] over i < rows, for j < n; if total, that over all
     elements of part, of which there are height, as rows of n = TC.
     """
-    t, tile = parameter_of(table, count, COUNT)
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
     j = tile * TC + tl.arange(0, TC)
     rows, cols, height = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + HEIGHT)
     has = j < tl.load(t + N)

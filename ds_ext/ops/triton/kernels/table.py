@@ -12,7 +12,8 @@ from ds_ext.ops.triton.columns import COLUMNS
 # Where each of columns.py lies in a row: a kernel may read constexprs alone.
 FIELD = {name: i for i, name in enumerate(COLUMNS)}
 FIELDS = tl.constexpr(len(COLUMNS))
-FIRST, START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("first", "start", "n", "origin"))
+FIRST, KIND = tl.constexpr(FIELD["first"]), tl.constexpr(FIELD["kind"])
+START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("start", "n", "origin"))
 ROWS, COLS, DOWN = (tl.constexpr(FIELD[k]) for k in ("rows", "cols", "down"))
 ROW0, MAT0, HEIGHT = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height"))
 TOTAL, MATS = tl.constexpr(FIELD["total"]), tl.constexpr(FIELD["mats"])
@@ -24,16 +25,20 @@ FACTOR, BOUND, SCALE = (tl.constexpr(FIELD[k]) for k in ("factor", "bound", "sca
 WEIGHT, BETA1, BETA2 = (tl.constexpr(FIELD[k]) for k in ("weight", "beta1", "beta2"))
 A, B, DECAY = (tl.constexpr(FIELD[k]) for k in ("a", "b", "decay"))
 SHARE, LR = (tl.constexpr(FIELD[k]) for k in ("share", "lr"))
+PROBE = tl.constexpr(FIELD["probe"])
+GIVEN = tl.constexpr(FIELD["given0"])
 
 
 @triton.jit
-def parameter_of(table, count, COUNT: tl.constexpr):
-    """The table's row of the parameter that this program works on -> it, the program's tile."""
+def parameter_of(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr):
+    """The table's rows, one for each pass, of the parameter that this program works on -> the first
+    of them, the program's tile.
+    """
     i = tl.arange(0, COUNT)
-    first = tl.load(table + i * FIELDS + FIRST, mask=i < count, other=2**62)
+    first = tl.load(table + i * (PASSES * FIELDS) + FIRST, mask=i < count, other=2**62)
     program = tl.program_id(0).to(tl.int64)
     at = tl.sum((first <= program).to(tl.int32), axis=0) - 1
-    t = table + at * FIELDS
+    t = table + at * (PASSES * FIELDS)
     return t, program - tl.load(t + FIRST)
 
 
@@ -47,6 +52,46 @@ def pointer(t, FIELD: tl.constexpr, DTYPE: tl.constexpr):
 def number(t, FIELD: tl.constexpr):
     """The number of a column, fp32."""
     return tl.load(pointer(t, FIELD, tl.float32))
+
+
+@triton.jit
+def number_or_formula(t, FIELD: tl.constexpr, FORMULA: tl.constexpr):
+    """The number of a column, or what a formula makes of those that are given for it, fp32."""
+    if FORMULA is None:
+        found = number(t, FIELD)
+    else:
+        found = _evaluated(t, FORMULA)
+    return found
+
+
+@triton.jit
+def _evaluated(t, F: tl.constexpr):
+    """A formula of formulas.py, rounded as torch rounds it."""
+    a: tl.constexpr = F.a
+    b: tl.constexpr = F.b
+    if F.name == "given":
+        found = number(t, GIVEN + a)
+    elif F.name == "mul":
+        found = _evaluated(t, a) * _evaluated(t, b)
+    elif F.name == "div":
+        found = tl.div_rn(_evaluated(t, a), _evaluated(t, b))
+    elif F.name == "sqrt":
+        found = tl.sqrt_rn(_evaluated(t, a))
+    elif F.name == "at_least":  # a NaN stays one, here and below
+        x, bound = _evaluated(t, a), _evaluated(t, b)
+        found = tl.where(x < bound, bound, x)
+    elif F.name == "at_most":
+        x, bound = _evaluated(t, a), _evaluated(t, b)
+        found = tl.where(x > bound, bound, x)
+    elif F.name == "gt":
+        found = _evaluated(t, a) > _evaluated(t, b)
+    elif F.name == "and":
+        found = _evaluated(t, a) & _evaluated(t, b)
+    else:
+        tl.static_assert(F.name == "where")
+        c: tl.constexpr = F.c
+        found = tl.where(_evaluated(t, a), _evaluated(t, b), _evaluated(t, c))
+    return found
 
 
 @triton.jit

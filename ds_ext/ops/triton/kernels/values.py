@@ -26,6 +26,7 @@ from ds_ext.ops.triton.kernels.table import (
     X,
     hinted,
     number,
+    number_or_formula,
     pointer,
     run_at,
 )
@@ -57,25 +58,29 @@ def scaled(x, factor, most, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def value_of(
-    t, e, ok, mat, r, has_row, j, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    FORM: tl.constexpr, XD: tl.constexpr, BOUNDED: tl.constexpr,
-    DECAYS: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
+def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
     """What a pass reads, [TR, TC] in fp32; 0 outside of the run. Moments are advanced by it.
 
     IS_WEIGHT: the weights. IS_RUN: x · factor within ± bound. IS_QUOTIENT: that · row · col;
     IS_VECTOR: / sqrt(v), a run. IS_ADAM: from m and v; IS_ADAM_STEP: after they were advanced by
     x; IS_SIGN_STEP: Lion's; 8: by moments of 8 bits. All · scale. IS_RESIDUAL: the quotient less
-    the momentum. DECAYS: + decay · weights.
+    the momentum. DECAYS: + decay · weights. SCALED and DECAYED are formulas of scale and decay, or
+    None.
     """
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    FORM: tl.constexpr = P.FORM
+    BOUNDED: tl.constexpr = P.BOUNDED
+    SCALED: tl.constexpr = P.SCALED
+    DECAYED: tl.constexpr = P.DECAYED
     if FORM == IS_WEIGHT:
-        u = load_weight(t, e, ok, TC, ALIGNED, WD, KEPT)
+        u = load_weight(t, e, ok, TC, ALIGNED, P.WD, P.KEPT)
     else:
         if FORM == IS_ADAM:
             u = adam(t, e, ok, TC, ALIGNED)
         else:
-            x = tl.load(run_at(t, X, XD, e, TC, ALIGNED), mask=ok, other=0.0)
+            x = tl.load(run_at(t, X, P.XD, e, TC, ALIGNED), mask=ok, other=0.0)
             factor, most = factor_and_bound(t, BOUNDED)
             u = scaled(x, factor, most, BOUNDED)
         if FORM == IS_QUOTIENT or FORM == IS_RESIDUAL:
@@ -91,11 +96,12 @@ def value_of(
             u = adam8_step(t, e, ok, u, TR, TC, ALIGNED)
         if FORM == IS_SIGN8_STEP:
             u = sign8_step(t, e, ok, u, TR, TC, ALIGNED)
-        u = u * number(t, SCALE)
+        u = u * number_or_formula(t, SCALE, SCALED)
         if FORM == IS_RESIDUAL:
             u = _less_momentum(t, e, ok, u, TC, ALIGNED)
-        if DECAYS:
-            u = u + number(t, DECAY) * load_weight(t, e, ok, TC, ALIGNED, WD, KEPT)
+        if P.DECAYS:
+            decay = number_or_formula(t, DECAY, DECAYED)
+            u = u + decay * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.KEPT)
     return tl.where(ok, u, 0.0)
 
 

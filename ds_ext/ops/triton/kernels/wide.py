@@ -26,7 +26,6 @@ from ds_ext.ops.triton.kernels.table import (
     X,
     hinted,
     number,
-    parameter_of,
     pointer,
     vectors,
 )
@@ -34,12 +33,13 @@ from ds_ext.ops.triton.kernels.values import factor_and_bound, scaled
 
 
 @triton.jit
-def wide_weighed(
-    table, count, COUNT: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    XD: tl.constexpr, BOUNDED: tl.constexpr, STRIP: tl.constexpr,
-):  # fmt: skip
+def wide_weighed(t, tile, P: tl.constexpr):
     """As ``sums.weighed``."""
-    t, tile = parameter_of(table, count, COUNT)
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    XD: tl.constexpr = P.XD
+    BOUNDED: tl.constexpr = P.BOUNDED
+    STRIP: tl.constexpr = P.STRIP
     cols, row, begin, own, mat = _rows(t, tile, STRIP, ALIGNED)
     sums = tl.zeros([STRIP], dtype=tl.float32)
     for c in range(0, cols, TC):
@@ -59,12 +59,13 @@ def wide_weighed(
 
 
 @triton.jit
-def normalize_wide_rows(
-    table, count, COUNT: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr,
-    XD: tl.constexpr, BOUNDED: tl.constexpr, STRIP: tl.constexpr,
-):  # fmt: skip
+def normalize_wide_rows(t, tile, P: tl.constexpr):
     """As ``sums.normalize_whole_rows``."""
-    t, tile = parameter_of(table, count, COUNT)
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    XD: tl.constexpr = P.XD
+    BOUNDED: tl.constexpr = P.BOUNDED
+    STRIP: tl.constexpr = P.STRIP
     cols, row, begin, own, mat = _rows(t, tile, STRIP, ALIGNED)
     by_col = pointer(t, COL, tl.float32) + mat * cols
     sums = tl.zeros([STRIP], dtype=tl.float32)
