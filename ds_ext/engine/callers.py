@@ -106,11 +106,16 @@ def _given(trainer: Any, what: str) -> Any:
 
 
 def _caller(frame: FrameType | None) -> Any:
-    """The nearest caller that has TrainingArguments; None if none has."""
+    """The nearest caller that has TrainingArguments, a Trainer; None if there is none.
+
+    Only methods in transformers are looked into: up to Python 3.12 a frame that was asked for its
+    variables keeps them, engines among them, for as long as it runs.
+    """
     while frame is not None:
-        found = frame.f_locals.get("self")
-        kinds = type(getattr(found, "args", None)).__mro__
-        if any(kind.__name__ == "TrainingArguments" for kind in kinds):
-            return found
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "transformers":
+            found = frame.f_locals.get("self")
+            kinds = type(getattr(found, "args", None)).__mro__
+            if any(kind.__name__ == "TrainingArguments" for kind in kinds):
+                return found
         frame = frame.f_back
     return None
