@@ -33,6 +33,7 @@ from ds_ext.engine import (
     leftovers,
     names,
     op_builds,
+    output_recorders,
     refusals,
     save_load,
     tiled,
@@ -181,6 +182,14 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
 def zero_force_ds_cpu_optimizer(original: Method, engine: DeepSpeedEngine) -> Any:
     """Lets DeepSpeed offload the state of an optimizer object of ours, not of its own alone."""
     return not isinstance(engine.client_optimizer, RuleOptimizer) and original(engine)
+
+
+if hasattr(DeepSpeedEngine, "_configure_expert_parallel"):  # DeepSpeed 0.18 has none
+
+    @replaces(DeepSpeedEngine)
+    def _configure_expert_parallel(original: Method, *args: Any, **kwargs: Any) -> Any:
+        with output_recorders.readable_by_name():
+            return original(*args, **kwargs)
 
 
 # Learning-rate schedulers.

@@ -57,3 +57,10 @@ def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
     assert some.any() and idle.all(1).any() and not idle[0].all(0).any()
     if run.ep == 2 and run.rule == "came":  # on all experts that one rank has
         assert idle.all(1).unflatten(-1, (2, 2)).all(-1).any()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+def test_routers_are_recorded_after_autoep_has_replaced_them(kind):
+    """DeepSpeed 0.19.8 by itself ends in a TypeError with transformers 5.23."""
+    for shapes in worlds.once(2, experts.recorded, kind):
+        assert shapes == [(6, 4)] * 2  # tokens and experts, of each layer
