@@ -97,7 +97,7 @@ class Matrix:
         tiers = [
             {name: c.start for name, c in asked.items() if c.tier == tier} for tier in range(3)
         ]
-        self.starts = [tiers[:2], tiers[2:]]  # the last when all else is done
+        self.starts = [[tier] for tier in tiers]  # each when all before it is done
         self.tokenizer, self.model = load(args.model, DTYPES[args.dtype])
         self.before: dict[str, training.Measured] = {}
 
