@@ -61,7 +61,7 @@ def buckets(
         if param.grad is None:
             continue
         if placement is None:
-            shard, p = Shard.whole(param.shape), param.detach().contiguous().view(-1)
+            shard, p = Shard.whole(param.shape), param.contiguous().view(-1)
             g = param.grad.to_dense()
         else:
             shard, p = placement.shard(param), placement.run(param)
