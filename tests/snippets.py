@@ -9,8 +9,8 @@ A document marks the block that it quotes a function, method or class in:
 
 and the table of optimizers lies between ``<!-- optimizers: ... -->`` and
 ``<!-- end of optimizers -->``; likewise the keys of a config and the commands (reference.py).
-``make readme`` (``python -m tests.snippets``) writes all of these
-anew in README.md and docs/; a test fails while they are not what the source says.
+``make readme`` (``python -m tests.snippets``) writes all of these anew in README.md and docs/, and
+the files in configs/; tests fail while they are not what the source says.
 """
 
 import ast
@@ -19,6 +19,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from ds_ext.commands import config
 from ds_ext.rules import REGISTRY
 from tests import rates, reference
 
@@ -101,6 +102,19 @@ def unmarked(text: str) -> Iterator[str]:
         yield from (line for line in code.splitlines() if line in own)
 
 
+def configs() -> Iterator[tuple[Path, str]]:
+    """The files of the folder configs that ``python -m ds_ext config`` prints, and what it prints.
+
+    Those of HF Trainer have "auto"; those in ``plain`` have numbers, for ``deepspeed.initialize``.
+    """
+    for name in REGISTRY:
+        for folder, numbers in (("configs", False), ("configs/plain", True)):
+            yield ROOT / folder / f"{name}_zero3.json", config.as_text(config.make(name, 3, numbers))
+
+
 if __name__ == "__main__":
     for document in documents():
         document.write_text(renewed(document.read_text()))
+    for file, text in configs():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)

@@ -187,8 +187,9 @@ def test_axolotl_has_a_plugin_to_name(monkeypatch):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_configs_are_those_of_the_folder(name, capsys):
-    assert main(["config", name.upper()]) == 0
-    assert capsys.readouterr().out == (ROOT / f"configs/{name}_zero3.json").read_text()
+    for folder, options in (("configs", []), ("configs/plain", ["--numbers"])):
+        assert main(["config", name.upper(), *options]) == 0
+        assert capsys.readouterr().out == (ROOT / f"{folder}/{name}_zero3.json").read_text()
 
 
 @pytest.mark.parametrize("stage", range(4))
