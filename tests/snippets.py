@@ -109,7 +109,8 @@ def configs() -> Iterator[tuple[Path, str]]:
     """
     for name in REGISTRY:
         for folder, numbers in (("configs", False), ("configs/plain", True)):
-            yield ROOT / folder / f"{name}_zero3.json", config.as_text(config.make(name, 3, numbers))
+            text = config.as_text(config.make(name, 3, numbers))
+            yield ROOT / folder / f"{name}_zero3.json", text
 
 
 if __name__ == "__main__":

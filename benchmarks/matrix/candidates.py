@@ -47,7 +47,7 @@ class Candidate:
     label: str
     start: float  # a likely learning rate: SmolLM2-135M's best on `sounds`, where known
     make: Callable[[nn.Module, float, int], Stepper]
-    tier: int = 0  # 1, published packages: after all runs of the others; 2, those that are slow: last
+    tier: int = 0  # 1, published packages: after all others; 2, those that are slow: last
 
 
 class EngineStepper:
