@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ext import rates
 from ds_ext.backward.settings import Gradients
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops import state, weight_update
@@ -71,8 +72,8 @@ def warnings(optimizer: RuleOptimizer, layout: Layout) -> Iterator[str]:
     for rule, lr in dict.fromkeys(_rate(optimizer, p) for p in relative):
         if lr is not None and 0 < lr < LEAST_RATE:
             yield (
-                f"lr = {lr:g} is small for {rule}, whose lr is relative to the weights: 1e-3 to "
-                '1e-4 is usual. Where the config says "auto" it is learning_rate of '
+                f"lr = {lr:g} is small for {rule}, whose lr is relative to the weights: "
+                f'{rates.advice(rule)}. Where the config says "auto" it is learning_rate of '
                 "TrainingArguments, by default 5e-5."
             )
     matrices = [p for p in relative if len(layout.shard(p).shape) > 1]

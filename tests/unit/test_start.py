@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ds_ext
+from ds_ext import rates
 from ds_ext.backward import start
 from ds_ext.ops.state import nbytes
 from ds_ext.optimizer import OPTIMIZERS
@@ -86,7 +87,8 @@ def test_a_rate_that_suits_adamw_is_told_of(lr, is_told):
     optimizer = ds_ext.AdaLomo(model.parameters(), lr=lr)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # begins at 0
     told = [line for line in said(optimizer, model) if "is small for AdaLomo" in line]
-    assert len(told) == is_told and all(f"lr = {lr:g} " in line for line in told)
+    assert len(told) == is_told
+    assert all(f"lr = {lr:g} " in line and rates.advice("AdaLomo") in line for line in told)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
