@@ -82,7 +82,7 @@ class Buckets:
         self.counted = {p: placement.max_padded_numel(p) for p, placement in layout.of.items()}
         self.reduction = Reduction(layout, self.beside, self.size_of, comm_dtype, self.together)
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
-        self.hooks = [module.register_forward_pre_hook(Hook(self.attach))]
+        self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
         self.attach()

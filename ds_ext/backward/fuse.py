@@ -143,6 +143,11 @@ def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
                 "backward. Assign none to .grad; or call .remove() of what fuse_into_backward "
                 "returned, and step as usual."
             )
+    if layout.has_kept():
+        raise RuntimeError(
+            "optimizer.step(): FSDP2 holds gradients that it has not reduced. Call "
+            "model.set_requires_gradient_sync(True) before the last micro-batch of a step."
+        )
 
 
 # Of what an optimizer was fused into last: that of an older one would refuse to go on.

@@ -9,8 +9,10 @@ private in torch 2.13.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import dtensors, groups
 from ds_ext.distributed.layout import Agreement, Layout
@@ -73,6 +75,11 @@ class Units(Layout):
                 )
         return found
 
+    def hook(self) -> list[RemovableHandle]:
+        """Makes FSDP2 see each segment of reentrant checkpointing that calls a unit again."""
+        modules = {module for group in self.param_groups for module in group.modules}
+        return [m.register_forward_pre_hook(_call_anew, prepend=True) for m in modules]
+
     def brings_gradients(self) -> bool:
         """Whether FSDP2 is to reduce them (``set_requires_gradient_sync``), over all ranks."""
         return all(
@@ -125,6 +132,22 @@ def _param_groups(module: nn.Module) -> Iterator[Any]:
     modules: list[Any] = [m for m in module.modules() if hasattr(m, "_get_fsdp_state")]
     for state in dict.fromkeys(m._get_fsdp_state() for m in modules):
         yield from state._fsdp_param_groups
+
+
+def _call_anew(module: Any, *_: object) -> None:
+    """Lets FSDP2 take a unit's call in backward as a further one; the hook of a unit.
+
+    A segment of reentrant checkpointing runs forward with gradients in backward. Once FSDP2 has
+    reduced the gradients of a unit, it takes any call of it in the same pass for the repetition of
+    one that it has seen with gradients, neither reduces those of the segment nor lets go of the
+    unit's weights, and the next forward pass would take the old ones.
+    """
+    if torch._C._current_graph_task_id() == -1 or not hasattr(module, "_get_fsdp_state"):
+        return
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups
+    if groups and all(group._training_state.name == "POST_BACKWARD" for group in groups):
+        state._training_state = type(state._training_state).IDLE
 
 
 def _has_waiting(param: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups
 from ds_ext.distributed.lost import explained
@@ -115,6 +116,10 @@ class Layout:
     def units(self) -> dict[nn.Module, list[Tensor]]:
         """Modules whose parameters arrive at each of their calls' end in backward: FSDP2's."""
         return {}
+
+    def hook(self) -> list[RemovableHandle]:
+        """Hooks the model where its gradients would not all arrive otherwise."""
+        return []
 
     def brings_gradients(self) -> bool:
         """Whether a backward pass now brings the gradients of a step, not only parts of them."""

@@ -45,9 +45,9 @@ def zoo(checkpointing: str | None = None) -> models.Zoo:
     return model
 
 
-def apart() -> models.Zoo:
+def apart(checkpointing: str | None = None) -> models.Zoo:
     """The same, without the two gradients that share memory: torch adds up such ones wrongly."""
-    model = zoo()
+    model = zoo(checkpointing)
     model.offsets.requires_grad_(False)
     return model
 
@@ -133,10 +133,12 @@ BY_STEP: dict[str, dict[str, Any]] = {
 }
 
 
-def accumulate(name: str, by_fsdp: bool, micro: int) -> dict[str, Any]:
+def accumulate(
+    name: str, by_fsdp: bool, micro: int, checkpointing: str | None = None
+) -> dict[str, Any]:
     """Steps of several micro-batches, or of one; when weights moved, and the norms."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = shard(apart())
+    model = shard(apart(checkpointing))
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.05)
     fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=300, **BY_STEP[name])
     before, norms, moved = whole(model), [], []

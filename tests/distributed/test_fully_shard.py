@@ -8,7 +8,7 @@ import torch
 
 from ds_ext.rules.base import key_of
 from tests import worlds
-from tests.common import low_rank, models
+from tests.common import models
 from tests.common.authors import INDEPENDENT, Reference
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, TRAINED, changed
@@ -16,7 +16,7 @@ from tests.distributed import fully_sharded, zero
 from tests.distributed.fully_sharded import BY_STEP, STEPS, Case
 from tests.distributed.matrices import TYPES
 from tests.distributed.test_matrices import CLOSE as OF_MATRICES
-from tests.distributed.test_matrices import by_authors
+from tests.distributed.test_matrices import train_by_authors
 from tests.distributed.test_zero import CLOSE
 
 HYPERS = changed(TRAINED, galoreadamw={"nbits": 32})
@@ -26,17 +26,23 @@ CASES = {
     for how in ("fused", "plain")
 }
 CASES["adalomo-sharded"] = Case("adalomo", HYPERS["adalomo"], "sharded")
+for kind in ("reentrant", "non-reentrant"):
+    CASES[f"came-{kind}"] = Case("came", HYPERS["came"], checkpointing=kind)
+    CASES[f"lomo-{kind}"] = Case("lomo", HYPERS["lomo"], "sharded", checkpointing=kind)
 ALL = [(2, name) for name in CASES]
 ALL += [(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")]
 # Each rule once on two ranks, in turn inside backward and after it; cuts that are odd on three.
 QUICK = {(2, f"{rule}-{('fused', 'plain')[i % 2]}") for i, rule in enumerate(FOR_ALL)}
 QUICK |= {(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")}
+QUICK |= {(2, "came-reentrant"), (2, "lomo-non-reentrant")}
 AUTHORS = "fp32, each optimizer against its authors' code"
 
 
 def shown(name: str) -> list[str]:
     """The features that a case shows."""
     own = [AUTHORS] if CASES[name].rule in INDEPENDENT else []
+    if (kind := CASES[name].checkpointing) is not None:
+        own.append(f"{kind} activation checkpointing")
     return [*own, "tied, shared, unused weights; 0 to 4 dimensions"]
 
 
@@ -103,14 +109,7 @@ def test_rules_of_matrices_equal_their_authors(ranks, name):
     got = worlds.run(ranks, fully_sharded.train, case)[0]
     assert got["identical"]
     model = fully_sharded.zoo()
-    optimizers = by_authors(case.rule, got, model)
-    with low_rank.in_dtype(torch.float64):
-        for step in range(STEPS):
-            losses = [model(batch, step) for batch in models.batch(step, ranks)]
-            torch.stack(losses).mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    train_by_authors(case.rule, got, model, ranks, STEPS)
     check(got, dict(model.named_parameters()), OF_MATRICES[case.rule])
 
 
@@ -118,10 +117,15 @@ ACCUMULATED = [(name, by_fsdp, 2) for name in BY_STEP for by_fsdp in (True, Fals
 # gradients are used up by the backward pass that brings them
 ACCUMULATED = [c for c in ACCUMULATED if c[1] or c[0] == "sharded"]
 ACCUMULATED += [(name, False, 1) for name in BY_STEP]
+SEGMENTS = [(*c, None) for c in ACCUMULATED]
+SEGMENTS += [("clipped", False, 1, "reentrant"), ("fused", True, 2, "reentrant")]
+SEGMENTS += [("sharded", False, 2, "reentrant"), ("clipped", False, 1, "non-reentrant")]
 
 
-def means(name: str, micro: int) -> list[str]:
+def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
     """What a way to clip, over so many micro-batches, is called."""
+    if checkpointing is not None:
+        return [f"{checkpointing} activation checkpointing"]
     said = {
         "clipped": "clipping to a norm, gradients not kept",
         "sharded": "clipping to a norm, gradients kept",
@@ -134,15 +138,20 @@ def means(name: str, micro: int) -> list[str]:
 
 @pytest.mark.supports(means, stage="fsdp2", optimizer="LOMO")
 @pytest.mark.parametrize(
-    "name, by_fsdp, micro",
+    "name, by_fsdp, micro, checkpointing",
     params(
-        ACCUMULATED,
-        {("fused", True, 2), ("clipped", True, 2), ("sharded", False, 2), ("clipped", False, 1)},
+        SEGMENTS,
+        {
+            ("fused", True, 2, "reentrant"),
+            ("clipped", True, 2, None),
+            ("sharded", False, 2, None),
+            ("clipped", False, 1, "reentrant"),
+        },
     ),
 )
-def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro):
+def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro, checkpointing):
     ranks, how = 2, BY_STEP[name]
-    got = worlds.run(ranks, fully_sharded.accumulate, name, by_fsdp, micro)[0]
+    got = worlds.run(ranks, fully_sharded.accumulate, name, by_fsdp, micro, checkpointing)[0]
     model, norms = fully_sharded.apart(), []
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(STEPS):

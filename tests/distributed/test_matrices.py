@@ -40,6 +40,18 @@ def by_authors(name, got, model):
     return made
 
 
+def train_by_authors(name, got, model, ranks, steps):
+    """Trains a whole model by the mean loss over all ranks, with the groups that ``got`` tells."""
+    optimizers = by_authors(name, got, model)
+    with low_rank.in_dtype(torch.float64):
+        for step in range(steps):
+            losses = [model(batch, step) for batch in models.batch(step, ranks)]
+            torch.stack(losses).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 @pytest.mark.supports(
     "fp32, each optimizer against its authors' code",
     stage="stage",
@@ -56,14 +68,7 @@ def test_equals_the_authors(name, ranks, stage):
     if "APOLLO" in name:
         assert got["streams"].keys() == STEPPED and len(set(got["streams"].values())) == 4
     model = models.make()
-    optimizers = by_authors(name, got, model)
-    with low_rank.in_dtype(torch.float64):
-        for step in range(STEPS):
-            losses = [model(batch, step) for batch in models.batch(step, ranks)]
-            torch.stack(losses).mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    train_by_authors(name, got, model, ranks, STEPS)
     square = square_error = 0.0
     for n, p in model.named_parameters():
         update = (p.detach() - got["before"][n]).norm()
