@@ -81,6 +81,7 @@ FEATURES = (
     "ZeRO++ quantized weights",
     "ZeRO++ quantized gradients",
     "MiCS",
+    "groups of ranks with copies (`shard_size`)",
     "DeepCompile",
     "ZenFlow",
     "SuperOffload",

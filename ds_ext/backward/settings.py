@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from ds_ext import hyperparams
-from ds_ext.hyperparams import NonNegative
+from ds_ext.hyperparams import NonNegative, Size
 
 BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
 
@@ -23,6 +23,7 @@ class Section:
     clip_mode: ClipMode = "exact"  # "previous": approximately, by the norm of the step before
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient's element; 0: none
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
+    shard_size: Size = 0  # ranks that hold one copy of what ZeRO cuts; 0: all ranks hold one
 
 
 @dataclass(frozen=True)

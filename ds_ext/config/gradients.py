@@ -16,12 +16,17 @@ _DTYPES = {  # as DeepSpeed spells them
 }
 
 
-def read(config: dict[str, Any], monitored: bool = False) -> Gradients:
-    """What a DeepSpeed config, of which a monitor may be on, says of gradients."""
+def section_of(config: dict[str, Any]) -> Section:
+    """The section "ds_ext" of a DeepSpeed config, checked."""
     given = config.get("ds_ext") or {}
     if not isinstance(given, dict):
         raise ValueError(f'ds_ext is {given!r}; allowed: a section, {{"gradient_policy": ...}}.')
-    section = Section(**hyperparams.check(Section, given, "ds_ext"))
+    return Section(**hyperparams.check(Section, given, "ds_ext"))
+
+
+def read(config: dict[str, Any], monitored: bool = False) -> Gradients:
+    """What a DeepSpeed config, of which a monitor may be on, says of gradients."""
+    section = section_of(config)
     kept = [
         f"{key} = {value!r}"
         for key, honoured in (

@@ -23,6 +23,19 @@ def problems(config: dict[str, Any]) -> Iterator[str]:
             f"zero_optimization.zero_hpz_partition_size = {copies} copies what stage 3 partitions, "
             f"but zero_optimization.stage is {stage}: remove it."
         )
+    if size := lookup(config, "ds_ext.shard_size"):
+        yield from _of_groups(config, size, stage)
+
+
+def _of_groups(config: dict[str, Any], size: Any, stage: Any) -> Iterator[str]:
+    """What cannot be had together with groups of ranks that hold copies."""
+    asked = f"ds_ext.shard_size = {size!r}"
+    if not stage:
+        yield f"{asked} needs zero_optimization.stage 1, 2 or 3, for nothing is cut: set it."
+    for key, is_off in _WITHOUT_GROUPS:
+        value = lookup(config, key)
+        if value is not None and not is_off(value):
+            yield f"ds_ext cannot honour {asked} together with {key} = {value!r} yet: remove one."
 
 
 def _off(value: Any) -> bool:
@@ -49,6 +62,14 @@ _OFFLOAD = (
     "pin_memory."
 )
 _SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
+
+# (key, what of it goes together with groups of ranks that hold copies)
+_WITHOUT_GROUPS = [
+    ("zero_optimization.zero_hpz_partition_size", _one),
+    ("tensor_parallel.autotp_size", lambda v: v in (0, 1)),
+    ("sequence_parallel_size", _one),
+    ("expert_parallel.enabled", _off),
+]
 
 # (key, what is honoured, what to do otherwise)
 _HONOURED = [

@@ -51,6 +51,38 @@ def of_ranks(ranks: tuple[int, ...]) -> Group:
     return made
 
 
+def alone() -> Group:
+    """Returns a group of this process alone, None without a process group."""
+    world = everyone()
+    if world is None or size_of(world) == 1:
+        return world
+    ranks = (dist.get_rank(),)
+    made = _made.get((None, ranks))
+    if made is None or made not in dist.distributed_c10d._world.pg_map:
+        made = _new(ranks, _timeout(world), None)
+    return made
+
+
+def divided(group: Group, size: int) -> tuple[Group, Group]:
+    """Divides the ranks of a group into groups of ``size`` consecutive ones.
+
+    All ranks of the group call it.
+
+    Args:
+        group: the ranks.
+        size: divides their number.
+
+    Returns:
+        This rank's group, and that of the ranks which have its place in the others; None for one
+        rank.
+    """
+    if group is None:
+        return None, None
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    first = rank - rank % size
+    return of_ranks(tuple(ranks[first : first + size])), of_ranks(tuple(ranks[rank % size :: size]))
+
+
 def for_hosts(group: Group, device: torch.device) -> Group:
     """The same for what hosts tell each other: what a GPU computes is not waited for."""
     return group if device.type in ON_HOSTS else _twin(group, device, "gloo")

@@ -32,6 +32,8 @@ class Layout:
         names: the names of all parameters, those without gradients too, in the same order on all
             ranks.
         placement_of: gives a parameter's placement.
+        copy_group: the ranks that hold one copy of the model's state together; by default
+            ``group``.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class Layout:
         group: Group,
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
+        copy_group: Group = None,
     ) -> None:
         self.group = group
+        self.copy_group = copy_group or group
         self.names = names
         self.params = list(names)
         self.number_of = {p: i for i, p in enumerate(names)}
@@ -68,6 +72,11 @@ class Layout:
         for placement in self.placements:
             found |= {placement.group, placement.statistics_group}
         return {group for group in found if group is not None}
+
+    @property
+    def is_further_copy(self) -> bool:
+        """Whether ranks before this one's group hold the same as these."""
+        return self.rank >= size_of(self.copy_group)
 
     @property
     def is_shared(self) -> bool:

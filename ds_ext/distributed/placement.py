@@ -7,6 +7,8 @@ Parameters that are spread alike share one. d is the number of ranks of data par
 | `Replicated` | all         | all   | all-reduce     | nothing            | of one rank      |
 | `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | added up over d  |
 
+Where several groups of d ranks hold copies of the same runs, each run's sum is all-reduced among
+its copies after the reduce-scatter; partial sums stay within a group, for its copies know the same.
 ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in engine/zero3.py.
 With tensor parallelism "all" is the boxes of the matrix that a rank holds, and partial sums are
 added up over all ranks that hold some of it; parameters that it leaves whole have a placement of
@@ -194,7 +196,21 @@ class Placement:
 
 
 class Replicated(Placement):
-    """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP, one process."""
+    """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP, one process.
+
+    Args: see ``Placement``.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        grad_divisor: int | None = None,
+        statistics_group: Group = None,
+        tensor_parallel_shards: Mapping[Tensor, TensorParallelShard] | None = None,
+    ) -> None:
+        super().__init__(
+            group, grad_divisor, statistics_group, tensor_parallel_shards, size_of(group)
+        )
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
@@ -205,10 +221,10 @@ class Sharded(Placement):
 
     Args:
         group: the d ranks.
-        grad_divisor: see ``Placement``.
+        grad_divisor: by default the number of ranks in ``group`` and ``copies``.
         statistics_group: by default ``group``.
         tensor_parallel_shards: see ``Placement``.
-        num_replicas: see ``Placement``.
+        copies: the ranks, one of each group of d, that hold the same runs; None if there are none.
     """
 
     def __init__(
@@ -217,17 +233,42 @@ class Sharded(Placement):
         grad_divisor: int | None = None,
         statistics_group: Group = None,
         tensor_parallel_shards: Mapping[Tensor, TensorParallelShard] | None = None,
-        num_replicas: int = 1,
+        copies: Group = None,
     ) -> None:
+        num_copies = size_of(copies)
         super().__init__(
-            group, grad_divisor, statistics_group or group, tensor_parallel_shards, num_replicas
+            group,
+            grad_divisor or size_of(group) * num_copies,
+            statistics_group or group,
+            tensor_parallel_shards,
+            num_copies,
         )
+        self.copies = copies
         self.num_shards = self.world
         self.shard_index = 0 if group is None else dist.get_rank(group)
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         runs = list(map(self._own_part, flats))
         return self.group.reduce_scatter_tensor_coalesced(runs, flats)  # type: ignore[union-attr]
+
+    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Begins to sum flat gradients over the group, then over copies; see ``Placement.reduce``.
+
+        All copies are sent the same bits.
+        """
+        runs, wait = super().reduce(flats)
+        if size_of(self.copies) == 1:
+            return runs, wait
+        summed = by_dtype(runs)
+
+        def wait_for_both() -> None:
+            wait()
+            with explained():
+                for alike in summed:
+                    self.bytes_sent += sum(run.nbytes for run in alike)
+                    self.copies.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
+
+        return runs, wait_for_both
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Gathers the runs of ``params`` that all ranks have updated, into each parameter."""

@@ -47,8 +47,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.engine = engine
         self.optimizer = optimizer
         self.module = engine.module
-        self.dp_process_group = engine.seq_data_parallel_group
         self.layout = layout_of(engine)
+        self.dp_process_group = self.layout.copy_group  # by which DeepSpeed names files
         _share_time_limit(self.layout)
         config = engine._config._param_dict
         how = gradients.read(config | settings.effective(engine), engine.monitor.enabled)

@@ -22,6 +22,7 @@ from ds_ext.checkpoint.names import plain
 from ds_ext.checkpoint.pieces import Pieces, Saved, piece
 from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed.layout import Layout
+from ds_ext.distributed.placement import size_of
 from ds_ext.engine import expert_parallel, settings
 from ds_ext.engine.log import log
 from ds_ext.engine.zero3 import Partitions
@@ -211,6 +212,6 @@ class Contents:
         stage = int(self.engine.zero_optimization_stage())
         return {
             "zero_stage": stage,
-            "partition_count": 1 if stage == 0 else self.layout.world,
+            "partition_count": 1 if stage == 0 else size_of(self.layout.copy_group),
             "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
         }

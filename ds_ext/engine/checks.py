@@ -116,6 +116,16 @@ def _batches(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
         )
 
 
+def with_advice(message: str) -> str:
+    """Returns what DeepSpeed says of a key that it has removed, and what does the same here."""
+    if "zero_optimization.mics_" in message:
+        return (
+            f"{message.rstrip('.')}; the optimizers of ds_ext cut a model among groups of n ranks "
+            'by "ds_ext": {"shard_size": n}.'
+        )
+    return message
+
+
 def _refused(config: dict[str, Any]) -> Iterator[str]:
     """What DeepSpeed raises when it reads a config; it takes this process for the only rank."""
     own = {k: v for k, v in config.items() if k not in _SIZES} | {_SIZES[1]: 1}

@@ -5,16 +5,19 @@
 | all but the following       | Replicated(d)   | Sharded(d)      | Partitioned(d)         |
 | experts spread over ranks   | Replicated(e)   | Sharded(e)      | Partitioned(e)         |
 | split by tensor parallelism | Replicated(d)*t | Sharded(d)*all  | Partitioned(d)*all     |
-| left whole by it            | Replicated(all) | Sharded(all)    | PartitionedAlike(d, t) |
+| left whole by it            | Replicated(all) | Sharded(all)    | Partitioned(d, t)      |
+| with ``ds_ext.shard_size``  | refused         | Sharded(s, c)   | Partitioned(s, c)      |
 
-Gradients are summed over the group in brackets: d are the ranks of data parallelism (those of a
-sequence too), e those of them that have the same experts, t those of tensor parallelism. A rule's
-partial sums are added up over the group after the asterisk, else over the same one as gradients,
-but at stage 0 over none.
+Gradients are summed over the groups in brackets: d are the ranks of data parallelism (those of a
+sequence too), e those of them that have the same experts, t those of tensor parallelism, s those
+that hold one copy together and c those that hold the same part of each copy. A rule's partial sums
+are added up over the group after the asterisk, else over the first one in brackets, but at stage 0
+over none. A second group in brackets is of copies, which are updated alike.
 """
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -23,10 +26,14 @@ from torch import Tensor
 
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Placement, Replicated, Sharded, everyone, size_of
-from ds_ext.engine import expert_parallel, zero3
-from ds_ext.engine.zero3 import Partitioned, PartitionedAlike, Partitions
+from ds_ext.engine import copies, expert_parallel, zero3
+from ds_ext.engine.copies import Cut
+from ds_ext.engine.zero3 import Partitioned, Partitions
 
-_BY_STAGE: dict[int, type[Placement]] = {0: Replicated, 1: Sharded, 2: Sharded, 3: Partitioned}
+Kind: TypeAlias = type[Replicated] | type[Sharded]
+
+_CUT: dict[int, type[Sharded]] = {1: Sharded, 2: Sharded, 3: Partitioned}
+_BY_STAGE: dict[int, Kind] = {0: Replicated, **_CUT}
 
 
 def layout_of(engine: DeepSpeedEngine) -> Layout:
@@ -37,27 +44,35 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     """
     names = expert_parallel.names(engine.param_names, engine.module)
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
-    offload = zero3.partition(engine) if stage == 3 else None
+    cut = copies.cut(group, copies.shard_size(engine.config))
+    offload = zero3.partition(engine, cut) if stage == 3 else None
     kind = _BY_STAGE[stage]
     if engine.autotp_size() > 1:
         placement_of = _with_tensor_parallelism(kind, group, names)
+    elif cut.copies is not None:
+        placement_of = _in_groups(_CUT[stage], cut, _grad_divisor(engine))
     else:
         placement_of = _with_experts(kind, group, _grad_divisor(engine))
     if offload is None:
-        return Layout(group, names, placement_of)
-    return Partitions(offload, group, names, placement_of, bool(engine.zero_overlap_comm()))
+        return Layout(group, names, placement_of, cut.shards)
+    overlap = bool(engine.zero_overlap_comm())
+    return Partitions(offload, group, names, placement_of, overlap, cut.shards)
 
 
-def _with_experts(
-    kind: type[Placement], group: Group, grad_divisor: int
-) -> Callable[[Tensor], Placement]:
+def _in_groups(kind: type[Sharded], cut: Cut, grad_divisor: int) -> Callable[[Tensor], Placement]:
+    """The last row of the table."""
+    placement = kind(cut.shards, grad_divisor, copies=cut.copies)
+    return lambda param: placement
+
+
+def _with_experts(kind: Kind, group: Group, grad_divisor: int) -> Callable[[Tensor], Placement]:
     """The first two rows of the table."""
-    dense = kind(group, grad_divisor, num_replicas=_num_replicas(kind, group))
+    dense = kind(group, grad_divisor)
 
     @functools.cache
     def experts(own: Group) -> Placement:
         # Tokens of all ranks have come to these experts: their gradients are of all losses.
-        return kind(own, size_of(group), num_replicas=_num_replicas(kind, own))
+        return kind(own, size_of(group))
 
     def placement_of(param: Tensor) -> Placement:
         own = expert_parallel.group(param) if expert_parallel.is_expert(param) else group
@@ -67,9 +82,9 @@ def _with_experts(
 
 
 def _with_tensor_parallelism(
-    kind: type[Placement], group: Group, names: Mapping[Tensor, str]
+    kind: Kind, group: Group, names: Mapping[Tensor, str]
 ) -> Callable[[Tensor], Placement]:
-    """The last two rows: what is left whole is the same on all ranks of tensor parallelism."""
+    """The next two rows: what is left whole is the same on all ranks of tensor parallelism."""
     from ds_ext.engine import autotp_shards  # needs DeepSpeed 0.19.8, as tensor parallelism does
 
     tensor_group = groups.get_tensor_model_parallel_group()
@@ -81,19 +96,12 @@ def _with_tensor_parallelism(
         group,
         statistics_group=tensor_group if is_replicated else everyone(),
         tensor_parallel_shards=shards,
-        num_replicas=_num_replicas(kind, group),
     )
-    whole = (
-        PartitionedAlike(group, tensor_group)
-        if kind is Partitioned
-        else kind(everyone(), num_replicas=_num_replicas(kind, everyone()))
-    )
+    # Gradients are averaged over these copies too, for else what differs (dropout, or a sum in
+    # another order) would lead them apart.
+    is_cut = kind is Partitioned
+    whole = Partitioned(group, copies=tensor_group) if is_cut else kind(everyone())
     return lambda param: split if param in shards else whole
-
-
-def _num_replicas(kind: type[Placement], group: Group) -> int:
-    """How many ranks have the same run."""
-    return size_of(group) if kind is Replicated else 1
 
 
 def _grad_divisor(engine: DeepSpeedEngine) -> int:

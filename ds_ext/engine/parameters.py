@@ -1,6 +1,6 @@
 """What DeepSpeed sets on parameters, by its own names and with types."""
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ class DeepSpeedParameter(Protocol):
     ds_shape: torch.Size  # of the whole parameter
     ds_tensor: Tensor  # this rank's run, [ceil(numel / ranks)], the tail padded
     ds_secondary_tensor: Tensor | None  # hpZ's second copy
+    ds_process_group: Any  # the ranks among which it is cut
     group_name: str  # of its ranks, where it belongs to an expert
 
 

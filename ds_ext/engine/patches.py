@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
@@ -29,6 +29,7 @@ from ds_ext.engine import (
     build,
     callers,
     checks,
+    copies,
     expert_parallel,
     leftovers,
     names,
@@ -119,6 +120,8 @@ def read(original: Method, config: DeepSpeedConfig, *args: Any, **kwargs: Any) -
             original(config, *args, **kwargs)
         except ValidationError as error:
             raise ValueError("\n".join(checks.in_words(error))) from None
+        except DeepSpeedConfigError as error:
+            raise DeepSpeedConfigError(checks.with_advice(str(error))) from None
 
 
 @replaces(DeepSpeedEngine)
@@ -277,6 +280,13 @@ def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwa
 
 
 @replaces(DeepSpeedEngine)
+def is_first_weights_partition_group(original: Method, engine: DeepSpeedEngine) -> Any:
+    """Tells DeepSpeed whether this rank writes weights that ZeRO-3 cuts: those of one copy do."""
+    ours = isinstance(engine.optimizer, ZeroAdapter)
+    return original(engine) and not (ours and engine.optimizer.layout.is_further_copy)
+
+
+@replaces(DeepSpeedEngine)
 def load_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
     """Loads a checkpoint of any number of ranks and any ZeRO stage."""
     ours = isinstance(engine.optimizer, ZeroAdapter)
@@ -317,14 +327,49 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> None:
 def _zero_init_param(original: Method, init: Init, param: Tensor) -> None:
     shape = param.shape
     with _as_vectors([param]):
+        copies.tell_copies(param, init.ds_process_group, 0)
         original(init, param)
     deepspeed_parameter(param).ds_shape = shape  # in which it is gathered
 
 
 @replaces(GatheredParameters, "_exit" if hasattr(GatheredParameters, "_exit") else "__exit__")
 def _exit(original: Method, gathered: GatheredParameters, *error: Any) -> None:
-    with _as_vectors(gathered.params if gathered.enabled else []):
+    params = gathered.params if gathered.enabled else []
+    with _as_vectors(params):
+        if gathered.modifier_of_all is not None:
+            for param in params:
+                group = deepspeed_parameter(param).ds_process_group
+                copies.tell_copies(param, group, gathered.modifier_of_all)
         original(gathered, *error)
+
+
+# ZeRO-3 among groups of ranks.
+
+
+@replaces(Init, "__init__")
+def cut(original: Method, *args: Any, **kwargs: Any) -> None:
+    """Cuts among the ranks of ``ds_ext.shard_size`` where the caller names no group."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    is_named = given.get("data_parallel_group") or given.get("sequence_data_parallel_group")
+    if not is_named and given.get("enabled", True):
+        config = given.get("config_dict_or_path") or given.get("config")
+        given["data_parallel_group"] = copies.group_for(config)
+    original(**given)
+
+
+@replaces(GatheredParameters, "__init__")
+def gather(original: Method, gathered: GatheredParameters, *args: Any, **kwargs: Any) -> None:
+    """Notes which of all ranks modifies parameters; DeepSpeed means one of each group."""
+    given = inspect.signature(original).bind(gathered, *args, **kwargs).arguments
+    if not isinstance(given["params"], Tensor):
+        given["params"] = list(given["params"])
+    params = given["params"]
+    size = copies.size_for([params] if isinstance(params, Tensor) else params)
+    modifier = given.get("modifier_rank")
+    gathered.modifier_of_all = None
+    if size and modifier is not None:
+        gathered.modifier_of_all, given["modifier_rank"] = modifier, modifier % size
+    original(**given)
 
 
 # What DeepSpeed before 0.19.8 does not wait for on a CPU: all but the last of several collectives,

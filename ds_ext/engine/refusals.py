@@ -11,7 +11,7 @@ from torch._dynamo import OptimizedModule
 from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_dtensors, refuse_wrapped
-from ds_ext.engine import leftovers, names, versions
+from ds_ext.engine import copies, leftovers, names, versions
 from ds_ext.engine.autotp import whole_shape
 from ds_ext.engine.settings import effective
 from ds_ext.optimizer import RuleOptimizer
@@ -49,6 +49,11 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         raise ValueError(
             "ds_ext cannot honour tensor_parallel.autotp_size together with sequence_parallel_size "
             "yet: remove one of them."
+        )
+    if copies.shard_size(config) and (engine.mp_world_size > 1 or engine.has_moe_layers):
+        raise ValueError(
+            f"{copies.KEY} cannot be had together with model parallelism or experts that ranks "
+            "share out yet: remove it, or mpu and deepspeed.moe layers."
         )
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:

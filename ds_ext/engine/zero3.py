@@ -1,7 +1,7 @@
 """ZeRO-3: DeepSpeed keeps a run of each parameter on each rank, and gathers them when needed."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
 import torch.distributed as dist
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ds_ext.distributed.desync import Order
 from ds_ext.distributed.layout import Agreement, Layout
-from ds_ext.distributed.lost import explained
-from ds_ext.distributed.placement import Group, Placement, Sharded, by_dtype, size_of
-from ds_ext.engine import leftovers
+from ds_ext.distributed.placement import Group, Placement, Sharded
+from ds_ext.engine import copies, leftovers
+from ds_ext.engine.copies import Cut
 from ds_ext.engine.parameters import deepspeed_parameter
 
 # DeepSpeed counts the uses of each module down to know when to gather and to release it.
@@ -41,36 +41,6 @@ class Partitioned(Sharded):
             Placement.publish(self, params)
 
 
-class PartitionedAlike(Partitioned):
-    """Parameters of which all ranks of tensor parallelism hold the same runs, updated alike.
-
-    Gradients are averaged over these ranks too, for else what differs (dropout, or a sum in
-    another order) would lead them apart.
-
-    Args:
-        group: the ranks of data parallelism.
-        tensor_parallel_group: the ranks that hold the same runs.
-    """
-
-    def __init__(self, group: Group, tensor_parallel_group: Group) -> None:
-        num_replicas = size_of(tensor_parallel_group)
-        super().__init__(group, size_of(group) * num_replicas, num_replicas=num_replicas)
-        self.tensor_parallel_group = tensor_parallel_group
-
-    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begins to sum flat gradients over both groups; see ``Placement.reduce``."""
-        runs, wait = super().reduce(flats)
-
-        def wait_for_both() -> None:
-            wait()
-            self.bytes_sent += sum(run.nbytes for run in runs)
-            with explained():
-                for alike in by_dtype(runs):
-                    self.tensor_parallel_group.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
-
-        return runs, wait_for_both
-
-
 class Partitions(Layout):
     """The layout of a model whose parameters DeepSpeed has partitioned.
 
@@ -80,6 +50,7 @@ class Partitions(Layout):
         names: of all parameters.
         placement_of: gives a parameter's placement.
         overlap: whether gradients are reduced while backward goes on.
+        copy_group: see ``Layout``.
     """
 
     def __init__(
@@ -89,9 +60,10 @@ class Partitions(Layout):
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
         overlap: bool,
+        copy_group: Group = None,
     ) -> None:
         self.offload = offload
-        super().__init__(group, names, placement_of)
+        super().__init__(group, names, placement_of, copy_group)
         # Gloo, which sums on a CPU, ends a process that is sent more than it waits for.
         ahead = overlap and self.device.type != "cpu"
         self.order = Order(offload.module, self.names, self.host_group, ahead)
@@ -167,13 +139,18 @@ def _release_leftovers(offload: DeepSpeedZeRoOffload) -> None:
     release()
 
 
-def partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
+def partition(engine: DeepSpeedEngine, cut: Cut) -> DeepSpeedZeRoOffload:
     """Partitions the engine's model; returns what gathers and prefetches its parameters.
+
+    Args:
+        engine: whose model it is.
+        cut: the ranks that hold one copy of it together.
 
     Raises:
         ValueError: if another engine still gathers them, or for groups that do not fit.
     """
     leftovers.refuse_module_hooks(engine)
+    copies.refuse_other_cut(engine.module.named_parameters(), cut)
     # What an engine before this one kept gathered, this one may not keep up to date.
     for param in engine.module.parameters():
         if hasattr(param, "ds_persist"):
@@ -192,7 +169,7 @@ def partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
         max_live_parameters=engine.zero_max_live_parameters(),
         param_persistence_threshold=engine.zero_param_persistence_threshold(),
         model_persistence_threshold=engine.zero_model_persistence_threshold(),
-        dp_process_group=engine.seq_data_parallel_group,
+        dp_process_group=cut.shards,
         offload_param_config=engine.zero_offload_param(),
         mpu=engine.mpu,
         zero_param_parallel_group=_secondary_group(engine),

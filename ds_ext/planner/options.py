@@ -28,6 +28,7 @@ class Asked:
 
     model: str | None
     ranks: int
+    shard_size: int  # ranks that hold one copy of what ZeRO cuts; 0: all
     optimizer: str  # a name, or "all"
     params: Mapping[str, Any]  # optimizer.params
     stage: str | None  # of ``STAGES``; None: all of one optimizer, 3 of all
@@ -69,6 +70,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--config", type=Path, metavar="ds.json", help="a DeepSpeed config; options overrule it")
     add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
+    add(
+        "--shard-size",
+        type=_positive,
+        metavar="RANKS",
+        help="ranks that hold one copy of what ZeRO cuts (ds_ext.shard_size; default: all)",
+    )
     add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
     add(
@@ -116,6 +123,7 @@ def read(options: argparse.Namespace) -> Asked:
     asked = Asked(
         model=options.model,
         ranks=options.ranks,
+        shard_size=pick("shard_size", 0),
         optimizer=ALL if optimizer.lower() == ALL else optimizer,
         params=params,
         stage=pick("stage", None),
@@ -129,11 +137,25 @@ def read(options: argparse.Namespace) -> Asked:
         cards=options.memory,
         picture=options.plot,
     )
+    _check_groups(asked)
     if asked.offload_param and asked.stage != "3":
         raise ValueError("--offload-param: only ZeRO-3 has it; add --stage 3.")
     if asked.offload_optimizer and asked.stage == "none":
         raise ValueError("--offload-optimizer: a plain step() has none; choose another --stage.")
     return asked
+
+
+def _check_groups(asked: Asked) -> None:
+    """Raises ValueError for groups of ranks that cannot be."""
+    if not asked.shard_size:
+        return
+    if asked.ranks % asked.shard_size:
+        raise ValueError(
+            f"--shard-size {asked.shard_size} (ds_ext.shard_size) does not divide --ranks "
+            f"{asked.ranks}: give a divisor, or other --ranks."
+        )
+    if asked.stage in ("none", "0"):
+        raise ValueError(f"--shard-size: nothing is cut at --stage {asked.stage}; choose 1 to 3.")
 
 
 def _of_config(path: Path) -> dict[str, Any]:
@@ -152,6 +174,7 @@ def _of_config(path: Path) -> dict[str, Any]:
     found = {
         "stage": str(zero.get("stage", 0)),
         "bucket": how.bucket_size,
+        "shard_size": gradients.section_of(config).shard_size,
         "accumulate": how.policy == "sharded",
         "batch": config.get("train_micro_batch_size_per_gpu"),
         "dtype": _dtype(config),

@@ -43,6 +43,8 @@ def parts(asked: Asked) -> tuple[str, ...]:
 def _where(asked: Asked) -> str:
     """The dtype, ranks and batch that are asked for."""
     where = f"{asked.dtype} on {asked.ranks} data-parallel rank{'s'[: asked.ranks > 1]}"
+    if asked.shard_size:
+        where += f", {asked.shard_size} to each copy of what ds_ext cuts"
     if asked.batch is None:
         return where
     rows, tokens = asked.batch.rows, asked.batch.tokens

@@ -54,10 +54,10 @@ class Plan:
         return [*found, *self._lora(), *self._adamw(), *self._megatron()]
 
     def on(self, ranks: int) -> "Plan":
-        """Returns the plan of the same model on so many ranks; activations are not found anew."""
+        """Returns the plan of one copy on so many ranks; activations are not found anew."""
         other = copy.copy(self)
         other.__dict__.pop("rows", None)
-        other.asked = replace(self.asked, ranks=ranks)
+        other.asked = replace(self.asked, ranks=ranks, shard_size=0)
         return other
 
     def total(self, row: Row, batch: Batch | None) -> Memory:
@@ -99,7 +99,8 @@ class Plan:
             label = f"{optimizer.__name__}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
             if offloads:
                 label += f", {' and '.join(offloads)} offloaded"
-            of = (rules, self.shapes, stage, asked.ranks, self.dtype, asked.bucket)
+            ranks = asked.shard_size if stage and asked.shard_size else asked.ranks
+            of = (rules, self.shapes, stage, ranks, self.dtype, asked.bucket)
             held = memory.ours(*of, asked.accumulates, offloads)
             kept = held.gradients - memory.ours(*of).gradients
             waiting = Gradients(None if stage is None else asked.bucket, ahead=stage == 3)

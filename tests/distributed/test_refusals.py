@@ -62,12 +62,16 @@ TOLD = {
     "quantized weights": (ZERO + "zero_quantized_weights", "True", "remove it"),
     "quantized frozen weights": (ZERO + "zero_quantized_nontrainable_weights", "remove it"),
     "quantized gradients": (ZERO + "zero_quantized_gradients", "True", "remove it"),
-    "mics": (ZERO + "mics_shard_size", "has been removed"),  # by DeepSpeed itself
+    # By DeepSpeed itself, in a sentence of its own.
+    "mics": (ZERO + "mics_shard_size", "has been removed", '"ds_ext": {"shard_size": n}'),
     "zenflow": (ZERO + "zenflow", "remove it"),
     "superoffload": (ZERO + "offload_optimizer.super_offload", "True", "remove it"),
     "deepcompile": ("compile.deepcompile", "True", "engine.compile()"),
     "hpz below stage 3": (ZERO + "zero_hpz_partition_size", "2", "remove it"),
     "hpz that does not divide": (ZERO + "zero_hpz_partition_size", "2", "the 3 ranks"),
+    "copies that do not divide": ("ds_ext.shard_size = 2", "the 3 ranks", "set it to a divisor"),
+    "copies without zero": ("ds_ext.shard_size = 1", ZERO + "stage", "set it"),
+    "copies with hpz": ("ds_ext.shard_size = 1", "zero_hpz_partition_size = 3", "remove one"),
     "pipeline": ("PipelineModule", "pass a plain nn.Module"),
     "compiled model": (ZERO + "stage = 3", "call engine.compile() after it"),
     "compiled backward": ("compiled_autograd_enabled", "leave it out"),

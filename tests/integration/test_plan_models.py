@@ -253,3 +253,27 @@ def test_a_line_of_advice_ends_it(cards, told, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(told)
     assert ("Learning rate: start at " in last) is ("nothing fits" not in last)
+
+
+def test_a_copy_is_cut_among_the_ranks_of_a_group(folder, tmp_path, capsys):
+    options = ["--model", folder, "--optimizer", "came", "--stage", 3]
+    _, alone = plan(capsys, *options, "--ranks", 4)
+    text, copies = plan(capsys, *options, "--ranks", 16, "--shard-size", 4)
+    config = tmp_path / "ds.json"
+    told = {"ds_ext": {"shard_size": 4}, "bf16": {"enabled": True}}
+    config.write_text(json.dumps(told | {"zero_optimization": {"stage": 3}}))
+    _, by_config = plan(capsys, *options[:4], "--ranks", 16, "--config", config)
+    _, spread = plan(capsys, *options, "--ranks", 16)
+    assert alone["CAME, ZeRO-3"] == copies["CAME, ZeRO-3"] == by_config["CAME, ZeRO-3"]
+    assert copies["CAME, ZeRO-3"] != spread["CAME, ZeRO-3"]
+    assert "on 16 data-parallel ranks, 4 to each copy" in text
+
+
+@pytest.mark.parametrize("bad", [("3",), ("4", "--stage", "0"), ("4", "--stage", "none")], ids=str)
+def test_groups_that_cannot_be_are_no_plan(bad, capsys):
+    with pytest.raises(SystemExit):
+        main(
+            ["plan", "--model", "llama-7b", "--optimizer", "came", "--ranks", "16"]
+            + ["--shard-size", *bad]
+        )
+    assert "--shard-size" in capsys.readouterr().err

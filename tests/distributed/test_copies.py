@@ -1,0 +1,88 @@
+"""ZeRO among groups of ranks that hold copies: exact, and the same bits in all of them."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.common import authors
+from tests.common.choose import params
+from tests.distributed import copies, training
+from tests.distributed.copies import RUNS
+
+ALL = [(4, name) for name in RUNS] + [(2, name) for name in RUNS if RUNS[name][0] == 1]
+ALL.append((3, "adalomo-alone"))
+QUICK = {(4, "adalomo"), (4, "came-accumulation"), (4, "adafactor-stage1"), (2, "adalomo-alone")}
+
+
+def shown(name: str) -> str | list[str]:
+    return "groups of ranks with copies (`shard_size`)" if RUNS[name][0] else []
+
+
+@pytest.mark.supports(
+    shown, stage=lambda name: RUNS[name][1].stage, optimizer=lambda name: RUNS[name][1].rule
+)
+@pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
+def test_copies_equal_one_process_with_the_global_batch(ranks, name):
+    size, run = RUNS[name]
+    reference = training.Reference(run, authors.ordinary)
+    before = {n: p.detach().clone() for n, p in reference.model.named_parameters()}
+    for step in range(training.STEPS):
+        reference.step(step, ranks)
+    for got in worlds.once(ranks, copies.train, name):
+        square = square_error = 0.0
+        for n, p in reference.model.named_parameters():
+            assert torch.equal(got["before"][n], before[n])
+            update, error = (p - before[n]).norm(), (got["after"][n] - p).norm()
+            assert error <= max(1e-5 * update, training.STEPS * 2**-24 * p.norm()), (n, error)
+            square, square_error = square + update**2, square_error + error**2
+        assert square_error**0.5 <= 1e-5 * square**0.5
+        assert got["norms"] == pytest.approx(reference.norms, rel=1e-4)
+        assert got["identical"]
+
+
+@pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
+def test_sums_stay_in_a_group_and_gradients_cross_once_a_bucket(ranks, name):
+    size, run = RUNS[name]
+    size = size or ranks
+    numel = [p.numel() for p in training.models.make(dropout=0.3).parameters()]
+    for got in worlds.once(ranks, copies.train, name):
+        assert got["shards"] == {size}
+        parts = [-(-n // size) if run.stage == 3 else n for n in numel]
+        assert got["held"] == sum(parts)
+        calls = Counter(got["calls"])
+        scattered, summed = copies.Sent.METHODS
+        cut, across = calls[scattered, size], calls[summed, ranks // size]
+        assert bool(cut) == (size > 1) and bool(across) == (size < ranks)
+        assert not (cut and across) or cut == across
+        among = {n for kind, n in calls if kind == "sum"}
+        assert among <= {size, ranks}
+        if size > 1 and run.rule != "adamw":  # which sums nothing but the norm
+            assert calls["sum", size] > len(numel) / 8
+
+
+@pytest.mark.parametrize("stage", params([3, 1], [3]))
+def test_noise_and_gradients_that_are_not_finite_are_alike_in_all_copies(stage):
+    for got in worlds.once(4, copies.rounded, stage):
+        assert all(got["same"]) and got["skipped"] == [False, False, True, False]
+        assert got["told"] == 1 and got["moved"] > 8
+
+
+SAVED = [("came", 3, ((3, 4), (3, 1), (1, 2))), ("galore", 1, ((3, 2), (2, 4)))]
+
+
+@pytest.mark.parametrize("case", params([(case,) for case in SAVED], [(SAVED[0],)]), ids=str)
+def test_a_checkpoint_is_gone_on_from_in_other_groups(case):
+    kind, stage, further = case
+    for got in worlds.once(4, copies.saved, kind, stage, list(further)):
+        assert got["same"] and got["zero_to_fp32"]
+        assert got["files"] == ([2, 2] if stage == 3 else [1, 2])  # of one copy
+        for loaded, error, alike in got["found"]:
+            assert loaded and alike and error <= 1e-5
+
+
+def test_models_that_are_cut_while_they_are_built_are_the_same_in_all_copies():
+    for got in worlds.once(4, copies.built):
+        assert got["same"] and got["after"]
+        assert "ds_ext.shard_size = 4" in got["told"] and "config_dict_or_path" in got["told"]
