@@ -1,6 +1,6 @@
 """The page of a matrix of fine-tunes, made of its lines alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,7 @@ def write(
         for name in there
         if any(summary.best_of(lines, name, c) for c in labels)
     }
+    tables |= _in_other_dtypes(lines, there, labels)
     measured = costs.read(folder, lines.setup["dtype"])
     shown = {name: line for name, line in measured.items() if "error" not in line}
     if shown:
@@ -91,3 +92,14 @@ def write(
         picture.sensitivity(figure, lines, there, labels)
 
     report.write("quality", TITLE, text, {k: v for k, v in tables.items() if v}, draw, made, folder)
+
+
+def _in_other_dtypes(
+    lines: Lines, data: Sequence[str], labels: Mapping[str, str]
+) -> dict[str, list[dict[str, object]]]:
+    """Tables of the runs that are alike but for the dtype of weights, forward and backward."""
+    tables = {}
+    for dtype in {"fp32", "bf16"} - {lines.setup["dtype"]}:
+        others = Lines(lines.folder, lines.setup | {"dtype": dtype})
+        tables[f"The same in {dtype} (`--dtype {dtype}`)"] = summary.overall(others, data, labels)
+    return tables

@@ -262,3 +262,8 @@ def test_a_small_matrix_is_made_once_and_shown(tmp_path):
     least = min(kept, key=loss_of)
     assert f"| LAMB | {least['lr']:g} | {least['loss']:.3f} (n = 1) |" in page
     assert (folder / "quality.png").stat().st_size > 10_000
+    other = {k: v for k, v in least.items() if k not in ("dtype", "load")}
+    Lines(folder, {"dtype": "bf16"}).add(other | {"loss": 1.5})
+    benchmarks.main([*command, "--report"])
+    control = written.read_text().partition("## The same in bf16")[2]
+    assert control and f"| LAMB | 1.500 (n = 1) at {least['lr']:g} |" in control
