@@ -27,7 +27,7 @@ MODEL = "135M"  # parameters of the model that they were measured with
 RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
     "lomo": Rate(3e-3),
     "adalomo": Rate(1e-3),
-    "adafactor": Rate(1e-3, is_measured=False),
+    "adafactor": Rate(1e-3),  # with relative_step=False: AdaLomo's steps
     "came": Rate(1e-5),
     "lamb": Rate(3e-4),
     "galoreadamw": Rate(1e-3),

@@ -10,6 +10,7 @@ from benchmarks.matrix import costs, summary
 from benchmarks.matrix.candidates import CANDIDATES
 from benchmarks.matrix.lines import Lines
 from ds_ext.rates import RATES, shown
+from ds_ext.rules import REGISTRY
 
 SETUP = {k: quality.FULL[k] for k in ("steps", "rows", "tokens", "held_out")} | {
     "dtype": "bf16",
@@ -18,6 +19,7 @@ SETUP = {k: quality.FULL[k] for k in ("steps", "rows", "tokens", "held_out")} | 
 DATA = list(quality.FULL["dataset"])
 UNIT = "deepspeed-adamw"
 OTHERS = (UNIT, "lora")  # in the table beside this package's
+SAME = {"adafactor": "adalomo"}  # which take the same steps, with a learning rate that is given
 
 
 def lines() -> Lines:
@@ -34,7 +36,11 @@ def table() -> str:
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     names = sorted((*OTHERS, *RATES), key=lambda n: spent.get(n, {}).get("held", math.inf))
     for name in names:
-        cells = [CANDIDATES[name].label, *_rates(name), *_costs(spent.get(name, {}))]
+        if name in SAME:
+            continue
+        same = [REGISTRY[other].spelling for other, of in SAME.items() if of == name]
+        label = ", ".join([CANDIDATES[name].label, *same])
+        cells = [label, *_rates(name), *_costs(spent.get(name, {}))]
         cells += [_less(runs, data, name) for data in there]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

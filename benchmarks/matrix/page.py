@@ -22,7 +22,8 @@ and falls as a cosine to a tenth; nothing is clipped, and no weight decays. ds_e
 write bf16 weights with stochastic rounding and have no masters; AdamW is torch's under DeepSpeed's
 ZeRO-1, with fp32 masters; LoRA is PEFT's on all linear layers, scaled by 2, with that AdamW; the
 published packages step bf16 weights as they do, without masters and rounded to nearest. Muon has
-`"adjust_lr_fn": "match_rms_adamw"`, Adafactor `"relative_step": false`, all others the defaults.
+`"adjust_lr_fn": "match_rms_adamw"`, all others the defaults. Adafactor with
+`"relative_step": false` takes AdaLomo's steps, bit by bit, and is not run beside it.
 
 Loss is in nats per token of the answers, on {held_out} rows that are held out; "answers wholly
 right" are the rows whose whole answer greedy decoding gives. ± is the standard deviation over n

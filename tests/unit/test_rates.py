@@ -1,12 +1,15 @@
 """Learning rates to begin with: those that were measured, wherever they are shown."""
 
 import pytest
+import torch
+from torch import nn
 
+import ds_ext
 from benchmarks.matrix.lines import best, loss_of
 from ds_ext import rates
 from ds_ext.commands import config
 from ds_ext.rules import REGISTRY
-from tests.rates import DATA, lines
+from tests.rates import DATA, SAME, lines
 
 NEAR = 1.15  # of the best loss, as docs/choosing.md says
 
@@ -18,6 +21,7 @@ def test_every_optimizer_has_a_rate():
 @pytest.mark.parametrize("name", [n for n, rate in rates.RATES.items() if rate.is_measured])
 def test_a_measured_rate_gave_nearly_the_best_loss(name):
     runs, start = lines(), rates.RATES[name].start
+    name = SAME.get(name, name)
     measured = [data for data in DATA if best(runs.of(data, name, 0))]
     assert measured
     for data in measured:
@@ -27,6 +31,23 @@ def test_a_measured_rate_gave_nearly_the_best_loss(name):
             continue  # a data set that is only begun
         assert there, f"{name} was not run at {start} on {data}"
         assert loss_of(there[0]) <= NEAR * loss_of(best(own)), data
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adafactor_with_a_rate_takes_the_steps_of_adalomo(dtype):
+    runs = []
+    for kind, own in ((ds_ext.AdaLomo, {}), (ds_ext.Adafactor, {"relative_step": False})):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.randn(n, generator=generator).to(dtype) for n in ((9, 7), (5,))]
+        params = [nn.Parameter(p) for p in params]
+        optimizer = kind(params, lr=3e-3, weight_decay=0.1, **own)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            optimizer.step()
+        runs.append(params)
+    assert all(map(torch.equal, *runs))
+    assert rates.RATES["adafactor"] == rates.RATES["adalomo"]
 
 
 @pytest.mark.parametrize(
