@@ -25,12 +25,12 @@ __all__ = [
 def __getattr__(name: str) -> type:
     """The optimizer of a registered rule, ``ds_ext.AdaLomo``; of rules that are yours too.
 
-    And ``MetricsCallback``, which imports transformers and so does not come before it is used.
+    And callbacks of HF Trainer, which import transformers and so do not come before they are used.
     """
-    if name == "MetricsCallback":
-        from ds_ext.hf import MetricsCallback
+    if name in ("MetricsCallback", "FuseCallback"):
+        from ds_ext import hf
 
-        return MetricsCallback
+        return getattr(hf, name)  # type: ignore[no-any-return]
     optimizer = OPTIMIZERS.get(name.lower())
     if optimizer is None or optimizer.__name__ != name:
         raise AttributeError(f"module 'ds_ext' has no attribute {name!r}")

@@ -1,10 +1,17 @@
-"""For HF Trainer: its callback that reports what ds_ext's steps tell. The only import of it."""
+"""For HF Trainer: callbacks that report what steps tell, and that step FSDP2's models in backward.
+
+The only import of transformers.
+"""
 
 import sys
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
+
+from ds_ext.backward.fuse import fuse_into_backward
+from ds_ext.backward.gradients import FusedBackward
+from ds_ext.distributed import fully_shard
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -79,3 +86,63 @@ def _stepped(optimizer: Any) -> Any:
             'in the DeepSpeed config: "optimizer": {"type": "AdaLomo"}; or leave it out.'
         )
     return optimizer
+
+
+class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Makes HF Trainer step a model that FSDP2 has cut inside backward, without DeepSpeed.
+
+    ``Trainer(..., optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": 5e-4}),
+    callbacks=[ds_ext.FuseCallback()])``, where accelerate or transformers applies FSDP2; or in one
+    process. Trainer's ``max_grad_norm`` and ``gradient_accumulation_steps`` are honoured exactly.
+
+    Args:
+        gradient_policy: as of ``fuse_into_backward``. None: "sharded" where ``max_grad_norm``
+            clips, which keeps this rank's part of the gradients in fp32 until the step; else
+            "fused".
+        bucket_size: as of ``fuse_into_backward``, elements.
+
+    Raises:
+        ValueError: when training begins, if the ranks' model is not cut by FSDP2, or clipping
+            would need a second backward pass.
+        TypeError: the optimizer is none of ds_ext.
+    """
+
+    def __init__(self, gradient_policy: str | None = None, bucket_size: int | None = None) -> None:
+        self.gradient_policy = gradient_policy
+        self.bucket_size = bucket_size
+        self.fused: FusedBackward | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
+    ) -> None:
+        """Fuses the model and optimizer that Trainer has prepared."""
+        policy = self.gradient_policy or ("sharded" if args.max_grad_norm else "fused")
+        _check_trainer(args, model, policy)
+        self.fused = fuse_into_backward(
+            model,
+            given["optimizer"],
+            bucket_size=self.bucket_size,
+            max_grad_norm=args.max_grad_norm or 0.0,
+            gradient_policy=policy,
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leaves the model as it was."""
+        if self.fused is not None:
+            self.fused.remove()
+
+
+def _check_trainer(args: Any, model: Any, policy: str) -> None:
+    """Raises ValueError for what Trainer's arguments make impossible."""
+    if args.world_size > 1 and not fully_shard.cuts(model):
+        raise ValueError(
+            "ds_ext.FuseCallback: several ranks train a model that FSDP2 has not cut. Set "
+            'fsdp_config={"version": 2, ...} of TrainingArguments or fsdp_version: 2 of '
+            "accelerate's config, or load the model with distributed_config=...; or use DeepSpeed."
+        )
+    if args.max_grad_norm and policy == "fused":
+        raise ValueError(
+            f'ds_ext.FuseCallback(gradient_policy="fused"): max_grad_norm = {args.max_grad_norm:g} '
+            "would need a second backward pass, which Trainer does not make. Set max_grad_norm=0, "
+            "or leave gradient_policy out."
+        )

@@ -51,6 +51,7 @@ def fuse_into_backward(
     number of backward passes, and clipped then. ``.metrics`` of what is returned tells of the last
     step, with ``measure_updates`` also the RMS of updates and weights.
     """
+    optimizer = _unwrapped(optimizer)
     if not isinstance(optimizer, RuleOptimizer):
         raise TypeError(
             f"fuse_into_backward: the optimizer is {_type_name(optimizer)}, and only those of "
@@ -127,6 +128,13 @@ def _group_of_cut(model: nn.Module, group: Group) -> Group:
             "have them: leave group out."
         )
     return fully_shard.group_of(model)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrappers."""
+    while type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _type_name(value: object) -> str:

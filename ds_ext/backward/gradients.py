@@ -242,6 +242,36 @@ class FusedBackward:
             self.optimizer.meter.clear()
         self.discarded(had_begun)
 
+    def clipped_norm(self, params: Collection[Tensor], asked: Mapping[str, Any]) -> Tensor | None:
+        """The norm of all gradients since the last step, before clipping; all ranks call it.
+
+        Args:
+            params: those whose gradients ``torch.nn.utils.clip_grad_norm_`` is asked to clip.
+            asked: its arguments by name.
+
+        Returns:
+            The norm, []; None if the step clips by something else, or other parameters.
+        """
+        max_norm = float(asked.get("max_norm", math.nan))
+        is_same = max_norm in (self.how.max_norm, math.inf)
+        if self.is_replaced or not is_same or float(asked.get("norm_type", 2)) != 2:
+            return None
+        trained = self.buckets.trained.intersection(self.optimizer.group_of)
+        return self.norm_so_far() if trained.issubset(params) else None
+
+    @torch.no_grad()
+    def norm_so_far(self) -> Tensor:
+        """Returns the 2-norm of all gradients since the last step, []; all ranks call it."""
+        self.finish()
+        tally = self.tally
+        if tally.kept:
+            tally = Tally(self.reader)
+            tally.record(self.tally.kept)
+        if tally.norm is not None:
+            return torch.tensor(tally.norm, dtype=torch.float64, device=self.layout.device)
+        square = torch.zeros((), dtype=torch.float64, device=self.layout.device)
+        return self.layout.total(square if tally.square is None else tally.square).sqrt()
+
     def leaf(self, param: Tensor) -> Tensor:
         """What stands for a parameter in the graph of a loss."""
         return self.layout.leaf(param)

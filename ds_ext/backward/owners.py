@@ -7,7 +7,7 @@ modules are ``Hook`` objects, which copies and files of a module do not contain.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -56,6 +56,9 @@ class Owner(Protocol):
 
     def discard(self, params: Collection[Tensor]) -> None:
         """Drops what has come of the gradients of ``params`` since the last step."""
+
+    def clipped_norm(self, params: Collection[Tensor], asked: Mapping[str, Any]) -> Tensor | None:
+        """The norm of all gradients, if they are clipped as torch is asked to; else None."""
 
     def give_way(self) -> None:
         """Takes the hooks off, for another owner of the same parameters."""

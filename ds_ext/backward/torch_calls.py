@@ -6,6 +6,7 @@ what it calls.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,10 +55,13 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(map(owners.owner, params)):
+        if found := {by for by in map(owners.owner, params) if by is not None}:
+            asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
+            if len(found) == 1 and (norm := found.pop().clipped_norm(params, asked)) is not None:
+                return norm
             raise RuntimeError(
                 f"torch.nn.utils.{clip.__name__}: these gradients are used inside backward, and "
-                "there is nothing left to clip. Set what to clip by beforehand: "
+                "there is nothing left to clip. Set the same beforehand: "
                 "fuse_into_backward(..., max_grad_norm=...) or clip_value, with an engine "
                 '"gradient_clipping" or "ds_ext": {"clip_value"} of the config. The norm of all '
                 "gradients is .norm of what fuse_into_backward returned, "

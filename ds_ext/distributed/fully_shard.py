@@ -6,7 +6,7 @@ arrive reduced, and alike on all ranks. What reads FSDP2's own objects is in thi
 private in torch 2.13.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class Units(Layout):
         super().__init__(group, cut, made.of)  # type: ignore[arg-type]
         self.everyone = group
         self.param_groups = list(_param_groups(module))
-        self.held = {own.sharded_param: own for g in self.param_groups for own in g.fsdp_params}
+        _refuse_cut_twice(module, self.param_groups)
+        self.held = {_in_place(own): own for g in self.param_groups for own in g.fsdp_params}
 
     def broadcast(self, module: nn.Module) -> None:
         """Does nothing: each rank has its own part."""
@@ -67,7 +68,7 @@ class Units(Layout):
         """Modules of FSDP2, and those of its parameters that each brings."""
         found: dict[nn.Module, list[Tensor]] = {}
         for group in self.param_groups:
-            owners = {p.sharded_param: p._module_info.module for p in group.fsdp_params}
+            owners = {_in_place(own): own._module_info.module for own in group.fsdp_params}
             for module in group.modules:
                 inside = {*module.modules()}
                 found.setdefault(module, []).extend(
@@ -124,6 +125,37 @@ def _refuse_plain(names: Mapping[Tensor, str]) -> None:
                 f"{name} is trained and is no DTensor, as others of the model are: nobody would "
                 "average its gradient over the ranks. Apply fully_shard to the whole model after "
                 "its layers, without ignored_params; or freeze it."
+            )
+
+
+def _in_place(own: Any) -> Tensor:
+    """The parameter that FSDP2 takes one of its own for: another one if weights were tied since."""
+    here = own._module_info.module._parameters.get(own._module_info.param_name)
+    param: Tensor = here if here is not None and dtensors.is_dtensor(here) else own.sharded_param
+    return param
+
+
+def _refuse_cut_twice(model: nn.Module, param_groups: Iterable[Any]) -> None:
+    """Raises ValueError for tied weights that FSDP2 cuts twice, into parts of several sizes.
+
+    Tied after they were cut, each has parts of its own. FSDP2 takes up the tied one for both; where
+    it pads parts it copies them for that, and one of the two would keep old values.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    seen: dict[Tensor, str] = {}
+    for own in (own for group in param_groups for own in group.fsdp_params):
+        param, ranks = _in_place(own), own.mesh_info.shard_mesh_size
+        name = f"{names.get(own._module_info.module)}.{own._module_info.param_name}"
+        other = seen.setdefault(param, name)
+        if (
+            other != name
+            and own.padded_sharded_param_size.numel() * ranks != own._orig_size.numel()
+        ):
+            raise ValueError(
+                f"{name} is tied to {other}, and fully_shard has cut both: as {ranks} ranks "
+                "cannot divide its rows evenly, FSDP2 would keep old values of one. Pad the "
+                "vocabulary (model.resize_token_embeddings(pad_to_multiple_of=...)); or untie "
+                "them (tie_word_embeddings=False); or cut them together: fully_shard([one, other])."
             )
 
 

@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_weights_of_a_whole_one(model, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trl_sft.py", "trl_grpo.py"])
+@pytest.mark.parametrize("name", ["trl_sft.py", "trl_grpo.py", "trl_fsdp2.py"])
 def test_trl(name, model, tmp_path):
     pytest.importorskip("trl", reason="TRL, which needs Python 3.11, is not installed")
     printed = worlds.run(2, example_jobs.run, name, str(tmp_path), *options(model, 5))[0]

@@ -43,8 +43,8 @@ def result(folder, name):
     return worlds.once(2, trainer.train, folder, name)[0]
 
 
-def build(lora=False):
-    model = trainer_jobs.model()
+def build(lora=False, vocab=67):
+    model = trainer_jobs.model(vocab)
     return trainer_jobs.adapted(model) if lora else model
 
 
@@ -61,10 +61,10 @@ def split(model, decay):
 
 
 @functools.cache  # runs that differ in accumulation, checkpointing or stage have the same reference
-def reference(config, max_norm, lora, streams=()):
+def reference(config, max_norm, lora, streams=(), vocab=67):
     """The same training by HF Trainer in one process, of whole batches -> (weights, log)."""
     job = trainer_jobs.Job(config, {"max_grad_norm": max_norm})
-    model = build(lora)
+    model = build(lora, vocab)
     groups = split(model, job.all_arguments["weight_decay"])
     # The last name of a tied matrix, which is the head's.
     names = {p: n for n, p in model.named_parameters(remove_duplicate=False)}

@@ -123,12 +123,12 @@ def data() -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def model() -> LlamaForCausalLM:
+def model(vocab: int = 67) -> LlamaForCausalLM:
     """A Llama of two layers with tied embeddings."""
     torch.manual_seed(1)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=67,
+            vocab_size=vocab,
             hidden_size=32,
             intermediate_size=50,
             num_hidden_layers=2,

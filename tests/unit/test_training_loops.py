@@ -73,6 +73,36 @@ def test_a_gradient_scaler_is_refused_before_a_weight_moves():
     scaler.scale(loss_of(model, 0)).backward()
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 1e-3])
+def test_clipping_by_torch_to_what_is_set_tells_the_norm(max_norm):
+    model, other = make(), make()
+    optimizer, plain = ds_ext.LOMO(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters())
+    policy = "sharded" if max_norm else "fused"
+    fused = ds_ext.fuse_into_backward(
+        model, optimizer, max_grad_norm=max_norm, gradient_policy=policy
+    )
+    for step in range(2):
+        loss_of(model, step).backward()
+        loss_of(other, step).backward()
+        bound = max_norm or torch.inf
+        expected = clip_grad_norm_(other.parameters(), bound)
+        assert float(clip_grad_norm_(model.parameters(), bound)) == pytest.approx(float(expected))
+        for params, norm, kind in (
+            (model.parameters(), 0.5, 2.0),  # another norm
+            (model.parameters(), bound, 1.0),  # another kind
+            (list(model.parameters())[1:], bound, 2.0),  # of some
+        ):
+            with pytest.raises(RuntimeError, match="max_grad_norm"):
+                clip_grad_norm_(params, norm, kind)
+        for group in plain.param_groups:
+            group["lr"] = 0.1
+        plain.step(), plain.zero_grad()
+        optimizer.step()
+        assert fused.norm == pytest.approx(float(expected))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 def test_clipping_by_torch_is_refused_and_tells_what_to_set(policy):
     model, other = make(), make()

@@ -25,7 +25,7 @@ WALLS = {
     "commands": "__init__ rules optimizer config planner engine",
     "planner": "__init__ ops distributed optimizer backward config",
     "axolotl": "",
-    "hf": "",
+    "hf": "distributed backward",
     "__init__": "ops distributed optimizer backward checkpoint registration hf",
     "registration": "engine",
 }
