@@ -39,3 +39,9 @@ def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
 def described(param: Tensor) -> dict[str, Any] | None:
     """Returns what the layer of a parameter says of its division, None if nothing."""
     return getattr(param, _DESCRIPTION, None) or None
+
+
+def is_divided(param: Tensor) -> bool:
+    """Returns whether ranks have different parts of a parameter, by what its layer says."""
+    told = described(param)
+    return told is not None and not told["conversion"]["replicated"]

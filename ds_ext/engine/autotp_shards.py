@@ -31,7 +31,7 @@ def tensor_parallel_shards(
     found = {}
     for param, name in names.items():
         described = autotp.described(param)
-        if described is None or described["conversion"]["replicated"]:
+        if described is None or not autotp.is_divided(param):
             if described is None and getattr(param, "tensor_model_parallel", False):
                 raise ValueError(_unknown(name, "its layer does not say how"))
             continue

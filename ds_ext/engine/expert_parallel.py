@@ -45,6 +45,20 @@ def group(param: Tensor) -> Group:
     return cast(Group, groups._get_expert_data_parallel_group(name))
 
 
+def gradient_factor(param: Tensor, tensor_size: int) -> int:
+    """Returns how many times the gradient of its losses the gradient of an expert is.
+
+    Ranks of tensor parallelism have the same tokens, of which each sends experts a part; then they
+    gather what the experts give. The gradient of that, which is the same on all of them, AutoEP
+    adds up over them in backward; deepspeed.moe takes it from one.
+
+    Args:
+        param: of an expert.
+        tensor_size: ranks of tensor parallelism.
+    """
+    return 1 if place(param) is None else tensor_size
+
+
 def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
     """Returns names of parameters that are the same on whichever rank an expert is.
 

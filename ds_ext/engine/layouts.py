@@ -27,10 +27,10 @@ from torch import Tensor
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Placement, Replicated, Sharded, everyone, size_of
 from ds_ext.engine import copies, expert_parallel, zero3
-from ds_ext.engine.copies import Cut
 from ds_ext.engine.zero3 import Partitioned, Partitions
 
 Kind: TypeAlias = type[Replicated] | type[Sharded]
+PlacementOf: TypeAlias = Callable[[Tensor], Placement]
 
 _CUT: dict[int, type[Sharded]] = {1: Sharded, 2: Sharded, 3: Partitioned}
 _BY_STAGE: dict[int, Kind] = {0: Replicated, **_CUT}
@@ -46,77 +46,84 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
     cut = copies.cut(group, copies.shard_size(engine.config))
     offload = zero3.partition(engine, cut) if stage == 3 else None
-    kind = _BY_STAGE[stage]
-    if engine.autotp_size() > 1:
-        placement_of = _with_tensor_parallelism(kind, group, names)
+    kind, losses = _BY_STAGE[stage], _num_losses(engine)
+    tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
+    if tensor_group is not None:
+        dense = _with_tensor_parallelism(kind, group, tensor_group, losses, names)
     elif cut.copies is not None:
-        placement_of = _in_groups(_CUT[stage], cut, _grad_divisor(engine))
+        dense = _alike(_CUT[stage](cut.shards, losses, copies=cut.copies))
     else:
-        placement_of = _with_experts(kind, group, _grad_divisor(engine))
+        dense = _alike(kind(group, losses))
+    placement_of = _with_experts(dense, kind, group, losses, size_of(tensor_group))
     if offload is None:
         return Layout(group, names, placement_of, cut.shards)
     overlap = bool(engine.zero_overlap_comm())
     return Partitions(offload, group, names, placement_of, overlap, cut.shards)
 
 
-def _in_groups(kind: type[Sharded], cut: Cut, grad_divisor: int) -> Callable[[Tensor], Placement]:
-    """The last row of the table."""
-    placement = kind(cut.shards, grad_divisor, copies=cut.copies)
+def _alike(placement: Placement) -> PlacementOf:
+    """The first row of the table, or the last."""
     return lambda param: placement
 
 
-def _with_experts(kind: Kind, group: Group, grad_divisor: int) -> Callable[[Tensor], Placement]:
-    """The first two rows of the table."""
-    dense = kind(group, grad_divisor)
+def _with_experts(
+    dense: PlacementOf, kind: Kind, group: Group, losses: int, tensor_size: int
+) -> PlacementOf:
+    """The second row, beside what ``dense`` gives the other parameters."""
 
     @functools.cache
-    def experts(own: Group) -> Placement:
-        # Tokens of all ranks have come to these experts: their gradients are of all losses.
-        return kind(own, size_of(group))
+    def experts(own: Group, grad_divisor: int) -> Placement:
+        return kind(own, grad_divisor)
 
     def placement_of(param: Tensor) -> Placement:
         own = expert_parallel.group(param) if expert_parallel.is_expert(param) else group
-        return experts(own) if size_of(own) < size_of(group) else dense
+        if own is group or (tensor_size == 1 and size_of(own) == size_of(group)):
+            return dense(param)
+        # Tokens of all ranks have come to these experts: their gradients are of all losses.
+        return experts(own, losses * expert_parallel.gradient_factor(param, tensor_size))
 
     return placement_of
 
 
 def _with_tensor_parallelism(
-    kind: Kind, group: Group, names: Mapping[Tensor, str]
-) -> Callable[[Tensor], Placement]:
+    kind: Kind, group: Group, tensor_group: Group, losses: int, names: Mapping[Tensor, str]
+) -> PlacementOf:
     """The next two rows: what is left whole is the same on all ranks of tensor parallelism."""
     from ds_ext.engine import autotp_shards  # needs DeepSpeed 0.19.8, as tensor parallelism does
 
-    tensor_group = groups.get_tensor_model_parallel_group()
     is_replicated = kind is Replicated
     shards = autotp_shards.tensor_parallel_shards(
         names, dist.get_rank(tensor_group), 1 if is_replicated else size_of(group)
     )
     split = kind(
         group,
+        losses,
         statistics_group=tensor_group if is_replicated else everyone(),
         tensor_parallel_shards=shards,
     )
     # Gradients are averaged over these copies too, for else what differs (dropout, or a sum in
     # another order) would lead them apart.
-    is_cut = kind is Partitioned
-    whole = Partitioned(group, copies=tensor_group) if is_cut else kind(everyone())
+    divisor = losses * size_of(tensor_group)
+    if kind is Partitioned:
+        whole: Placement = Partitioned(group, divisor, copies=tensor_group)
+    else:
+        whole = kind(everyone(), divisor)
     return lambda param: split if param in shards else whole
 
 
-def _grad_divisor(engine: DeepSpeedEngine) -> int:
+def _num_losses(engine: DeepSpeedEngine) -> int:
     """How many mean losses a gradient is summed over: a sequence's ranks have parts of one.
 
     Raises ValueError if DeepSpeed does not sum over these ranks.
     """
-    size, group = engine.sequence_parallel_size, engine.seq_data_parallel_group
+    size, group = int(engine.sequence_parallel_size), engine.seq_data_parallel_group
     if size > 1:
         sequence = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
         if not set(sequence) <= set(dist.get_process_group_ranks(group)):
             raise ValueError(
-                f"sequence_parallel_size = {size}: from the config alone DeepSpeed does not add up "
-                "the gradients of a sequence's ranks. Call initialize_sequence_parallel of "
-                "deepspeed.runtime.sequence_parallel.parallel_state_sp, and give that module to "
-                "deepspeed.initialize as mpu."
+                "the mpu's get_sequence_data_parallel_group() lacks ranks of its "
+                "get_sequence_parallel_group(), whose gradients DeepSpeed would not add up: give "
+                "one that has them, or leave out mpu and write "
+                f'"sequence_parallel_size": {size} into the config.'
             )
-    return size_of(group) // int(size)
+    return size_of(group) // size

@@ -37,6 +37,7 @@ from ds_ext.engine import (
     output_recorders,
     refusals,
     save_load,
+    sequences,
     tiled,
     tracebacks,
     versions,
@@ -136,6 +137,10 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
     # Ranks that differ are refused before they wait for each other.
     if not isinstance(model, PipelineModule):  # its ranks have different layers
         consensus.agree(refusals.facts(engine, model))
+    sequences.forget()
+    if refusals.is_ours(engine):
+        with tracebacks.shown_once():
+            sequences.complete(engine, getattr(engine, "_ds_ext_mpu", engine.mpu))
     owners.check_finished(model.parameters())
     with explained():
         original(engine, model)
@@ -193,6 +198,16 @@ if hasattr(DeepSpeedEngine, "_configure_expert_parallel"):  # DeepSpeed 0.18 has
     def _configure_expert_parallel(original: Method, *args: Any, **kwargs: Any) -> Any:
         with output_recorders.readable_by_name():
             return original(*args, **kwargs)
+
+
+if hasattr(DeepSpeedEngine, "_configure_tensor_parallel_states"):
+
+    @replaces(DeepSpeedEngine)
+    def _configure_tensor_parallel_states(
+        original: Method, engine: DeepSpeedEngine, model: Any
+    ) -> None:
+        engine._ds_ext_mpu = engine.mpu  # in the place of which AutoTP puts its own
+        original(engine, model)
 
 
 # Learning-rate schedulers.

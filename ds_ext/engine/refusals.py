@@ -6,13 +6,13 @@ from typing import Any
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch._dynamo import OptimizedModule
 
 from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_dtensors, refuse_wrapped
-from ds_ext.engine import copies, leftovers, names, versions
-from ds_ext.engine.autotp import whole_shape
+from ds_ext.engine import autotp, copies, expert_parallel, leftovers, names, versions
 from ds_ext.engine.settings import effective
 from ds_ext.optimizer import RuleOptimizer
 
@@ -45,11 +45,6 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     offload.check(config, map(optimizer.rule_of, firsts), {p.dtype for p in optimizer.group_of})
     if isinstance(engine.module, PipelineModule):
         raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
-    if engine.autotp_size() > 1 and engine.sequence_parallel_size > 1:
-        raise ValueError(
-            "ds_ext cannot honour tensor_parallel.autotp_size together with sequence_parallel_size "
-            "yet: remove one of them."
-        )
     if copies.shard_size(config) and (engine.mp_world_size > 1 or engine.has_moe_layers):
         raise ValueError(
             f"{copies.KEY} cannot be had together with model parallelism or experts that ranks "
@@ -74,17 +69,36 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:
     """Raises ValueError for experts spread in a way that is not supported."""
-    if max(engine.autotp_size(), engine.mp_world_size, engine.sequence_parallel_size) > 1:
-        raise ValueError(
-            "ds_ext does not support expert_parallel, or deepspeed.moe layers, together with "
-            "tensor or sequence parallelism yet: remove tensor_parallel, sequence_parallel_size "
-            "and mpu."
-        )
-    native = any(isinstance(module, MoE) for module in engine.module.modules())
-    if native and engine.zero_optimization_stage() == 3:
+    native = [module for module in engine.module.modules() if isinstance(module, MoE)]
+    stage, tensor_size = engine.zero_optimization_stage(), engine.autotp_size()
+    sequences = engine.sequence_parallel_size > 1
+    if native and stage == 3:
         raise ValueError(
             "zero_optimization.stage = 3: DeepSpeed does not partition deepspeed.moe layers. Use "
             'stage 0, 1 or 2, or "expert_parallel" (AutoEP) with the experts of the model itself.'
+        )
+    if sequences and stage == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3: DeepSpeed does not partition the experts of AutoEP where "
+            "sequences are divided: use stage 0, 1 or 2, or remove sequence_parallel_size."
+        )
+    if sequences and tensor_size > 1:
+        raise ValueError(
+            "DeepSpeed's experts go with tensor_parallel.autotp_size or sequence_parallel_size, "
+            "not with both: remove one of them."
+        )
+    # To deepspeed.moe parallel_state_sp is an mpu of tensor parallelism too.
+    if tensor_size <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
+        raise ValueError(
+            "DeepSpeed's experts take the ranks of this mpu for those of tensor parallelism, and "
+            "would drop tokens: leave out mpu, and write tensor_parallel.autotp_size or "
+            "sequence_parallel_size into the config."
+        )
+    experts = [p for layer in native for p in layer.deepspeed_moe.experts.parameters()]
+    if any(not expert_parallel.is_expert(p) or autotp.is_divided(p) for p in experts):
+        raise ValueError(
+            "tensor_parallel.partition_config: its patterns divide experts of deepspeed.moe "
+            "layers, which DeepSpeed sends other tokens on each rank: leave them out."
         )
 
 
@@ -122,16 +136,23 @@ def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
         )
 
 
+def is_ours(engine: DeepSpeedEngine) -> bool:
+    """Returns whether an engine is to have an optimizer of ours: an object, or by its config."""
+    client = engine.client_optimizer
+    if client is None:
+        return names.ours(engine.optimizer_name()) is not None
+    return isinstance(client, RuleOptimizer)
+
+
 def facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
     """Returns what all ranks must have been started with alike, if one of them uses ds_ext.
 
     Values have a ``repr`` that is the same in every process, and can be pickled.
     """
     client = engine.client_optimizer
-    ours = isinstance(client, RuleOptimizer)
     name = type(client).__name__ if client is not None else engine.optimizer_name()
-    if not ours and (client is not None or names.ours(name) is None):
+    if not is_ours(engine):
         return {"optimizer": name}
     config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
-    told = consensus.facts(model, client if ours else None, whole_shape)
+    told = consensus.facts(model, client, autotp.whole_shape)
     return {"optimizer": name, "config": config, **told}

@@ -393,19 +393,21 @@ def _pieces(optimizer: "RuleOptimizer", at: int, u: "RunUpdate", state: State) -
 
 
 def _gradients(group: Group, updates: Sequence["RunUpdate"]) -> Any:
-    """The gradients of a group: runs, or those times a factor of each and within a bound."""
+    """The gradients of a group: runs, or those times a factor of each and within a bound.
+
+    Some may have no factor: what tensor parallelism has left whole is of more losses than the rest.
+    """
     runs: list[Tensor] = []
     factors: list[Any] = []
-    bound = None
+    bound, are_scaled = None, False
     for piece in group.pieces:
         g: Any = updates[piece.at].g
+        factors.append(1.0 if isinstance(g, Tensor) else g.factor)
         if not isinstance(g, Tensor):
-            factors.append(g.factor)
-            bound, g = g.bound, g.x
+            are_scaled, bound, g = True, g.bound, g.x
         runs.append(piece.of(g))
-    if not factors:
+    if not are_scaled:
         return Runs(runs)
-    assert len(factors) == len(runs), "some gradients of a bucket are scaled and some are not"
     return ops.Scaled(cast(Tensor, Runs(runs)), _vector(factors, runs[0].device), bound)
 
 

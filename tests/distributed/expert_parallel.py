@@ -3,18 +3,23 @@
 import re
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequences
 from deepspeed.utils import groups
 from torch import nn
 
 import ds_ext
+from ds_ext.engine import autotp
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import authors, by_role
 from tests.common.ranks import shared_folder
+from tests.distributed.tensor_parallel import rebuilt
 from tests.distributed.training import HYPERS
 
 STEPS = 6
@@ -31,6 +36,8 @@ class Run:
     policy: str = "fused"
     json: bool = False
     then: tuple[int, int] | None = None  # stage and size that a checkpoint is gone on from with
+    tensor: int = 1  # ranks that layers beside the experts are divided over
+    sequence: int = 1  # ranks that share the tokens of one mean loss
 
     @property
     def hypers(self) -> dict[str, Any]:
@@ -56,10 +63,21 @@ def _runs() -> dict[str, Run]:
     made["resumed"] = Run("came", 1, 2, 2, then=(1, 2))
     made["resumed-ep4"] = Run("came", 2, 4, 2, then=(0, 4))
     made["resumed-ep1"] = Run("lamb", 0, 4, 4, then=(1, 1))
+    for i, rule in enumerate(("lomo", "came", "galoreadamw")):
+        for size in (1, 2, 4)[i:]:
+            made[f"tensor-{rule}-stage{i}-ep{size}"] = Run(rule, i, 4, size, tensor=2)
+        made[f"sequence-{rule}-stage{i}"] = Run(rule, i, 4, 2, sequence=2)
+    made["tensor-clip"] = Run("adalomo", 1, 4, 2, max_norm=0.05, tensor=2)
+    made["tensor-resumed"] = Run("came", 2, 4, 2, then=(1, 4), tensor=2)
+    made["sequence-resumed"] = Run("adalomo", 1, 4, 2, 0.05, then=(0, 4), sequence=2)
     return made
 
 
 RUNS = _runs()
+DIVIDED = [
+    {"patterns": [r"wide\.weight$"], "partition_type": "column"},
+    {"patterns": [r"narrow\.weight$"], "partition_type": "row"},
+]
 
 
 def expert() -> nn.Module:
@@ -70,6 +88,7 @@ def values() -> dict[str, torch.Tensor]:
     """All weights, by the names of ``Whole``."""
     torch.manual_seed(5)
     made = {n: torch.randn_like(p) * 0.4 for n, p in Whole().named_parameters()}
+    made["narrow.weight"] *= 0.2  # or LOMO would diverge
     for layer in range(LAYERS):
         gate = made[f"layers.{layer}.gate"]
         gate[3] = gate[2] - 0.05  # is seldom the first
@@ -117,12 +136,14 @@ class Whole(nn.Module):
             Mixture(1 + i) if size is None else Spread(1 + i, size) for i in range(LAYERS)
         )
         self.down = nn.Linear(WIDTH, 3)
+        self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
         # Of two probabilities divided by their sum, the gradient of other experts' rows is 0 but
         # for rounding, and statistics would make updates of that.
         [*self.layers[1].parameters()][0].requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.up(x))
+        h = h + self.narrow(torch.tanh(self.wide(h)))
         for layer in self.layers:
             h = h + layer(h)
         return (self.down(h) - x[:, :3]).square().mean()
@@ -145,13 +166,19 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """Of few tokens; in some steps they are nearly the same."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(3, 5, generator=generator)
+    x = torch.randn(4, 5, generator=generator)  # as many as two ranks can share
     if step % 3 == 2:
         x = 0.1 * x + torch.arange(5)
     return model(x if step else torch.randn(400, 5, generator=generator))
 
 
-def start(run: Run, stage: int, size: int):
+def gather(output: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """DeepSpeed gathers tokens of ranks of tensor parallelism into a flat tensor; gloo wants both
+    to be flat."""
+    dist.all_gather_into_tensor(output, part.view(-1), group=group)
+
+
+def start(run: Run, stage: int, size: int, mpu: Any = None, **more: Any):
     model = Whole(size)
     if f"ep_size_{size}" not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(size)  # which tell what experts these are
@@ -164,11 +191,23 @@ def start(run: Run, stage: int, size: int):
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
         "ds_ext": {"gradient_policy": run.policy},
     }
+    if run.tensor > 1:
+        plan = {"use_default_specs": False, "layer_specs": DIVIDED}
+        made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
+    if run.sequence > 1:
+        made["sequence_parallel_size"] = run.sequence
     if run.json:
         made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
         return deepspeed.initialize(model=model, config=made)[0]
     optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=made | more, mpu=mpu)[0]
+
+
+def backward(engine, run: Run, step: int) -> None:
+    """This rank's part of a step."""
+    with mock.patch.object(mappings.deepspeed.comm, "all_gather_into_tensor", gather):
+        loss = loss_of(engine, step, dist.get_rank() // run.tensor)
+        engine.backward(loss / run.sequence)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -178,15 +217,16 @@ def train(run: Run) -> dict[str, Any]:
     for step in range(STEPS):
         if run.then and step == STEPS // 2:
             engine = moved(engine, run)
-        engine.backward(loss_of(engine, step, dist.get_rank()))
+        backward(engine, run, step)
         engine.step()
         norms.append(engine.get_global_grad_norm())
     state = engine.optimizer.optimizer.state
     own = named(engine.module)
     return {
-        "after": {n: p.detach().clone() for n, p in own.items()},
+        "after": {n: rebuilt(p, p.detach().clone()) for n, p in own.items()},
         "steps": {n: state[p]["step"] for n, p in own.items() if p.requires_grad},
         "norms": norms,
+        "divided": [n for n, p in own.items() if autotp.is_divided(p)],
         "metrics": engine.optimizer.metrics(),
         "streams": by_role.streams_of(engine.optimizer, {p: n for n, p in own.items()}),
     }
@@ -224,8 +264,8 @@ def reference(run: Run, streams: dict[str, int]) -> tuple[nn.Module, list[float]
     for step in range(STEPS):
         model.zero_grad()
         seen = []
-        for rank in range(run.world):
-            (loss_of(model, step, rank) / run.world).backward()
+        for rank in range(run.world // run.tensor):
+            (loss_of(model, step, rank) * run.tensor / run.world).backward()
             sums = [e[0].weight.grad.abs().sum() for layer in model.layers for e in layer.experts]
             seen.append(torch.stack(sums))
         grown = torch.stack([seen[0], *(b - a for a, b in zip(seen, seen[1:], strict=False))])
@@ -240,10 +280,16 @@ def reference(run: Run, streams: dict[str, int]) -> tuple[nn.Module, list[float]
 
 def refusals() -> list[str]:
     """The errors of what is not supported."""
+    sequences.initialize_sequence_parallel(2)
+    experts = {"patterns": [r".*experts\..*weight$"], "partition_type": "column"}
+    plan = {"use_default_specs": False, "layer_specs": [experts]}
+    divided = {"tensor_parallel": {"autotp_size": 2, "partition_config": plan}}
     told = []
     for attempt in (
         lambda: start(Run("lomo", 3, 2, 2), 3, 2),
         lambda: ds_ext.fuse_into_backward(m := Whole(2), ds_ext.LOMO(m.parameters())),
+        lambda: start(Run("lomo", 1, 2, 2), 1, 2, mpu=sequences),
+        lambda: start(Run("lomo", 1, 2, 2), 1, 2, **divided),
     ):
         try:
             attempt()
@@ -252,14 +298,15 @@ def refusals() -> list[str]:
     return told
 
 
-def not_finite(stage: int) -> dict[str, Any]:
+def not_finite(stage: int, tensor: int) -> dict[str, Any]:
     """A step in which one expert, the second of rank 1, has a gradient that is not finite."""
-    engine = start(Run("adalomo", stage, 2, 2), stage, 2)
+    run = Run("adalomo", stage, 2 * tensor, 2, tensor=tensor)
+    engine = start(run, stage, 2)
     own = named(engine.module)
     before = {n: p.detach().clone() for n, p in own.items()}
     if dist.get_rank() == 1:
         own["layers.0.experts.3.0.weight"].register_hook(lambda g: g / 0)
-    engine.backward(loss_of(engine, 0, dist.get_rank()))
+    backward(engine, run, 0)
     engine.step()
     same = {n for n, p in own.items() if p.requires_grad and torch.equal(p, before[n])}
     skipped = engine.optimizer.metrics()["skipped_parameters"]

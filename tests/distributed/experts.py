@@ -19,6 +19,7 @@ from ds_ext.optimizer import OPTIMIZERS, expert_stacks
 from tests.common import authors, by_role
 from tests.common.hypers import FOR_ALL
 from tests.common.ranks import shared_folder, whole
+from tests.distributed.tensor_parallel import rebuilt
 from tests.distributed.training import HYPERS
 
 STEPS = 6
@@ -40,9 +41,20 @@ KINDS = {
         MixtralConfig,
         {"intermediate_size": 10, "num_local_experts": 4},
     ),
+    "divided": (
+        MixtralForCausalLM,
+        MixtralConfig,
+        {"intermediate_size": 10, "num_local_experts": 4, "num_key_value_heads": 2},
+    ),
     "gpt-oss": (GptOssForCausalLM, GptOssConfig, {"intermediate_size": 10, "num_local_experts": 4}),
     "qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"moe_intermediate_size": 10, "num_experts": 4}),
 }
+
+# DeepSpeed divides no layers of these models by the plan that Hugging Face has for them.
+LAYERS = [
+    {"patterns": [r".*[qkv]_proj\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*o_proj\.weight$"], "partition_type": "row"},
+]
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,8 @@ class Run:
     ep: int = 0  # ranks that AutoEP spreads the experts over; 0: no AutoEP
     # a checkpoint, and the rest of the steps by another engine, at this stage and ``ep``
     then: tuple[int, int] | None = None
+    tensor: int = 1  # ranks that layers beside the experts are divided over
+    sequence: int = 1  # ranks that share the tokens of one mean loss
 
     @property
     def hypers(self) -> dict[str, Any]:
@@ -92,6 +106,15 @@ def _runs() -> dict[str, Run]:
     made["autoep-qwen3"] = Run("qwen3", "adalomo", 2, ep=2)
     made["autoep-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded", ep=2)
     made["autoep-resumed"] = Run("mixtral", "came", 3, ep=2, then=(1, 1))
+    for stage, rule in enumerate(("lomo", "came", "adalomo", "galoreadamw")):
+        ep = 4 if stage == 1 else 2
+        made[f"autoep-tensor-{rule}"] = Run("divided", rule, stage, 4, ep=ep, tensor=2)
+    made["autoep-tensor-lomo-stage3"] = Run("divided", "lomo", 3, 4, ep=4, tensor=2)
+    made["autoep-tensor-clip"] = Run("divided", "adalomo", 1, 4, max_norm=0.5, ep=2, tensor=2)
+    made["autoep-tensor-resumed"] = Run("divided", "came", 3, 4, ep=2, then=(1, 4), tensor=2)
+    made["autoep-sequence-lomo"] = Run("mixtral", "lomo", 0, 4, ep=2, sequence=2)
+    made["autoep-sequence-came"] = Run("mixtral", "came", 2, 4, ep=4, sequence=2)
+    made["autoep-sequence-galore"] = Run("mixtral", "galoreadamw", 1, 4, ep=2, sequence=2)
     made["mixtral-ranks4"] = Run("mixtral", "adalomo", 3, 4)
     made["qwen3-ranks4"] = Run("qwen3", "lamb", 2, 4)
     return made
@@ -103,7 +126,7 @@ RUNS = _runs()
 def make(kind: str) -> nn.Module:
     model_type, config_type, sizes = KINDS[kind]
     torch.manual_seed(7)
-    config = config_type(**SIZES, **sizes)
+    config = config_type(**SIZES | sizes)
     config._experts_implementation = "eager"
     model = model_type(config)
     with torch.no_grad():
@@ -150,6 +173,11 @@ def start(run: Run, model: nn.Module, stage: int | None, ep: int):
             "use_grouped_mm": False,
             "load_balance_coeff": None,
         }
+    if run.tensor > 1:
+        plan = {"use_default_specs": False, "layer_specs": LAYERS}
+        made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
+    if run.sequence > 1:
+        made |= {"sequence_parallel_size": run.sequence, "data_parallel_size": 2}
     return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
 
 
@@ -166,16 +194,24 @@ def train(run: Run) -> dict[str, Any]:
             engine.backward(loss_of(model, step, dist.get_rank()))
             engine.optimizer.step()
         else:
-            engine.backward(loss_of(engine, step, dist.get_rank()))
+            loss = loss_of(engine, step, dist.get_rank() // run.tensor)
+            engine.backward(loss / run.sequence)
             engine.step()
     optimizer = engine.optimizer if run.stage is None else engine.optimizer.optimizer
     return {
         "before": by_matrix(model, before),
-        "after": by_matrix(model, whole(model)),
+        "after": by_matrix(model, assembled(model)),
         "kept": {len(optimizer.state[p].get(expert_stacks.EXPERTS, ())) for p in stacked(model)},
         "norm": (engine if run.stage is None else engine.optimizer.fused).norm,
         "streams": streams_of(model, optimizer),
+        "divided": [n for n, p in model.named_parameters() if autotp.is_divided(p)],
     }
+
+
+def assembled(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole weights, experts as this rank has them."""
+    own = whole(model)
+    return {n: rebuilt(p, own[n]) for n, p in model.named_parameters()}
 
 
 def recorded(kind: str) -> list[tuple[int, ...]]:
@@ -269,8 +305,8 @@ def reference(
     for step in range(STEPS):
         model.zero_grad()
         seen = []
-        for rank in range(run.world):
-            (loss_of(model, step, rank) / run.world).backward()
+        for rank in range(run.world // run.tensor):
+            (loss_of(model, step, rank) * run.tensor / run.world).backward()
             grads = [p.grad for p in stacked.values() if p.dim() > 2]
             seen.append(torch.stack([g.abs().flatten(1).sum(1) for g in grads]))
         grown = torch.stack([seen[0], *(b - a for a, b in zip(seen, seen[1:], strict=False))])

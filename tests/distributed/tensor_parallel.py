@@ -204,24 +204,24 @@ def train(engine, case: Case, steps) -> None:
             engine.step()
 
 
+def rebuilt(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A parameter put together from what two ranks hold of it, by DeepSpeed's map; else its own."""
+    meta = getattr(param, DS_AUTOTP_UC_META, None)
+    if meta is None or meta["conversion"]["replicated"]:
+        return own
+    held = [None, None]
+    dist.all_gather_object(held, own, group=groups.get_tensor_model_parallel_group())
+    made = ParamAffineMap.from_dict(meta["conversion"]["affine_map"])
+    return made.rebuild(dict(enumerate(held)))
+
+
 def weights(engine) -> tuple[dict, bool]:
-    """Whole weights, put together by DeepSpeed's maps; and whether all ranks have the same."""
-    model = engine.module
-    own = whole(model)
-    held = [None] * dist.get_world_size()
-    dist.all_gather_object(held, own)
-    found, alike = {}, True
-    for name, param in model.named_parameters():
-        meta = getattr(param, DS_AUTOTP_UC_META, None)
-        meta = meta["conversion"] if meta else {"replicated": True}
-        a, b, *twins = (rank[name] for rank in held)
-        alike &= all(torch.equal(x, (a, b)[i % 2]) for i, x in enumerate(twins))
-        if meta["replicated"]:
-            alike &= torch.equal(a, b)
-            found[name] = a
-        else:
-            found[name] = ParamAffineMap.from_dict(meta["affine_map"]).rebuild({0: a, 1: b})
-    return found, alike
+    """Whole weights, and whether all ranks have the same bits of them."""
+    own = whole(engine.module)
+    found = {n: rebuilt(p, own[n]) for n, p in engine.module.named_parameters()}
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    return found, all(torch.equal(rank[n], p) for rank in ranks for n, p in found.items())
 
 
 def error(name: str) -> dict[str, Any]:

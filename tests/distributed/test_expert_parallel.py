@@ -13,6 +13,7 @@ from tests.support import of
 QUICK = [
     *("came-stage0-ranks4-ep2", "lomo-ranks2-ep2", "galoreadamw-ranks2-ep2"),
     *("adalomo-ranks4-ep4", "clip-sharded-stage2", "json", "resumed-ep4", "flashadamw-ranks2-ep2"),
+    *("tensor-came-stage1-ep2", "sequence-lomo-stage0"),
 ]
 
 
@@ -20,7 +21,16 @@ QUICK = [
 CLOSE = {"flashadamw": 1e-3, "muon": 1e-3}
 
 
-@pytest.mark.supports("`deepspeed.moe`, expert parallelism", **of(RUNS))
+def _feature(name):
+    run = RUNS[name]
+    if run.tensor > 1:
+        return "expert parallelism with tensor parallelism"
+    if run.sequence > 1:
+        return "expert parallelism with sequence parallelism"
+    return "`deepspeed.moe`, expert parallelism"
+
+
+@pytest.mark.supports(_feature, **of(RUNS))
 @pytest.mark.parametrize("name", params(RUNS, QUICK))
 def test_equals_one_process_that_has_all_experts(name):
     run, before = RUNS[name], values()
@@ -37,6 +47,7 @@ def test_equals_one_process_that_has_all_experts(name):
                 CLOSE.get(run.rule, 1e-5) * update, STEPS * 2**-24 * after[n].norm()
             ), n
         assert set(rank["steps"].values()) == {STEPS}
+        assert len(rank["divided"]) == (3 if run.tensor > 1 else 0)  # "wide", its bias, "narrow"
         assert rank["norms"] == pytest.approx(norms, rel=CLOSE.get(run.rule, 1e-5))
         if run.max_norm:
             assert max(norms) > run.max_norm
@@ -51,14 +62,18 @@ def test_equals_one_process_that_has_all_experts(name):
 
 
 def test_what_is_not_supported_is_refused_on_every_rank():
-    for stage3, fused in worlds.once(2, expert_parallel.refusals):
+    for stage3, fused, mpu, divided in worlds.once(2, expert_parallel.refusals):
         assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
         assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused
+        assert "leave out mpu" in mpu and "sequence_parallel_size" in mpu
+        assert divided.startswith("tensor_parallel.partition_config")
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_an_expert_whose_gradient_is_not_finite_is_skipped_on_all_ranks(stage):
+@pytest.mark.parametrize("stage, tensor", [(0, 1), (2, 1), (1, 2)])
+def test_an_expert_whose_gradient_is_not_finite_is_skipped_on_all_ranks(stage, tensor):
     """And so is the expert that another rank has in its place."""
-    for rank, ended in enumerate(worlds.once(2, expert_parallel.not_finite, stage)):
-        assert ended["same"] == {f"layers.0.experts.{2 * rank + 1}.0.weight"}
+    for rank, ended in enumerate(
+        worlds.once(2 * tensor, expert_parallel.not_finite, stage, tensor)
+    ):
+        assert ended["same"] == {f"layers.0.experts.{2 * (rank % 2) + 1}.0.weight"}
         assert ended["skipped"] == 1 and ended["finite"]

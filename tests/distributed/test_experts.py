@@ -14,11 +14,17 @@ QUICK = [
     *("mixtral-lomo-stage3", "mixtral-galoreadamw-stage3", "mixtral-came-plain"),
     *("mixtral-clip-stage1", "mixtral-clip-sharded", "gpt-oss-stage3", "qwen3-ranks4"),
     *("mixtral-resumed", "autoep-stage3-ranks4-ep2", "autoep-lomo", "autoep-resumed"),
+    *("autoep-tensor-adalomo", "autoep-sequence-came"),
 ]
 
 
 def _feature(name):
-    return "expert parallelism by AutoEP" if RUNS[name].ep else "Hugging Face's mixtures of experts"
+    run = RUNS[name]
+    if run.tensor > 1:
+        return "expert parallelism with tensor parallelism"
+    if run.sequence > 1:
+        return "expert parallelism with sequence parallelism"
+    return "expert parallelism by AutoEP" if run.ep else "Hugging Face's mixtures of experts"
 
 
 # A basis of GaLore's is as exact as the gap between singular values allows; codes of 8 bits jump
@@ -46,6 +52,7 @@ def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
         whole = 1e-2 if run.rule == "flashadamw" else 1e-5
         assert square_error**0.5 <= whole * square**0.5
         assert rank["norm"] == pytest.approx(norms[-1], rel=whole)
+        assert len(rank["divided"]) == (8 if run.tensor > 1 else 0)  # of attention
         assert rank["kept"] == {4 // max(1, run.then[1] if run.then else run.ep)}
     assert held == after.keys()
     for n in held:  # the same bits wherever it is

@@ -7,24 +7,47 @@ from tests import worlds
 from tests.common.choose import params
 from tests.distributed import ulysses
 from tests.distributed.ulysses import CASES
+from tests.support import of
 
-QUICK = [("lomo", 1), ("came", 3)]
+QUICK = [
+    *("lomo-1-mpu", "came-3-mpu", "lomo-0-mesh", "adalomo-3-mesh-saved", "came-1-config"),
+    *("galoreadamw-3-tensor", "lomo-0-tensor", "adalomo-1-tensor-saved"),
+]
 
 
-@pytest.mark.supports("sequence parallelism (Ulysses)", stage="stage", optimizer="optimizer")
-@pytest.mark.parametrize("optimizer, stage", params(CASES, QUICK))
-def test_divided_sequences_equal_one_process(optimizer, stage):
-    before, expected, norms = ulysses.whole(optimizer).values()
-    clip = ulysses.clip_of(optimizer)
+def _feature(name):
+    beside = " with tensor parallelism" if CASES[name].told == "tensor" else ""
+    return "sequence parallelism (Ulysses)" + beside
+
+
+@pytest.mark.supports(_feature, **of(CASES))
+@pytest.mark.parametrize("name", params(CASES, QUICK))
+def test_divided_sequences_equal_one_process(name):
+    case = CASES[name]
+    before, expected, norms = ulysses.whole(case.rule, case.pairs).values()
+    clip = ulysses.clip_of(case.rule)
     assert min(norms) > 1.2 * clip  # or it would show nothing
-    for got in worlds.once(4, ulysses.train, optimizer, stage):
+    for got in worlds.once(4, ulysses.train, case):
         after = got["after"]
+        assert got["alike"]
         assert got["norms"] == pytest.approx(norms, rel=1e-4)
         difference = torch.cat([(after[n] - expected[n]).flatten() for n in before]).norm()
         update = torch.cat([(expected[n] - before[n]).flatten() for n in before]).norm()
         assert difference / update <= 1e-5
 
 
-def test_a_config_that_would_leave_gradients_apart_is_refused():
-    for told in worlds.once(2, ulysses.by_config):
-        assert told.startswith("sequence_parallel_size = 2"), told
+@pytest.mark.parametrize("told", ["config", "tensor"])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(told):
+    for got in worlds.once(4, ulysses.not_finite, told):
+        assert got["same"] == {"up.weight"} and got["finite"]
+
+
+def test_sizes_and_groups_that_do_not_fit_are_refused_on_every_rank():
+    for told in worlds.once(4, ulysses.refusals):
+        assert told["too many"].startswith("sequence_parallel_size = 3 does not divide the 4 ranks")
+        assert "tensor_parallel.autotp_size = 2" in told["too many with tensors"]
+        for name in ("mesh with tensors", "mpu with tensors"):
+            assert told[name].startswith(
+                "tensor_parallel.autotp_size = 2: ranks that have to share"
+            )
+        assert told["another size"].startswith("sequence_parallel_size = 4, but the mpu's")

@@ -1,6 +1,8 @@
-"""Four ranks, sequences divided over two of them by DeepSpeed's Ulysses, two such pairs."""
+"""Four ranks, sequences divided over two of them by DeepSpeed's Ulysses: two such pairs, or one
+whose layers are divided over two ranks too."""
 
 import functools
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import deepspeed
@@ -13,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.common import by_role
+from tests.common.ranks import shared_folder
+from tests.distributed.tensor_parallel import weights
 
 VOCAB, WIDTH, HEADS, LENGTH, STEPS = 29, 24, 4, 10, 6
 CLIPS = {"lomo": 0.0}  # 0: none; the others are clipped
@@ -23,9 +27,53 @@ HYPERS: dict[str, dict[str, Any]] = {
     "came": {"lr": 5e-4},
     "adamw": {"lr": 5e-3},
     "sinkgd": {"lr": 0.05},
+    "galoreadamw": {"lr": 5e-3, "rank": 4},
 }
-CASES = [(rule, stage) for rule in ("lomo", "adalomo", "came") for stage in (1, 2, 3)]
-CASES += [("adamw", 2), ("sinkgd", 3)]
+OURS = {"galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": ["."]}}
+
+
+@dataclass(frozen=True)
+class Case:
+    rule: str
+    stage: int
+    # How DeepSpeed is told which ranks share a sequence: by its module; by the sizes of a mesh; by
+    # one key of the config; by that beside tensor parallelism, two ranks of each.
+    told: str = "mpu"
+    saved: bool = False  # and loaded half-way, by another engine
+
+    @property
+    def pairs(self) -> int:
+        """Sequences of their own, of four ranks."""
+        return 1 if self.told == "tensor" else 2
+
+
+def _cases() -> dict[str, Case]:
+    rules = [(rule, stage) for rule in ("lomo", "adalomo", "came") for stage in (1, 2, 3)]
+    made = [Case(*c) for c in (*rules, ("lomo", 0), ("adamw", 2), ("sinkgd", 3))]
+    for told in ("mesh", "tensor"):
+        some = [("lomo", 0), ("came", 1), ("adalomo", 2), ("galoreadamw", 3), ("lomo", 3)]
+        made += [Case(*c, told) for c in some]
+        made += [Case("adalomo", stage, told, saved=True) for stage in (1, 3)]
+    made += [Case("came", 1, "config"), Case("lomo", 3, "config")]
+    return {"-".join([*map(str, astuple(c)[:3])] + ["saved"] * c.saved): c for c in made}
+
+
+CASES = _cases()
+SIZES: dict[str, dict[str, Any]] = {
+    "mpu": {},
+    "mesh": {"sequence_parallel_size": 2, "data_parallel_size": 2},
+    "config": {"sequence_parallel_size": 2},
+    "tensor": {"sequence_parallel_size": 2},
+}
+LAYERS = [
+    {"patterns": [r"qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
+    {"patterns": [r"up\.weight$"], "partition_type": "column"},
+    {"patterns": [r"(out|down)\.weight$"], "partition_type": "row"},
+]
+SIZES["tensor"]["tensor_parallel"] = {
+    "autotp_size": 2,
+    "partition_config": {"use_default_specs": False, "layer_specs": LAYERS},
+}
 
 
 class Attention(nn.Module):
@@ -39,25 +87,28 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer, whose attention sees the whole sequence, and all else what this rank has."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, is_divided: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.up = nn.Linear(WIDTH, 50)
         self.down = nn.Linear(50, VOCAB)
-        self.attend = Attention() if group is None else DistributedAttention(Attention(), group)
+        # the ranks of a sequence are known when there is an engine
+        self.attend = DistributedAttention(Attention(), None) if is_divided else Attention()
 
     def forward(self, tokens):  # [length, batch]
         h = self.embed(tokens)
-        q, k, v = (x.unflatten(-1, (HEADS, -1)).contiguous() for x in self.qkv(h).chunk(3, -1))
+        q, k, v = (
+            x.unflatten(-1, (-1, WIDTH // HEADS)).contiguous() for x in self.qkv(h).chunk(3, -1)
+        )
         h = h + self.out(self.attend(q, k, v, 1).flatten(2))
         return self.down(torch.tanh(self.up(h)))
 
 
-def make(group: Any = None) -> Block:
+def make(is_divided: bool = False) -> Block:
     torch.manual_seed(11)
-    return Block(group)
+    return Block(is_divided)
 
 
 def loss_of(model, step: int, pair: int, part: slice) -> torch.Tensor:
@@ -74,18 +125,19 @@ def clip_of(rule: str) -> float:
 
 
 @functools.cache
-def whole(rule: str, streams: tuple[tuple[str, int], ...] = ()) -> dict[str, Any]:
+def whole(rule: str, pairs: int) -> dict[str, Any]:
     """Weights before and after in one process that has whole sequences, and gradients' norms."""
     model = make()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     params = list(model.parameters())
     names = {p: n for n, p in model.named_parameters()}
-    optimizer_of = by_role.optimizer(names, r"(qkv|out|up|down)\.weight", dict(streams))
+    optimizer_of = by_role.optimizer(names, r"(qkv|out|up|down)\.weight", {})
     optimizer = optimizer_of(rule, [{"params": params, "weight_decay": 0.0}], HYPERS[rule])
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        (sum(loss_of(model, step, pair, slice(None)) for pair in range(2)) / 2).backward()
+        losses = [loss_of(model, step, pair, slice(None)) for pair in range(pairs)]
+        (sum(losses) / pairs).backward()
         norm = torch.nn.utils.clip_grad_norm_(params, clip_of(rule) or float("inf"))
         norms.append(float(norm))
         optimizer.step()
@@ -93,44 +145,82 @@ def whole(rule: str, streams: tuple[tuple[str, int], ...] = ()) -> dict[str, Any
     return {"before": before, "after": after, "norms": norms}
 
 
-def train(rule: str, stage: int) -> dict[str, Any]:
-    """Weights after the same training on these ranks, and gradients' norms."""
-    params = HYPERS[rule] | {"weight_decay": 0.0}
+def start(case: Case) -> deepspeed.DeepSpeedEngine:
+    params = HYPERS[case.rule] | OURS.get(case.rule, {}) | {"weight_decay": 0.0}
     config = {
         "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": clip_of(rule),
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500},
-        "optimizer": {"type": f"ds_ext.{rule}", "params": params},
+        "gradient_clipping": clip_of(case.rule),
+        "zero_optimization": {"stage": case.stage, "reduce_bucket_size": 1500},
+        "optimizer": {"type": f"ds_ext.{case.rule}", "params": params},
     }
-    sequences.initialize_sequence_parallel(2)
-    group = sequences.get_sequence_parallel_group()
-    engine, *_ = deepspeed.initialize(model=make(group), config=config, mpu=sequences)
-    pair, place = divmod(dist.get_rank(), 2)
+    if case.told == "mpu" and sequences._SEQUENCE_PARALLEL_GROUP is None:
+        sequences.initialize_sequence_parallel(2)
+    mpu = sequences if case.told == "mpu" else None
+    engine, *_ = deepspeed.initialize(model=make(True), config=config | SIZES[case.told], mpu=mpu)
+    engine.module.attend.spg = groups._get_sequence_parallel_group()
+    return engine
+
+
+def loss_here(engine: deepspeed.DeepSpeedEngine, case: Case, step: int) -> torch.Tensor:
+    """What this rank's half of its sequences adds to their loss."""
+    number = dist.get_rank() // 2 if case.told == "tensor" else dist.get_rank()
+    pair, place = divmod(number, 2)
     half = slice(place * LENGTH // 2, (place + 1) * LENGTH // 2)
+    return loss_of(engine, step, pair, half)
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Weights after the same training on these ranks, and gradients' norms."""
+    engine = start(case)
     norms = []
     for step in range(STEPS):
-        engine.backward(loss_of(engine, step, pair, half))
+        if case.saved and step == STEPS // 2:
+            with shared_folder() as folder:
+                engine.save_checkpoint(folder)
+                engine.destroy()
+                engine = start(case)
+                engine.load_checkpoint(folder)
+        engine.backward(loss_here(engine, case, step))
         engine.step()
         norms.append(engine.get_global_grad_norm())
     assert groups._get_sequence_parallel_world_size() == 2
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        after = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-    names = {p: n for n, p in engine.module.named_parameters()}
-    streams = tuple(by_role.streams_of(engine.optimizer, names).items())
+    after, alike = weights(engine)
     engine.destroy()
-    return {"after": after, "norms": norms, "streams": streams}
+    return {"after": after, "alike": alike, "norms": norms}
 
 
-def by_config() -> str:
-    """What is said where DeepSpeed is told of it by the config alone."""
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "data_parallel_size": 1,
-        "sequence_parallel_size": 2,
-        "optimizer": {"type": "AdaLomo"},
+def not_finite(told: str) -> dict[str, Any]:
+    """A step in which the last rank alone has a gradient that is not finite."""
+    engine = start(case := Case("lomo", 1, told))
+    own = dict(engine.module.named_parameters())
+    before = {n: p.detach().clone() for n, p in own.items()}
+    if dist.get_rank() == dist.get_world_size() - 1:
+        own["up.weight"].register_hook(lambda g: g / 0)
+    engine.backward(loss_here(engine, case, 0))
+    engine.step()
+    return {
+        "same": {n for n, p in own.items() if torch.equal(p, before[n])},
+        "finite": all(p.isfinite().all() for p in own.values()),
     }
-    try:
-        deepspeed.initialize(model=make(), config=config)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+
+
+def refusals() -> dict[str, str]:
+    """What is said of sizes and groups that do not fit."""
+    told = {}
+    mesh, tensor = SIZES["mesh"], SIZES["tensor"]
+    for name, sizes, mpu in (
+        ("too many", {"sequence_parallel_size": 3}, None),
+        ("too many with tensors", tensor | {"sequence_parallel_size": 4}, None),
+        ("mesh with tensors", tensor | mesh, None),
+        ("mpu with tensors", tensor, sequences),
+        ("another size", {"sequence_parallel_size": 4}, sequences),
+    ):
+        if mpu is not None and sequences._SEQUENCE_PARALLEL_GROUP is None:
+            groups.mesh_device = None
+            sequences.initialize_sequence_parallel(2)
+        config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
+        try:
+            deepspeed.initialize(model=make(True), config=config | sizes, mpu=mpu)
+        except ValueError as error:
+            told[name] = str(error)
+    return told
