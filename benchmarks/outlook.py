@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 from benchmarks import links
 from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER, Call
-from benchmarks.giants import MODELS, STEPS, Counted, made
+from benchmarks.giants import MODELS, Counted, made
 from benchmarks.links import Link
 
 SHARE = 0.1  # of a step, from which on its rounds are too much
 LARGER = [2**k for k in range(24, 36, 2)]  # reduce_bucket_size
-GROUP = 64  # ranks of a subgroup
-JUDGED = [name for name in STEPS if name not in ("LOMO", "Adafactor")]  # no rounds; AdaLomo's
+GROUP = 64  # ranks of a subgroup: ds_ext.shard_size, or ds_ext.sum_group_size
+HOST = 8  # ranks of a host
+# One of each kind: the others take no rounds but the norm's, or as many as one of these.
+JUDGED = ("AdaLomo", "CAME", "LAMB", "Muon", "GaLoreAdamW", "GaLoreAdamW, renewing")
 
 
 class Given(NamedTuple):
@@ -72,6 +74,19 @@ def in_groups(given: Given, ranks: int) -> links.Takes:
     return takes
 
 
+def in_levels(given: Given, size: int, takes: links.Takes) -> links.Takes:
+    """What calls take where sums are added up inside groups of ``size`` ranks, then across."""
+
+    def taking(call: Call, among: int) -> float:
+        if call.kind != ALL_REDUCE or among <= size:
+            return takes(call, among)
+        # A reduce-scatter and an all-gather inside, which take the same.
+        inside = given.takes(Call("", REDUCE_SCATTER, call.nbytes), size)
+        return 2 * inside + given.takes(Call("", ALL_REDUCE, call.nbytes // size), among // size)
+
+    return taking
+
+
 def timed(counted: Counted, kind: str, given: Given) -> dict[str, object]:
     """A row of a step's times."""
     found = times(counted, kind, given)
@@ -106,15 +121,31 @@ def dominating(
 
 
 def by_bucket(counted: Counted, tree: Given, ring: Given) -> Iterator[dict[str, object]]:
-    """Rows of AdaLomo's rounds by the size of buckets, and in subgroups."""
+    """Rows of AdaLomo's rounds by the size of buckets."""
     kind = "AdaLomo"
     for size in [size for size in LARGER if size >= counted.size]:
         larger = replace(counted, size=size)
         yield _row(larger, f"{size:,}", {g: times(larger, kind, g) for g in (tree, ring)})
-    if counted.ranks > GROUP:
-        group = replace(counted, ranks=GROUP)
-        found = {g: times(group, kind, g, in_groups(g, counted.ranks)) for g in (tree, ring)}
-        yield _row(group, f"{counted.size:,}, in groups of {GROUP}", found)
+
+
+def by_groups(counted: Counted, tree: Given, ring: Given) -> Iterator[dict[str, object]]:
+    """Rows of rounds by how ranks are grouped: ``shard_size`` and ``sum_group_size``."""
+    for kind in JUDGED:
+        for shard, inside in ((0, 0), (0, HOST), (0, GROUP), (GROUP, 0), (GROUP, HOST)):
+            of = replace(counted, ranks=shard) if shard else counted
+            row: dict[str, object] = {
+                "model": counted.name,
+                "optimizer": kind,
+                "shard_size": shard or "all",
+                "sum_group_size": inside or "at once",
+            }
+            for given in (tree, ring):
+                takes = in_groups(given, counted.ranks) if shard else given.takes
+                takes = in_levels(given, inside, takes) if inside else takes
+                found = times(of, kind, given, takes)
+                row[f"rounds, s, {given.algorithm}"] = found.rounds
+                row[f"rounds / step, {given.algorithm}"] = f"{found.rounds / found.step:.2%}"
+            yield row
 
 
 def _row(counted: Counted, label: str, found: Mapping[Given, Times]) -> dict[str, object]:

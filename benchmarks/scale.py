@@ -13,7 +13,7 @@ from benchmarks import links, outlook, report
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call, sent
 from benchmarks.giants import MODELS, STEPS, Counted, made
 from benchmarks.links import RING, TREE, Link
-from benchmarks.outlook import GROUP, JUDGED, SHARE, Given
+from benchmarks.outlook import GROUP, HOST, JUDGED, SHARE, Given
 from ds_ext.backward.settings import BUCKET_SIZE
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", type=float, help="seconds of a message of a further link")
     parser.add_argument("--bandwidth", type=float, help="bytes a second of a rank on it")
     parser.add_argument("--fit", nargs="+", type=int, default=[2, 3, 4], help="real ranks")
+    parser.add_argument("--note", default="", help="a sentence for the report: of load, say")
 
 
 # Tables.
@@ -73,6 +74,9 @@ def main(args: argparse.Namespace) -> None:
         f"AdaLomo on {most:,} ranks, by reduce_bucket_size": [
             row for c in largest for row in outlook.by_bucket(c, tree, ring)
         ],
+        f"Rounds on {most:,} ranks, by groups of ranks": [
+            row for c in largest if most > GROUP for row in outlook.by_groups(c, tree, ring)
+        ],
         f"The least reduce_bucket_size with which rounds do not dominate on {most:,} ranks": [
             outlook.enough(c, kind, how) for c in largest for kind in JUDGED for how in (tree, ring)
         ],
@@ -88,6 +92,7 @@ def main(args: argparse.Namespace) -> None:
         flops=args.flops,
         share=SHARE,
         group=GROUP,
+        host=HOST,
         links="; ".join(
             f"{name}: {link.latency * 1e6:g} µs, {link.bandwidth / 1e9:g} GB/s"
             for name, link in chosen.items()
@@ -95,6 +100,7 @@ def main(args: argparse.Namespace) -> None:
         first=next(iter(chosen)),
     )
     title = "A step among many ranks"
+    text = f"{text.strip()}\n\n{args.note}"
     report.write("scale", title, text, tables, lambda figure: draw(figure, flat, tree, ring))
 
 
@@ -206,7 +212,7 @@ def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given)
     figure.legend(loc="outside lower center", ncols=4)
 
 
-COLORS = ("tab:blue", "tab:green", "tab:gray", "tab:orange", "tab:red")
+COLORS = ("tab:blue", "tab:green", "tab:gray", "tab:purple", "tab:orange", "tab:red")
 STYLES = ("-", "--", ":")
 TEXT = """
 What the first rank of each kind sends in a step, counted by running ds_ext's code on tensors
@@ -248,10 +254,13 @@ What the design has against it: a bucket takes the same number of rounds whateve
 parameter that is larger. Where ranks hold whole rows AdaLomo and Adafactor take one round instead
 of two and CAME two instead of three; ZeRO-3's cut does that up to the numbers of ranks in the
 second table (one parameter with split rows adds a round to its bucket). Rounds never grow in bytes
-with the number of ranks. ZeRO within groups of {group} ranks, with copies of them, would sum
-statistics in these alone; that row is computed by the same model for ring and tree, and is **not
-built**: DeepSpeed's hpZ, which ds_ext supports, copies weights within a host and cuts states and
-gradients among all ranks. What ranks compare at stage 3, 16 bytes a bucket from host to host, is
+with the number of ranks. Two settings of the section "ds_ext" make rounds shorter, and the table by
+groups has both: `shard_size`, by which groups of {group} ranks each hold a copy and add up
+statistics alone, while each run of the gradients is all-reduced once more among the copies; and
+`sum_group_size`, by which sums are added up inside groups of {host} or {group} ranks first and then
+across. Their times are the same model's; real ranks have shown what they send, on four ranks.
+DeepSpeed's hpZ copies weights within a host and cuts states and gradients among all ranks, so it
+changes no round. What ranks compare at stage 3, 16 bytes a bucket from host to host, is
 not counted. Renewing GaLore's basis sends the whole gradient in fp32,
 in slices of 2^20 elements, once in `update_proj_gap` (200) steps.
 """

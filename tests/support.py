@@ -85,6 +85,7 @@ FEATURES = (
     "ZeRO++ quantized gradients",
     "MiCS",
     "groups of ranks with copies (`shard_size`)",
+    "sums in two levels (`sum_group_size`)",
     "DeepCompile",
     "ZenFlow",
     "SuperOffload",

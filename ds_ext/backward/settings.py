@@ -15,6 +15,9 @@ PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" o
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
 
+SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
+
+
 @dataclass(frozen=True)
 class Section:
     """The section "ds_ext" of a DeepSpeed config."""
@@ -24,6 +27,7 @@ class Section:
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient's element; 0: none
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
     shard_size: Size = 0  # ranks that hold one copy of what ZeRO cuts; 0: all ranks hold one
+    sum_group_size: SumGroups = 0  # sums are added up in groups of so many ranks first; 0: at once
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,11 @@ def problems(config: dict[str, Any]) -> Iterator[str]:
             f"zero_optimization.zero_hpz_partition_size = {copies} copies what stage 3 partitions, "
             f"but zero_optimization.stage is {stage}: remove it."
         )
+    if not stage and (size := lookup(config, "ds_ext.sum_group_size")):
+        yield (
+            f"ds_ext.sum_group_size = {size!r}: at zero_optimization.stage {stage or 0} ranks add "
+            "up no sums of rules: remove it."
+        )
     if size := lookup(config, "ds_ext.shard_size"):
         yield from _of_groups(config, size, stage)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_ext.distributed import groups
+from ds_ext.distributed import groups, two_levels
 from ds_ext.distributed.lost import explained
 from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, size_of
 from ds_ext.ops.shard import Shard
@@ -71,6 +71,8 @@ class Layout:
         found = {self.group, self.host_group}
         for placement in self.placements:
             found |= {placement.group, placement.statistics_group}
+            if placement.levels is not None:
+                found |= {placement.levels.inside, placement.levels.across}
         return {group for group in found if group is not None}
 
     @property
@@ -87,6 +89,15 @@ class Layout:
     def is_uniform(self) -> bool:
         """Whether there is one placement, without tensor parallelism."""
         return len(self.placements) == 1 and not self.placements[0].is_divided
+
+    def add_up_in_groups(self, size: int) -> None:
+        """Makes a rule's sums be added up inside groups of so many ranks first, then across.
+
+        Raises:
+            ValueError: if ``size`` does not divide the number of ranks that add up.
+        """
+        for placement in self.placements:
+            placement.levels = two_levels.of(placement.statistics_group, size, self.device)
 
     def name(self, param: Tensor) -> str:
         """Returns a parameter's name in the model, or words for one that it has not."""

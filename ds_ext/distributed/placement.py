@@ -16,7 +16,7 @@ their own, and so have experts that only some ranks hold.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,16 @@ class TensorParallelShard(NamedTuple):
         return self.split.numel(self.rank)
 
 
+class Levels(Protocol):
+    """What adds up sums in several collectives, as ``two_levels.TwoLevels`` does."""
+
+    inside: Group
+    across: Group
+
+    def add_up(self, sums: Tensor) -> int:
+        """Adds up partial sums, in place; returns the bytes handed to collectives."""
+
+
 class Placement:
     """How parameters are spread over ranks, and the collectives that follow from it.
 
@@ -75,6 +85,7 @@ class Placement:
     Attributes:
         num_shards: into how many equal parts a flat gradient is cut.
         shard_index: which of them is this rank's.
+        levels: what adds up partial sums in two levels; None for the backend's all-reduce.
         bytes_sent: bytes that this rank has handed to collectives for gradients, statistics and
             updated weights.
     """
@@ -96,6 +107,7 @@ class Placement:
         self.statistics_group = statistics_group
         self.tensor_parallel_shards = tensor_parallel_shards or {}
         self.num_replicas = num_replicas
+        self.levels: Levels | None = None
         self.bytes_sent = 0
 
     @property
@@ -180,7 +192,9 @@ class Placement:
 
     def all_reduce(self, sums: Tensor) -> None:
         """Adds up partial sums, [n], in place, over the ranks that share a parameter."""
-        if size_of(self.statistics_group) > 1:
+        if self.levels is not None:
+            self.bytes_sent += self.levels.add_up(sums)
+        elif size_of(self.statistics_group) > 1:
             self.bytes_sent += sums.nbytes
             with explained():
                 dist.all_reduce(sums, group=self.statistics_group)

@@ -16,6 +16,7 @@ over none. A second group in brackets is of copies, which are updated alike.
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor
 
+from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Placement, Replicated, Sharded, everyone, size_of
 from ds_ext.engine import copies, expert_parallel, zero3
@@ -56,9 +58,27 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
         dense = _alike(kind(group, losses))
     placement_of = _with_experts(dense, kind, group, losses, size_of(tensor_group))
     if offload is None:
-        return Layout(group, names, placement_of, cut.shards)
-    overlap = bool(engine.zero_overlap_comm())
-    return Partitions(offload, group, names, placement_of, overlap, cut.shards)
+        layout = Layout(group, names, placement_of, cut.shards)
+    else:
+        overlap = bool(engine.zero_overlap_comm())
+        layout = Partitions(offload, group, names, placement_of, overlap, cut.shards)
+    layout.add_up_in_groups(_sum_group_size(engine))
+    return layout
+
+
+def _sum_group_size(engine: DeepSpeedEngine) -> int:
+    """Ranks that add up a rule's sums before they are added up across such groups; 0: all."""
+    size = gradients.section_of(engine.config).sum_group_size
+    if size != "host":
+        return size
+    of_host = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+    found = next((int(n) for n in of_host if n), 0)
+    if not found:
+        raise ValueError(
+            'ds_ext.sum_group_size = "host": neither LOCAL_WORLD_SIZE nor LOCAL_SIZE, which '
+            "launchers set, is in the environment: write the number of ranks of a host."
+        )
+    return found
 
 
 def _alike(placement: Placement) -> PlacementOf:

@@ -1,5 +1,6 @@
 """ZeRO among groups of ranks that hold copies: jobs of test_copies.py, on real ranks."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def cut(size: int, **section: Any) -> dict[str, Any]:
     return {"ds_ext": {"shard_size": size, **section}}
 
 
-# Runs by name: optimizer, stage, ranks of a copy, and what else a script sets.
+# Runs by name: ranks of a copy, 0 for all of them; and what a script sets.
 RUNS: dict[str, tuple[int, Training]] = {
     "adalomo": (2, Training("adalomo", 3, extra=cut(2))),
     "came-clip": (2, Training("came", 3, max_norm=0.3, extra=cut(2))),
@@ -33,6 +34,9 @@ RUNS: dict[str, tuple[int, Training]] = {
     "adalomo-alone": (1, Training("adalomo", 3, max_norm=0.3, extra=cut(1))),
     "adalomo-stage1-alone": (1, Training("adalomo", 1, extra=cut(1))),
     "adalomo-one": (0, Training("adalomo", 3, extra=cut(4))),
+    "adalomo-levels": (0, Training("adalomo", 3, extra=cut(0, sum_group_size=2))),
+    "came-levels": (0, Training("came", 3, max_norm=0.3, extra=cut(0, sum_group_size="host"))),
+    "galore-levels": (0, Training("galoreadamw", 1, extra=cut(0, sum_group_size=2))),
 }
 
 
@@ -64,7 +68,8 @@ class Sent:
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             group = args[0] if function is None else kwargs.get("group")
-            self.calls.append((name, size_of(group or dist.group.WORLD)))
+            kind = "most" if kwargs.get("op") == dist.ReduceOp.MAX else name  # what hosts compare
+            self.calls.append((kind, size_of(group or dist.group.WORLD)))
             return original(*args, **kwargs)
 
         return noting
@@ -74,6 +79,7 @@ def train(name: str) -> dict[str, Any]:
     """A run, the collectives of its last step, and whether all ranks end with the same bits."""
     _, run = RUNS[name]
     rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     model = models.make(dropout=0.3)
     engine = training.start(run, model)
     before, norms = whole(model), []

@@ -1,0 +1,62 @@
+"""Sums over ranks in two levels: inside groups of consecutive ranks, say of a host, then across.
+
+A ring of d ranks waits for 2(d - 1) messages, one after another, whatever the sums' size; two
+levels of s and d / s ranks wait for 2(s - 1) + 2(d / s - 1). NCCL's trees need neither.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from ds_ext.distributed import groups
+from ds_ext.distributed.lost import explained
+from ds_ext.distributed.placement import Group, size_of
+
+
+class TwoLevels:
+    """Adds up tensors over the ranks of a group.
+
+    A rank gets its slice of the sums inside its group of ``size`` by a reduce-scatter; each slice
+    is all-reduced across these groups, and the slices are gathered. So every element is added up in
+    one place, and all ranks get the same bits; across, a rank sends 1 / size of the sums.
+
+    Args:
+        group: the ranks.
+        size: of the groups inside, a divisor of their number.
+        device: where sums are.
+    """
+
+    def __init__(self, group: Group, size: int, device: torch.device) -> None:
+        inside, across = groups.divided(group, size)
+        self.inside = groups.for_sums(inside, device)
+        self.across = groups.for_sums(across, device)
+
+    def add_up(self, sums: Tensor) -> int:
+        """Adds up partial sums, in place; returns the bytes handed to collectives."""
+        flat, size = sums.view(-1), size_of(self.inside)
+        padded = functional.pad(flat, (0, -len(flat) % size))
+        own = torch.empty_like(padded[: len(padded) // size])
+        with explained():
+            self.inside.reduce_scatter_tensor_coalesced([own], [padded]).wait()  # type: ignore[union-attr]
+            dist.all_reduce(own, group=self.across)
+            self.inside.allgather_into_tensor_coalesced([padded], [own]).wait()  # type: ignore[union-attr]
+        flat.copy_(padded[: len(flat)])
+        return padded.nbytes + 2 * own.nbytes
+
+
+def of(group: Group, size: int, device: torch.device) -> TwoLevels | None:
+    """Returns the levels of a group, None if one is enough: no more than ``size`` ranks, or 1.
+
+    Raises:
+        ValueError: if ``size`` does not divide the number of ranks.
+    """
+    ranks = size_of(group)
+    if size < 2 or ranks <= size:
+        return None
+    if ranks % size:
+        raise ValueError(
+            f"ds_ext.sum_group_size = {size} does not divide the {ranks} ranks that add up a "
+            "rule's sums: set it to a divisor, or remove it."
+        )
+    return TwoLevels(group, size, device)
