@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
 from ds_ext.backward.buckets import Buckets
-from ds_ext.backward.runs import Run
+from ds_ext.backward.runs import Run, Voters
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.engine.zero3 import Partitioned
@@ -176,8 +176,8 @@ def reduced(
         class Publishing:
             """Takes runs as if parameters had been stepped by them."""
 
-            def voters(self, params: Sequence[Tensor]) -> set[Tensor]:
-                return set(params)
+            def voters(self, params: Sequence[Tensor]) -> Voters:
+                return Voters(told=set(params))
 
             def receive(self, runs: dict[Tensor, Run]) -> None:
                 layout.publish(runs)

@@ -215,7 +215,10 @@ class FusedBackward:
             if not tally.overflow:
                 self._step_kept(tally)
         self.tally = Tally(self.reader)
-        return None if tally.square is None else self._conclude(tally)
+        if tally.is_empty:
+            return None
+        self.optimizer.take_back(tally.end())
+        return self._conclude(tally)
 
     @torch.no_grad()
     def discard(self, params: Collection[Tensor]) -> None:
@@ -226,6 +229,7 @@ class FusedBackward:
         """
         if self.is_replaced:
             return
+        self.optimizer.take_back(self.tally.left_alone())
         stepped = self.tally.stepped and self.tally.used_up.intersection(params)
         if stepped and self.layout.rank == 0:
             logger.warning(_STEPPED, len(stepped), len(self.optimizer.group_of))
@@ -286,7 +290,7 @@ class FusedBackward:
         """Whether gradients have come since the last step."""
         buckets, tally = self.buckets, self.tally
         is_held = buckets.receiver is not None or buckets.holds() or bool(tally.kept)
-        return is_held or bool(tally.used_up) or tally.square is not None
+        return is_held or bool(tally.used_up) or not tally.is_empty
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
         """Begins a step, with runs of gradients of earlier micro-batches."""
@@ -352,7 +356,8 @@ class FusedBackward:
             self.stepper.step({p: tally.kept.pop(p) for p in piece}, tally)
 
     def _conclude(self, tally: Tally) -> StepResult:
-        self.norm = norm = tally.find_norm()
+        assert tally.norm is not None
+        self.norm = norm = tally.norm
         if math.isfinite(norm):
             self.previous_norm = norm
         skipped = tally.overflow and not tally.stepped
@@ -362,13 +367,13 @@ class FusedBackward:
             names = ", ".join(map(self.layout.name, tally.bad)) or "their sum"
             what = "the step is skipped" if skipped else "not updated in this step"
             logger.warning("gradients that are not finite, or too large: %s; %s", names, what)
-        self.metrics = self._measurements(tally)
+        self.metrics = self._measurements(tally, norm)
         return StepResult(norm, tally.overflow, skipped)
 
-    def _measurements(self, tally: Tally) -> dict[str, float]:
+    def _measurements(self, tally: Tally, norm: float) -> dict[str, float]:
         """What ``metrics`` tells of a step."""
         return {
-            "grad_norm": tally.find_norm(),
+            "grad_norm": norm,
             "clip_coefficient": tally.coefficient,
             "clipped_fraction": tally.clipped_fraction(),
             "skipped_parameters": len(tally.bad),

@@ -5,14 +5,14 @@ they use gradients at once, and keep none. ``Keeping`` is ``sharded``: it adds t
 until the step. ``Measuring`` is the first of the two passes of exact clipping.
 """
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.backward.reading import Runs
-from ds_ext.backward.runs import Run, apart
+from ds_ext.backward.runs import NOBODY, Run, Voters, apart
 from ds_ext.backward.tally import Tally
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops.triton import devices
@@ -32,13 +32,20 @@ class Stepper:
         self.layout = layout
         self.has_bounds = has_bounds
 
-    def step(self, runs: Runs, tally: Tally, judged: Set[Tensor] = frozenset()) -> None:
+    def step(
+        self,
+        runs: Runs,
+        tally: Tally,
+        judged: Set[Tensor] = frozenset(),
+        votes: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
         """Steps parameters by their gradients, which ``tally`` notes as used.
 
-        Those of ``judged`` are judged by the first round of the step.
+        Those of ``judged`` are judged by the first round of the step, on a GPU by the device, which
+        judges others by ``votes``.
         """
         tally.use_up(runs.keys())
-        verdict = Verdict(judged)
+        verdict = Verdict(judged, votes, tally.told_by(self.optimizer))
         for all_reduce, params in self._by_statistics_group(runs.keys()):
             updates = [self._update(param, runs[param], tally) for param in params]
             self.optimizer.update(updates, all_reduce, verdict)
@@ -48,18 +55,24 @@ class Stepper:
         self.optimizer.settle()
         tally.stepped += len(stepped)
 
-    def judges(self, params: Sequence[Tensor]) -> Set[Tensor]:
-        """Those whose gradients the first round of their step can judge, the same on all ranks.
+    def voters(self, params: Sequence[Tensor]) -> Voters:
+        """Those whose gradients the first round of their step cannot judge, the same on all ranks.
 
-        On a GPU none: the host would have to wait for each round. None where elements are bounded
-        before rules see them; and where parameters lie in several ways, for ranks that do not have
-        one would not be told.
+        These are all where elements are bounded before rules see them; and where parameters lie in
+        several ways, for ranks that do not have one would not be told. On a GPU the host reads the
+        votes of parameters that no kernels step, before it steps these alone; it would have to
+        wait for each round of them too.
         """
         layout = self.layout
+        shards = {p: layout.shard(p) for p in params}
         is_host = layout.device.type == "cpu" and not devices.take(layout.device)
-        if not is_host or not layout.is_uniform or self.has_bounds:
-            return frozenset()
-        return self.optimizer.shows_first({p: layout.shard(p) for p in params})
+        on_device = self.optimizer.in_kernels(shards, layout.device)
+        first: Set[Tensor] = frozenset()
+        if layout.is_uniform and not self.has_bounds:
+            some = shards if is_host else {p: shards[p] for p in on_device}
+            first = self.optimizer.shows_first(some) if some else first
+        others = set(params) - first
+        return Voters(others - on_device, others & on_device)
 
     def _update(self, param: Tensor, run: Run, tally: Tally) -> RunUpdate:
         """This rank's part in the step of a parameter."""
@@ -83,18 +96,19 @@ class Stepping:
     def __init__(self, stepper: Stepper, tally: Tally) -> None:
         self.stepper, self.tally = stepper, tally
 
-    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+    def voters(self, params: Sequence[Tensor]) -> Voters:
         """Those that are changed before sums of them travel."""
-        return set(params) - self.stepper.judges(params)
+        return self.stepper.voters(params)
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Steps by the finite ones of the runs."""
-        judged = {p for p, run in runs.items() if run.bad is None}
-        if len(judged) < len(runs):
-            self.tally.record({p: run for p, run in runs.items() if run.bad is not None})
+        voted = {p: run for p, run in runs.items() if run.is_voted}
+        if voted:
+            self.tally.record(voted)
         bad = self.tally.find_bad()
         good = {p: run for p, run in runs.items() if p not in bad} if bad else runs
-        self.stepper.step(good, self.tally, judged)
+        votes = {p: run.votes for p, run in voted.items() if run.votes is not None}
+        self.stepper.step(good, self.tally, runs.keys() - voted.keys(), votes)
         self.tally.use_up(bad)
 
 
@@ -104,9 +118,9 @@ class SteppingMeasured:
     def __init__(self, stepper: Stepper, tally: Tally) -> None:
         self.stepper, self.tally = stepper, tally
 
-    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+    def voters(self, params: Sequence[Tensor]) -> Voters:
         """None: all are known to be good, or none is stepped."""
-        return frozenset()
+        return NOBODY
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Steps by the runs, unless a gradient of the step is bad."""
@@ -120,9 +134,9 @@ class Measuring:
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
 
-    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+    def voters(self, params: Sequence[Tensor]) -> Voters:
         """None: the sums of squares tell."""
-        return frozenset()
+        return NOBODY
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Adds the runs to the norm."""
@@ -136,9 +150,9 @@ class Keeping:
     def __init__(self, tally: Tally, dtype: torch.dtype | None) -> None:
         self.kept, self.dtype = tally.kept, dtype
 
-    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
+    def voters(self, params: Sequence[Tensor]) -> Voters:
         """None: the sums of squares tell, when the step comes."""
-        return frozenset()
+        return NOBODY
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Adds the runs to the kept ones."""

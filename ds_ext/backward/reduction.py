@@ -1,16 +1,15 @@
 """The gradients of a bucket are summed over the ranks, in place, and judged by all of them."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.backward.runs import Run
+from ds_ext.backward.runs import Run, Voters
 from ds_ext.backward.streams import Beside, to_host
 from ds_ext.distributed.layout import Layout
-
-_BAD = 2.0**20  # beyond any number of ranks
+from ds_ext.optimizer import verdict
 
 
 class Reduction:
@@ -36,19 +35,19 @@ class Reduction:
         self.together = frozenset(together)
 
     def begin(
-        self, grads: dict[Tensor, Tensor | None], voters: Set[Tensor]
+        self, grads: dict[Tensor, Tensor | None], voters: Voters
     ) -> Callable[[], dict[Tensor, Run]]:
         """Begins to reduce gradients -> what gives this rank's runs of them, in their memory.
 
         Of ``voters`` every rank also tells every other whether its gradient has values that are
         not finite or may not stay so when summed: all agree, whichever run they lie in. Of these
-        and of ``together`` it tells whether it has a gradient.
+        and of ``together`` it tells whether it has a gradient. The host reads what was told of
+        ``voters.told`` and of ``together``, and nothing where a bucket has none of them.
         """
         flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
-        asked = [p for p in grads if p in voters] if voters else []
-        judged = {p: flats[p] for p in asked}
-        if self.together:
-            asked += [p for p in grads if p in self.together and p not in voters]
+        judged = {p: flats[p] for p in grads if p in voters.told or p in voters.untold}
+        asked = [*judged, *(p for p in grads if p in self.together and p not in judged)]
+        is_read = any(p in self.together or p in voters.told for p in asked)
         self.beside.follow(list(flats.values()))
         with self.beside.work():
             squares, votes = self._votes(judged, [grads[p] is not None for p in asked])
@@ -58,20 +57,30 @@ class Reduction:
             told = None
             if self.beside.stream is not None:
                 wait()
-                told = None if votes is None else to_host(votes)
+                told = to_host(votes) if votes is not None and is_read else None
 
         def arrived() -> dict[Tensor, Run]:
             if self.beside.stream is None:
                 wait()
             if votes is None:
                 return {p: Run(run) for p, run in runs.items()}
-            found = votes.cpu() if told is None else told()
-            bad = dict(zip(asked, (found >= _BAD).unbind(), strict=True))
-            is_used = dict(zip(asked, found.tolist(), strict=True))
+            untold = dict(zip(asked, votes.float().unbind(), strict=True)) if voters.untold else {}
+            bad: dict[Tensor, Tensor] = {}
+            unused: set[Tensor] = set()
+            if is_read:
+                found = votes.cpu() if told is None else told()
+                bad = dict(zip(asked, (found > verdict.ARE_GOOD).unbind(), strict=True))
+                used = dict(zip(asked, found.tolist(), strict=True))
+                unused = {p for p in asked if p in self.together and not used[p]}
             return {
-                p: Run(run, bad[p] if p in judged else None, squares.get(p))
+                p: Run(
+                    run,
+                    bad[p] if p in voters.told else None,
+                    squares.get(p),
+                    untold[p] if p in voters.untold else None,
+                )
                 for p, run in runs.items()
-                if p not in self.together or is_used[p]
+                if p not in unused
             }
 
         return arrived
@@ -81,8 +90,8 @@ class Reduction:
     ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
         """Sums of squares, none where more ranks add to them; and votes, None if there are none.
 
-        1 for a gradient, ``_BAD`` if it, its sum over the ranks or its square may overflow, and 0
-        for none. The first are on ``flats``; of further ones in ``has`` only that they are there.
+        1 for a gradient, ``IS_BAD`` if it, its sum over the ranks or its square may overflow, and
+        0 for none. The first are on ``flats``; of further ones in ``has`` only that they are there.
         """
         squares: dict[Tensor, Tensor] = {}
         if not has:
@@ -92,7 +101,7 @@ class Reduction:
             found = self._found(flats)
             most = [self._most(p, flat) for p, flat in flats.items()]
             good = torch.stack(found) <= _vector(most, found[0])
-            votes[: len(flats)].masked_fill_(good.logical_not(), _BAD)
+            votes[: len(flats)].masked_fill_(good.logical_not(), verdict.IS_BAD)
             if not self.layout.is_shared:
                 squares = dict(zip(flats, found, strict=True))
         present = torch.tensor(has, dtype=torch.bool, device="cpu")

@@ -14,18 +14,42 @@ class Run(NamedTuple):
     # [] on the host, whether any rank's part was not finite; None where the ranks did not vote
     bad: Tensor | None = None
     square: Tensor | None = None  # [], the sum of its squares if that is known
+    votes: Tensor | None = None  # [] on the device, which passes judge by: the host reads none
 
     def plus(self, other: "Run") -> "Run":
         """The sum with a further part, in the memory of this one."""
         bad = other.bad if self.bad is None or other.bad is None else self.bad | other.bad
-        return Run(self.g.add_(other.g), bad)
+        votes = other.votes
+        if votes is not None and self.votes is not None:
+            votes = votes + self.votes
+        return Run(self.g.add_(other.g), bad, votes=votes)
+
+    @property
+    def is_voted(self) -> bool:
+        """Whether the ranks have voted on it."""
+        return self.bad is not None or self.votes is not None
+
+
+class Voters(NamedTuple):
+    """Parameters of a bucket on whose gradients ranks are to vote before they come."""
+
+    told: Set[Tensor] = frozenset()  # whose votes the host reads before they are stepped
+    untold: Set[Tensor] = frozenset()  # whose votes passes read on the device
+
+    @property
+    def all(self) -> Set[Tensor]:
+        """All of them."""
+        return self.told | self.untold
+
+
+NOBODY = Voters()
 
 
 class Receiver(Protocol):
     """Takes the runs of a backward pass, a bucket at a time, alike on all ranks."""
 
-    def voters(self, params: Sequence[Tensor]) -> Set[Tensor]:
-        """Those of a bucket's parameters on whose gradients ranks are to vote before they come."""
+    def voters(self, params: Sequence[Tensor]) -> Voters:
+        """Those of a bucket's parameters on whose gradients ranks are to vote."""
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Takes this rank's runs of summed gradients, which it may keep and write to."""

@@ -1,5 +1,6 @@
 """What is known of the step in progress: the norm, which gradients are bad, what has been used."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from ds_ext.backward.reading import GradientReader, Runs
 from ds_ext.backward.runs import Run
-from ds_ext.optimizer.verdict import Verdict
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.verdict import Told, Verdict
 
 
 @dataclass
@@ -53,6 +55,18 @@ class Tally:
     overflow: bool = False  # whether a gradient was not finite
     bad: list[Tensor] = field(default_factory=list)  # parameters of such gradients
     suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
+    told: Told | None = None  # what kernels have found, until it is read
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient has come."""
+        return self.square is None and not self.told
+
+    def told_by(self, optimizer: RuleOptimizer) -> Told:
+        """What the kernels that step for an optimizer tell in this step."""
+        if self.told is None:
+            self.told = Told(len(optimizer.number_of))
+        return self.told
 
     def use_up(self, params: Collection[Tensor]) -> None:
         """Notes that gradients were taken.
@@ -86,7 +100,7 @@ class Tally:
 
         What rules read is the mean gradient times ``coefficient``.
         """
-        if verdict.params:
+        if verdict.square is not None:
             square = torch.tensor(verdict.square, dtype=torch.float64, device="cpu")
             self._add(square.div_(self.coefficient**2).to(self.reader.layout.device))
         self.bad += verdict.bad
@@ -126,12 +140,37 @@ class Tally:
         self.bad += [layout.params[i] for i in is_bad.nonzero().flatten().tolist()]
         self.overflow = bool(self.bad)
 
-    def find_norm(self) -> float:
-        """The 2-norm of the recorded gradients over all ranks, which all of them call."""
+    def end(self) -> list[Tensor]:
+        """Waits for the device, once a step: all ranks call it.
+
+        It tells the 2-norm of the gradients over all ranks, and which of them kernels have found
+        to be bad.
+
+        Returns:
+            Parameters that kernels have left as they were.
+        """
+        wanted = []
+        if self.norm is None and self.square is not None:
+            wanted = [self.reader.layout.total(self.square)]
+        left, square = self._read(wanted)
         if self.norm is None:
-            assert self.square is not None
-            self.norm = float(self.reader.layout.total(self.square).sqrt())
-        return self.norm
+            self.norm = math.sqrt(square)
+        return left
+
+    def left_alone(self) -> list[Tensor]:
+        """Waits for the device -> parameters that kernels have left as they were."""
+        return self._read([])[0]
+
+    def _read(self, squares: list[Tensor]) -> tuple[list[Tensor], float]:
+        """What kernels have left alone; the sum of squares that they found, and of given ones."""
+        told, self.told = self.told, None
+        if not told:
+            return [], sum(x.item() for x in squares)
+        found, numbers = told.read(*squares)
+        self.bad += found.bad
+        self.overflow |= bool(found.bad)
+        self.stepped -= len(found.bad)
+        return found.bad, sum(numbers) + found.square / self.coefficient**2
 
     def clipped_fraction(self) -> float:
         """Elements that were bounded, of all; or 1 where gradients were scaled, else 0."""

@@ -21,6 +21,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Kept, Source
 from ds_ext.ops.triton import devices
 from ds_ext.ops.triton.known import KnownSums
+from ds_ext.ops.triton.passes import Squares
 from ds_ext.ops.triton.passes import Table as KernelTable
 
 Pointers: TypeAlias = NDArray[np.int64]
@@ -33,13 +34,13 @@ class Runs:
     """A flat tensor of each parameter of a batch, all of one dtype, wherever each lies.
 
     Attributes:
-        row_squares: of gradients, the sums over rows of their squares as a rule reads them, where
-            a pass has made these.
+        squares: of gradients, what adds up to the sums of their squares as a rule reads them,
+            where a pass has made this: on a CPU sums over rows.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.row_squares: Flat | None = None
+        self.squares: Flat | Squares | None = None
 
     @functools.cached_property
     def pointers(self) -> Pointers:
@@ -123,6 +124,10 @@ class KnownSquares:
             for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)):
                 if now != then:
                     self._values[i, 0] = -1
+
+    def forget(self) -> None:
+        """Takes the next step to know nothing."""
+        self._where = None
 
     def note(self, runs: Runs) -> None:
         """Takes the runs to be as a pass has left them, after torch was told of all writes."""

@@ -29,6 +29,8 @@ from ds_ext.ops.lazy import Quotient, Scaled
 from ds_ext.ops.native import table
 from ds_ext.ops.sources import Number, Source, source_of
 from ds_ext.ops.triton import devices
+from ds_ext.ops.triton.passes import Squares
+from ds_ext.ops.triton.passes import Table as KernelTable
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 
@@ -97,14 +99,14 @@ def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
 def matrix_square_sums(x: Any, batch: Batch, like: Any) -> tuple[Tensor, Tensor]:
     """Sums of squares over rows and columns -> [rows of all], [columns of all]."""
     row, col = _sums(batch, batch.all_rows, batch.all_cols)
-    _run(
+    left = _run(
         "statistics",
         batch,
         _source(x),
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(col, batch.own_col_firsts),
     )
-    _note_squares(x, Flat(row, batch.row_firsts), like)
+    _note_squares(x, left or Flat(row, batch.row_firsts), like)
     return row, col
 
 
@@ -113,7 +115,7 @@ def weighed_square_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same of whole rows, and sums over columns of squares divided by their row's statistic."""
     row, col, weighed = _sums(batch, batch.all_rows, batch.all_cols, batch.all_cols)
-    _run(
+    left = _run(
         "weighed",
         batch,
         _source(x),
@@ -124,14 +126,25 @@ def weighed_square_sums(
         share=1 - beta,
         eps=eps,
     )
-    _note_squares(x, Flat(row, batch.row_firsts), like)
+    _note_squares(x, left or Flat(row, batch.row_firsts), like)
     return row, col, weighed
 
 
-def _note_squares(x: Any, rows: Flat, like: Any) -> None:
-    """Leaves sums over rows with the gradients, if ``x`` is these, for who asks for their norm."""
+def _note_squares(x: Any, left: Flat | Squares, like: Any) -> None:
+    """Notes what adds up to squares with the gradients, if ``x`` is these, for their norm."""
     if x is like:
-        cast(Runs, like.x if isinstance(like, Scaled) else like).row_squares = rows
+        cast(Runs, like.x if isinstance(like, Scaled) else like).squares = left
+
+
+def added_up(runs: Any, batch: Batch) -> Any:
+    """Sums of squares of gradients, [n], of what a pass has left with them; None if none has."""
+    left = cast(Runs, runs.x if isinstance(runs, Scaled) else runs).squares
+    if isinstance(left, Squares):
+        return batch.numbers(cast(KernelTable, batch.own).added_up(left))
+    if left is None:
+        return None
+    sums = np.add.reduceat(left.values.numpy(), left.firsts, dtype=np.float64)
+    return torch.from_numpy(sums).float()
 
 
 def factors_(
@@ -284,7 +297,7 @@ def _run(
     p: Weights | None = None,
     decays: bool = False,
     **columns: Any,
-) -> None:
+) -> Squares | None:
     """Makes a pass that reads ``source``, and writes ``p`` where it is given."""
     filled: dict[str, Any] = {**source.numbers, **columns}
     for field, runs in source.tensors.items():
@@ -305,7 +318,7 @@ def _run(
         dtype = source.tensors["x"].dtype
     is_decayed = decays or "decay" in source.numbers
     fresh = batch.is_whole and name in ("statistics", "weighed", "normalize_whole_rows")
-    batch.own.run(name, filled, source.form, dtype, kept, is_decayed, fresh)
+    return batch.own.run(name, filled, source.form, dtype, kept, is_decayed, fresh)
 
 
 def _runs(x: Any) -> Any:

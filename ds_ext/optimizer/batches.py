@@ -8,7 +8,7 @@ world have devices of one kind.
 A ``Plan`` is what does not change from step to step of a bucket: its batches and their tables.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from ds_ext import ops, rules
 from ds_ext.distributed import lockstep
-from ds_ext.ops import weight_update
-from ds_ext.ops.batch import Batch, Flat, Known, Runs, kind, may_join, stacked
+from ds_ext.ops import batched, weight_update
+from ds_ext.ops.batch import Batch, Flat, Known, Placed, Runs, kind, may_join, stacked
 from ds_ext.ops.formulas import Formula
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import devices, launches, memory
+from ds_ext.ops.triton import devices, launches, memory, verdicts
 from ds_ext.ops.triton.memory import Memory
+from ds_ext.ops.triton.passes import Table as KernelTable
 from ds_ext.optimizer import expert_stacks, verdict
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ class Plan:
         self.joined: list[int] = []
         found: dict[tuple[Any, ...], list[Piece]] = {}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
-            pieces = _pieces(optimizer, i, u, state) if _joins(u) else []
-            if not pieces or not _are_batched(optimizer.rule_of(u.param), pieces, device):
+            dtypes = u.p.dtype, u.g.dtype
+            is_batched = are_batched(optimizer, u.param, u.shard, dtypes, device)
+            pieces = _pieces(optimizer, i, u, state) if is_batched else []
+            if not pieces:
                 self.alone.append(i)
                 continue
             self.joined.append(i)
@@ -128,6 +131,17 @@ class Plans:
         for i in plan.joined:
             states[i]["step"] += 1
         return plan
+
+    def forget_sums(self, params: Iterable[Tensor]) -> None:
+        """Forgets what is known of the weights of ``params``, which a step has left as they were.
+
+        What it would have noted of them is older than edits that came before it.
+        """
+        left = {id(p) for p in params}
+        for key, plan in self._made.items():
+            for group in plan.groups:
+                if any(key[piece.at] in left for piece in group.pieces):
+                    group.known.forget()
 
     def __iter__(self) -> Iterator[Plan]:
         return iter(self._made.values())
@@ -186,25 +200,44 @@ class BatchedStep:
         return Flat(self.totals, 2 * np.arange(n))
 
     def squares(self) -> Tensor:
-        """Returns the sums of the squares of gradients, [n]: of sums over rows if there are."""
+        """Returns the sums of the squares of gradients, [n], without a pass if one has made them.
+
+        On a GPU as a formula.
+        """
         g = self.gradients
-        rows = cast(Runs, g.x if isinstance(g, ops.Scaled) else g).row_squares
-        if rows is None:
-            return ops.square_sum(g, cast(Shard, self.batch), g)
-        sums = np.add.reduceat(rows.values.numpy(), rows.firsts, dtype=np.float64)
-        return torch.from_numpy(sums).float()
+        known: Tensor | None = batched.added_up(g, self.batch)
+        return ops.square_sum(g, cast(Shard, self.batch), g) if known is None else known
 
     def most(self) -> NDArray[np.float32]:
         """Returns what their totals may be, [n]."""
-        bounds: NDArray[np.float32] = verdict.most(self.batch.numel.numpy(), torch.float32)
+        numel = np.array([shard.numel for shard in self.batch.shards], dtype=np.float32)
+        bounds: NDArray[np.float32] = verdict.most(numel, torch.float32)
         return bounds
+
+    def by_squares(self, totals: Tensor) -> verdicts.Verdict:
+        """Returns the verdict by those totals, [n] on the device."""
+        return verdicts.Verdict(Flat(totals, np.arange(len(totals))), self.most())
+
+    def by_votes(self, votes: Mapping[Tensor, Tensor]) -> verdicts.Verdict:
+        """Returns the verdict by votes on the device."""
+        found = [votes[param] for param in self.params]
+        pointers = np.array([x.data_ptr() for x in found], dtype=np.int64)
+        most = np.full(len(found), verdict.ARE_GOOD, dtype=np.float32)
+        return verdicts.Verdict(Placed(pointers, found), most)
+
+    def tell(self, by: verdicts.Verdict, told: verdict.Told | None, is_square: bool) -> None:
+        """Lets the device note what it judges by, for the host to read when the step ends."""
+        assert told is not None, "nobody would be told of gradients that are judged on a device"
+        numbers = [piece.number for piece in self.group.pieces]
+        at = told.places(self.params, numbers, by.most, is_square, self.batch.device)
+        cast(KernelTable, self.batch.own).tell(by, at)
 
     def drop(self, good: NDArray[np.bool_]) -> bool:
         """Leaves parameters as they were before the step, but for some -> whether some remain."""
         pieces = list(zip(self.group.pieces, good, strict=True))
         for piece, is_good in pieces:
             if not is_good:
-                _take_back(self.of[piece.at])
+                take_back(self.of[piece.at])
         remaining = [piece for piece, is_good in pieces if is_good]
         if remaining:
             self._take(Group(self.group.row, remaining, self.runs.device))
@@ -250,7 +283,7 @@ class LoneStep:
 
     def drop(self, good: NDArray[np.bool_]) -> bool:
         """Leaves the parameter as it was before the step."""
-        _take_back(self.run.state)
+        take_back(self.run.state)
         return False
 
 
@@ -295,13 +328,13 @@ class BucketStep:
 
     def _judged(self, step: BatchedStep | LoneStep) -> lockstep.Rule:
         """The rule of a step that its first round may end, where gradients are judged so."""
+        how = {(p in self.judge.params, p in self.judge.votes) for p in step.params}
+        assert len(how) == 1, "gradients of a batch are all judged alike"
+        ((by_sums, by_votes),) = how
         if self.memory is not None and isinstance(step, BatchedStep):
-            return _on_device(step.begin(), self.memory)
-        if not self.judge.params:
-            return step.begin()
-        are_judged = {param in self.judge.params for param in step.params}
-        assert len(are_judged) == 1, "of a batch all gradients are judged by its sums, or none"
-        return verdict.judged(step, self.judge) if are_judged.pop() else step.begin()
+            by = step.by_votes(self.judge.votes) if by_votes else None
+            return _on_device(step, step.begin(), self.memory, by, by_sums, self.judge.told)
+        return verdict.judged(step, self.judge) if by_sums else step.begin()
 
     def end(self) -> None:
         """Stores what was stepped, after the rules have ended."""
@@ -333,29 +366,64 @@ def _memory(plan: Plan | None, staged: Sequence["StagedRun"]) -> Memory | None:
     return Memory(device, plan.memory_sizes)
 
 
-def _on_device(rule: lockstep.Rule, own: Memory) -> lockstep.Rule:
-    """A rule of a batch on a GPU, whose numbers are formulas, as a rule of tensors."""
-    sums = _next(rule, None, own)
-    while sums is not None:
-        totals = yield tuple(x.values if isinstance(x, Formula) else x for x in sums)
-        answers = (
-            Formula.given(total) if isinstance(x, Formula) else total
-            for x, total in zip(sums, totals, strict=True)
-        )
-        sums = _next(rule, tuple(answers), own)
+def _on_device(
+    step: BatchedStep,
+    rule: lockstep.Rule,
+    own: Memory,
+    by: verdicts.Verdict | None,
+    by_sums: bool,
+    told: verdict.Told | None,
+) -> lockstep.Rule:
+    """A rule of a batch on a GPU, whose numbers are formulas, as a rule of tensors.
+
+    Passes are judged ``by`` votes if these are given, or by the sums of the first round.
+    """
+    if by is not None:
+        with memory.using(own):
+            step.tell(by, told, is_square=False)
+        launches.next_rule()
+    asked = _next(rule, None, own, by)
+    if by_sums:
+        launches.next_rule()  # this pass, if there is one, runs beside those before it
+        with memory.using(own):
+            squares = cast(Formula, step.squares())
+        *totals, found = yield (*_values(asked), squares.values)
+        by = step.by_squares(found)
+        with memory.using(own):
+            step.tell(by, told, is_square=True)
+        launches.next_rule()
+        asked = _next(rule, _answers(asked, totals), own, by)
+    while asked:
+        answers = yield _values(asked)
+        asked = _next(rule, _answers(asked, answers), own, by)
 
 
-def _next(rule: Any, totals: tuple[Any, ...] | None, own: Memory) -> tuple[Any, ...] | None:
-    """What a rule asks for next, its launches taking their memory from the bucket's."""
-    with memory.using(own):
+def _values(sums: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Sums as tensors."""
+    return tuple(x.values if isinstance(x, Formula) else x for x in sums)
+
+
+def _answers(sums: Iterable[Any], totals: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Their totals as they were asked for."""
+    pairs = zip(sums, totals, strict=True)
+    return tuple(Formula.given(x) if isinstance(asked, Formula) else x for asked, x in pairs)
+
+
+def _next(
+    rule: Any, totals: tuple[Any, ...] | None, own: Memory, by: verdicts.Verdict | None
+) -> tuple[Any, ...]:
+    """What a rule asks for next, nothing at its end; its launches take the bucket's memory."""
+    with memory.using(own), verdicts.using(by):
         try:
-            sums: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)
-            return sums
+            asked: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)
+            while not asked:  # which takes no round
+                asked = rule.send(())
+            return asked
         except StopIteration:
-            return None
+            return ()
 
 
-def _take_back(state: State) -> None:
+def take_back(state: State) -> None:
     """Makes a state that of a step before, to which nothing but the number of steps was written."""
     state["step"] -= 1
     if not state["step"]:
@@ -367,18 +435,32 @@ def _kind(u: "RunUpdate") -> tuple[Any, ...]:
     return u.shard, u.p.dtype, u.g.dtype
 
 
-def _joins(u: "RunUpdate") -> bool:
-    """Whether a run is part of a batch; the same on all ranks."""
-    is_known = u.p.dtype in table.DTYPES and u.g.dtype in table.DTYPES
-    return is_known and may_join(u.shard)
+def are_batched(
+    optimizer: "RuleOptimizer",
+    param: Tensor,
+    shard: Shard,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> bool:
+    """Returns whether a run is stepped in a batch; the same on all ranks.
 
-
-def _are_batched(rule: Any, pieces: Sequence[Piece], device: torch.device) -> bool:
-    """Whether ``rule`` steps the pieces of a parameter in a batch; the same on all ranks."""
-    entry = rules.entry_of(type(rule))
-    if devices.take(device) and not all(devices.take_matrices(x.shard) for x in pieces):
+    Args:
+        optimizer: that steps it.
+        param: whose run it is.
+        shard: which elements it is.
+        dtypes: of weight and gradient.
+        device: of the gradient.
+    """
+    if not may_join(shard) or not all(dtype in table.DTYPES for dtype in dtypes):
         return False
-    return all(entry.batches(rule, piece.shard) for piece in pieces)
+    shards = [shard]
+    if param in optimizer.stacks:
+        shards = [own for _, own in expert_stacks.split(shard)]
+    if devices.take(device) and not all(map(devices.take_matrices, shards)):
+        return False
+    rule = optimizer.rule_of(param)
+    entry = rules.entry_of(type(rule))
+    return all(entry.batches(rule, own) for own in shards)
 
 
 def _pieces(optimizer: "RuleOptimizer", at: int, u: "RunUpdate", state: State) -> list[Piece]:

@@ -20,7 +20,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State, zeros
 from ds_ext.ops.triton import devices
 from ds_ext.optimizer import expert_stacks, host_offload, param_groups, plain_step, spread_state
-from ds_ext.optimizer.batches import BucketStep, Plans
+from ds_ext.optimizer.batches import BucketStep, Plans, are_batched, take_back
 from ds_ext.optimizer.group_rules import GroupRules, hypers_of
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.model_view import ModelView
@@ -280,6 +280,30 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         judge = judge or Verdict()
         return sum(self._update_on_device(x, all_reduce, judge) for x in by_device(updates))
+
+    def take_back(self, params: Iterable[Tensor]) -> None:
+        """Makes the states of parameters those of a step before, which kernels have left alone.
+
+        Args:
+            params: those whose gradients were bad, as the host was told after their step.
+        """
+        params = list(params)
+        for param in params:
+            take_back(self.state[param])
+            if not self.state[param]:
+                del self.state[param]
+        self._plans.forget_sums(params)
+
+    def in_kernels(self, shards: Mapping[Tensor, Shard], device: torch.device) -> set[Tensor]:
+        """Returns those parameters that kernels step in batches, the same on all ranks.
+
+        Args:
+            shards: the parameters, and the run of each.
+            device: of their gradients, whose dtypes kernels take.
+        """
+        if not devices.take(device) or not self._has_batched_rule:
+            return set()
+        return {p for p, s in shards.items() if are_batched(self, p, s, [p.dtype], device)}
 
     def settle(self) -> None:
         """Takes the weights of the last ``update`` to be as it left them.

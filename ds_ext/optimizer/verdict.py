@@ -5,12 +5,15 @@ a rule changes nothing before its first round, the sum of the squares of each ru
 the total tells all ranks, by the same bits, and this rank's part is its share in the norm. Where
 the rule has summed these squares over rows anyway, no pass is made for it. Bad gradients are rare:
 the step of a batch that has some is dropped and begun anew without them, in one round more.
+
+Passes of kernels read the verdict where it lies, on the device, and leave parameters of bad
+gradients as they are: the host does not wait. It is told by ``Told``, once a step.
 """
 
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,8 +25,11 @@ from ds_ext.distributed.lockstep import Rule, Sums
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, zeros
+from ds_ext.ops.triton.memory import Addresses
 
 TRIED_STEPS = (1, 2)  # numbers of the steps that a rule is tried in
+# Votes of all ranks: 1 of a good gradient, IS_BAD of a bad one; so many are good at most.
+IS_BAD, ARE_GOOD = 2.0**20, 2.0**19
 Answers: TypeAlias = dict[tuple[tuple[int, ...], int, torch.dtype], bool]  # by shape and cut
 
 
@@ -32,21 +38,94 @@ def most(numel: Any, dtype: torch.dtype) -> Any:
     return torch.finfo(ops.accumulator(dtype)).max / numel
 
 
-class Verdict:
-    """What first rounds say of gradients.
+class Found(NamedTuple):
+    """What ``Told`` tells, the same on all ranks."""
+
+    square: float  # of all gradients judged by sums of squares, whole; infinite if one is bad
+    bad: list[Tensor]  # parameters that were not stepped
+
+
+class Told:
+    """What kernels have found of the gradients of a step, by which they judged these.
+
+    The host reads it once, when the step ends.
 
     Args:
-        params: the parameters whose gradients are judged so; the same on all ranks.
-
-    Attributes:
-        square: this rank's part of the sum of the squares of these gradients, as rules read them;
-            infinite where one is bad on any rank.
-        bad: parameters that were not stepped, the same on all ranks.
+        count: of the optimizer's parameters, by whose numbers results are kept.
     """
 
-    def __init__(self, params: Set[Tensor] = frozenset()) -> None:
-        self.params = params
-        self.square = 0.0
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._values: dict[torch.device, Tensor] = {}
+        self._bounds: dict[Tensor, tuple[int, torch.device, float, bool]] = {}
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def places(
+        self,
+        params: Sequence[Tensor],
+        numbers: Sequence[int],
+        most: NDArray[np.float32],
+        is_square: bool,
+        device: torch.device,
+    ) -> Addresses:
+        """Returns where passes are to write what they judge gradients by, [n].
+
+        Args:
+            params: of the gradients.
+            numbers: of the parameters.
+            most: what is good at most, [n].
+            is_square: whether they are judged by sums of squares, of which the norm is made.
+            device: where they are stepped.
+        """
+        if device not in self._values:
+            self._values[device] = torch.zeros(self.count, dtype=torch.float32, device=device)
+        for param, number, bound in zip(params, numbers, most.tolist(), strict=True):
+            self._bounds[param] = number, device, bound, is_square
+        return Addresses(self._values[device], 4 * np.array(numbers, dtype=np.int64))
+
+    def read(self, *beside: Tensor) -> tuple[Found, list[float]]:
+        """Waits for the device -> what it has found, and other numbers [] that are there."""
+        devices = list(self._values)
+        first = beside[0].device if beside else devices[0]
+        parts = [x.view(1) for x in beside] + [self._values[x] for x in devices]
+        read = torch.cat([x.to(first, torch.float64) for x in parts]).tolist()
+        ends = {device: len(beside) + i * self.count for i, device in enumerate(devices)}
+        square, bad = 0.0, []
+        for param, (number, device, most, is_square) in self._bounds.items():
+            value = read[ends[device] + number]
+            is_good = value <= most
+            if not is_good:
+                bad.append(param)
+            if is_square:
+                square += value if is_good else math.inf
+        return Found(square, bad), read[: len(beside)]
+
+
+class Verdict:
+    """What is said of gradients while they are stepped by.
+
+    Args:
+        params: the parameters whose gradients first rounds judge; the same on all ranks.
+        votes: those whose passes read votes on their device, [] each: see ``ARE_GOOD``.
+        told: is to tell of gradients that are judged on a device.
+
+    Attributes:
+        square: this rank's part of the sum of the squares of gradients that first rounds judge on
+            the host, as rules read them; infinite where one is bad on any rank, None if it judges
+            none.
+        bad: parameters that the host knows were not stepped, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Set[Tensor] = frozenset(),
+        votes: Mapping[Tensor, Tensor] | None = None,
+        told: Told | None = None,
+    ) -> None:
+        self.params, self.votes, self.told = params, votes or {}, told
+        self.square: float | None = None
         self.bad: dict[Tensor, None] = {}
 
 
@@ -80,7 +159,7 @@ def judged(step: Step, verdict: Verdict) -> Rule:
     *totals, found = yield (*sums, own)
     good = found.numpy() <= step.most()
     if good.all():
-        verdict.square += float(own.numpy().sum(dtype=np.float64))
+        verdict.square = (verdict.square or 0.0) + float(own.numpy().sum(dtype=np.float64))
     else:
         verdict.square = math.inf
         rule.close()

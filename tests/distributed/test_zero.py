@@ -14,7 +14,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
-from tests.common import models
+from tests.common import models, needs
 from tests.common.authors import INDEPENDENT, Reference
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL
@@ -238,6 +238,14 @@ def test_a_gradient_that_is_not_finite_is_as_if_it_had_not_come(ranks, rule, sta
         assert got["skipped"] == len(zero.POISONED) and got["same"]
         skipped = [step in zero.POISONED for step in range(5)]
         assert got["changed"] == ["other twice" if x else "bad other twice" for x in skipped]
+        assert got["steps"] == {"bad": 2, "other": 5, "twice": 5}
+
+
+@needs.triton
+@pytest.mark.parametrize("rule", params(["adalomo", "lamb"], []))
+def test_so_it_is_where_kernels_judge(rule):
+    for got in worlds.once(2, zero.not_finite_by_kernels, rule, 3):
+        assert got["skipped"] == len(zero.POISONED) and got["same"]
         assert got["steps"] == {"bad": 2, "other": 5, "twice": 5}
 
 

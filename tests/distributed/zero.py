@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +17,7 @@ import ds_ext
 from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models
+from tests.common import models, paths
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.ranks import identical, message, shared_folder, whole
 
@@ -403,6 +404,13 @@ def not_finite(rule: str, stage: int) -> dict[str, Any]:
         "same": all(torch.equal(after[n], without[n]) for n in after),
         "steps": steps,
     }
+
+
+def not_finite_by_kernels(rule: str, stage: int) -> dict[str, Any]:
+    """The same of parameters that kernels step, in their interpreter, and judge."""
+    with pytest.MonkeyPatch.context() as patch:
+        paths.use(patch, "kernels")
+        return not_finite(rule, stage)
 
 
 def outside() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ds_ext.ops.triton.specs import Spec
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.verdict import Told, Verdict
 from tests.common import needs, paths
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL
@@ -95,20 +96,25 @@ def one_of_each(asked):
 
 
 def step(name, dtype, mode, shapes, meter=None):
-    """Two steps, whose kernels do nothing; ranks hold parts of rows of the last matrix."""
+    """Steps whose kernels do nothing, the second of gradients that they judge.
+
+    Ranks hold parts of rows of the last matrix.
+    """
     params = [torch.nn.Parameter(torch.ones(s, dtype=dtype)) for s in (*shapes, shapes[0])]
     optimizer = OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode)
     optimizer.meter = meter
     shards = [Shard.whole(tuple(p.shape)) for p in params]
     shards[-1] = Shard(tuple(params[-1].shape), 0, params[-1].numel() // 8 * 4, 16)
     runs = [torch.ones(len(s), dtype=dtype) for s in shards]
-    for bound in (1.0, None):
+    first = optimizer.shows_first(dict(zip(params, shards, strict=True)))
+    votes = {p: torch.ones(()) for p in params if p not in first}
+    for bound, judge in ((1.0, None), (None, Verdict(first, votes, Told(len(params))))):
         updates = [
             RunUpdate(p, run, ops.Scaled(run, 0.5, bound), s)
             for p, s, run in zip(params, shards, runs, strict=True)
         ]
         with torch.no_grad():
-            optimizer.update(updates, lambda total: None)
+            optimizer.update(updates, lambda total: None, judge)
             optimizer.settle()
 
 
@@ -120,7 +126,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypa
         *("squares", "statistics", "weighed", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors", "mark", "mend", "mend_unmarked"),
         *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighed"),
-        *("measured_apply", "noting_apply", "recall"),
+        *("measured_apply", "noting_apply", "recall", "tell"),
     }
     if which == "one":
         asked = one_of_each(asked)

@@ -14,10 +14,11 @@ COLUMNS = (
     # they were; parts of sums
     *("x", "m", "v", "m_scale", "v_scale", "w", "aux", "out"),
     *("row", "col", "key", "before", "part", "part2"),
-    # weights as they were written, one of each tile
-    *("probe",),
+    # weights as they were written, one of each tile; what tells whether a gradient is good
+    *("probe", "found"),
     # numbers
     *("factor", "bound", "scale", "weight", "beta1", "beta2", "a", "b", "decay", "share", "lr"),
+    *("most",),  # that is found of a good gradient
     # and those that formulas are made of
     *(f"given{i}" for i in range(GIVEN)),
 )

@@ -36,8 +36,13 @@ def parts(counts: Numbers) -> Parts:
 def of_tiles(programs: Numbers) -> tuple[Parts, Fold]:
     """One number left by each tile -> one sum of each parameter."""
     made, owners = parts(programs), np.arange(len(programs))
-    zeros = np.zeros_like(programs)
-    return made, Fold(_sums(programs, zeros + 1, zeros + 1), owners, made.starts, zeros)
+    return made, Fold(of_one(programs), owners, made.starts, np.zeros_like(programs))
+
+
+def of_one(counts: Numbers) -> Tiles:
+    """So many numbers of each parameter -> one sum."""
+    ones = np.ones_like(counts)
+    return _sums(counts, ones, ones)
 
 
 def over_columns(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:

@@ -49,6 +49,10 @@ class KnownSums:
         self.are_valid = is_there and versions == self._versions
         self.are_noted = False
 
+    def forget(self) -> None:
+        """Takes the next step to know nothing."""
+        self._where = None
+
     def note(self, runs: Any) -> None:
         """Takes the runs to be as a pass has left them, after torch was told of all writes."""
         self._where = runs.pointers if self.are_noted else None

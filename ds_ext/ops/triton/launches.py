@@ -20,7 +20,7 @@ from ds_ext.ops.lazy import read
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Number, Source, kept_of, source_of
 from ds_ext.ops.triton import devices
-from ds_ext.ops.triton.waiting import launch, together
+from ds_ext.ops.triton.waiting import launch, next_rule, together
 
 __all__ = [
     "apply_",
@@ -30,6 +30,7 @@ __all__ = [
     "mark_",
     "matrix_square_sums",
     "mend_",
+    "next_rule",
     "normalize_whole_rows",
     "square_lerp_",
     "square_sums",

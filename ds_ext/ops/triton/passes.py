@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops.formulas import Formula
-from ds_ext.ops.triton import folds, memory, sizes, tiles, waiting
+from ds_ext.ops.triton import folds, memory, sizes, tiles, verdicts, waiting
 from ds_ext.ops.triton.columns import AT, FORMULAS, GIVEN, NUMBERS
 from ds_ext.ops.triton.folds import Fold, Parts
 from ds_ext.ops.triton.known import KnownSums
@@ -63,6 +63,14 @@ class Read:
         return not self.form.endswith("_STEP") and self.form != "IS_RESIDUAL"
 
 
+@dataclass(frozen=True)
+class Squares:
+    """Numbers that a pass leaves of each parameter, which add up to its sum of squares."""
+
+    at: Any  # has ``pointers`` to them, [n]
+    tiles: Tiles  # of what adds them up
+
+
 class Table:
     """Many parameters on a GPU, and the passes over them.
 
@@ -95,13 +103,30 @@ class Table:
         kept: tuple[str, torch.dtype] | None = None,
         decays: bool = False,
         fresh: bool = False,
-    ) -> None:
+    ) -> Squares | None:
         """Makes a pass: see that of ``native.table.Table``.
 
         What has addresses is an object with ``pointers``, [n]; a number is one of the host, an
         array of them [n], a tensor on the device, [n] or of one number for all, or a formula.
+
+        Returns:
+            What adds up to the sums of squares, if the pass has made that.
         """
-        PASSES[name](self, Read(columns, form, dtype, kept, decays))
+        return PASSES[name](self, Read(columns, form, dtype, kept, decays))
+
+    def added_up(self, squares: Squares) -> Tensor:
+        """Returns the sums of what passes have left, [n]."""
+        total = self.zeros(self.n)
+        outs = Addresses(total, 4 * np.arange(self.n)).pointers
+        own = np.arange(self.n)
+        launch = self._fold(squares.tiles, own, squares.at.pointers, outs, [squares.at, total])
+        waiting.ask((), [launch])
+        return total
+
+    def tell(self, verdict: verdicts.Verdict, out: Addresses) -> None:
+        """Writes what a verdict has found of each parameter to ``out``."""
+        columns = {"found": verdict.found, "out": out}
+        waiting.ask(self.launches("tell", (), self.by_parameter, columns))
 
     def scratch(self, n: int) -> Tensor:
         """Returns memory for n numbers, [n] in fp32."""
@@ -170,6 +195,17 @@ class Table:
         """How sums over columns are added up of strips'."""
         return folds.over_rows(self.geometry, self.by_strip)
 
+    @functools.cached_property
+    def squares_of_tiles(self) -> Tiles:
+        """How sums over rows of tiles are added up to one."""
+        at = self.by_matrix
+        return folds.of_one(at.of("height") * tiles.across(self.geometry))
+
+    @functools.cached_property
+    def squares_of_rows(self) -> Tiles:
+        """How sums over whole rows are added up to one."""
+        return folds.of_one(self.geometry.mats * self.geometry.rows)
+
     def tiles_of(self, read: Read) -> str:
         """The name of the tiles of a pass over runs."""
         return "by_matrix" if read.form in BY_MATRIX else "flat"
@@ -187,6 +223,10 @@ class Table:
         Where tiles are as wide as rows, one for each width, and another kernel for rows that are
         wider than tiles. For a parameter's bits must not depend on those that are beside it.
         """
+        verdict = verdicts.current()
+        constants = (*constants, ("JUDGED", verdict is not None))
+        if verdict is not None:
+            columns = {**columns, "found": verdict.found, "most": verdict.most}
         rows, numbers, formulas = self._filled(at, columns)
         alive = list(columns.values())
         for kind, own in at.kinds(rows[:, vectors]):
@@ -241,12 +281,23 @@ class Table:
     def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
         """The launch that adds up ``part`` to what has the addresses of ``out``."""
         fold = how[1]
-        rows = fold.tiles.rows.copy()
-        rows[:, AT["part"]] = part.data_ptr() + fold.parts
-        rows[:, AT["out"]] = out.pointers[fold.owners].astype(np.int64) + fold.outs
+        parts = part.data_ptr() + fold.parts
+        outs = out.pointers[fold.owners].astype(np.int64) + fold.outs
+        return self._fold(fold.tiles, fold.owners, parts, outs, [part, out])
+
+    def _fold(
+        self, at: Tiles, owners: Numbers, parts: Numbers, outs: Numbers, alive: list[object]
+    ) -> Launch:
+        """The launch that adds up numbers of ``owners`` among the parameters."""
+        rows, numbers, verdict = at.rows.copy(), {}, verdicts.current()
+        rows[:, AT["part"]], rows[:, AT["out"]] = parts, outs
+        if verdict is not None:
+            rows[:, AT["found"]] = verdict.found.pointers[owners]
+            numbers["most"] = verdict.most[owners]
+            alive.append(verdict)
+        constants: Constants = (("JUDGED", verdict is not None),)
         where = memory.current(self.device)
-        programs = fold.tiles.programs
-        return Launch("fold", (), where, fold.tiles, None, rows, programs, {}, [part, out])
+        return Launch("fold", constants, where, at, None, rows, at.programs, numbers, alive)
 
     def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
         """Memory for what tiles leave, and where each parameter's is."""
@@ -284,7 +335,7 @@ def _squares(table: Table, read: Read) -> None:
     waiting.ask(made, [table.folded(how, part, read.columns["out"])], read.only_sums)
 
 
-def _statistics(table: Table, read: Read) -> None:
+def _statistics(table: Table, read: Read) -> Squares:
     by_row, by_col = table.sums_of_tiles
     (tall, at_tall), (wide, at_wide) = table.room(by_row), table.room(by_col)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
@@ -293,11 +344,13 @@ def _statistics(table: Table, read: Read) -> None:
     outs = read.columns["out"], read.columns["out2"]
     folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
     waiting.ask(made, folded, read.only_sums)
+    return Squares(at_tall, table.squares_of_tiles)
 
 
-def _weighed(table: Table, read: Read) -> None:
+def _weighed(table: Table, read: Read) -> Squares:
     outs = {"out2": "part", "out3": "part2"}
     _over_strips(table, read, "weighed", outs, {"eps": "b"}, only_sums=True)
+    return Squares(read.columns["out"], table.squares_of_rows)
 
 
 def _normalize_whole_rows(table: Table, read: Read) -> None:
@@ -406,7 +459,7 @@ def _mend(table: Table, read: Read) -> None:
                 waiting.ask([replace(one, **named, **some)])
 
 
-PASSES: dict[str, Callable[[Table, Read], None]] = {
+PASSES: dict[str, Callable[[Table, Read], Squares | None]] = {
     "squares": _squares,
     "statistics": _statistics,
     "weighed": _weighed,

@@ -25,6 +25,11 @@ def _of_recalled(named: Mapping[str, Any]) -> Shape:
     return {"TR": sizes.TR, "TC": sizes.TC, "LONG": sizes.LONG}, sizes.WARPS
 
 
+def _of_numbers(named: Mapping[str, Any]) -> Shape:
+    """Of a program for a number."""
+    return {}, sizes.WARPS
+
+
 def _of_groups(named: Mapping[str, Any]) -> Shape:
     shape, warps = _of_tiles(named)
     return shape | {"TC": sizes.GROUP}, warps
@@ -66,4 +71,5 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
     "mend_unmarked": _of_groups,
     "fold": _of_sums,
     "recall": _of_recalled,
+    "tell": _of_numbers,
 }

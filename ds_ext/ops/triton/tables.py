@@ -25,7 +25,8 @@ TOGETHER = 1024  # parameters of a launch at most: each program looks for its ow
 # Passes whose every element depends, of what passes before it have written, on itself alone.
 BY_ELEMENT = {"squares", "statistics", "lerp", "square_lerp"}
 BY_ELEMENT |= {"apply", "noting_apply", "measured_apply"}
-ANY_WARPS = {"lerp", "square_lerp", "apply"}  # whose bits do not depend on the number of warps
+# Those whose bits do not depend on the number of warps.
+ANY_WARPS = {"lerp", "square_lerp", "apply", "tell"}
 
 
 @dataclass(frozen=True, eq=False)

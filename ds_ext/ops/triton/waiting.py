@@ -43,7 +43,7 @@ class Together:
 
     def __enter__(self) -> Callable[[], None]:
         _waiting.is_open = True
-        return _next_rule
+        return next_rule
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         _waiting.is_open = False
@@ -61,7 +61,8 @@ def together() -> Together:
     return Together()
 
 
-def _next_rule() -> None:
+def next_rule() -> None:
+    """Lets what is asked for next not wait for what was asked for before."""
     _waiting.rules.append([])
 
 

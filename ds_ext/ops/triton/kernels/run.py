@@ -23,9 +23,10 @@ from ds_ext.ops.triton.kernels.sums import (
     normalize,
     normalize_whole_rows,
     statistics,
+    tell,
     weighed,
 )
-from ds_ext.ops.triton.kernels.table import FIELDS, KIND, parameter_of
+from ds_ext.ops.triton.kernels.table import FIELDS, FOUND, KIND, MOST, number, parameter_of
 from ds_ext.ops.triton.kernels.wide import normalize_wide_rows, wide_weighed
 
 
@@ -53,7 +54,11 @@ def _of_this_kind(t, tile, kind, KINDS: tl.constexpr):
 @triton.jit
 def _passes(t, tile, P: tl.constexpr):
     then: tl.constexpr = P.then
-    _pass(t, tile, P)
+    if P.JUDGED:
+        if number(t, FOUND) <= number(t, MOST):  # a NaN is not
+            _pass(t, tile, P)
+    else:
+        _pass(t, tile, P)
     if then is not None:
         tl.debug_barrier()  # what another thread has stored is read
         _passes(t + FIELDS, tile, then)
@@ -93,6 +98,8 @@ def _pass(t, tile, P: tl.constexpr):
         measured_apply(t, tile, P)
     elif P.name == "fold":
         fold(t, tile, P)
+    elif P.name == "tell":
+        tell(t, tile, P)
     elif P.name == "mark":
         mark(t, tile, P)
     elif P.name == "mend":

@@ -12,6 +12,7 @@ from ds_ext.ops.triton.kernels.table import (
     COL,
     COLS,
     DOWN,
+    FOUND,
     HEIGHT,
     MAT0,
     OUT,
@@ -158,6 +159,12 @@ def normalize(t, tile, P: tl.constexpr):
     new = old * (number(t, A) / tl.where(norm < least, least, norm))  # a NaN stays one
     new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
     tl.store(pointer(t, OUT, tl.float32) + at, new, mask=has)
+
+
+@triton.jit
+def tell(t, tile, P: tl.constexpr):
+    """out ← found, a number."""
+    tl.store(pointer(t, OUT, tl.float32), number(t, FOUND))
 
 
 @triton.jit

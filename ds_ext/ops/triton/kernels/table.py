@@ -24,8 +24,8 @@ OUT, PART, PART2 = (tl.constexpr(FIELD[k]) for k in ("out", "part", "part2"))
 FACTOR, BOUND, SCALE = (tl.constexpr(FIELD[k]) for k in ("factor", "bound", "scale"))
 WEIGHT, BETA1, BETA2 = (tl.constexpr(FIELD[k]) for k in ("weight", "beta1", "beta2"))
 A, B, DECAY = (tl.constexpr(FIELD[k]) for k in ("a", "b", "decay"))
-SHARE, LR = (tl.constexpr(FIELD[k]) for k in ("share", "lr"))
-PROBE = tl.constexpr(FIELD["probe"])
+SHARE, LR, MOST = (tl.constexpr(FIELD[k]) for k in ("share", "lr", "most"))
+PROBE, FOUND = tl.constexpr(FIELD["probe"]), tl.constexpr(FIELD["found"])
 GIVEN = tl.constexpr(FIELD["given0"])
 
 
