@@ -69,6 +69,8 @@ FEATURES = (
     "HSDP, meshes of two dimensions",
     "tensor parallelism (torch's)",
     "`MixedPrecisionPolicy`",
+    "`reshard_after_forward`",
+    "`CPUOffloadPolicy`",
     "tensor parallelism (AutoTP)",
     "tensor parallelism: clipping, accumulation, resume",
     "sequence parallelism (Ulysses)",

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,7 +20,7 @@ import ds_ext
 from ds_ext.distributed import dtensors
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
-from tests.distributed.fully_sharded import full, local, shard, whole, zoo
+from tests.distributed.fully_sharded import UNITS, full, local, shard, whole, zoo
 
 STEPS = 4
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -27,6 +28,11 @@ _BF16 = torch.bfloat16
 # What is given to fully_shard.
 WAYS: dict[str, dict[str, Any]] = {
     "bf16 compute": {"mp_policy": MixedPrecisionPolicy(_BF16, torch.float32)},
+    "bf16 sums": {"mp_policy": MixedPrecisionPolicy(_BF16, _BF16)},
+    "left gathered": {"reshard_after_forward": False},
+    "cut for fewer": {"reshard_after_forward": 2},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "compiled": {},
 }
 
 
@@ -35,6 +41,9 @@ def differs(way: str) -> tuple[float, bool]:
     rank, world, moved, ends = dist.get_rank(), dist.get_world_size(), [], []
     for kind in (ds_ext.AdamW, torch.optim.AdamW):
         model = shard(zoo(), **WAYS[way])
+        if way == "compiled":
+            for name in UNITS:
+                getattr(model, name).compile(backend="aot_eager")
         optimizer = kind(model.parameters(), **ADAMW)
         if kind is ds_ext.AdamW:
             ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
@@ -133,3 +142,31 @@ def rounded(grads: list[list[Tensor]], weights: list[Tensor]) -> list[Tensor]:
     assert all(p.dtype == torch.bfloat16 for p in params)
     assert mesh is None or all(map(dtensors.is_dtensor, params))
     return [full(p).clone() for p in params]
+
+
+class Matrices(nn.Sequential):
+    """Four linear layers without vectors."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+
+
+def rounds(rule: str, how: str) -> list[int]:
+    """How many sums over the ranks each step takes of all four matrices together."""
+    made, mesh = Matrices(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in made:
+        fully_shard(layer, mesh=mesh)
+    model = fully_shard(made, mesh=mesh)
+    optimizer = OPTIMIZERS[rule](model.parameters())
+    if how == "fused":
+        ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6)
+    counts = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+        counts.append(reduce.call_count)
+        optimizer.zero_grad()
+    return counts

@@ -18,7 +18,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules.base import key_of
 from tests.common import models
 from tests.common.hypers import TRAINED
-from tests.common.ranks import identical
+from tests.common.ranks import identical, message
 
 STEPS = 5
 
@@ -187,6 +187,21 @@ def poisoned(rule: str, how: dict[str, Any]) -> dict[str, Any]:
         finite = all(bool(p.isfinite().all()) for p in after.values())
         told.append({"moved": moved, "finite": finite, "identical": identical(after)})
     return {"steps": told, "skipped": fused.skipped, "skipped steps": fused.skipped_steps}
+
+
+def misused() -> dict[str, Any]:
+    """Errors of what comes too late for gradients that are used in backward; whether any moved."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = shard(zoo())
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.05)
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
+    held = local(model)
+    loss = model(models.batch(0, world)[rank])
+    told = {"scaler": message(lambda: torch.amp.GradScaler("cpu").scale(loss), RuntimeError)}
+    model.set_requires_gradient_sync(False)
+    model(models.batch(0, world)[rank]).backward()
+    told["kept"] = message(optimizer.step, RuntimeError)
+    return told | {"moved": not torch.equal(held, local(model))}
 
 
 BATCHES = 6  # of a step, of all ranks together: 1, 2, 3 or 6 of them see the same mean gradient

@@ -9,15 +9,31 @@ from tests.common import table
 from tests.common.authors import ordinary
 from tests.common.hypers import TRAINED
 from tests.distributed import fsdp2_beside
-from tests.distributed.fsdp2_beside import STEPS, WAYS
+from tests.distributed.fsdp2_beside import STEPS, WAYS, differs
+
+MEANS = {
+    "bf16 compute": "`MixedPrecisionPolicy`",
+    "bf16 sums": "`MixedPrecisionPolicy`",
+    "left gathered": "`reshard_after_forward`",
+    "cut for fewer": "`reshard_after_forward`",
+    "offloaded": "`CPUOffloadPolicy`",
+    "compiled": "`torch.compile`",
+}
 
 
-@pytest.mark.supports("`MixedPrecisionPolicy`", stage="fsdp2", optimizer="AdamW")
+@pytest.mark.supports(lambda way: MEANS[way], stage="fsdp2", optimizer="AdamW")
 @pytest.mark.parametrize("way", WAYS)
 def test_adamw_is_torchs_whatever_fully_shard_is_told(way):
-    for off, in_backward in worlds.run(2, fsdp2_beside.differs, way):
+    for off, in_backward in worlds.run(4 if way == "cut for fewer" else 2, differs, way):
         assert off <= 1e-5
         assert in_backward
+
+
+@pytest.mark.parametrize("how", ["fused", "plain"])
+@pytest.mark.parametrize("rule, rounds", [("adalomo", 1), ("adafactor", 1), ("came", 2)])
+def test_whole_rows_spare_a_round(rule, rounds, how):
+    for counts in worlds.run(2, fsdp2_beside.rounds, rule, how):
+        assert counts == [rounds + (how == "fused")] * 3  # one more sum is the norm
 
 
 # One job for each mesh: torch hands out meshes of jobs before, whose groups are destroyed.

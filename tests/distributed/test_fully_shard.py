@@ -199,6 +199,13 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_all_ranks(ranks, name):
         assert got["skipped"] == 1 and got["skipped steps"] == (not name.endswith("fused"))
 
 
+def test_what_comes_too_late_is_refused_before_a_weight_moves():
+    for got in worlds.run(2, fully_sharded.misused):
+        assert "GradScaler" in got["scaler"] and "bfloat16" in got["scaler"]
+        assert "set_requires_gradient_sync(True)" in got["kept"]
+        assert not got["moved"]
+
+
 def same(saved, loaded):
     """Asserts that what was loaded is what was saved, bit for bit."""
     assert saved.keys() == loaded.keys() and len(saved) > 20
