@@ -80,6 +80,9 @@ FEATURES = (
     "expert parallelism by AutoEP",
     "expert parallelism with tensor parallelism",
     "expert parallelism with sequence parallelism",
+    "pipeline parallelism",
+    "pipelines: 16 bits, with a loss scale for fp16",
+    "pipelines: resume on other stages and ranks",
     "weights offloaded to the host",
     "states offloaded to the host",
     "ZeRO++ hpZ",
@@ -91,7 +94,6 @@ FEATURES = (
     "DeepCompile",
     "ZenFlow",
     "SuperOffload",
-    "pipeline parallelism",
 )
 # In the table's order. A rule that is not among them yet is tested, and its name is missing here.
 OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW", "AdamW")

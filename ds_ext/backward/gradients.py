@@ -208,8 +208,10 @@ class FusedBackward:
     def end_step(self) -> StepResult | None:
         """Ends a step, by now stepping what was kept; None if there were no gradients."""
         tally = self.tally
-        if tally.kept:
+        if tally.kept or self.layout.is_part:
             self.optimizer.check_param_groups()
+            tied = self.layout.tied({p: run.g for p, run in tally.kept.items()})
+            tally.kept.update((p, Run(g)) for p, g in tied.items())
             tally.record(tally.kept)
             tally.judge(self.clipping)
             if not tally.overflow:
@@ -231,7 +233,7 @@ class FusedBackward:
             return
         self.optimizer.take_back(self.tally.left_alone())
         stepped = self.tally.stepped and self.tally.used_up.intersection(params)
-        if stepped and self.layout.rank == 0:
+        if stepped and self.layout.is_first:
             logger.warning(_STEPPED, len(stepped), len(self.optimizer.group_of))
         given, trained = set(params), self.buckets.trained.intersection(self.optimizer.group_of)
         if any(owners.owner(p) is self for p in trained - given):
@@ -337,7 +339,7 @@ class FusedBackward:
         self.optimizer.check_param_groups()
         tally = self.tally
         if self._is_passed_through() or self._keeps():
-            if not self.told_cost and self.layout.rank == 0:
+            if not self.told_cost and self.layout.is_first:
                 logger.info(settings.cost(self.kept_bytes()))
             self.told_cost = True
             return Keeping(tally, self.how.accumulate_in)
@@ -352,8 +354,9 @@ class FusedBackward:
     def _step_kept(self, tally: Tally) -> None:
         """Steps parameters by their kept gradients, a bucket at a time, and frees these."""
         order = sorted(tally.kept, key=self.optimizer.number_of.__getitem__)
-        for piece in self.buckets.pieces(order):
-            self.stepper.step({p: tally.kept.pop(p) for p in piece}, tally)
+        for params in self.layout.in_step(order):
+            for piece in self.buckets.pieces(params):
+                self.stepper.step({p: tally.kept.pop(p) for p in piece}, tally)
 
     def _conclude(self, tally: Tally) -> StepResult:
         assert tally.norm is not None
@@ -363,8 +366,8 @@ class FusedBackward:
         skipped = tally.overflow and not tally.stepped
         self.skipped += len(tally.bad)
         self.skipped_steps += skipped
-        if tally.overflow and self.layout.rank == 0:
-            names = ", ".join(map(self.layout.name, tally.bad)) or "their sum"
+        if tally.overflow and self.layout.is_first:
+            names = ", ".join(tally.bad) or "their sum"
             what = "the step is skipped" if skipped else "not updated in this step"
             logger.warning("gradients that are not finite, or too large: %s; %s", names, what)
         self.metrics = self._measurements(tally, norm)

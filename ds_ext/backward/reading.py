@@ -63,8 +63,7 @@ class GradientReader:
 
     def most(self) -> Tensor:
         """How large the sums of squares of the model's mean gradients may be, in its order."""
-        params = self.layout.params
-        most = [_most(self.layout.shard(p).numel, p.dtype) for p in params]
+        most = [_most(weight.numel, weight.dtype) for weight in self.layout.weights]
         return torch.tensor(most, dtype=torch.float64, device="cpu")
 
     def beyond(self, param: Tensor, run: Run, bound: float) -> Tensor:

@@ -93,7 +93,7 @@ def _zeros(params: list[Tensor], layout: Layout) -> list[Tensor]:
     if not params:
         return []
     there = [float(_has_values(layout.run(p))) for p in params]
-    total = layout.total(torch.tensor(there, dtype=torch.float32, device=layout.device))
+    total = layout.total_of_params(torch.tensor(there, dtype=torch.float32, device=layout.device))
     layout.take_bytes_sent()  # which are of no step
     return [p for p, found in zip(params, total.tolist(), strict=True) if not found]
 

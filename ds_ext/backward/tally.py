@@ -53,7 +53,7 @@ class Tally:
     used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
     stepped: int = 0  # parameters
     overflow: bool = False  # whether a gradient was not finite
-    bad: list[Tensor] = field(default_factory=list)  # parameters of such gradients
+    bad: list[str] = field(default_factory=list)  # names of the parameters of such gradients
     suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
     told: Told | None = None  # what kernels have found, until it is read
 
@@ -91,8 +91,12 @@ class Tally:
             if reader.how.max_value:
                 bound = reader.how.max_value / unscale
                 counts = [reader.beyond(param, runs[param], bound) for param in params]
-                beyond = torch.stack(counts).sum(0) / replicas
-                self.beyond = beyond if self.beyond is None else self.beyond + beyond
+                self._add_beyond(torch.stack(counts).sum(0) / replicas)
+        if not runs:  # of this rank: others may have some
+            zero = torch.zeros(2, dtype=torch.float64, device=layout.device)
+            self._add(zero[0])
+            if reader.how.max_value:
+                self._add_beyond(zero)
         self.suspects += ((p, run.bad) for p, run in runs.items() if run.bad is not None)
 
     def add(self, verdict: Verdict) -> None:
@@ -103,11 +107,14 @@ class Tally:
         if verdict.square is not None:
             square = torch.tensor(verdict.square, dtype=torch.float64, device="cpu")
             self._add(square.div_(self.coefficient**2).to(self.reader.layout.device))
-        self.bad += verdict.bad
+        self.bad += map(self.reader.layout.name, verdict.bad)
         self.overflow |= bool(verdict.bad)
 
     def _add(self, square: Tensor) -> None:
         self.square = square if self.square is None else self.square + square
+
+    def _add_beyond(self, counts: Tensor) -> None:
+        self.beyond = counts if self.beyond is None else self.beyond + counts
 
     def find_bad(self) -> set[Tensor]:
         """Finds which gradients recorded since the last call are not finite."""
@@ -116,7 +123,7 @@ class Tally:
             return set()
         verdicts = torch.stack([bad for _, bad in suspects]).tolist()
         found = {param for (param, _), bad in zip(suspects, verdicts, strict=True) if bad}
-        self.bad += found
+        self.bad += map(self.reader.layout.name, found)
         self.overflow |= bool(found)
         return found
 
@@ -128,16 +135,16 @@ class Tally:
         if self.square is None:
             return
         layout = self.reader.layout
-        own = torch.zeros(len(layout.params), dtype=torch.float64, device=layout.device)
+        own = torch.zeros(len(layout.weights), dtype=torch.float64, device=layout.device)
         for params, squares in self.squares:
-            numbers = [layout.number_of[p] for p in params]
+            numbers = [layout.index_of[p] for p in params]
             at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             own.index_add_(0, at.to(own.device), squares)
         totals = layout.total(own).cpu()
         self.norm = float(totals.sum().sqrt())
         self.coefficient = clipping.coefficient(self.norm)
         is_bad = (totals <= self.reader.most()).logical_not_()
-        self.bad += [layout.params[i] for i in is_bad.nonzero().flatten().tolist()]
+        self.bad += [layout.weights[i].name for i in is_bad.nonzero().flatten().tolist()]
         self.overflow = bool(self.bad)
 
     def end(self) -> list[Tensor]:

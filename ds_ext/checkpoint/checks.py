@@ -1,6 +1,6 @@
 """Whether a checkpoint fits a model and its optimizer: asked before anything of it is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 from torch import Tensor
@@ -14,7 +14,11 @@ from ds_ext.optimizer import RuleOptimizer
 
 
 def check(
-    pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own], strict: bool
+    pieces: Pieces,
+    optimizer: RuleOptimizer,
+    owned: Mapping[Tensor, Own],
+    strict: bool,
+    names: Iterable[str] | None = None,
 ) -> None:
     """Checks that weights, groups and state were saved of this optimizer and these parameters.
 
@@ -23,18 +27,21 @@ def check(
         optimizer: the one that is to go on from there.
         owned: what this rank has of each parameter of the model.
         strict: whether the model and the checkpoint must have the same parameters.
+        names: of the parameters of the whole model; by default those of ``owned``.
 
     Raises:
         CheckpointError: naming what differs or is missing.
     """
     _check_kind(pieces, optimizer)
-    check_weights(pieces, owned, strict)
+    check_weights(pieces, owned, strict, names)
     _check_groups(pieces, optimizer, owned)
     _check_state(pieces, optimizer, owned)
 
 
-def check_weights(pieces: Pieces, owned: Mapping[Tensor, Own], strict: bool) -> None:
-    """Checks that the weights of this rank were saved, in the model's shapes.
+def check_weights(
+    pieces: Pieces, owned: Mapping[Tensor, Own], strict: bool, names: Iterable[str] | None = None
+) -> None:
+    """Checks that the weights of this rank were saved, in the model's shapes; see ``check``.
 
     Raises:
         CheckpointError: for a weight of another shape or saved in part; if ``strict``, for one
@@ -52,7 +59,7 @@ def check_weights(pieces: Pieces, owned: Mapping[Tensor, Own], strict: bool) -> 
             )
         elif pieces.lacks(own.part, "weights", own.name):
             raise CheckpointError(f"this checkpoint lacks some of {own.name}.")
-    known = set(of_all_ranks(own.name for own in owned.values()))
+    known = set(of_all_ranks(names or (own.name for own in owned.values())))
     saved = set(of_all_ranks(name for saved in pieces.saved for name in saved["weights"]))
     unknown = saved - known
     if strict and (missing or unknown):

@@ -156,9 +156,11 @@ def _read(
 
 def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> list[dict[str, Any]]:
     """Returns the optimizer's groups with names in the place of parameters."""
+    names = optimizer.names or [
+        of_all_ranks(owned[p].name for p in group["params"]) for group in optimizer.param_groups
+    ]
     return [
-        {**group, "params": of_all_ranks(owned[p].name for p in group["params"])}
-        for group in optimizer.param_groups
+        {**group, "params": some} for group, some in zip(optimizer.param_groups, names, strict=True)
     ]
 
 

@@ -24,8 +24,11 @@ def section_of(config: dict[str, Any]) -> Section:
     return Section(**hyperparams.check(Section, given, "ds_ext"))
 
 
-def read(config: dict[str, Any], monitored: bool = False) -> Gradients:
-    """What a DeepSpeed config, of which a monitor may be on, says of gradients."""
+def read(config: dict[str, Any], monitored: bool = False, keeps: str = "") -> Gradients:
+    """What a DeepSpeed config, of which a monitor may be on, says of gradients.
+
+    ``keeps`` names what beside the config needs them to be kept, if anything does.
+    """
     section = section_of(config)
     kept = [
         f"{key} = {value!r}"
@@ -35,6 +38,11 @@ def read(config: dict[str, Any], monitored: bool = False) -> Gradients:
         )
         if (value := config.get(key, honoured)) != honoured
     ]
+    if keeps and section.gradient_policy == "fused":
+        raise ValueError(
+            f'ds_ext.gradient_policy = "fused" keeps no gradients, as {keeps} needs: remove it, '
+            'and "sharded" is used.'
+        )
     if kept and section.gradient_policy == "fused":
         raise ValueError(
             f'ds_ext.gradient_policy = "fused" keeps no gradients, as {kept[0]} needs: remove one.'
@@ -47,7 +55,7 @@ def read(config: dict[str, Any], monitored: bool = False) -> Gradients:
         raise ValueError(f"data_types.grad_accum_dtype is {dtype!r}; allowed: fp32, bf16, fp16.")
     return Gradients(
         bucket_size=bucket_size(config),
-        policy=section.gradient_policy or ("sharded" if kept else "fused"),
+        policy=section.gradient_policy or ("sharded" if kept or keeps else "fused"),
         max_norm=float(max_norm),
         max_value=section.clip_value,
         clip_mode=section.clip_mode,

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,14 @@ class Agreement(NamedTuple):
     ended: bool  # no rank will bring more
 
 
+class Weight(NamedTuple):
+    """A parameter of the model, whichever ranks have it."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+
+
 class Layout:
     """The placements of a model's parameters, and what its ranks find out together.
 
@@ -34,7 +43,14 @@ class Layout:
         placement_of: gives a parameter's placement.
         copy_group: the ranks that hold one copy of the model's state together; by default
             ``group``.
+        device: where sums are made if there is no parameter; by default the CPU.
     """
+
+    # Whether other ranks have other parameters: then all of them end a step together, those too
+    # that have no gradient in it.
+    is_part = False
+    # Tied parameters that ranks of another stage save.
+    saved_elsewhere: frozenset[Tensor] = frozenset()
 
     def __init__(
         self,
@@ -42,6 +58,7 @@ class Layout:
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
         copy_group: Group = None,
+        device: torch.device | None = None,
     ) -> None:
         self.group = group
         self.copy_group = copy_group or group
@@ -52,7 +69,9 @@ class Layout:
         self.placements = list(dict.fromkeys(self.of.values()))
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
-        self.device = next(iter(names)).device if names else torch.device("cpu")
+        self.is_first = self.rank == 0  # the rank that tells the user of the model's steps
+        given = device or torch.device("cpu")
+        self.device = next(iter(names)).device if names else given
         self.host_group = groups.for_hosts(group, self.device)
         for placement in self.placements:
             placement.statistics_group = groups.for_sums(placement.statistics_group, self.device)
@@ -89,6 +108,16 @@ class Layout:
     def is_uniform(self) -> bool:
         """Whether there is one placement, without tensor parallelism."""
         return len(self.placements) == 1 and not self.placements[0].is_divided
+
+    @functools.cached_property
+    def weights(self) -> list[Weight]:
+        """The parameters of the whole model, in the same order on all its ranks."""
+        return [Weight(n, self.shards[p].numel, p.dtype) for p, n in self.names.items()]
+
+    @functools.cached_property
+    def index_of(self) -> Mapping[Tensor, int]:
+        """Where this rank's parameters are among ``weights``."""
+        return self.number_of
 
     def add_up_in_groups(self, size: int) -> None:
         """Makes a rule's sums be added up inside groups of so many ranks first, then across.
@@ -222,6 +251,10 @@ class Layout:
                 dist.all_reduce(sums, group=self.everyone)
         return sums
 
+    def total_of_params(self, sums: Tensor) -> Tensor:
+        """Adds up sums of each of this rank's parameters, over the ranks that have the same."""
+        return self.total(sums)
+
     def any(self, flag: bool) -> bool:
         """Whether it is so on any rank of the model; all ranks call it."""
         group = self.group if self.is_uniform else self.everyone
@@ -254,6 +287,14 @@ class Layout:
     def rehearsal(self) -> Iterator[None]:
         """A backward pass runs within this context whose graph is run backward once more."""
         yield
+
+    def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Runs of kept gradients of weights that ranks with other layers use too, added up."""
+        return {}
+
+    def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Returns what is stepped by kept gradients, divided into what may share a bucket."""
+        return [list(params)]
 
     def end_backward(self) -> None:
         """Called when a backward pass has ended."""

@@ -1,6 +1,7 @@
 """The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, at every stage."""
 
 import contextlib
+import itertools
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -17,8 +18,17 @@ from torch import Tensor
 from ds_ext.backward import rehearsal, start
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.config import gradients
+from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import absent, autotp, expert_parallel, leftovers, safe_access, settings
+from ds_ext.engine import (
+    absent,
+    autotp,
+    expert_parallel,
+    leftovers,
+    pipeline,
+    safe_access,
+    settings,
+)
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of
@@ -51,7 +61,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.dp_process_group = self.layout.copy_group  # by which DeepSpeed names files
         _share_time_limit(self.layout)
         config = engine._config._param_dict
-        how = gradients.read(config | settings.effective(engine), engine.monitor.enabled)
+        told = config | settings.effective(engine)
+        how = gradients.read(told, engine.monitor.enabled, pipeline.keeps(engine))
         self._prepare_optimizer(config.get("zero_optimization", {}).get("offload_optimizer"))
         self.fused = FusedBackward(
             engine.module,
@@ -77,10 +88,13 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Says in the log how the engine trains, once its scheduler is known to fit."""
         config, how = self.engine._config._param_dict, self.fused.how
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
+        if pipeline.is_pipeline(self.engine):
+            where += f", the first of {self.engine.module.num_pipeline_stages()} stages"
         log(start.line(self.optimizer, self.layout, how, where))
         for line in gradients.report(how, config):
             log(f"{type(self.optimizer).__name__}: {line}")
-        for warning in start.warnings(self.optimizer, self.layout):
+        warnings = consensus.gathered(list(start.warnings(self.optimizer, self.layout)))
+        for warning in dict.fromkeys(itertools.chain(*warnings)):
             warn(warning)
 
     def _prepare_optimizer(self, offload: dict[str, Any] | None) -> None:
@@ -88,6 +102,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         optimizer = self.optimizer
         optimizer.offload = HostOffload.from_config(offload or {})
         optimizer.index_parameters()  # DeepSpeed may have replaced those of experts
+        if pipeline.is_pipeline(self.engine):
+            pipeline.number(self.engine, optimizer)
         places = {p: expert_parallel.place(p) for p in self.layout.names}
         firsts = {p: place[0] for p, place in places.items() if place}
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
@@ -205,6 +221,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             RuntimeError: for a loss that has to be multiplied by the loss scale and was not.
         """
         self.fused.check_owner()
+        self.fused.loss_scale = self.loss_scale  # a stage of a pipeline may have no loss
         engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
         if self.needs_scaler() and not (scaled or self._rehearsing):
@@ -265,6 +282,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             ValueError: for one that is not part of the engine's module.
         """
         self.optimizer.add_param_group(param_group)
+        if pipeline.is_pipeline(self.engine):
+            pipeline.number(self.engine, self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the step in progress: see ``FusedBackward.discard``. All ranks call it."""

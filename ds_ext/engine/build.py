@@ -5,6 +5,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_ext.engine import pipeline
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.log import log
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
@@ -27,7 +28,14 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleO
     params = _ungrouped(engine, params)
     optimizer_type = OPTIMIZERS[name]
     model = ModelView(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
-    made = param_groups.of_config(REGISTRY[name], engine.optimizer_params() or {}, model, params)
+    told = engine.optimizer_params() or {}
+    if pipeline.is_pipeline(engine):
+        model = pipeline.whole_model(model)
+        params = pipeline.whole_params(model, params)
+        made = param_groups.of_config(REGISTRY[name], told, model, params)
+        made = made._replace(groups=pipeline.of_stage(model, made.groups))
+    else:
+        made = param_groups.of_config(REGISTRY[name], told, model, params)
     for line in _report(engine, optimizer_type.__name__, made):
         log(line)
     return optimizer_type(made.groups, **made.hypers)

@@ -68,6 +68,7 @@ class Contents:
         self.layout = fused.layout
         self.optimizer = fused.optimizer
         self.owned = owned(fused.layout)
+        self.names = [plain(weight.name) for weight in fused.layout.weights]  # on all ranks
 
     def save(self) -> dict[str, Any]:
         """Returns what ``load`` reads of all ranks; frozen weights are in DeepSpeed's file."""
@@ -89,7 +90,7 @@ class Contents:
         Raises:
             CheckpointError: naming what does not fit the model, its optimizer or the engine.
         """
-        checks.check(pieces, self.optimizer, self.owned, strict)
+        checks.check(pieces, self.optimizer, self.owned, strict, self.names)
         self.check_gradients(pieces)
 
     def load(self, pieces: Pieces) -> None:
@@ -116,8 +117,12 @@ class Contents:
         """What this rank has of trained weights, and of frozen ones where ranks have different."""
         if self.engine.autotp_size() > 1 or self.engine.has_moe_layers:
             return self.owned
-        trained = self.optimizer.group_of
-        return {p: own for p, own in self.owned.items() if p in trained or p.requires_grad}
+        trained, elsewhere = self.optimizer.group_of, self.layout.saved_elsewhere
+        return {
+            p: own
+            for p, own in self.owned.items()
+            if (p in trained or p.requires_grad) and p not in elsewhere
+        }
 
     # Gradients that wait for the rest of their step's micro-batches: sums over ranks, each of which
     # has a mean loss, times the loss scale.
@@ -200,6 +205,8 @@ class Contents:
 
     def _for_zero_to_fp32(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The runs of stepped parameters, which share memory with ``weights``: saved once."""
+        if self.layout.is_part:
+            return {}  # it knows no pipelines, whose layers DeepSpeed saves whole
         is_padded = isinstance(self.layout, Partitions)
         runs = []
         for param in stepped(self.fused):

@@ -87,6 +87,7 @@ def listed(written: Sequence[Files]) -> dict[str, Any]:
     return {
         "model_files": [n for files in written for n in files if _is_model(n)],
         "state_files": [n for files in written for n in files if _holds_state(n, files)],
+        "layer_files": [n for files in written for n in files if _LAYER.fullmatch(n)],
         "files": {n: f for files in written for n, f in files.items()},
     }
 
@@ -100,7 +101,11 @@ class Opened(NamedTuple):
 
 
 def open_files(
-    path: Path, manifest: Mapping[str, Any] | None, rank: int, names: set[str]
+    path: Path,
+    manifest: Mapping[str, Any] | None,
+    rank: int,
+    names: set[str],
+    layers: Mapping[int, str],
 ) -> Opened:
     """Maps the files of a checkpoint.
 
@@ -109,24 +114,34 @@ def open_files(
         manifest: what ds_ext wrote of it; None if it was DeepSpeed's own optimizers that saved.
         rank: of this process among those of data parallelism.
         names: plain names of the model's parameters.
+        layers: what names of parameters begin with, by layer of a PipelineModule, or nothing.
 
     Raises:
         CheckpointError: if a file is damaged or there is none.
     """
     if manifest is not None:
-        model_files = manifest["model_files"]
+        model_files, layer_files = manifest["model_files"], manifest.get("layer_files", [])
         saved = [_state_in(path / name) for name in manifest["state_files"]]
     else:
-        model_files = sorted(f.name for f in path.glob("*.pt") if _is_model(f.name))
+        found = sorted(f.name for f in path.glob("*.pt"))
+        model_files, layer_files = [
+            [*filter(is_one, found)] for is_one in (_is_model, _LAYER.fullmatch)
+        ]
         saved = []
     if not model_files:
         raise CheckpointError(f"{path} holds no checkpoint: no file *model_states.pt.")
     models = [_map(path / name) for name in model_files]
     if manifest is None:
         _refuse_unfinished(path, models[0].get("optimizer"))
+    model = models[rank % len(models)]
+    if bool(layer_files) != bool(layers):
+        one, other = ("a PipelineModule", "none") if layer_files else ("no PipelineModule", "one")
+        raise CheckpointError(f"{path} is of {one}, and the model to be loaded is {other}.")
+    if layers:
+        model = {**model, "module": _of_layers(path, layer_files, layers)}
     wanted = names - {name for own in saved for name in own["weights"]}
     if not model_files[0].startswith("zero_pp_rank_"):  # the weights are whole
-        weights = [_whole_weights(models[0]["module"], wanted)]
+        weights = [_whole_weights((model if layers else models[0])["module"], wanted)]
     elif saved:
         weights = [_frozen_weights(model, r, wanted) for r, model in enumerate(models)]
     else:
@@ -135,17 +150,35 @@ def open_files(
         )
         weights = [_whole_weights(whole, wanted)]
     pieces = Pieces([*saved, *({"weights": found} for found in weights)])
-    return Opened(models[rank % len(models)], saved, pieces)
+    return Opened(model, saved, pieces)
+
+
+def _of_layers(path: Path, files: Sequence[str], layers: Mapping[int, str]) -> dict[str, Any]:
+    """The weights and buffers of all layers of a pipeline, by their names in the model."""
+    found = {}
+    for name in files:
+        match = _LAYER.fullmatch(name)
+        prefix = None if match is None else layers.get(int(match[1]))
+        if prefix is None:
+            raise CheckpointError(f"{path / name} is of a layer that the model does not have.")
+        found.update({prefix + key: value for key, value in _map(path / name).items()})
+    return found
+
+
+_LAYER = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")  # of a PipelineModule
 
 
 def _is_model(name: str) -> bool:
-    """Whether a file is of the model's weights, and not of one expert's."""
-    return name.endswith("model_states.pt") and not re.match(r"(layer_-?\d+_)?expert_\d+_", name)
+    """Whether a file is of the model's weights, and not of one expert's or layer's."""
+    is_part = re.match(r"(layer_-?\d+_)?expert_\d+_", name) or _LAYER.fullmatch(name)
+    return name.endswith("model_states.pt") and not is_part
 
 
 def _holds_state(name: str, files: Mapping[str, Any]) -> bool:
     """Whether a rank's optimizer is in this file: in the model's, where there is no other."""
-    return "optim_states" in name or not any("optim_states" in other for other in files)
+    if any("optim_states" in other for other in files):
+        return "optim_states" in name
+    return not _LAYER.fullmatch(name)
 
 
 def _state_in(path: Path) -> Saved:

@@ -28,7 +28,7 @@ from torch import Tensor
 from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Placement, Replicated, Sharded, everyone, size_of
-from ds_ext.engine import copies, expert_parallel, zero3
+from ds_ext.engine import copies, expert_parallel, pipeline, zero3
 from ds_ext.engine.zero3 import Partitioned, Partitions
 
 Kind: TypeAlias = type[Replicated] | type[Sharded]
@@ -44,6 +44,17 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     Raises:
         ValueError: for a model or ways of parallelism for which there is none.
     """
+    if pipeline.is_pipeline(engine):
+        kind = _BY_STAGE[int(engine.zero_optimization_stage())]
+        layout: Layout = pipeline.layout_of(engine, kind)
+    else:
+        layout = _of_whole_model(engine)
+    layout.add_up_in_groups(_sum_group_size(engine))
+    return layout
+
+
+def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
+    """The layout of a model of which every rank has all layers."""
     names = expert_parallel.names(engine.param_names, engine.module)
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
     cut = copies.cut(group, copies.shard_size(engine.config))
@@ -58,12 +69,9 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
         dense = _alike(kind(group, losses))
     placement_of = _with_experts(dense, kind, group, losses, size_of(tensor_group))
     if offload is None:
-        layout = Layout(group, names, placement_of, cut.shards)
-    else:
-        overlap = bool(engine.zero_overlap_comm())
-        layout = Partitions(offload, group, names, placement_of, overlap, cut.shards)
-    layout.add_up_in_groups(_sum_group_size(engine))
-    return layout
+        return Layout(group, names, placement_of, cut.shards)
+    overlap = bool(engine.zero_overlap_comm())
+    return Partitions(offload, group, names, placement_of, overlap, cut.shards)
 
 
 def _sum_group_size(engine: DeepSpeedEngine) -> int:

@@ -16,6 +16,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from pydantic import ValidationError
@@ -35,6 +36,7 @@ from ds_ext.engine import (
     names,
     op_builds,
     output_recorders,
+    pipeline,
     refusals,
     save_load,
     sequences,
@@ -135,7 +137,9 @@ def _is_supported_optimizer(original: Method, engine: DeepSpeedEngine, name: str
 @replaces(DeepSpeedEngine)
 def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, model: Any) -> None:
     # Ranks that differ are refused before they wait for each other.
-    if not isinstance(model, PipelineModule):  # its ranks have different layers
+    if isinstance(model, PipelineModule):
+        refusals.agree_on_stages(engine, model)
+    else:
         consensus.agree(refusals.facts(engine, model))
     sequences.forget()
     if refusals.is_ours(engine):
@@ -153,6 +157,8 @@ def _configure_optimizer(
     try:
         with tracebacks.shown_once(), explained():  # ZeRO-3 cuts the model here, on all ranks
             callers.refuse_dropped(client)
+            if isinstance(client, RuleOptimizer):
+                pipeline.keep_groups(engine, client)
             original(engine, client, *args, **kwargs)
     except Exception:
         leftovers.leave(engine)  # or the model could not be used any more
@@ -165,7 +171,11 @@ def _configure_basic_optimizer(original: Method, engine: DeepSpeedEngine, params
     ours = names.ours(engine.optimizer_name())
     if ours:
         callers.refuse_ignored()
-    return build.optimizer_of(engine, params, ours) if ours else original(engine, params)
+    if not ours:
+        return original(engine, params)
+    optimizer = build.optimizer_of(engine, params, ours)
+    pipeline.keep_groups(engine, optimizer)
+    return optimizer
 
 
 @replaces(DeepSpeedEngine)
@@ -174,6 +184,7 @@ def _do_optimizer_sanity_check(
 ) -> Any:
     ours = isinstance(basic_optimizer, RuleOptimizer)
     if ours:
+        pipeline.put_groups_back(basic_optimizer)
         refusals.refuse(engine, basic_optimizer)
     wrapper = ZERO_OPTIMIZATION if ours else original(engine, basic_optimizer)
     owners.take_over(p for p in engine.module.parameters() if p.requires_grad)
@@ -308,6 +319,15 @@ def load_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwa
     return (save_load.load_checkpoint if ours else original)(engine, *args, **kwargs)
 
 
+@replaces(PipelineEngine, "__init__")
+def make_pipeline(original: Method, engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
+    """Keeps the engine from averaging gradients, which are averaged inside backward."""
+    original(engine, *args, **kwargs)
+    if isinstance(engine.optimizer, ZeroAdapter):
+        engine.pipeline_enable_backward_allreduce = False
+
+
+@replaces(PipelineEngine, "train_batch", "eval_batch")
 @replaces(DeepSpeedEngine, "forward", "backward", "step", "save_checkpoint", "load_checkpoint")
 def _explained(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(engine.optimizer, ZeroAdapter):

@@ -12,7 +12,7 @@ from torch._dynamo import OptimizedModule
 from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_dtensors, refuse_wrapped
-from ds_ext.engine import autotp, copies, expert_parallel, leftovers, names, versions
+from ds_ext.engine import autotp, copies, expert_parallel, leftovers, names, pipeline, versions
 from ds_ext.engine.settings import effective
 from ds_ext.optimizer import RuleOptimizer
 
@@ -35,16 +35,16 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """
     leftovers.refuse_gradient_hooks(engine)
     leftovers.refuse_partitions(engine)
+    if pipeline.is_pipeline(engine):
+        pipeline.refuse(engine)
     refuse_wrapped(engine.module)
     refuse_dtensors(engine.module)
     config = engine._config._param_dict | effective(engine)
     versions.refuse_lacking(config)
     refused.refuse(config)
-    gradients.read(config)
+    gradients.read(config, keeps=pipeline.keeps(engine))
     firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
     offload.check(config, map(optimizer.rule_of, firsts), {p.dtype for p in optimizer.group_of})
-    if isinstance(engine.module, PipelineModule):
-        raise ValueError("ds_ext does not support PipelineModule: pass a plain nn.Module.")
     if copies.shard_size(config) and (engine.mp_world_size > 1 or engine.has_moe_layers):
         raise ValueError(
             f"{copies.KEY} cannot be had together with model parallelism or experts that ranks "
@@ -142,6 +142,19 @@ def is_ours(engine: DeepSpeedEngine) -> bool:
     if client is None:
         return names.ours(engine.optimizer_name()) is not None
     return isinstance(client, RuleOptimizer)
+
+
+def agree_on_stages(engine: DeepSpeedEngine, model: PipelineModule) -> None:
+    """Checks that all ranks of a pipeline were started alike, and those of a stage with its layers.
+
+    Raises:
+        ValueError: on all ranks, naming what differs.
+    """
+    told = facts(engine, model)
+    own = ("parameter", "parameter group")
+    layers: dict[str, Any] = {key: told.pop(key) for key in own if key in told}
+    consensus.agree(told)
+    consensus.agree(layers, model.mpu().get_data_parallel_group())
 
 
 def facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.checkpoint import checks, folder, swap
 from ds_ext.distributed import consensus
-from ds_ext.engine import checkpoint_files, deepspeed_contents
+from ds_ext.engine import checkpoint_files, deepspeed_contents, pipeline
 from ds_ext.engine.checkpoint_contents import Contents
 from ds_ext.engine.checkpoint_files import Files, Opened, Writer
 from ds_ext.engine.log import log
@@ -216,7 +216,8 @@ def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
 def _opened(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) -> Opened:
     """The files, mapped."""
     names = {own.name for own in contents.owned.values()}
-    return checkpoint_files.open_files(path, manifest, contents.layout.rank, names)
+    layers = pipeline.layer_names(contents.engine)
+    return checkpoint_files.open_files(path, manifest, contents.layout.rank, names, layers)
 
 
 def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -> None:
@@ -224,7 +225,7 @@ def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -
     if with_state:
         contents.check(opened.pieces, strict)
     else:
-        checks.check_weights(opened.pieces, contents.owned, strict)
+        checks.check_weights(opened.pieces, contents.owned, strict, contents.names)
 
 
 def _load(contents: Contents, opened: Opened, with_state: bool, path: Path) -> None:

@@ -55,6 +55,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         whereabouts: of parameters that are DTensors.
         group_of, row_of, number_of: of each parameter, its group, that group's number, and its own
             number, which is the same on every rank.
+        numbers, names: of ``number_among``.
     """
 
     rule: ClassVar[type[rules.Rule]]
@@ -76,6 +77,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.group_of: dict[Tensor, dict[str, Any]] = {}
         self.row_of: dict[Tensor, int] = {}
         self.number_of: dict[Tensor, int] = {}
+        self.numbers: dict[Tensor, int] = {}
+        self.names: list[list[str]] = []
         self._rules = GroupRules(self.rule)
         self._plans = Plans()
         self._trials = Trials()
@@ -187,6 +190,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.whereabouts = plain_step.Whereabouts()
         self.written = {}
         self.number_of = {}
+        self.numbers, self.names = {}, []
         self.index_parameters()
 
     def index_parameters(self) -> None:
@@ -202,6 +206,18 @@ class RuleOptimizer(torch.optim.Optimizer):
             self.stacks = {now.get(p, p): first for p, first in self.stacks.items()}
         spread_state.make(self, self.number_of)
 
+    def number_among(self, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> None:
+        """Numbers parameters among those of a model of which other ranks have other parameters.
+
+        Args:
+            names: of this rank's.
+            groups: the names of all parameters of each group, the same on all ranks.
+        """
+        self.names = [list(group) for group in groups]
+        numbers = {name: i for i, name in enumerate(itertools.chain(*groups))}
+        self.numbers = {param: numbers[names[param]] for param in self.group_of}
+        self.index_parameters()
+
     def adopt_parameters(self) -> None:
         """Takes up parameters that were put into ``param_groups``, as accelerate does for FSDP2."""
         if any(p not in self.group_of for group in self.param_groups for p in group["params"]):
@@ -212,7 +228,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         for param in self.param_groups[row]["params"]:
             self.group_of[param] = self.param_groups[row]
             self.row_of[param] = row
-            self.number_of[param] = len(self.number_of)
+            self.number_of[param] = self.numbers.get(param, len(self.number_of))
         if self.meter is not None:
             self.meter.groups = len(self.param_groups)
 

@@ -75,7 +75,6 @@ TOLD = {
     "sum groups ill": ("ds_ext.sum_group_size is 'node'", 'a whole number >= 0 or "host"'),
     "copies without zero": ("ds_ext.shard_size = 1", ZERO + "stage", "set it"),
     "copies with hpz": ("ds_ext.shard_size = 1", "zero_hpz_partition_size = 3", "remove one"),
-    "pipeline": ("PipelineModule", "pass a plain nn.Module"),
     "compiled model": (ZERO + "stage = 3", "call engine.compile() after it"),
     "compiled backward": ("compiled_autograd_enabled", "leave it out"),
 }
@@ -86,7 +85,6 @@ FEATURES = {
     "zenflow": "ZenFlow",
     "superoffload": "SuperOffload",
     "deepcompile": "DeepCompile",
-    "pipeline": "pipeline parallelism",
 }
 
 

@@ -51,6 +51,13 @@ def test_a_loop_with_fsdp2(model, tmp_path):
     assert (tmp_path / "out" / ".metadata").is_file()
 
 
+def test_a_pipeline(model, tmp_path):
+    printed, other = worlds.run(2, example_jobs.run, "pipeline.py", str(tmp_path), *options(model))
+    found = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+    assert len(found) == STEPS and found[-1] < found[0] - 0.1 and "step 0: loss" not in other
+    assert (tmp_path / "out" / f"global_step{STEPS}" / "layer_05-model_states.pt").is_file()
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_weights_of_a_whole_one(model, tmp_path):
     job, name = example_jobs.run, "resume_after_kill.py"

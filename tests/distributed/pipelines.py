@@ -1,0 +1,307 @@
+"""Training by DeepSpeed's PipelineModule, and the same layers in one process: jobs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common.ranks import logged, message
+
+VOCAB, WIDTH, LENGTH, ROWS = 17, 12, 9, 12  # rows of a step, over all micro-batches and ranks
+STEPS = 4
+
+
+class Tokens(nn.Embedding):
+    """An embedding that is the head's matrix too, and a vector that only its own use has."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, WIDTH)
+        self.offset = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.offset
+
+
+class Block(nn.Module):
+    """Layers of several kinds, some of which get no gradient, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(5, 3)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        change = torch.tanh(self.conv(h.transpose(1, 2))).transpose(1, 2)
+        return h + self.gain * change * self.frozen(h)
+
+
+def logits(tokens: Tokens, h: Tensor) -> Tensor:
+    return h @ tokens.weight.T
+
+
+def tanh(h: Tensor) -> Tensor:
+    return torch.tanh(h)
+
+
+def linears() -> list[Any]:
+    """Layers of which the middle one, a stage by itself, has no parameters."""
+    return [LayerSpec(nn.Linear, 4, 8), tanh, LayerSpec(nn.Linear, 8, 3)]
+
+
+def without_parameters() -> list[float]:
+    """The losses of a pipeline of three stages with nothing to train on the second."""
+    net = PipelineModule(linears(), num_stages=3, loss_fn=F.mse_loss, partition_method="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": 1},
+    }
+    engine = deepspeed.initialize(model=net, config=config)[0]
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)
+    return [float(engine.train_batch(iter([(x, y)] * 2))) for _ in range(6)]
+
+
+def loss(out: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(out.float().flatten(0, 1), targets.flatten())
+
+
+def specs(is_tied: bool = True) -> list[Any]:
+    """The layers of the model, the same for any number of stages."""
+    first: Any = LayerSpec(nn.Embedding, VOCAB, WIDTH)
+    last: Any = LayerSpec(nn.Linear, WIDTH, VOCAB)
+    if is_tied:
+        first = TiedLayerSpec("tokens", Tokens)
+        last = TiedLayerSpec("tokens", Tokens, forward_fn=logits)
+    middle = [LayerSpec(nn.Linear, WIDTH, 13), tanh, LayerSpec(nn.Linear, 13, WIDTH)]
+    return [first, *middle, LayerSpec(Block), LayerSpec(nn.LayerNorm, WIDTH), last]
+
+
+class Chain(nn.Module):
+    """The same layers in one process, under the same names."""
+
+    def __init__(self, is_tied: bool = True) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        self.layers: list[Any] = []
+        for i, spec in enumerate(specs(is_tied)):
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = spec.build()
+                module = self.tied_modules[spec.key]
+                use = spec.forward_fn
+                self.layers.append(module if use is None else lambda h, m=module, u=use: u(m, h))
+            elif isinstance(spec, LayerSpec):
+                self.add_module(str(i), spec.build())
+                self.layers.append(self.get_submodule(str(i)))
+            else:
+                self.layers.append(spec)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = tokens
+        for layer in self.layers:
+            h = layer(h)
+        return loss(h, tokens.roll(-1, 1))
+
+
+def rows(step: int) -> Tensor:
+    """The tokens of one step, [ROWS, LENGTH]."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a pipeline is trained."""
+
+    rule: str
+    hypers: dict[str, Any] = field(default_factory=dict)
+    stages: int = 2
+    zero: int = 1
+    more: dict[str, Any] = field(default_factory=dict)  # keys of the config
+    is_tied: bool = True
+    micro_batches: int = 4  # over all ranks of data parallelism
+    checkpointing: int = 0  # layers in a segment
+    client: bool = False  # an optimizer object, all parameters in one group; else the JSON config
+
+
+def start(run: Run) -> deepspeed.PipelineEngine:
+    """An engine whose weights are the same for any number of stages."""
+    net = PipelineModule(
+        specs(run.is_tied),
+        num_stages=run.stages,
+        loss_fn=loss,
+        seed_layers=True,
+        partition_method="uniform",
+        activation_checkpoint_interval=run.checkpointing,
+        # Reentrant checkpoints need inputs that have gradients, which tokens have not.
+        checkpointable_layers=["Linear", "Block", "LayerNorm"] if run.checkpointing else None,
+    )
+    net.seed_layers = False
+    with torch.no_grad():  # of a tied layer DeepSpeed's seeds make another one on each stage
+        torch.manual_seed(3)
+        for name, param in net.tied_modules.named_parameters():
+            param.copy_(torch.randn(param.shape) if "offset" not in name else param)
+    ranks = dist.get_world_size() // run.stages
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS // run.micro_batches,
+        "gradient_accumulation_steps": run.micro_batches // ranks,
+        "zero_optimization": {"stage": run.zero, "reduce_bucket_size": 300},
+        "steps_per_print": 10**6,
+        **run.more,
+    }
+    optimizer = None
+    if run.client:
+        optimizer = OPTIMIZERS[run.rule](net.parameters(), **run.hypers)
+    else:
+        config["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
+    # On a CPU DeepSpeed refuses fp16, which torch knows there.
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
+
+
+def batches(engine: deepspeed.PipelineEngine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The micro-batches of this rank in a step."""
+    grid = engine.grid
+    own = rows(step).chunk(grid.data_parallel_size)[grid.data_parallel_id]
+    for tokens in own.split(engine.micro_batch_size):
+        yield tokens, tokens.roll(-1, 1)
+
+
+def copied(engine: deepspeed.PipelineEngine) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def train(run: Run) -> dict[str, Any]:
+    """This stage's weights before and after, and what was told of the steps."""
+    with logged() as said:
+        engine = start(run)
+    before, losses, norms, metrics = copied(engine), [], [], []
+    for step in range(STEPS):
+        losses.append(float(engine.train_batch(batches(engine, step))))
+        norms.append(engine.get_global_grad_norm())
+        metrics.append(engine.optimizer.metrics())
+    told = {
+        "losses": losses,
+        "norms": norms,
+        "metrics": metrics,
+        "evaluated": float(engine.eval_batch(batches(engine, STEPS))),
+        "said": said,
+        "before": before,
+        "after": copied(engine),
+        "seen": [float(b) for n, b in engine.module.named_buffers() if n.endswith("seen")],
+        "counts": (engine.global_steps, engine.global_samples, engine.skipped_steps),
+        "groups": [
+            (g["lr"], g["weight_decay"], [engine.param_names[p] for p in g["params"]])
+            for g in engine.optimizer.param_groups
+        ],
+        "steps": {engine.param_names[p]: s["step"] for p, s in engine.optimizer.state.items() if s},
+    }
+    return told
+
+
+def go_on(run: Run, folder: str, first: int, last: int) -> dict[str, Any]:
+    """Steps ``first`` to ``last``, from a checkpoint if there is one; then saves another."""
+    engine = start(run)
+    before, client = copied(engine), None
+    if first:
+        with torch.no_grad():
+            for param in engine.module.parameters():
+                param.add_(1)  # what is not loaded is wrong
+        path, client = engine.load_checkpoint(folder)
+        assert path.endswith(str(first))
+    for step in range(first, last):
+        engine.train_batch(batches(engine, step))
+    engine.save_checkpoint(folder, tag=str(last), client_state={"saved after": last})
+    return {
+        "before": before,
+        "after": copied(engine),
+        "client": client,
+        "seen": {n: b.clone() for n, b in engine.module.named_buffers()},
+        "steps": engine.global_steps,
+        "lr": engine.get_lr(),
+        "files": sorted(path.name for path in Path(folder, str(last)).iterdir()),
+    }
+
+
+def faulty(run: Run, stage: int, data: int) -> dict[str, Any]:
+    """A gradient of one rank of one stage is not a number in one micro-batch of step 1."""
+    engine = start(run)
+    grid, step, seen = engine.grid, 0, 0
+    if (grid.get_stage_id(), grid.data_parallel_id) == (stage, data):
+        param = next(engine.module.get_submodule(str(3 * stage + 1)).parameters())
+
+        def poison(grad: Tensor) -> Tensor:
+            nonlocal seen
+            seen += step == 1
+            return grad * float("nan") if seen == 1 and step == 1 else grad
+
+        param.register_hook(poison)
+    weights, scales = [copied(engine)], []
+    with logged() as said:
+        for step in range(STEPS):
+            engine.train_batch(batches(engine, step))
+            weights.append(copied(engine))
+            scales.append(engine.optimizer.loss_scale)
+    trained = {n for n, p in engine.module.named_parameters() if p.requires_grad}
+    moved = [
+        {n for n in trained if not torch.equal(a[n], b[n])}
+        for a, b in zip(weights, weights[1:], strict=False)
+    ]
+    return {
+        "moved": moved,
+        "skipped": engine.skipped_steps,
+        "metrics": engine.optimizer.metrics(),
+        "scales": scales,
+        "said": said,
+    }
+
+
+def refusals() -> dict[str, str]:
+    """What is told of pipelines that ds_ext does not train, at ``initialize``."""
+    model = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    fused = {"ds_ext": {"gradient_policy": "fused"}}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "stage 2": ({"zero_optimization": {"stage": 2}}, {"num_stages": 2}),
+        "stage 3": ({"zero_optimization": {"stage": 3}}, {"num_stages": 2}),
+        "fused": (fused, {"num_stages": 2}),
+        "model axis": ({}, {"topology": model}),
+        "key": ({"optimizer": {"type": "AdaLomo", "params": {"lrr": 1}}}, {"num_stages": 2}),
+        "match": (
+            {
+                "optimizer": {
+                    "type": "AdaLomo",
+                    "params": {"param_groups": [{"match": "no such name", "lr": 1e-3}]},
+                }
+            },
+            {"num_stages": 2},
+        ),
+    }
+    told = {}
+    for name, (more, how) in cases.items():
+        net = PipelineModule(specs(), loss_fn=loss, partition_method="uniform", **how)
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "optimizer": {"type": "AdaLomo", "params": {}},
+            **more,
+        }
+        told[name] = message(lambda: deepspeed.initialize(model=net, config=config))  # noqa: B023
+    return told
