@@ -29,6 +29,7 @@ class Asked:
     model: str | None
     ranks: int
     shard_size: int  # ranks that hold one copy of what ZeRO cuts; 0: all
+    pipeline_stages: int  # 1: no pipeline
     optimizer: str  # a name, or "all"
     params: Mapping[str, Any]  # optimizer.params
     stage: str | None  # of ``STAGES``; None: all of one optimizer, 3 of all
@@ -55,7 +56,9 @@ class Asked:
         if self.stage:
             return [STAGES[self.stage]]
         if self.optimizer == ALL:
-            return [3]
+            return [1 if self.pipeline_stages > 1 else 3]
+        if self.pipeline_stages > 1:
+            return [0, 1]
         return [s for s in STAGES.values() if s is not None or not self.offload_optimizer]
 
 
@@ -75,6 +78,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="RANKS",
         help="ranks that hold one copy of what ZeRO cuts (ds_ext.shard_size; default: all)",
+    )
+    add(
+        "--pipeline-stages",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="stages of a PipelineModule, of which the largest is counted; ranks are those of each",
     )
     add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
@@ -124,12 +134,13 @@ def read(options: argparse.Namespace) -> Asked:
         model=options.model,
         ranks=options.ranks,
         shard_size=pick("shard_size", 0),
+        pipeline_stages=options.pipeline_stages,
         optimizer=ALL if optimizer.lower() == ALL else optimizer,
         params=params,
         stage=pick("stage", None),
         dtype=pick("dtype", "bf16"),
         bucket=pick("bucket", BUCKET_SIZE),
-        accumulates=pick("accumulate", False),
+        accumulates=pick("accumulate", False) or options.pipeline_stages > 1,
         offload_param=pick("offload_param", False),
         offload_optimizer=pick("offload_optimizer", False),
         lora=options.lora,
@@ -138,6 +149,8 @@ def read(options: argparse.Namespace) -> Asked:
         picture=options.plot,
     )
     _check_groups(asked)
+    if asked.pipeline_stages > 1:
+        _check_pipeline(asked)
     if asked.offload_param and asked.stage != "3":
         raise ValueError("--offload-param: only ZeRO-3 has it; add --stage 3.")
     if asked.offload_optimizer and asked.stage == "none":
@@ -156,6 +169,18 @@ def _check_groups(asked: Asked) -> None:
         )
     if asked.stage in ("none", "0"):
         raise ValueError(f"--shard-size: nothing is cut at --stage {asked.stage}; choose 1 to 3.")
+
+
+def _check_pipeline(asked: Asked) -> None:
+    """Raises ValueError for what a pipeline does not have, or what is not counted of one."""
+    if asked.stage not in (None, "0", "1"):
+        raise ValueError(f"--pipeline-stages: ZeRO has stages 0 and 1 there, not {asked.stage}.")
+    if asked.batch is not None:
+        raise ValueError("--pipeline-stages: its activations are not counted: leave --seq out.")
+    if asked.shard_size:
+        raise ValueError("--pipeline-stages: it has no --shard-size yet: leave that out.")
+    if asked.lora is not None:
+        raise ValueError("--pipeline-stages: LoRA is not counted there: leave --lora out.")
 
 
 def _of_config(path: Path) -> dict[str, Any]:

@@ -23,7 +23,9 @@ def run(given: argparse.Namespace) -> None:
     plan = Plan(asked, asked.model)
     table = {row.label: plan.total(row, asked.batch) for row in plan.rows}
     unit = "GiB" if max(row.total for row in table.values()) >= GIB else "MiB"
-    title = f"{asked.model}: {plan.n:,} parameters in {_where(asked)}"
+    title = f"{asked.model}: {plan.n_of_model:,} parameters in {_where(asked)}"
+    if asked.pipeline_stages > 1:
+        title += f" of each of {asked.pipeline_stages} stages, the largest of {plan.n:,} parameters"
     if asked.picture:
         picture.draw(table, parts(asked), asked, asked.picture, title, unit, UNITS[unit])
     print(f"{title}; {unit} per rank\n")

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_ext.config import offload
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.planner import activations, lora, memory, models, options
+from ds_ext.planner import activations, lora, memory, models, options, stages
 from ds_ext.planner.activations import Batch, Gradients
 from ds_ext.planner.memory import Memory
 from ds_ext.planner.options import DTYPES, Asked
@@ -44,6 +44,9 @@ class Plan:
         self.config = models.config(name)
         self.model: nn.Module = models.skeleton(self.config)
         self.shapes = memory.shapes_of(self.model)
+        self.n_of_model = memory.elements(self.shapes)
+        if asked.pipeline_stages > 1:
+            self.shapes = stages.largest(self.model, self.shapes, asked.pipeline_stages)
         self.n = memory.elements(self.shapes)
         self._peaks: dict[tuple[Batch, Gradients, int], int] = {}
 
