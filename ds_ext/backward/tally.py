@@ -174,7 +174,7 @@ class Tally:
         if not told:
             return [], sum(x.item() for x in squares)
         found, numbers = told.read(*squares)
-        self.bad += found.bad
+        self.bad += map(self.reader.layout.name, found.bad)
         self.overflow |= bool(found.bad)
         self.stepped -= len(found.bad)
         return found.bad, sum(numbers) + found.square / self.coefficient**2
