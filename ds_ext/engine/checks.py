@@ -15,7 +15,8 @@ from ds_ext.engine import names, versions
 
 # Top-level keys that no constant of DeepSpeed's two modules names.
 _SECTIONS = {
-    *("zero_optimization", "sequence_parallel_size", "sparse_gradients", "amp", "pipeline"),
+    *("zero_optimization", "sparse_gradients", "amp", "pipeline"),
+    *("sequence_parallel_size", "data_parallel_size"),
     *("flops_profiler", "activation_checkpointing", "data_efficiency", "compression_training"),
     *("monitor_config", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"),
     *("elasticity", "autotuning", "aio", "nebula", "datastates_ckpt", "hybrid_engine", "compile"),

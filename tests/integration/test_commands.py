@@ -284,6 +284,11 @@ def test_batch_sizes_have_to_fit_the_ranks(tmp_path, capsys):
     assert "train_batch_size is '8'" in checked(config, tmp_path, capsys)[0][0]
 
 
+def test_keys_that_deepspeed_reads_of_a_config_alone_are_known(tmp_path, capsys):
+    sizes = {"sequence_parallel_size": 2, "data_parallel_size": 2}
+    assert checked(changed(**sizes), tmp_path, capsys) == ([], [])
+
+
 def test_with_a_model_it_is_told_what_steps_which_parameters(tmp_path, capsys):
     sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     transformers.LlamaConfig(**sizes, num_attention_heads=4).save_pretrained(tmp_path)
