@@ -10,8 +10,8 @@ from tests.distributed.ulysses import CASES
 from tests.support import of
 
 QUICK = [
-    *("lomo-1-mpu", "came-3-mpu", "lomo-0-mesh", "adalomo-3-mesh-saved", "came-1-config"),
-    *("galoreadamw-3-tensor", "lomo-0-tensor", "adalomo-1-tensor-saved"),
+    *("lomo-1-mpu", "came-3-mpu", "came-0-mesh", "adalomo-3-mesh-saved", "came-1-config"),
+    *("galoreadamw-3-tensor", "lomo-1-tensor", "adalomo-1-tensor-saved"),
 ]
 
 

@@ -51,7 +51,7 @@ def _cases() -> dict[str, Case]:
     rules = [(rule, stage) for rule in ("lomo", "adalomo", "came") for stage in (1, 2, 3)]
     made = [Case(*c) for c in (*rules, ("lomo", 0), ("adamw", 2), ("sinkgd", 3))]
     for told in ("mesh", "tensor"):
-        some = [("lomo", 0), ("came", 1), ("adalomo", 2), ("galoreadamw", 3), ("lomo", 3)]
+        some = [("lomo", 1), ("came", 0), ("adalomo", 2), ("galoreadamw", 3), ("lomo", 3)]
         made += [Case(*c, told) for c in some]
         made += [Case("adalomo", stage, told, saved=True) for stage in (1, 3)]
     made += [Case("came", 1, "config"), Case("lomo", 3, "config")]
