@@ -87,7 +87,7 @@ def _lying(
     if not cutting:
         return Lying(Shard.whole(shape), ranks, None)
     if dim is not None and _cut_dim(placements[dim]) == 0:
-        return Lying(_rows(shape, at[dim], mesh.size(dim)), ranks, dim)
+        return Lying(rows_of(shape, at[dim], mesh.size(dim)), ranks, dim)
     sizes = [mesh.size(i) for i in cutting]
     cuts = [placements[i] for i in cutting]
     parts = list(itertools.product(*map(range, sizes)))
@@ -120,8 +120,8 @@ def _cut_dim(placement: Any) -> int | None:
     return None if dim is None else int(dim)
 
 
-def _rows(shape: tuple[int, ...], rank: int, world: int) -> Shard:
-    """The cut of ``Shard(0)``: as many whole rows, or matrices, for each, the last ones fewer."""
+def rows_of(shape: tuple[int, ...], rank: int, world: int) -> Shard:
+    """Returns the run of ``Shard(0)``: as many whole rows, or matrices, for each, fewer at last."""
     numel = math.prod(shape)
     size = -(-shape[0] // world) * math.prod(shape[1:])
     return Shard(shape, min(rank * size, numel), min((rank + 1) * size, numel), size)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Parts, nbytes, zeros
+from ds_ext.ops.state import nbytes, zeros
 from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload
 
 
@@ -91,22 +91,23 @@ def ours(
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
 
     def held(init: Init) -> float:
-        most = _most(init, rules, shapes, cut, dtype)
+        most = most_held(init, rules, shapes, cut, dtype)
         if "optimizer" not in offloads:
             return most
-        stays = _most(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
+        stays = most_held(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
         return stays + visiting * (most - stays)
 
     return Memory(
         weights=weights * dtype.itemsize,
-        state=held(lambda rule, p, *of: zeros(_keeps(rule, *of), p)),
+        state=held(state),
         gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
         master=held(lambda rule, p, *_: weight_update.master(p, rule)),
     )
 
 
-def _keeps(rule: Any, shard: Shard, stacked: bool) -> Parts:
-    return expert_stacks.keeps(rule, shard) if stacked else rule.keeps(shard)
+def state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
+    """Returns what a rule keeps of a run, which may be of stacked experts, as tensors."""
+    return zeros(expert_stacks.keeps(rule, shard) if stacked else rule.keeps(shard), p)
 
 
 def shapes_of(model: nn.Module) -> Shapes:
@@ -195,12 +196,25 @@ def _largest(shapes: Shapes) -> int:
     return max(map(math.prod, shapes.values()))
 
 
-def _most(
-    init: Init, rules: Mapping[str, Any], shapes: Shapes, cut: int, dtype: torch.dtype
+def most_held(
+    init: Init,
+    rules: Mapping[str, Any],
+    shapes: Shapes,
+    cut: int,
+    dtype: torch.dtype,
+    run_of: Callable[[tuple[int, ...], int, int], Shard] = Shard.of_rank,
 ) -> int:
-    """Bytes of what ``init`` makes for one of ``cut`` runs of each parameter: the most of a rank.
+    """Returns the bytes that the rank holds which holds most of what ``init`` makes.
 
     The first ranks have the longest runs; which of them holds most depends on the rows they share.
+
+    Args:
+        init: makes what belongs to a run.
+        rules: of each parameter, by name.
+        shapes: the model's parameters.
+        cut: how many runs each parameter is cut into.
+        dtype: that of weights.
+        run_of: gives the run of a shape that a rank has, of so many.
     """
     counts = Counter(
         (rules[name], tuple(shape), isinstance(shape, Stack)) for name, shape in shapes.items()
@@ -209,7 +223,7 @@ def _most(
     def of_rank(rank: int) -> int:
         total = 0
         for (rule, shape, stacked), count in counts.items():
-            shard = Shard.of_rank(shape, rank, cut)
+            shard = run_of(shape, rank, cut)
             run = torch.empty(len(shard), dtype=dtype, device="meta")
             total += count * nbytes(init(rule, run, shard, stacked))
         return total

@@ -17,6 +17,7 @@ from ds_ext.planner.activations import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
+FSDP2 = "fsdp2"  # in the place of a stage
 ALL = "all"
 # Optimizers that a config may name and that are DeepSpeed's own there, whatever ours are called.
 DEEPSPEEDS = frozenset("adagrad adam adamw lion muadam muadamw muon musgd".split())
@@ -32,7 +33,7 @@ class Asked:
     pipeline_stages: int  # 1: no pipeline
     optimizer: str  # a name, or "all"
     params: Mapping[str, Any]  # optimizer.params
-    stage: str | None  # of ``STAGES``; None: all of one optimizer, 3 of all
+    stage: str | None  # of ``STAGES``, or FSDP2; None: all of one optimizer, 3 of all
     dtype: str
     bucket: int  # elements
     accumulates: bool
@@ -52,7 +53,9 @@ class Asked:
 
     @property
     def stages(self) -> list[int | None]:
-        """The one asked for; else all of one optimizer, and ZeRO-3 of all."""
+        """The one asked for; else all of one optimizer, and ZeRO-3 of all, and beside FSDP2."""
+        if self.stage == FSDP2:
+            return [3]
         if self.stage:
             return [STAGES[self.stage]]
         if self.optimizer == ALL:
@@ -77,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shard-size",
         type=_positive,
         metavar="RANKS",
-        help="ranks that hold one copy of what ZeRO cuts (ds_ext.shard_size; default: all)",
+        help="ranks that hold one copy of what ZeRO or FSDP2 cuts (default: all)",
     )
     add(
         "--pipeline-stages",
@@ -90,8 +93,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
     add(
         "--stage",
-        choices=STAGES,
-        help="one ZeRO stage, or none for a plain step(); default: all of one --optimizer, else 3",
+        choices=[*STAGES, FSDP2],
+        help="one ZeRO stage, none for a plain step(), or fsdp2 for PyTorch's FSDP2 of each layer "
+        "and the model; default: all of one --optimizer, else 3",
     )
     add("--dtype", choices=DTYPES, help="of weights and gradients (default bf16)")
     add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
@@ -153,8 +157,10 @@ def read(options: argparse.Namespace) -> Asked:
         _check_pipeline(asked)
     if asked.offload_param and asked.stage != "3":
         raise ValueError("--offload-param: only ZeRO-3 has it; add --stage 3.")
-    if asked.offload_optimizer and asked.stage == "none":
-        raise ValueError("--offload-optimizer: a plain step() has none; choose another --stage.")
+    if asked.offload_optimizer and asked.stage in ("none", FSDP2):
+        raise ValueError(
+            f"--offload-optimizer: --stage {asked.stage} has none; choose another --stage."
+        )
     return asked
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ds_ext.planner import models, options, picture
 from ds_ext.planner.advice import advice
 from ds_ext.planner.memory import Memory
-from ds_ext.planner.options import DTYPES, Asked
+from ds_ext.planner.options import DTYPES, FSDP2, Asked
 from ds_ext.planner.rows import GIB, Plan
 
 UNITS = {"GiB": GIB, "MiB": 2**20}
@@ -88,6 +88,10 @@ def _not_counted(asked: Asked, n: int, unit: str) -> str:
         f"{live:.2f} {unit} (stage3_max_live_parameters,\n10^9 by default). Gradients are the most "
         f"alive at once, in buckets of {asked.bucket:,} elements\n(--bucket), AdamW's too. "
     )
+    if asked.stage == FSDP2:
+        told += (
+            "FSDP2 gathers two layers, and embedding and head\nall the time, not counted either. "
+        )
     if asked.batch is None:
         return told + "Activations are not counted: --seq TOKENS counts them."
     return told + (

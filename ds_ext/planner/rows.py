@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_ext.config import offload
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.planner import activations, lora, memory, models, options, stages
+from ds_ext.planner import activations, fsdp2, lora, memory, models, options, stages
 from ds_ext.planner.activations import Batch, Gradients
 from ds_ext.planner.memory import Memory
 from ds_ext.planner.options import DTYPES, Asked
@@ -97,6 +97,9 @@ class Plan:
             rules = memory.rules_of(optimizer, self.model, asked.params)
         except ValueError as error:
             raise ValueError(f"--params: {error}") from None
+        if asked.stage == options.FSDP2:
+            yield self._by_fsdp2(optimizer, rules)
+            return
         offloads = self._offloads(rules)
         for stage in asked.stages:
             label = f"{optimizer.__name__}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
@@ -108,6 +111,18 @@ class Plan:
             kept = held.gradients - memory.ours(*of).gradients
             waiting = Gradients(None if stage is None else asked.bucket, ahead=stage == 3)
             yield Row(label, held, waiting, kept, optimizer=optimizer)
+
+    def _by_fsdp2(self, optimizer: type[RuleOptimizer], rules: Mapping[str, Any]) -> Row:
+        """Ours, stepped as FSDP2 reduces gradients."""
+        asked, ranks = self.asked, self.asked.shard_size or self.asked.ranks
+        held = fsdp2.ours(rules, self.shapes, ranks, self.dtype, asked.bucket, asked.accumulates)
+        waiting, kept = self._waiting(held)
+        return Row(f"{optimizer.__name__}, FSDP2", held, waiting, kept, optimizer=optimizer)
+
+    def _waiting(self, held: Memory) -> tuple[Gradients, float]:
+        """What becomes of gradients in backward: by layers, beside those that stay."""
+        most = max(fsdp2.units(self.shapes)[1:], default=1)
+        return Gradients(most, ahead=True), held.gradients - 2 * most * self.dtype.itemsize
 
     def _offloads(self, rules: Mapping[str, Any]) -> list[str]:
         """What lies on the host; ValueError where DeepSpeed's setting would be refused."""
@@ -139,6 +154,9 @@ class Plan:
             else:
                 runs = size * (self.n / asked.ranks + asked.bucket)
                 yield Row(label, held, Gradients(asked.bucket), runs)
+        if asked.stage == options.FSDP2:
+            held = fsdp2.torchs_adamw(self.shapes, asked.shard_size or asked.ranks, self.dtype)
+            yield Row("AdamW, torch, FSDP2", held, *self._waiting(held))
 
     def _megatron(self) -> Iterator[Row]:
         kinds = {"fp32": [("fp32", "fp32")], "fp16": [("fp16", "fp16")]}

@@ -13,7 +13,7 @@ import transformers
 import ds_ext
 from ds_ext.commands.cli import main
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import memory, models
+from ds_ext.planner import fsdp2, memory, models
 from ds_ext.rules import REGISTRY
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +138,29 @@ def test_one_stage_and_the_cards_that_it_fits(capsys):
         "Megatron-LM, fp16, fp16 gradients": ["no", "no", "fits"],
     }
     assert rows["AdaLomo, ZeRO-2"]["weights"] == "12.55"  # 2 · 6.738e9 / 2^30
+
+
+def test_fsdp2_stands_beside_torchs_adamw_and_deepspeeds(folder, capsys):
+    options = ["--model", folder, "--ranks", 3, "--dtype", "fp32", "--bucket", 100]
+    _, table = plan(capsys, *options, "--stage", "fsdp2", "--optimizer", "came")
+    rule = OPTIMIZERS["came"].hypers()
+    expected = {
+        "CAME, FSDP2": fsdp2.ours(rule, SHAPES, 3, torch.float32, 100),
+        "AdamW, torch, FSDP2": fsdp2.torchs_adamw(SHAPES, 3, torch.float32),
+        "AdamW, DeepSpeed ZeRO-3": memory.adamw(SHAPES, 3, 3, torch.float32, 100),
+    }
+    n = memory.elements(SHAPES)
+    for label, held in expected.items():
+        assert table[label]["bytes/param"] == f"{held.total / n:.2f}"
+    _, kept = plan(capsys, *options, "--stage", "fsdp2", "--optimizer", "came", "--accumulate")
+    assert float(kept["CAME, FSDP2"]["gradients"]) > float(table["CAME, FSDP2"]["gradients"])
+
+
+def test_layers_and_the_rest_are_units_of_fsdp2():
+    shapes = {"embed.weight": (7, 3), "model.layers.0.a.0.weight": (2, 3)}
+    shapes |= {"model.layers.0.b": (4,), "model.layers.1.a.0.weight": (5, 1), "head.weight": (7, 2)}
+    assert fsdp2.units(shapes) == [35, 10, 5] and fsdp2.parts(shapes, 3) == 9 + 3 + 2 + 2 + 6
+    assert fsdp2.on_their_way(shapes) == 80  # embedding and head, and the copy that is reduced
 
 
 def test_all_optimizers_stand_beside_adamw(capsys):
