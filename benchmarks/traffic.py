@@ -6,6 +6,7 @@ squares of weights is a pass only where they are not those that the step before 
 """
 
 import argparse
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ from torch import nn
 import ds_ext
 from benchmarks import report
 from benchmarks.host import BATCHED, made
-from ds_ext.ops.batch import KnownSquares
+from ds_ext.ops.batch import AnyTable, KnownSquares
 from ds_ext.ops.native.table import Table
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.ops.triton import devices, tables
+from ds_ext.ops.triton.known import KnownSums
+from ds_ext.ops.triton.passes import Table as KernelTable
+from ds_ext.optimizer import OPTIMIZERS, verdict
 
 SIDE = 256  # of the matrix that is stepped
 # Bytes of state that a form reads, and writes, beside the gradient: of fp32 moments, or 8 bits.
@@ -49,7 +53,9 @@ TEXT = f"""
 Of a {SIDE} x {SIDE} matrix in its third step, in one process: how often native passes read the
 gradient `g` and the weight `p`, what they read and write of moments, and bytes in all. `plain` is
 `optimizer.step()`, `in backward` the step inside `loss.backward()`, which also has to find out
-whether gradients are finite, and their norm. bf16 weights are rounded stochastically.
+whether gradients are finite, and their norm. bf16 weights are rounded stochastically. The last two
+columns are of a GPU's kernels, counted by the tables that these are asked for, without one. What a
+program has just written and reads again, for the sum of the squares of new weights, is not counted.
 """
 
 
@@ -57,6 +63,7 @@ def row(name: str, dtype: torch.dtype) -> dict[str, object]:
     """What is passed over in a plain step, and inside backward."""
     plain, fused = in_a_step(name, dtype, False), in_a_step(name, dtype, True)
     kept = fused["moments read"] + fused["moments written"]
+    kernels = [in_a_step(name, dtype, is_fused, "kernels")["bytes"] for is_fused in (False, True)]
     return {
         "optimizer": OPTIMIZERS[name].__name__,
         "dtype": str(dtype).removeprefix("torch."),
@@ -66,20 +73,25 @@ def row(name: str, dtype: torch.dtype) -> dict[str, object]:
         "moments, bytes": kept,
         "plain, bytes": plain["bytes"],
         "in backward, bytes": fused["bytes"],
+        "kernels, plain": kernels[0],
+        "kernels, in backward": kernels[1],
     }
 
 
-def in_a_step(name: str, dtype: torch.dtype, is_fused: bool) -> dict[str, float]:
-    """Reads and writes of an element in the third step, and their bytes."""
+def in_a_step(
+    name: str, dtype: torch.dtype, is_fused: bool, by: str = "native"
+) -> dict[str, float]:
+    """Reads and writes of an element in the third step, "native" or by "kernels", and bytes."""
     model = nn.Linear(SIDE, SIDE, bias=False, dtype=dtype)
-    optimizer = made(name, list(model.parameters()))
-    if is_fused:
-        ds_ext.fuse_into_backward(model, optimizer)
-    for _ in range(3):
-        with counted() as found:
-            model(torch.randn(3, SIDE, dtype=dtype)).float().square().sum().backward()
-            optimizer.step()
-        optimizer.zero_grad()
+    with asked_for() if by == "kernels" else contextlib.nullcontext():
+        optimizer = made(name, list(model.parameters()))
+        if is_fused:
+            ds_ext.fuse_into_backward(model, optimizer)
+        for _ in range(3):
+            with counted(Table if by == "native" else KernelTable) as found:
+                model(torch.randn(3, SIDE, dtype=dtype)).float().square().sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
     size = dtype.itemsize
     numbers = {key: found[key] / SIDE**2 for key in KEYS}
     weights = size * (numbers["g"] + numbers["p read"] + numbers["p written"])
@@ -91,24 +103,44 @@ KEYS = ("g", "p read", "p written", "moments read", "moments written")
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Counts elements that native passes read and write of runs; of moments, bytes."""
+def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
+    """Counts elements that passes over tables read and write of runs; of moments, bytes."""
     found: Counter[str] = Counter()
-    run = Table.run
+    run: Any = kind.run
 
-    def noted(self: Table, name: str, columns: Any, *args: Any, **how: Any) -> None:
+    def noted(self: AnyTable, name: str, columns: Any, *args: Any, **how: Any) -> Any:
         reads_known = name == "squares" and _is_known(columns)
         if name in OVER_RUNS and not reads_known:
-            count(found, name, int(self.entries["n"].sum()), *args, **how)
-        run(self, name, columns, *args, **how)
+            of_each = self.entries["n"] if isinstance(self, Table) else self.geometry.n
+            count(found, name, int(of_each.sum()), kind.adds_two, *args, **how)
+        return run(self, name, columns, *args, **how)
 
-    with mock.patch.object(Table, "run", noted):
+    with mock.patch.object(kind, "run", noted):
         yield found
+
+
+@contextmanager
+def asked_for() -> Iterator[None]:
+    """Tensors of the CPU stand for those of a GPU, whose kernels do nothing."""
+    comes_first = verdict._comes_first
+
+    def tried(*of: Any) -> bool:
+        with mock.patch.object(devices, "DEVICES", set()):  # where writes are seen
+            return comes_first(*of)
+
+    with (
+        mock.patch.object(devices, "DEVICES", {"cpu"}),
+        mock.patch.object(tables, "start", lambda *_: None),
+        mock.patch.object(verdict, "_comes_first", tried),
+    ):
+        yield
 
 
 def _is_known(columns: Any) -> bool:
     """Whether sums of squares of weights are those of the step before."""
     known = columns.get("known")
+    if isinstance(known, KnownSums):
+        return known.are_valid
     return isinstance(known, KnownSquares) and bool((known._values[:, 0] >= 0).all())
 
 
@@ -116,13 +148,17 @@ def count(
     found: Counter[str],
     name: str,
     n: int,
+    adds_two: bool,
     form: str = "IS_WEIGHT",
     dtype: torch.dtype | None = None,
     kept: tuple[str, torch.dtype] | None = None,
     decays: bool = False,
     fresh: bool = False,
 ) -> None:
-    """Adds up what a pass reads and writes of ``n`` elements, as ``Table.run`` is asked for it."""
+    """Adds up what a pass reads and writes of ``n`` elements, as ``Table.run`` is asked for it.
+
+    ``adds_two`` tells whether a pass for squares reads the weights that it is given too.
+    """
     reads, writes = STATE.get(form, (0, 0))
     found["moments read"] += reads * n
     found["moments written"] += writes * n
@@ -133,7 +169,7 @@ def count(
         beside = ROUNDED.get(kept[0], 0) if kept else 0
         found["moments read"] += beside * n
         found["moments written"] += beside * n
-    elif form == "IS_WEIGHT" or decays or (name == "squares" and kept is not None):
+    elif form == "IS_WEIGHT" or decays or (name == "squares" and kept and adds_two):
         found["p read"] += n
     if name in MOMENTS:
         found["moments read"] += MOMENTS[name] * n

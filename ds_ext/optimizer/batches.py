@@ -435,6 +435,15 @@ def _kind(u: "RunUpdate") -> tuple[Any, ...]:
     return u.shard, u.p.dtype, u.g.dtype
 
 
+def notes_sums(rule: Any, shard: Shard) -> bool:
+    """Returns whether kernels note sums of squares of a run's weights as they write them.
+
+    They do for rules that step in proportion to the weights, which are known by these sums.
+    """
+    entry = rules.entry_of(type(rule))
+    return entry.is_relative(rule) and entry.batches(rule, shard)
+
+
 def are_batched(
     optimizer: "RuleOptimizer",
     param: Tensor,

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_ext.config import offload
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.planner import activations, fsdp2, lora, memory, models, options, stages
+from ds_ext.planner import activations, fsdp2, known, lora, memory, models, options, stages
 from ds_ext.planner.activations import Batch, Gradients
 from ds_ext.planner.memory import Memory
 from ds_ext.planner.options import DTYPES, Asked
@@ -108,6 +108,8 @@ class Plan:
             ranks = asked.shard_size if stage and asked.shard_size else asked.ranks
             of = (rules, self.shapes, stage, ranks, self.dtype, asked.bucket)
             held = memory.ours(*of, asked.accumulates, offloads)
+            noted = known.known_sums(rules, self.shapes, stage, ranks, self.dtype)
+            held = replace(held, state=held.state + noted)
             kept = held.gradients - memory.ours(*of).gradients
             waiting = Gradients(None if stage is None else asked.bucket, ahead=stage == 3)
             yield Row(label, held, waiting, kept, optimizer=optimizer)

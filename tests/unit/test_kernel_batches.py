@@ -14,6 +14,7 @@ from ds_ext.ops.triton import devices, tables, waiting
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.planner import known
 from tests.common import needs, paths, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
@@ -109,6 +110,23 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, monkeypatch):
             optimizer.update(updates, lambda total: None)
             optimizer.settle()
     assert (len(launched), calls.made) == FEW[name], launched
+
+
+@pytest.mark.parametrize("name", ["adalomo", "lamb", "came"])
+def test_the_plan_counts_what_is_noted_of_weights(name, monkeypatch):
+    paths.use(monkeypatch, "ops")
+    monkeypatch.setattr(devices, "DEVICES", {"meta"})
+    monkeypatch.setattr(tables, "start", lambda *_: None)
+    shapes = {"a": (300, 700), "b": (33, 130), "c": (5000,)}
+    weights = [nn.Parameter(torch.ones(s, device="meta")) for s in shapes.values()]
+    optimizer = OPTIMIZERS[name](weights)
+    optimizer.update(updates_of(weights, weights, 3), lambda total: None)
+    groups = [group for plan in optimizer._plans for group in plan.groups]
+    made = (x for group in groups for x in group.known.columns.values())
+    planned = known.known_sums(optimizer.hypers(), shapes, 3, 3, torch.float32)
+    held = sum(x.values.nbytes for x in made)
+    assert held == planned if name != "lamb" else 0.7 * planned < held <= planned
+    assert (planned == 0) == (name == "came")
 
 
 @pytest.mark.parametrize("name, way", [("adalomo", WAYS[1]), ("adafactor", WAYS[2])])

@@ -20,7 +20,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.optimizer.verdict import Trials, Verdict
 from ds_ext.rules import REGISTRY
-from tests.common import newcomer, paths, table
+from tests.common import needs, newcomer, paths, table
 from tests.common.choose import params
 from tests.common.hypers import SIMULATED, changed
 
@@ -251,10 +251,13 @@ def test_matrices_are_passed_over_twice_in_backward(monkeypatch):
         assert sorted(large) == sorted(["weighed", "squares", "factors", "apply"] * 2), step
 
 
+@needs.triton
 def test_adalomo_passes_over_8_bytes_of_a_bf16_matrix_in_backward(monkeypatch):
     paths.use(monkeypatch, "native")
     found = traffic.in_a_step("adalomo", torch.bfloat16, is_fused=True)
     assert (found["g"], found["p read"], found["p written"], found["bytes"]) == (2, 1, 1, 8)
+    by_kernels = traffic.in_a_step("adalomo", torch.bfloat16, is_fused=True, by="kernels")
+    assert by_kernels == found
     lomo = traffic.in_a_step("lomo", torch.bfloat16, is_fused=True)
     assert lomo["g"] == 2  # a read of its own for the norm, and to see whether it is finite
 

@@ -1,7 +1,7 @@
 """What is known of weights from the step that wrote them: their sums of squares."""
 
-import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,27 +20,37 @@ class KnownSums:
     ``recall`` then reads all weights of the parameter, by one program.
 
     Args:
-        parts: where the tiles that write the runs leave a number each.
+        parts: where tiles that write the runs leave a number each, by the name of these tiles.
         device: where they lie.
+
+    Attributes:
+        tiles: the name of those that have written the runs last.
     """
 
-    def __init__(self, parts: Parts, device: torch.device) -> None:
+    def __init__(self, parts: Mapping[str, Parts], device: torch.device) -> None:
         self.parts, self.device = parts, device
+        self.tiles = ""
+        self.columns: dict[str, Addresses] = {}  # where tiles leave sums, and a weight each
         self.are_wanted = False  # by a rule
         self.are_valid = False
         self.are_noted = False  # by the last pass that wrote the weights
         self._where: NDArray[np.uint64] | None = None
         self._versions: list[int] = []
 
-    @functools.cached_property
-    def columns(self) -> dict[str, Addresses]:
-        """Where tiles leave sums, and a weight each."""
-        made = torch.full((2, self.parts.total), math.nan, dtype=torch.float32, device=self.device)
-        sums, probes = made.unbind()
-        return {
-            "part2": Addresses(sums, self.parts.starts),
-            "probe": Addresses(probes, self.parts.starts),
-        }
+    def nbytes(self, tiles: str) -> int:
+        """Returns the bytes of ``columns`` that these tiles write."""
+        return 2 * 4 * self.parts[tiles].total
+
+    def noted_by(self, tiles: str) -> dict[str, Addresses]:
+        """Returns the columns that these tiles write, in memory of their own."""
+        self.are_noted = True
+        if tiles != self.tiles:
+            total, starts = self.parts[tiles].total, self.parts[tiles].starts
+            made = torch.full((2, total), math.nan, dtype=torch.float32, device=self.device)
+            sums, probes = made.unbind()
+            self.tiles = tiles
+            self.columns = {"part2": Addresses(sums, starts), "probe": Addresses(probes, starts)}
+        return self.columns
 
     def check(self, runs: Any) -> None:
         """Forgets all if one of the runs was written to since ``note``."""

@@ -151,22 +151,14 @@ class Table:
         """Tiles that are as wide as the rows."""
         return tiles.by_strip(self.geometry)
 
-    @functools.cached_property
-    def written(self) -> str:
-        """The name of the tiles that leave sums of squares of new weights."""
-        return "flat" if (self.geometry.rows == 1).all() else "by_matrix"
-
     def known(self) -> KnownSums:
         """Returns what is kept of sums of squares of new weights, from step to step."""
-        return KnownSums(self.sums[self.written][0], self.device)
+        return KnownSums({name: parts for name, (parts, _) in self.sums.items()}, self.device)
 
     @functools.cached_property
-    def recalled(self) -> Tiles:
-        """A program for each parameter, which looks through those tiles."""
-        at: Tiles = getattr(self, self.written)
-        rows = at.rows.copy()
-        rows[:, AT["total"]] = at.programs
-        return replace(at, rows=rows, programs=np.ones_like(at.programs))
+    def recalled(self) -> dict[str, Tiles]:
+        """A program for each parameter, which looks through tiles of these names."""
+        return {"flat": _looked_through(self.flat), "by_matrix": _looked_through(self.by_matrix)}
 
     @functools.cached_property
     def by_group(self) -> Tiles:
@@ -314,12 +306,19 @@ def _spec(structure: Any) -> Spec:
     return Spec(name=name, **dict(zip("abc", [*of, None, None], strict=False)))
 
 
+def _looked_through(at: Tiles) -> Tiles:
+    """One program for all tiles of a parameter."""
+    rows = at.rows.copy()
+    rows[:, AT["total"]] = at.programs
+    return replace(at, rows=rows, programs=np.ones_like(at.programs))
+
+
 def _squares(table: Table, read: Read) -> None:
     known: KnownSums | None = read.columns.get("known")
     if known is not None and known.are_valid:
         columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
         made = table.launches(
-            "recall", read.constants, table.recalled, {**columns, **known.columns}
+            "recall", read.constants, table.recalled[known.tiles], {**columns, **known.columns}
         )
         waiting.ask((), made, only_sums=True)
         return
@@ -415,10 +414,9 @@ def _apply(table: Table, read: Read) -> None:
     at, columns = getattr(table, name), dict(read.numbers)
     constants = (*read.constants, ("RATE", None))
     measured, known = columns.pop("measured", None), columns.pop("known", None)
-    notes = known is not None and name == table.written
+    notes = known is not None
     if notes:
-        columns |= known.columns
-        known.are_noted = True
+        columns |= known.noted_by(name)
     if measured is None:
         kernel = "noting_apply" if notes else "apply"
         waiting.ask(table.launches(kernel, constants, at, columns))
