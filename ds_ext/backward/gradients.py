@@ -26,7 +26,7 @@ from ds_ext.backward.tally import SECOND_GRADIENT, Clipping, Tally
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer, meter
+from ds_ext.optimizer import RuleOptimizer, meter, unfit
 
 
 class StepResult(NamedTuple):
@@ -60,7 +60,7 @@ class FusedBackward:
                 "that holds all of them."
             )
         for param in optimizer.group_of:
-            optimizer.check_shape(param, layout.shard(param))
+            unfit.refuse_shape(optimizer, param, layout.shard(param))
         self.optimizer = optimizer
         optimizer.is_batched = not layout.any(not optimizer.is_batched)
         self.layout = layout
@@ -318,7 +318,7 @@ class FusedBackward:
         """Whether the optimizer has the parameter. Raises ValueError if it could not step it."""
         if param not in self.optimizer.group_of:
             return False
-        self.optimizer.refuse_complex([param])
+        unfit.refuse_complex(self.optimizer, [param])
         return True
 
     def _keeps(self) -> bool:

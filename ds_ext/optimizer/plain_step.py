@@ -4,14 +4,19 @@ This process holds them whole; of DTensors it holds a part, and sums travel.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
+from ds_ext import rules
 from ds_ext.distributed import dtensors
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
+from ds_ext.optimizer import unfit
 from ds_ext.optimizer.run_updates import RunUpdate
+
+if TYPE_CHECKING:
+    from ds_ext.optimizer.rule_optimizer import RuleOptimizer
 
 # Elements of parameters that are taken together, at least: the host's time is by bucket.
 TOGETHER = 2**28
@@ -49,6 +54,30 @@ class Whereabouts:
         for param in params:
             found.setdefault(self.of(param), []).append(param)
         return [(None if at is None else at.all_reduce, at, some) for at, some in found.items()]
+
+
+def step(optimizer: "RuleOptimizer") -> None:
+    """Steps all parameters of an optimizer that have a gradient.
+
+    Raises:
+        ValueError: a hyper-parameter was set to a value that is not allowed, or a parameter cannot
+            be stepped. No weight has moved.
+    """
+    optimizer.adopt_parameters()
+    optimizer.check_param_groups()
+    stepped = [p for p in optimizer.number_of if p.grad is not None]
+    unfit.refuse_complex(optimizer, stepped)
+    for param in stepped:
+        if not optimizer.state.get(param):
+            unfit.refuse_shape(optimizer, param, optimizer.whereabouts.shard(param))
+    kinds = {optimizer.hypers_of(group) for group in optimizer.param_groups}
+    together = IN_BATCHES if all(rules.entry_of(k).is_batched for k in kinds) else TOGETHER
+    for all_reduce, placement, params in optimizer.whereabouts.by_sums(stepped):
+        for updates in buckets(params, together, placement):
+            optimizer.update(updates, all_reduce)
+            if placement is None:
+                write_back(updates)
+            optimizer.settle()
 
 
 def buckets(

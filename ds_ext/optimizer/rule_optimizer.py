@@ -12,14 +12,20 @@ from torch import Tensor, nn
 
 from ds_ext import hyperparams, ops, rules
 from ds_ext.distributed import lockstep
-from ds_ext.distributed.wrapped import refuse_flat
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Known, Runs
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Parts, State, zeros
+from ds_ext.ops.state import Parts, zeros
 from ds_ext.ops.triton import devices
-from ds_ext.optimizer import expert_stacks, host_offload, param_groups, plain_step, spread_state
+from ds_ext.optimizer import (
+    expert_stacks,
+    host_offload,
+    param_groups,
+    plain_step,
+    spread_state,
+    unfit,
+)
 from ds_ext.optimizer.batches import BucketStep, Plans, are_batched, take_back
 from ds_ext.optimizer.group_rules import GroupRules, hypers_of
 from ds_ext.optimizer.meter import Meter
@@ -134,7 +140,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().add_param_group({k: v for k, v in param_group.items() if k != "type"} | checked)
         self._forget_foreign(self.param_groups[-1])
         try:
-            self._check_params(self.param_groups[-1]["params"])
+            unfit.refuse_params(self, self.param_groups[-1]["params"])
         except ValueError:
             del self.param_groups[-1]
             raise
@@ -158,26 +164,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         for row, group in enumerate(self.param_groups):
             self._rules.of(row, group)
-
-    def refuse_complex(self, params: Iterable[Tensor]) -> None:
-        """Raises ValueError if one of ``params``, which are to be stepped, is complex."""
-        for param in params:
-            if param.is_complex():
-                raise ValueError(
-                    f"{type(self).__name__}: a parameter of shape {list(param.shape)} is "
-                    f"{param.dtype}, which no rule is made for: make its real and imaginary parts "
-                    "the parameter (torch.view_as_real), or freeze it."
-                )
-
-    def _check_params(self, params: Sequence[Tensor]) -> None:
-        """Raises ValueError for parameters that cannot be stepped."""
-        refuse_flat(params)
-        self.refuse_complex(p for p in params if p.requires_grad)
-        if self.fused is not None and any(p not in self.fused for p in params):
-            raise ValueError(
-                "add_param_group: a parameter is not part of the model that is stepped inside "
-                "backward. Build the model with it, frozen if need be."
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"meter": self.meter, "stacks": self.stacks, "offload": self.offload}
@@ -258,16 +244,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         for param in found - self.stacks.keys():
             if self.state.get(param, {}).get("step") == 0:
                 del self.state[param]
-        self._check_states({p: self.state[p] for p in found if self.state.get(p)}, found)
+        unfit.refuse_states(self, {p: self.state[p] for p in found if self.state.get(p)}, found)
         self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
         self._plans.clear()
         spread_state.make(self, [p for p in self.group_of if p in found])
         return self
-
-    def _check_states(self, states: Mapping[Tensor, State], stacked: Container[Tensor]) -> None:
-        """Raises ValueError for a state of a stack that is not by expert, and the reverse."""
-        for param, state in states.items():
-            expert_stacks.check_state(type(self).__name__, param, state, param in stacked)
 
     @torch.no_grad()
     def update(
@@ -380,28 +361,9 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _make_state(self, u: RunUpdate, state: dict[str, Any]) -> None:
         """Makes a parameter's state if there is none."""
         if not state:
-            self.check_shape(u.param, u.shard)
+            unfit.refuse_shape(self, u.param, u.shard)
             parts = self.keeps(u.param, u.shard, self.rule_of(u.param))
             state.update(zeros(parts, u.p, self.number_of[u.param]), step=0)
-
-    def check_shape(self, param: Tensor, shard: Shard) -> None:
-        """Raises ValueError if the rule of ``param`` is not for what has the shape of ``shard``."""
-        rule = self.hypers_of(self.group_of[param])
-        entry = rules.entry_of(rule)
-        if param in self.stacks and shard.split is not None:
-            raise ValueError(
-                f"a parameter of shape {list(shard.shape)} stacks experts, and ranks hold boxes of "
-                "these: cut the stack in its first dimension alone (Shard(0) of fully_shard), or "
-                "spread whole experts over ranks."
-            )
-        dims = len(shard.shape) - (param in self.stacks)
-        if not entry.any_shape and dims != 2:
-            name, own = rule.__name__, type(self).__name__
-            raise ValueError(
-                f"{name} is for matrices, and a parameter has the shape {list(shard.shape)}. Let "
-                f"ds_ext.{own}.for_model(model, ...) make the groups, or put it into one with "
-                f'"type": "{entry.others}".'
-            )
 
     def rules(self, u: RunUpdate, state: dict[str, Any] | None = None) -> list[lockstep.Rule]:
         """Begins a parameter's step, counting it in its state, which is made if there is none.
@@ -513,22 +475,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.adopt_parameters()
-        self.check_param_groups()
-        stepped = [p for p in self.number_of if p.grad is not None]
-        self.refuse_complex(stepped)
-        for param in stepped:
-            if not self.state.get(param):
-                self.check_shape(param, self.whereabouts.shard(param))
-        kinds = {self.hypers_of(group) for group in self.param_groups}
-        are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
-        together = plain_step.IN_BATCHES if are_batched else plain_step.TOGETHER
-        for all_reduce, placement, params in self.whereabouts.by_sums(stepped):
-            for updates in plain_step.buckets(params, together, placement):
-                self.update(updates, all_reduce)
-                if placement is None:
-                    plain_step.write_back(updates)
-                self.settle()
+        plain_step.step(self)
         return loss
 
     def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
@@ -566,28 +513,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is the state of another optimizer; nothing is changed.
         """
-        for group in state_dict["param_groups"]:
-            names = hyperparams.names(self.hypers_of(group))
-            missing = [name for name in names if name not in group]
-            if missing:
-                kind = type(self).__name__
-                raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")
+        unfit.refuse_saved_groups(self, state_dict["param_groups"])
         ids = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         numbers = dict(zip(ids, self._params(), strict=False))
         saved = {i: state for i, state in state_dict["state"].items() if i in numbers}
-        self._check_states({numbers[i]: state for i, state in saved.items()}, self.stacks)
+        unfit.refuse_states(self, {numbers[i]: x for i, x in saved.items()}, self.stacks)
         saved = {i: spread_state.own(self, numbers[i], state) for i, state in saved.items()}
         states = {numbers[i]: state for i, state in saved.items()}
         super().load_state_dict({**state_dict, "state": {**state_dict["state"], **saved}})
         for param, state in states.items():
-            self.state[param] = _copied_to(state, param.device)
-
-
-def _copied_to(value: Any, device: torch.device) -> Any:
-    """A copy of a state, nested in dicts, on ``device``."""
-    if isinstance(value, dict):
-        return {k: _copied_to(v, device) for k, v in value.items()}
-    return value.to(device, copy=True) if isinstance(value, Tensor) else value
+            copied = functools.partial(Tensor.to, device=param.device, copy=True)
+            self.state[param] = _mapped(state, copied)
 
 
 def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

@@ -17,6 +17,7 @@ from ds_ext.distributed.placement import Placement
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, zeros
+from ds_ext.optimizer import unfit
 
 if TYPE_CHECKING:
     from ds_ext.optimizer.rule_optimizer import RuleOptimizer
@@ -39,7 +40,7 @@ def make(optimizer: "RuleOptimizer", params: Iterable[Tensor]) -> None:
         state, rule, run = optimizer.state[param], optimizer.rule_of(param), at.run(param)
         if not state:
             shard = at.shard(param)
-            optimizer.check_shape(param, shard)
+            unfit.refuse_shape(optimizer, param, shard)
             parts = optimizer.keeps(param, shard, rule)
             state.update(zeros(parts, run, optimizer.number_of[param]), step=0)
             if run.dtype == torch.bfloat16:  # another master would be a copy of old weights
