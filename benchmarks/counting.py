@@ -34,6 +34,7 @@ from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
 Shape = tuple[int, ...]
+PLACES = 2048  # a multiple of what 8-bit moments share a scale by
 NORM = 8  # bytes of the square of the norm, summed once a step
 
 
@@ -311,13 +312,18 @@ class Rule:
             param = torch.empty(0)
             rule = self._optimizer(param, matrix).rule_of(param)
             size = accumulator(self.dtype).itemsize
-            of = [
-                sum(
-                    math.prod(part.shape) * (part.dtype.itemsize if part.dtype else size)
-                    for _, part in leaves(rule.keeps(matrix.shard(rank, world)))
-                )
-                for rank in range(world)
-            ]
+            known: dict[
+                tuple[int, int], int
+            ] = {}  # by length, and place in rows and groups of 8 bits
+            of = []
+            for shard in (matrix.shard(rank, world) for rank in range(world)):
+                kind = len(shard), shard.start % (PLACES * math.prod(matrix.shape[-1:]))
+                if kind not in known:
+                    known[kind] = sum(
+                        math.prod(part.shape) * (part.dtype.itemsize if part.dtype else size)
+                        for _, part in leaves(rule.keeps(shard))
+                    )
+                of.append(known[kind])
             for rank in range(ranks):
                 total[rank] += count * of[rank * world // ranks]
         return max(total)

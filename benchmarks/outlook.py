@@ -14,7 +14,7 @@ LARGER = [2**k for k in range(24, 36, 2)]  # reduce_bucket_size
 GROUP = 64  # ranks of a subgroup: ds_ext.shard_size, or ds_ext.sum_group_size
 HOST = 8  # ranks of a host
 # One of each kind: the others take no rounds but the norm's, or as many as one of these.
-JUDGED = ("AdaLomo", "CAME", "LAMB", "Muon", "GaLoreAdamW", "GaLoreAdamW, renewing")
+JUDGED = ("AdaLomo", "CAME", "LAMB", "SinkGD", "Muon", "GaLoreAdamW", "GaLoreAdamW, renewing")
 
 
 class Given(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import links, outlook, report
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call, sent
-from benchmarks.giants import MODELS, STEPS, Counted, made
+from benchmarks.giants import MODELS, Counted, made
 from benchmarks.links import RING, TREE, Link
 from benchmarks.outlook import GROUP, HOST, JUDGED, SHARE, Given
 from ds_ext.backward.settings import BUCKET_SIZE
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     ends = [c for c in flat if c.ranks in (least, most)]
     largest = [c for c in flat if c.ranks == most]
     tables = {
-        "What a step sends, stage 3": [sends(c, kind) for c in flat for kind in STEPS],
+        "What a step sends, stage 3": [sends(c, kind) for c in flat for kind in ("LOMO", *JUDGED)],
         "Up to how many ranks each holds whole rows": list(whole_rows(args.models)),
         "Gloo on this machine, and the model": fitted,
         "Times of a step": [
@@ -185,7 +185,8 @@ def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given)
     """Statistics by gradients, and rounds by the step, over ranks."""
     left, right = figure.subplots(1, 2)
     models = list(dict.fromkeys(c.name for c in counted))
-    for kind, color in zip(JUDGED, COLORS, strict=True):
+    for kind, name in zip(JUDGED, COLORS, strict=True):
+        color = f"tab:{name}"
         for model, style in zip(models, STYLES, strict=False):
             own = [c for c in counted if c.name == model]
             ranks = [c.ranks for c in own]
@@ -212,7 +213,7 @@ def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given)
     figure.legend(loc="outside lower center", ncols=4)
 
 
-COLORS = ("tab:blue", "tab:green", "tab:gray", "tab:purple", "tab:orange", "tab:red")
+COLORS = ("blue", "green", "gray", "olive", "purple", "orange", "red")
 STYLES = ("-", "--", ":")
 TEXT = """
 What the first rank of each kind sends in a step, counted by running ds_ext's code on tensors
