@@ -86,7 +86,7 @@ FEATURES = (
     "weights offloaded to the host",
     "states offloaded to the host",
     "ZeRO++ hpZ",
-    "ZeRO++ quantized weights",
+    "ZeRO++ quantized weights, by a stand-in for the quantizer",
     "ZeRO++ quantized gradients",
     "MiCS",
     "groups of ranks with copies (`shard_size`)",

@@ -18,11 +18,13 @@ def problems(config: dict[str, Any]) -> Iterator[str]:
             yield f"ds_ext cannot honour {key} = {value!r} yet: {advice}"
     copies = lookup(config, "zero_optimization.zero_hpz_partition_size")
     stage = lookup(config, "zero_optimization.stage")
-    if isinstance(copies, int) and copies > 1 and stage != 3:
+    if _above_one(copies) and stage != 3:
         yield (
             f"zero_optimization.zero_hpz_partition_size = {copies} copies what stage 3 partitions, "
             f"but zero_optimization.stage is {stage}: remove it."
         )
+    if lookup(config, "zero_optimization.zero_quantized_weights"):
+        yield from _of_quantized_weights(stage, copies)
     if not stage and (size := lookup(config, "ds_ext.sum_group_size")):
         yield (
             f"ds_ext.sum_group_size = {size!r}: at zero_optimization.stage {stage or 0} ranks add "
@@ -30,6 +32,21 @@ def problems(config: dict[str, Any]) -> Iterator[str]:
         )
     if size := lookup(config, "ds_ext.shard_size"):
         yield from _of_groups(config, size, stage)
+
+
+def _of_quantized_weights(stage: Any, copies: Any) -> Iterator[str]:
+    """What 8-bit weights cannot be had with; how many ranks hold a second copy."""
+    key = "zero_optimization.zero_quantized_weights"
+    if stage != 3:
+        yield (
+            f"{key} = True is of what stage 3 gathers, but zero_optimization.stage is {stage}: "
+            "remove it."
+        )
+    elif _above_one(copies):
+        yield (
+            f"ds_ext cannot honour {key} = True together with "
+            f"zero_optimization.zero_hpz_partition_size = {copies} yet: remove one of them."
+        )
 
 
 def _of_groups(config: dict[str, Any], size: Any, stage: Any) -> Iterator[str]:
@@ -45,6 +62,10 @@ def _of_groups(config: dict[str, Any], size: Any, stage: Any) -> Iterator[str]:
 
 def _off(value: Any) -> bool:
     return not value
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
 
 
 def _one(value: Any) -> bool:
@@ -66,6 +87,10 @@ _OFFLOAD = (
     'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
     "pin_memory."
 )
+_SUMMED = (
+    "remove it, for a bucket's gradients are summed here by one collective, and DeepSpeed's 4-bit "
+    "reduction of one matrix at a time has not been measured."
+)
 _SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
 
 # (key, what of it goes together with groups of ranks that hold copies)
@@ -84,9 +109,8 @@ _HONOURED = [
     ("zero_optimization.cpu_offload", _off, _OFFLOAD),
     ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
     ("zero_optimization.cpu_offload_use_pin_memory", lambda v: False, _OFFLOAD),
-    ("zero_optimization.zero_quantized_weights", _off, _REMOVE),
     ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
-    ("zero_optimization.zero_quantized_gradients", _off, _REMOVE),
+    ("zero_optimization.zero_quantized_gradients", _off, _SUMMED),
     ("fp16.fp16_master_weights_and_grads", _off, _MASTER),
     ("bf16.bf16_master_weights_and_grads", _off, _MASTER),
     ("bf16.bf16_optimizer_states", _off, _MASTER),

@@ -1,5 +1,6 @@
 """What DeepSpeed sets on parameters, by its own names and with types."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,6 +14,8 @@ class DeepSpeedParameter(Protocol):
     ds_tensor: Tensor  # this rank's run, [ceil(numel / ranks)], the tail padded
     ds_secondary_tensor: Tensor | None  # hpZ's second copy
     ds_process_group: Any  # the ranks among which it is cut
+    ds_persist: bool  # whether it stays gathered between steps
+    all_gather_coalesced: Callable[..., Any]  # gathers any parameters, and returns a handle
     group_name: str  # of its ranks, where it belongs to an expert
 
 

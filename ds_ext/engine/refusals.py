@@ -12,7 +12,16 @@ from torch._dynamo import OptimizedModule
 from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_dtensors, refuse_wrapped
-from ds_ext.engine import autotp, copies, expert_parallel, leftovers, names, pipeline, versions
+from ds_ext.engine import (
+    autotp,
+    copies,
+    expert_parallel,
+    leftovers,
+    names,
+    pipeline,
+    quantized,
+    versions,
+)
 from ds_ext.engine.settings import effective
 from ds_ext.optimizer import RuleOptimizer
 
@@ -45,11 +54,13 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     gradients.read(config, keeps=pipeline.keeps(engine))
     firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
     offload.check(config, map(optimizer.rule_of, firsts), {p.dtype for p in optimizer.group_of})
-    if copies.shard_size(config) and (engine.mp_world_size > 1 or engine.has_moe_layers):
+    is_divided = engine.mp_world_size > 1 or engine.has_moe_layers or pipeline.is_pipeline(engine)
+    if copies.shard_size(config) and is_divided:
         raise ValueError(
-            f"{copies.KEY} cannot be had together with model parallelism or experts that ranks "
-            "share out yet: remove it, or mpu and deepspeed.moe layers."
+            f"{copies.KEY} cannot be had together with model parallelism, pipelines or experts "
+            "that ranks share out yet: remove it, or mpu, PipelineModule and deepspeed.moe layers."
         )
+    quantized.refuse_without_quantizer(engine)
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_ext.distributed.desync import Order
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Group, Placement, Sharded
-from ds_ext.engine import copies, leftovers
+from ds_ext.engine import copies, leftovers, quantized
 from ds_ext.engine.copies import Cut
 from ds_ext.engine.parameters import deepspeed_parameter
 
@@ -159,7 +159,7 @@ def partition(engine: DeepSpeedEngine, cut: Cut) -> DeepSpeedZeRoOffload:
     if engine.has_moe_layers:
         engine._validate_zero3_moe_compatibility()
         engine._resolve_zero3_param_placement()
-    return DeepSpeedZeRoOffload(
+    offload = DeepSpeedZeRoOffload(
         engine.module,
         timers=engine.timers,
         ds_config=engine.config,
@@ -173,9 +173,12 @@ def partition(engine: DeepSpeedEngine, cut: Cut) -> DeepSpeedZeRoOffload:
         offload_param_config=engine.zero_offload_param(),
         mpu=engine.mpu,
         zero_param_parallel_group=_secondary_group(engine),
+        zero_quantized_weights=engine.zero_quantized_weights(),
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
+    quantized.spare(offload, engine.module.parameters())
+    return offload
 
 
 def _secondary_group(engine: DeepSpeedEngine) -> Group:

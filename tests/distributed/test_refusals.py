@@ -59,7 +59,9 @@ def test_a_compiled_model_is_trained_exactly(case):
 ZERO = "zero_optimization."
 # What is asked for, by its name in the support matrix if it has one: setting, and what to do.
 TOLD = {
-    "quantized weights": (ZERO + "zero_quantized_weights", "True", "remove it"),
+    "quantized weights": (ZERO + "zero_quantized_weights", "cpu", "remove it"),
+    "quantized weights below stage 3": (ZERO + "zero_quantized_weights", "stage is 2", "remove it"),
+    "quantized weights with hpz": (ZERO + "zero_quantized_weights", "hpz_partition_size = 3"),
     "quantized frozen weights": (ZERO + "zero_quantized_nontrainable_weights", "remove it"),
     "quantized gradients": (ZERO + "zero_quantized_gradients", "True", "remove it"),
     # By DeepSpeed itself, in a sentence of its own.
@@ -79,7 +81,6 @@ TOLD = {
     "compiled backward": ("compiled_autograd_enabled", "leave it out"),
 }
 FEATURES = {
-    "quantized weights": "ZeRO++ quantized weights",
     "quantized gradients": "ZeRO++ quantized gradients",
     "mics": "MiCS",
     "zenflow": "ZenFlow",

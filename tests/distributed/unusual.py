@@ -112,6 +112,8 @@ CPU = {"device": "cpu"}
 # The config, or what else is asked for.
 REFUSED: dict[str, dict[str, Any]] = {
     "quantized weights": base(3, zero_quantized_weights=True),
+    "quantized weights below stage 3": base(2, zero_quantized_weights=True),
+    "quantized weights with hpz": base(3, zero_quantized_weights=True, zero_hpz_partition_size=3),
     "quantized frozen weights": base(3, zero_quantized_nontrainable_weights=True),
     "quantized gradients": base(2, zero_quantized_gradients=True),
     "mics": base(3, mics_shard_size=2),

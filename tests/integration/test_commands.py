@@ -253,9 +253,9 @@ WRONG = {
     "what is refused": (
         {
             "prescale_gradients": True,
-            "zero_optimization": {"stage": 3, "zero_quantized_weights": True},
+            "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},
         },
-        ["zero_quantized_weights", "prescale_gradients"],
+        ["zero_quantized_gradients", "prescale_gradients"],
     ),
     "offload": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},

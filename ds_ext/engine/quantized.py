@@ -1,0 +1,84 @@
+"""ZeRO++'s quantized weights (qwZ): they are gathered in 8 bits, and stepped as they are.
+
+DeepSpeed quantizes a copy of each rank's run when it gathers a module's weights for forward and for
+backward; the runs themselves, which rules, checkpoints and ``safe_get_*`` see, stay exact.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer, MultipleAllGatherHandles
+from torch import Tensor
+
+from ds_ext.distributed.placement import size_of
+from ds_ext.engine.log import log
+from ds_ext.engine.parameters import deepspeed_parameter
+
+KEY = "zero_optimization.zero_quantized_weights"
+
+
+def refuse_without_quantizer(engine: DeepSpeedEngine) -> None:
+    """Checks that DeepSpeed can quantize where an engine asks for it.
+
+    Raises:
+        ValueError: on an accelerator that has no such operation.
+    """
+    device = get_accelerator().device_name()
+    if engine.zero_quantized_weights() and device == "cpu" and not _is_loaded():
+        raise ValueError(
+            f"{KEY} = True: DeepSpeed's quantizer is an operation of GPUs, and its accelerator "
+            f"here is {device}: remove it."
+        )
+
+
+def _is_loaded() -> bool:
+    return CUDAQuantizer.quantizer_cuda_module is not None
+
+
+def spare(offload: DeepSpeedZeRoOffload, params: Iterable[Tensor]) -> None:
+    """Makes DeepSpeed gather exactly what ZeRO-3 keeps gathered, or what it cannot quantize.
+
+    It groups a rank's elements by multiples of 8, and those of all ranks as if none were padding.
+
+    Args:
+        offload: what gathers them.
+        params: all parameters of the model, partitioned.
+    """
+    if not offload.zero_quantized_weights:
+        return
+    params = list(params)
+    for param in params:
+        own = deepspeed_parameter(param)
+        own.all_gather_coalesced = _sparing(own.all_gather_coalesced)
+    spared = sum(not _is_quantized(p) for p in params)
+    log(
+        f"{KEY}: weights are gathered in 8 bits, by way of fp16, and stepped as they are; "
+        f"{spared} of {len(params)} parameters are gathered as they are"
+    )
+
+
+def _sparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``all_gather_coalesced`` of a parameter, which gathers any."""
+
+    @functools.wraps(original)
+    def gather(params: Iterable[Tensor], safe_mode: bool = False, quantize: bool = False) -> Any:
+        if not quantize:
+            return original(params, safe_mode=safe_mode)
+        params = list(params)
+        quantized, exact = (
+            [p for p in params if _is_quantized(p) is wanted] for wanted in (True, False)
+        )
+        handles = [original(quantized, safe_mode=safe_mode, quantize=True)] if quantized else []
+        handles += [original(exact, safe_mode=safe_mode)] if exact else []
+        return MultipleAllGatherHandles(handles)
+
+    return gather
+
+
+def _is_quantized(param: Tensor) -> bool:
+    own = deepspeed_parameter(param)
+    return not own.ds_persist and own.ds_shape.numel() % (8 * size_of(own.ds_process_group)) == 0
