@@ -23,7 +23,7 @@ from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Weight
 from ds_ext.distributed.placement import Group, Placement, size_of
 from ds_ext.distributed.stages import Stage, Tie
-from ds_ext.engine import copies
+from ds_ext.engine import copies, versions
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.param_groups import ParamGroup
@@ -42,6 +42,7 @@ def refuse(engine: DeepSpeedEngine) -> None:
     Raises:
         ValueError: naming what excludes it.
     """
+    versions.refuse_old_pipelines()
     stage = int(engine.zero_optimization_stage())
     if stage > 1:
         raise ValueError(

@@ -30,6 +30,22 @@ def check(version: str = deepspeed.__version__) -> None:
         )
 
 
+def refuse_old_pipelines(version: str = deepspeed.__version__) -> None:
+    """Checks that a version of DeepSpeed computes a pipeline's gradients.
+
+    Before 0.19.4 every stage but the last divided those that it got from the next one by
+    gradient_accumulation_steps once more.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if numbers(version) < (0, 19, 4):
+        raise ValueError(
+            f"PipelineModule: DeepSpeed {version} scales gradients once at each stage; install "
+            "0.19.4 or newer."
+        )
+
+
 def _above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
 from tests.common.authors import INDEPENDENT, ordinary
@@ -20,6 +21,7 @@ EXACT = [(rule, *way) for rule, *way in spread([r for r in FOR_ALL if r in INDEP
 EXACT += [("adalomo", *way) for way in WAYS if ("adalomo", *way) not in EXACT]
 QUICK = [case for case in EXACT if case[0] in ("adalomo", "came") and case[1:] in WAYS[:3]]
 CLOSE = {"flashadamw": 1e-2}  # codes of 8 bits jump where gradients differ in their last bits
+CLOSE |= {"muon": 1e-4}  # its iteration in fp32: test_muon.py
 DTYPES = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -99,7 +101,7 @@ WAYS_ON = {
     "other stages": ((2, 2, 1), (1, 1, 0), (3, 3, 1)),
     "other ranks": ((2, 2, 0), (4, 2, 1), (2, 1, 1)),
 }
-RESUMED = [(rule, way) for rule in FOR_ALL for way in WAYS_ON]
+RESUMED = [(rule, way) for rule in REGISTRY for way in WAYS_ON]
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 6}}
 
 
@@ -128,6 +130,8 @@ def test_a_run_goes_on_with_other_stages_and_ranks(rule, way, tmp_path):
     off = sum((ended[n] - after[n]).double().square().sum() for n in after) ** 0.5
     update = sum((after[n] - before[n]).double().square().sum() for n in after) ** 0.5
     assert 0 < update and off <= CLOSE.get(rule, 1e-6) * update
+    if way == "other stages":  # one pipeline all the time: its buffer counts micro-batches
+        assert [float(b) for got in results for b in got["seen"].values()] == [6 * 4]
     assert results[0]["lr"] == pytest.approx(whole[0]["lr"])
     layers = [name for name in results[0]["files"] if name.startswith("layer_")]
     assert (
@@ -241,3 +245,30 @@ def test_what_is_told_is_of_the_whole_model():
     told = " ".join(results[0]["said"])
     assert 'policy "sharded"' in told and "by scaling the kept ones" in told
     assert "2 stages" in told
+
+
+BY_ROLE = [(rule, *way) for rule, *way in spread([r for r in REGISTRY if REGISTRY[r].roles], WAYS)]
+
+
+@pytest.mark.supports("pipeline parallelism", stage="zero", optimizer="rule")
+@pytest.mark.parametrize(
+    "rule, ranks, stages, zero", params(BY_ROLE, [c for c in BY_ROLE if c[0] in ("apollo", "muon")])
+)
+def test_a_config_steps_the_layers_of_all_stages_by_their_roles(rule, ranks, stages, zero):
+    """As ``for_model`` does in one process, which other tests hold against the authors."""
+    run = run_of(rule, stages, zero, gradient_clipping=0)
+    results = worlds.run(ranks, pipelines.train, run)
+    before, after = merged(results, "before"), merged(results, "after")
+    model = chain(before)
+    optimizer = OPTIMIZERS[rule].for_model(model, **run.hypers)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.stack([model(own) for own in pipelines.rows(step).split(ROWS // 4)]).mean().backward()
+        optimizer.step()
+    square = square_error = 0.0
+    for n, p in model.named_parameters():
+        square += float((p.detach() - before[n]).square().sum())
+        square_error += float((after[n] - p.detach()).square().sum())
+    assert square > 0 and square_error**0.5 <= CLOSE.get(rule, 1e-5) * square**0.5
+    steps = {name: n for got in results for name, n in got["steps"].items()}
+    assert steps == dict.fromkeys(before.keys() - FROZEN, STEPS)

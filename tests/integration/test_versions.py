@@ -43,6 +43,12 @@ def run(*arguments):
     )
 
 
+def test_pipelines_need_a_newer_deepspeed():
+    versions.refuse_old_pipelines("0.19.4")
+    with pytest.raises(ValueError, match="PipelineModule: DeepSpeed 0.19.0 .*install 0.19.4"):
+        versions.refuse_old_pipelines("0.19.0")
+
+
 @pytest.mark.slow
 @oldest
 def test_the_oldest_versions_equal_the_authors():
