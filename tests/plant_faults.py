@@ -61,6 +61,19 @@ FAULTS = (
         "is_bad = totals < 0",
         "unit/test_fuse.py -k skipped_whole",
     ),
+    # stages of a pipeline
+    Fault(
+        "distributed/stages.py",
+        "            dist.all_reduce(own, group=group)\n",
+        "            pass\n",
+        "distributed/test_pipelines.py -k adalomo-2-2-1",
+    ),
+    Fault(
+        "engine/pipeline.py",
+        "made.num_replicas *= stages",
+        "made.num_replicas *= 1",
+        "distributed/test_pipelines.py -k adalomo-2-2-1",
+    ),
     # ops: passes over memory
     Fault(
         "ops/shard.py",

@@ -194,6 +194,14 @@ def train(run: Run) -> dict[str, Any]:
     """This stage's weights before and after, and what was told of the steps."""
     with logged() as said:
         engine = start(run)
+    filled, fill = 0, engine.buffered_allreduce_fallback
+
+    def counted(*args: Any, **given: Any) -> None:
+        nonlocal filled
+        filled += 1
+        fill(*args, **given)
+
+    engine.buffered_allreduce_fallback = counted
     before, losses, norms, metrics = copied(engine), [], [], []
     for step in range(STEPS):
         losses.append(float(engine.train_batch(batches(engine, step))))
@@ -205,6 +213,7 @@ def train(run: Run) -> dict[str, Any]:
         "metrics": metrics,
         "evaluated": float(engine.eval_batch(batches(engine, STEPS))),
         "said": said,
+        "averaged by DeepSpeed": filled,
         "before": before,
         "after": copied(engine),
         "seen": [float(b) for n, b in engine.module.named_buffers() if n.endswith("seen")],
