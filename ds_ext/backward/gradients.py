@@ -8,9 +8,8 @@ it. Without, it skips its own parameter. Either way all ranks do alike.
 """
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +20,13 @@ from ds_ext.backward.reading import GradientReader
 from ds_ext.backward.receivers import Keeping, Measuring, Stepper, Stepping, SteppingMeasured
 from ds_ext.backward.reentrant import Uses
 from ds_ext.backward.rehearsal import Rehearsal
+from ds_ext.backward.results import StepResult, measured
 from ds_ext.backward.runs import Receiver, Run
 from ds_ext.backward.tally import SECOND_GRADIENT, Clipping, Tally
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer, meter, unfit
-
-
-class StepResult(NamedTuple):
-    """How a step ended."""
-
-    norm: float  # of all gradients before clipping; not finite if one of them was not
-    overflow: bool  # whether a gradient was not finite
-    skipped: bool  # whether no parameter was stepped because of that
 
 
 class FusedBackward:
@@ -370,35 +362,8 @@ class FusedBackward:
             names = ", ".join(tally.bad) or "their sum"
             what = "the step is skipped" if skipped else "not updated in this step"
             logger.warning("gradients that are not finite, or too large: %s; %s", names, what)
-        self.metrics = self._measurements(tally, norm)
+        self.metrics = measured(tally, self.optimizer, self.layout, self.skipped_steps)
         return StepResult(norm, tally.overflow, skipped)
-
-    def _measurements(self, tally: Tally, norm: float) -> dict[str, float]:
-        """What ``metrics`` tells of a step."""
-        return {
-            "grad_norm": norm,
-            "clip_coefficient": tally.coefficient,
-            "clipped_fraction": tally.clipped_fraction(),
-            "skipped_parameters": len(tally.bad),
-            "skipped_steps": self.skipped_steps,
-            **self._sizes(),
-            "bytes_sent": self.layout.take_bytes_sent(),
-        }
-
-    def _sizes(self) -> dict[str, float]:
-        """The RMS of updates and of weights by parameter group, if they are measured."""
-        if self.optimizer.meter is None:
-            return {}
-        totals = self.layout.total(self.optimizer.meter.sums().to(self.layout.device))
-        self.optimizer.meter.clear()
-        groups = self.optimizer.param_groups
-        figures = zip(map(_name_of, groups, range(len(groups))), meter.rms(totals), strict=True)
-        return {f"{key}/{name}": value for name, group in figures for key, value in group.items()}
-
-
-def _name_of(group: Mapping[str, Any], number: int) -> str:
-    """What metrics call a group: its name, fit for a file's, or else its number."""
-    return re.sub(r"[^\w.-]+", "_", group.get("name", "")) or str(number)
 
 
 _CANNOT_REPEAT = (
