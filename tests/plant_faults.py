@@ -36,6 +36,38 @@ class Fault(NamedTuple):
 
 ZERO = "distributed/test_zero.py -k "
 FAULTS = (
+    # groups of ranks that hold copies, and sums in two levels
+    Fault(
+        "distributed/placement.py",
+        "if size_of(self.copies) == 1:",
+        "if size_of(self.copies) >= 1:",
+        "distributed/test_copies.py -k one_process and 4-adalomo",
+    ),
+    Fault(
+        "engine/copies.py",
+        "if shards in _of_shards:",
+        "if not shards:",
+        "distributed/test_copies.py -k built",
+    ),
+    Fault(
+        "engine/patches.py",
+        "return original(engine) and not (ours and",
+        "return original(engine) or not (ours and",
+        "distributed/test_copies.py -k checkpoint",
+    ),
+    Fault(
+        "distributed/two_levels.py",
+        "dist.all_reduce(own, group=self.across)",
+        "dist.all_reduce(own, group=self.inside)",
+        "distributed/test_copies.py -k one_process and levels",
+    ),
+    # weights that are gathered in 8 bits
+    Fault(
+        "engine/quantized.py",
+        "[p for p in params if _is_quantized(p) is wanted]",
+        "[p for p in params if (p.numel() >= 0) is wanted]",
+        "distributed/test_eight_bits.py",
+    ),
     # optimizer: gradients that the first round of a step judges
     Fault(
         "optimizer/verdict.py",

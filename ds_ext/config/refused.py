@@ -91,6 +91,7 @@ _SUMMED = (
     "remove it, for a bucket's gradients are summed here by one collective, and DeepSpeed's 4-bit "
     "reduction of one matrix at a time has not been measured."
 )
+_GROUPS = 'remove it: "ds_ext": {"shard_size": n} cuts a model among groups of n ranks.'
 _SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
 
 # (key, what of it goes together with groups of ranks that hold copies)
@@ -111,6 +112,8 @@ _HONOURED = [
     ("zero_optimization.cpu_offload_use_pin_memory", lambda v: False, _OFFLOAD),
     ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
     ("zero_optimization.zero_quantized_gradients", _off, _SUMMED),
+    ("zero_optimization.mics_shard_size", lambda v: v == -1, _GROUPS),
+    ("zero_optimization.mics_hierarchical_params_gather", _off, _REMOVE),
     ("fp16.fp16_master_weights_and_grads", _off, _MASTER),
     ("bf16.bf16_master_weights_and_grads", _off, _MASTER),
     ("bf16.bf16_optimizer_states", _off, _MASTER),

@@ -55,6 +55,8 @@ _SINCE: list[tuple[str, Callable[[Any], bool], tuple[int, ...]]] = [
     ("tensor_parallel.autotp_size", _above_one, (0, 19, 8)),
     ("expert_parallel.enabled", bool, (0, 19, 8)),
     ("zero_optimization.zero_hpz_partition_size", _above_one, (0, 19, 8)),
+    ("ds_ext.shard_size", bool, (0, 19, 8)),
+    ("zero_optimization.zero_quantized_weights", bool, (0, 19, 8)),
     ("managed_gradient_accumulation", lambda value: value is False, (0, 19, 4)),
 ]
 

@@ -10,8 +10,8 @@ from tests.common.choose import params
 from tests.distributed import training, unusual
 from tests.distributed.unusual import COMPILED
 
-# Ranks, rule, parameters of up to so many elements stay gathered.
-HPZ = {"hpz adalomo": (4, "adalomo", 0), "hpz came": (2, "came", 30)}
+# Ranks, rule, parameters of up to so many elements stay gathered, ranks that add up sums first.
+HPZ = {"hpz adalomo": (4, "adalomo", 0, 2), "hpz came": (2, "came", 30, 0)}
 
 
 QUICK = [(case,) for case in COMPILED if case[0] in (None,)]  # at stage 3 it takes 12 s
@@ -28,11 +28,11 @@ def error(after, model, before) -> float:
 @pytest.mark.supports("ZeRO++ hpZ", stage=3, optimizer=lambda name: HPZ[name][1])
 @pytest.mark.parametrize("name", params(HPZ, ["hpz adalomo"]))
 def test_second_copies_of_the_weights_never_go_stale(name):
-    world, rule, persist = HPZ[name]
+    world, rule, persist, inside = HPZ[name]
     reference = training.Reference(training.Training(rule, 3), authors.ordinary)
     for step in range(training.STEPS):
         reference.step(step, world)
-    for rank in worlds.once(world, unusual.second_copies, rule, persist):
+    for rank in worlds.once(world, unusual.second_copies, rule, persist, inside):
         assert error(rank["after"], reference.model, rank["before"]) <= 1e-5
         for held, parts, left, frozen in rank["copies"]:
             assert held > 10 and parts == {world // 2}  # made in forward, of these runs each

@@ -16,7 +16,7 @@ from tests.distributed import training
 from tests.distributed.training import Training
 
 
-def second_copies(rule: str, persist: int) -> dict[str, Any]:
+def second_copies(rule: str, persist: int, inside: int = 0) -> dict[str, Any]:
     """ZeRO++ hpZ on two "hosts" of two ranks: training, a checkpoint on the way, frozen layers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     run = Training(rule, 3)
@@ -26,6 +26,7 @@ def second_copies(rule: str, persist: int) -> dict[str, Any]:
         "zero_hpz_partition_size": 2,
         "stage3_param_persistence_threshold": persist,
     }
+    config["ds_ext"] |= {"sum_group_size": inside}
     optimizer = OPTIMIZERS[rule](model.parameters(), **run.hypers)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     before, copies = whole(model), []
