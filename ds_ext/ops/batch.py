@@ -21,7 +21,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.sources import Kept, Source
 from ds_ext.ops.triton import devices
 from ds_ext.ops.triton.known import KnownSums
-from ds_ext.ops.triton.passes import Squares
+from ds_ext.ops.triton.launcher import Squares
 from ds_ext.ops.triton.passes import Table as KernelTable
 
 Pointers: TypeAlias = NDArray[np.int64]

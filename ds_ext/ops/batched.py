@@ -29,7 +29,7 @@ from ds_ext.ops.lazy import Quotient, Scaled
 from ds_ext.ops.native import table
 from ds_ext.ops.sources import Number, Source, source_of
 from ds_ext.ops.triton import devices
-from ds_ext.ops.triton.passes import Squares
+from ds_ext.ops.triton.launcher import Squares
 from ds_ext.ops.triton.passes import Table as KernelTable
 
 Op = TypeVar("Op", bound=Callable[..., Any])

@@ -22,7 +22,7 @@ def _of_tiles(named: Mapping[str, Any]) -> Shape:
 
 def _of_recalled(named: Mapping[str, Any]) -> Shape:
     """Of a program for each parameter, which reads tiles where it must."""
-    return {"TR": sizes.TR, "TC": sizes.TC, "LONG": sizes.LONG}, sizes.WARPS
+    return {"TR": sizes.TR, "TC": sizes.TC, "LONG": sizes.TILES}, sizes.WARPS
 
 
 def _of_numbers(named: Mapping[str, Any]) -> Shape:
