@@ -223,7 +223,9 @@ class FusedBackward:
         """
         if self.is_replaced:
             return
-        self.optimizer.take_back(self.tally.left_alone())
+        if self.tally.told:
+            self.buckets.beside.join()
+            self.optimizer.take_back(self.tally.left_alone())
         stepped = self.tally.stepped and self.tally.used_up.intersection(params)
         if stepped and self.layout.is_first:
             logger.warning(_STEPPED, len(stepped), len(self.optimizer.group_of))

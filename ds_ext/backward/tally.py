@@ -56,11 +56,12 @@ class Tally:
     bad: list[str] = field(default_factory=list)  # names of the parameters of such gradients
     suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
     told: Told | None = None  # what kernels have found, until it is read
+    told_square: float = 0.0  # of gradients that they have judged by sums of squares, on all ranks
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has come."""
-        return self.square is None and not self.told
+        return self.square is None and not self.told and not self.told_square
 
     def told_by(self, optimizer: RuleOptimizer) -> Told:
         """What the kernels that step for an optimizer tell in this step."""
@@ -161,7 +162,7 @@ class Tally:
             wanted = [self.reader.layout.total(self.square)]
         left, square = self._read(wanted)
         if self.norm is None:
-            self.norm = math.sqrt(square)
+            self.norm = math.sqrt(square + self.told_square)
         return left
 
     def left_alone(self) -> list[Tensor]:
@@ -169,7 +170,7 @@ class Tally:
         return self._read([])[0]
 
     def _read(self, squares: list[Tensor]) -> tuple[list[Tensor], float]:
-        """What kernels have left alone; the sum of squares that they found, and of given ones."""
+        """What kernels have left alone, once they have told; the sum of given squares."""
         told, self.told = self.told, None
         if not told:
             return [], sum(x.item() for x in squares)
@@ -177,7 +178,8 @@ class Tally:
         self.bad += map(self.reader.layout.name, found.bad)
         self.overflow |= bool(found.bad)
         self.stepped -= len(found.bad)
-        return found.bad, sum(numbers) + found.square / self.coefficient**2
+        self.told_square += found.square / self.coefficient**2
+        return found.bad, sum(numbers)
 
     def clipped_fraction(self) -> float:
         """Elements that were bounded, of all; or 1 where gradients were scaled, else 0."""
