@@ -132,6 +132,6 @@ class Stage(Layout):
         A rule's sums are added up in an order that depends on what travels with them: that has to
         be the same on all stages that step a weight.
         """
-        tied = {p for tie in self.ties for p in tie.params}
-        alone = [[p for p in tie.params if p in set(params)] for tie in self.ties]
+        given, tied = {*params}, {p for tie in self.ties for p in tie.params}
+        alone = [[p for p in tie.params if p in given] for tie in self.ties]
         return [[p for p in params if p not in tied], *alone]

@@ -1,9 +1,10 @@
 """The optimizer that a DeepSpeed config names, over the engine's parameters."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 from ds_ext.engine import pipeline
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape
@@ -12,6 +13,8 @@ from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.optimizer.param_groups import Grouped, ParamGroup
 from ds_ext.rules import REGISTRY
+
+Names: TypeAlias = Mapping[Tensor, str]
 
 
 def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleOptimizer:
@@ -28,17 +31,17 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleO
     params = _ungrouped(engine, params)
     optimizer_type = OPTIMIZERS[name]
     model = ModelView(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
-    told = engine.optimizer_params() or {}
+    names: Names = engine.param_names
     if pipeline.is_pipeline(engine):
         model = pipeline.whole_model(model)
         params = pipeline.whole_params(model, params)
-        made = param_groups.of_config(REGISTRY[name], told, model, params)
-        made = made._replace(groups=pipeline.of_stage(model, made.groups))
-    else:
-        made = param_groups.of_config(REGISTRY[name], told, model, params)
-    for line in _report(engine, optimizer_type.__name__, made):
+        names = model.names
+    told = engine.optimizer_params() or {}
+    made = param_groups.of_config(REGISTRY[name], told, model, params)
+    for line in _report(names, optimizer_type.__name__, made):
         log(line)
-    return optimizer_type(made.groups, **made.hypers)
+    groups = pipeline.of_stage(made.groups) if pipeline.is_pipeline(engine) else made.groups
+    return optimizer_type(groups, **made.hypers)
 
 
 def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
@@ -49,18 +52,18 @@ def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
     return [p for p in engine.param_names if p in given]
 
 
-def _report(engine: DeepSpeedEngine, optimizer: str, made: Grouped) -> Iterator[str]:
+def _report(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
     """What the log says of the groups that a config makes: how which parameters are stepped."""
     decay = made.hypers["weight_decay"]
     if decay and any(group.get("weight_decay") == 0 for group in made.groups):
-        decayed = _names(engine, (g for g in made.groups if g.get("weight_decay", decay)))
-        others = _names(engine, (g for g in made.groups if not g.get("weight_decay", decay)))
+        decayed = _summary(names, (g for g in made.groups if g.get("weight_decay", decay)))
+        others = _summary(names, (g for g in made.groups if not g.get("weight_decay", decay)))
         yield f"weight decay {decay} on: {decayed}; no weight decay on: {others}"
     kinds = [_kind(group, optimizer) for group in made.groups]
     if len({*kinds}) > 1:
         for kind in dict.fromkeys(kinds):
             alike = (g for g, own in zip(made.groups, kinds, strict=True) if own == kind)
-            yield f"{kind} on: {_names(engine, alike)}"
+            yield f"{kind} on: {_summary(names, alike)}"
 
 
 def _kind(group: ParamGroup, optimizer: str) -> str:
@@ -69,6 +72,6 @@ def _kind(group: ParamGroup, optimizer: str) -> str:
     return ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
 
 
-def _names(engine: DeepSpeedEngine, groups: Iterable[ParamGroup]) -> str:
+def _summary(names: Names, groups: Iterable[ParamGroup]) -> str:
     params = (p for group in groups for p in group["params"] if p.requires_grad)
-    return summary(engine.param_names[p] for p in params)
+    return summary(names[p] for p in params)

@@ -71,8 +71,6 @@ class Told(NamedTuple):
     """What a stage tells of one of its parameters."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     is_trained: bool
     dims: int
     decays: bool
@@ -85,10 +83,15 @@ class WholeModel(ModelView):
 
     told: Mapping[Tensor, Told] = field(default_factory=dict)
 
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """The name of each parameter."""
+        return {p: told.name for p, told in self.told.items()}
+
     @functools.cached_property
     def owners(self) -> dict[Tensor, tuple[str, nn.Module]]:
         """The name of each parameter; for a module of another stage stands the model."""
-        return {p: (told.name, self.module) for p, told in self.told.items()}
+        return {p: (name, self.module) for p, name in self.names.items()}
 
     def dims(self, param: Tensor) -> int:
         """The dimensions of a parameter, of one expert where it stacks them."""
@@ -108,36 +111,19 @@ def whole_model(own: ModelView) -> WholeModel:
 
     Args:
         own: the view of the stage.
-
-    Raises:
-        ValueError: stages differ in a parameter that they share.
     """
     params = {name: p for p, (name, _) in own.owners.items()}
     mine = [
-        Told(
-            name,
-            tuple(p.shape),
-            p.dtype,
-            p.requires_grad,
-            own.dims(p),
-            own.decays(p),
-            own.role(p),
-        )
+        Told(name, p.requires_grad, own.dims(p), own.decays(p), own.role(p))
         for name, p in params.items()
     ]
-    found: dict[str, Told] = {}
-    for told in (told for of_rank in consensus.gathered(mine) for told in of_rank):
-        if found.setdefault(told.name, told)[:4] != told[:4]:
-            raise ValueError(
-                f"{told.name} is tied, and its stages differ in its shape, dtype or requires_grad: "
-                f"{found[told.name]} and {told}. Make them alike."
-            )
-    ordered = {name: found[name] for name in in_order([list(found)])}
-    stand_in = functools.partial(nn.Parameter, requires_grad=False)
-    told_of = {
-        params[name] if name in params else stand_in(torch.empty(t.shape, device="meta")): t
-        for name, t in ordered.items()
-    }
+    found = {told.name: told for of_rank in consensus.gathered(mine) for told in of_rank}
+    told_of: dict[Tensor, Told] = {}
+    for name in in_order([list(found)]):
+        param = params.get(name)
+        if param is None:
+            param = nn.Parameter(torch.empty(0, device="meta"), found[name].is_trained)
+        told_of[param] = found[name]
     return WholeModel(own.module, own.linears, own.embeddings, own.shape, told_of)
 
 
@@ -162,8 +148,7 @@ def whole_params(model: WholeModel, params: Sequence[Any]) -> list[Any]:
     others = [x for x in params if not isinstance(x, dict)]
     keys = [_keys(group) for group in groups]
     given = [*(list(group["params"]) for group in groups), others]
-    names = [[model.owners[p][0] for p in some] for some in given]
-    merged = _merged(keys, names)
+    merged = _merged(keys, given, model.names)
     if merged is None:
         raise ValueError(
             "the stages of a PipelineModule were given different param groups: give each the same "
@@ -179,15 +164,26 @@ def _keys(group: ParamGroup) -> dict[str, Any]:
     return {key: group[key] for key in sorted(group.keys() - {"params"})}
 
 
-def _merged(keys: list[dict[str, Any]], names: list[list[str]]) -> list[list[str]] | None:
-    """The names of each group on all stages; None if these have different keys."""
-    everyone = consensus.gathered((repr(keys), names))
+def _merged(
+    keys: list[dict[str, Any]], params: list[list[Tensor]], names: Mapping[Tensor, str]
+) -> list[list[str]] | None:
+    """The names of each group on all stages; None if these have different keys.
+
+    Raises ValueError on all ranks for a parameter that is not among ``names``.
+    """
+
+    def named() -> list[list[str]]:
+        if any(p not in names for some in params for p in some):
+            raise ValueError("a parameter to be stepped is not part of the PipelineModule.")
+        return [[names[p] for p in some] for some in params]
+
+    everyone = consensus.gathered((repr(keys), consensus.together(named, ValueError)))
     if len({theirs for theirs, _ in everyone}) > 1:
         return None
     return [in_order(some) for some in zip(*(own for _, own in everyone), strict=True)]
 
 
-def of_stage(model: WholeModel, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
     """Returns groups of a whole model with the parameters of this stage, of which may be none."""
     return [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in groups]
 
@@ -213,15 +209,15 @@ def number(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     Raises:
         ValueError: the stages have different param groups.
     """
-    names = engine.param_names
-    own = [[plain(names[p]) for p in group["params"]] for group in optimizer.param_groups]
-    merged = _merged([_keys(group) for group in optimizer.param_groups], own)
+    names = {p: plain(name) for p, name in engine.param_names.items()}
+    groups = optimizer.param_groups
+    merged = _merged(list(map(_keys, groups)), [group["params"] for group in groups], names)
     if merged is None:
         raise ValueError(
             "the stages of a PipelineModule have optimizers with different param groups: name the "
             'optimizer in the config ("optimizer": {"type": ...}), which makes the same for all.'
         )
-    optimizer.number_among({p: plain(name) for p, name in names.items()}, merged)
+    optimizer.number_among(names, merged)
 
 
 # Where parameters lie.
@@ -265,10 +261,17 @@ def _ties(module: PipelineModule) -> list[Tie]:
 
 
 def _weights(names: Mapping[Tensor, str]) -> list[Weight]:
-    """The parameters of all stages."""
-    own = [Weight(name, p.numel(), p.dtype) for p, name in names.items()]
-    found = {weight.name: weight for some in consensus.gathered(own) for weight in some}
-    return [found[name] for name in in_order([list(found)])]
+    """The parameters of all stages. Raises ValueError if stages differ in one that is tied."""
+    own = [(Weight(name, p.numel(), p.dtype), p.requires_grad) for p, name in names.items()]
+    found: dict[str, tuple[Weight, bool]] = {}
+    for told in (told for of_rank in consensus.gathered(own) for told in of_rank):
+        name = told[0].name
+        if found.setdefault(name, told) != told:
+            raise ValueError(
+                f"{name} is tied, and its stages differ in its size, dtype or requires_grad: make "
+                "them alike."
+            )
+    return [found[name][0] for name in in_order([list(found)])]
 
 
 # Files.

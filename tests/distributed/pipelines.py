@@ -284,13 +284,17 @@ def faulty(run: Run, stage: int, data: int) -> dict[str, Any]:
     }
 
 
+def zero(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}}
+
+
 def refusals() -> dict[str, str]:
     """What is told of pipelines that ds_ext does not train, at ``initialize``."""
     model = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
     fused = {"ds_ext": {"gradient_policy": "fused"}}
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "stage 2": ({"zero_optimization": {"stage": 2}}, {"num_stages": 2}),
-        "stage 3": ({"zero_optimization": {"stage": 3}}, {"num_stages": 2}),
+        "stage 2": (zero(2), {"num_stages": 2}),
+        "stage 3": (zero(3), {"num_stages": 2}),
         "fused": (fused, {"num_stages": 2}),
         "model axis": ({}, {"topology": model}),
         "key": ({"optimizer": {"type": "AdaLomo", "params": {"lrr": 1}}}, {"num_stages": 2}),
@@ -304,9 +308,13 @@ def refusals() -> dict[str, str]:
             {"num_stages": 2},
         ),
     }
+    cases["tied"] = ({}, {"num_stages": 2})
+    cases["copies"] = ({"ds_ext": {"shard_size": 1}} | zero(1), {"num_stages": 1})
     told = {}
     for name, (more, how) in cases.items():
         net = PipelineModule(specs(), loss_fn=loss, partition_method="uniform", **how)
+        if name == "tied":
+            net.tied_modules["tokens"].weight.requires_grad_(net.stage_id == 0)
         config = {
             "train_micro_batch_size_per_gpu": 3,
             "optimizer": {"type": "AdaLomo", "params": {}},
