@@ -41,7 +41,7 @@ FAULTS = (
         "distributed/placement.py",
         "if size_of(self.copies) == 1:",
         "if size_of(self.copies) >= 1:",
-        "distributed/test_copies.py -k one_process and 4-adalomo",
+        "distributed/test_copies.py -k 'one_process and 4-adalomo'",
     ),
     Fault(
         "engine/copies.py",
@@ -59,7 +59,7 @@ FAULTS = (
         "distributed/two_levels.py",
         "dist.all_reduce(own, group=self.across)",
         "dist.all_reduce(own, group=self.inside)",
-        "distributed/test_copies.py -k one_process and levels",
+        "distributed/test_copies.py -k 'one_process and levels'",
     ),
     # weights that are gathered in 8 bits
     Fault(
