@@ -128,6 +128,15 @@ def read(original: Method, config: DeepSpeedConfig, *args: Any, **kwargs: Any) -
 
 
 @replaces(DeepSpeedEngine)
+def _configure_with_arguments(
+    original: Method, engine: DeepSpeedEngine, args: Any, mpu: Any
+) -> None:
+    sequences.forget()
+    engine._ds_ext_mpu = mpu  # in the place of which AutoTP puts its own
+    original(engine, args, mpu)
+
+
+@replaces(DeepSpeedEngine)
 def _is_supported_optimizer(original: Method, engine: DeepSpeedEngine, name: str) -> Any:
     with tracebacks.shown_once():
         names.refuse_unknown(name)
@@ -141,10 +150,9 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
         refusals.agree_on_stages(engine, model)
     else:
         consensus.agree(refusals.facts(engine, model))
-    sequences.forget()
     if refusals.is_ours(engine):
         with tracebacks.shown_once():
-            sequences.complete(engine, getattr(engine, "_ds_ext_mpu", engine.mpu))
+            sequences.complete(engine, engine._ds_ext_mpu)
     owners.check_finished(model.parameters())
     with explained():
         original(engine, model)
@@ -209,16 +217,6 @@ if hasattr(DeepSpeedEngine, "_configure_expert_parallel"):  # DeepSpeed 0.18 has
     def _configure_expert_parallel(original: Method, *args: Any, **kwargs: Any) -> Any:
         with output_recorders.readable_by_name():
             return original(*args, **kwargs)
-
-
-if hasattr(DeepSpeedEngine, "_configure_tensor_parallel_states"):
-
-    @replaces(DeepSpeedEngine)
-    def _configure_tensor_parallel_states(
-        original: Method, engine: DeepSpeedEngine, model: Any
-    ) -> None:
-        engine._ds_ext_mpu = engine.mpu  # in the place of which AutoTP puts its own
-        original(engine, model)
 
 
 # Learning-rate schedulers.

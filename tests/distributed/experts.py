@@ -177,7 +177,7 @@ def start(run: Run, model: nn.Module, stage: int | None, ep: int):
         plan = {"use_default_specs": False, "layer_specs": LAYERS}
         made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
     if run.sequence > 1:
-        made |= {"sequence_parallel_size": run.sequence, "data_parallel_size": 2}
+        made["sequence_parallel_size"] = run.sequence
     return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
 
 
@@ -221,6 +221,20 @@ def recorded(kind: str) -> list[tuple[int, ...]]:
     with torch.no_grad():
         seen = engine(input_ids=tokens, output_router_logits=True, use_cache=False).router_logits
     return [tuple(logits.shape) for logits in seen]
+
+
+def refusals() -> list[str]:
+    """What is said of experts beside divided sequences at stage 3, and beside both."""
+    told = []
+    for run in (
+        Run("mixtral", "lomo", 3, 4, ep=2, sequence=2),
+        Run("divided", "lomo", 1, 4, ep=2, tensor=2, sequence=2),
+    ):
+        try:
+            start(run, make(run.kind), run.stage, run.ep)
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
 def streams_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

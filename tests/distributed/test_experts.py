@@ -71,3 +71,9 @@ def test_routers_are_recorded_after_autoep_has_replaced_them(kind):
     """DeepSpeed 0.19.8 by itself ends in a TypeError with transformers 5.23."""
     for shapes in worlds.once(2, experts.recorded, kind):
         assert shapes == [(6, 4)] * 2  # tokens and experts, of each layer
+
+
+def test_experts_beside_too_much_are_refused_on_every_rank():
+    for stage3, both in worlds.once(4, experts.refusals):
+        assert stage3.startswith("zero_optimization.stage = 3: DeepSpeed does not partition")
+        assert "tensor_parallel.autotp_size or sequence_parallel_size" in both
