@@ -244,8 +244,8 @@ FAULTS = (
     # backward: gradients on their way
     Fault(
         "backward/reduction.py",
-        "(found >= _BAD).unbind()",
-        "(found > 4 * _BAD).unbind()",
+        "(found > verdict.ARE_GOOD).unbind()",
+        "(found > 8 * verdict.ARE_GOOD).unbind()",
         ZERO + "not_finite",
     ),
     Fault(
