@@ -147,10 +147,8 @@ def _refuse_cut_twice(model: nn.Module, param_groups: Iterable[Any]) -> None:
         param, ranks = _in_place(own), own.mesh_info.shard_mesh_size
         name = f"{names.get(own._module_info.module)}.{own._module_info.param_name}"
         other = seen.setdefault(param, name)
-        if (
-            other != name
-            and own.padded_sharded_param_size.numel() * ranks != own._orig_size.numel()
-        ):
+        is_padded = own.padded_sharded_param_size.numel() * ranks != own._orig_size.numel()
+        if other != name and is_padded:
             raise ValueError(
                 f"{name} is tied to {other}, and fully_shard has cut both: as {ranks} ranks "
                 "cannot divide its rows evenly, FSDP2 would keep old values of one. Pad the "

@@ -105,7 +105,7 @@ def trainer_of(folder: str, run: Run, vocab: int = EVEN, **more: Any) -> Sequent
         args=arguments,
         train_dataset=data(),
         optimizer_cls_and_kwargs=(rule, {"lr": run.all_arguments["learning_rate"]}),
-        callbacks=[ds_ext.FuseCallback(bucket_size=5000)] if run.is_fused else [],
+        callbacks=[ds_ext.FuseCallback(bucket_size=100)] if run.is_fused else [],
     )
 
 
