@@ -29,16 +29,17 @@ class Cut(NamedTuple):
 _of_shards: dict[Any, Cut] = {}  # those that were made, by their first group
 
 
-def shard_size(config: Any) -> int:
+def shard_size(config: Any, mpu: Any = None) -> int:
     """Returns how many ranks hold one copy by a DeepSpeed config; 0: all.
 
     Args:
         config: a dictionary, the path of a file, or None.
+        mpu: what DeepSpeed is told of model parallelism.
     """
     if config is None:
         return 0
     if not isinstance(config, dict):
-        config = DeepSpeedConfig(config)._param_dict
+        config = DeepSpeedConfig(config, mpu)._param_dict
     return gradients.section_of(config).shard_size
 
 
@@ -62,9 +63,9 @@ def cut(group: Group, size: int) -> Cut:
     return made
 
 
-def group_for(config: Any) -> Group:
+def group_for(config: Any, mpu: Any) -> Group:
     """Returns the ranks among which ``zero.Init`` is to cut by a config, None for all."""
-    size = shard_size(config)
+    size = shard_size(config, mpu)
     if not size:
         return None
     deepspeed.init_distributed()  # as zero.Init does

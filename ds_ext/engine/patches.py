@@ -386,7 +386,7 @@ def cut(original: Method, *args: Any, **kwargs: Any) -> None:
     is_named = given.get("data_parallel_group") or given.get("sequence_data_parallel_group")
     if not is_named and given.get("enabled", True):
         config = given.get("config_dict_or_path") or given.get("config")
-        given["data_parallel_group"] = copies.group_for(config)
+        given["data_parallel_group"] = copies.group_for(config, given.get("mpu"))
     original(**given)
 
 

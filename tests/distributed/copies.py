@@ -1,6 +1,8 @@
 """ZeRO among groups of ranks that hold copies: jobs of test_copies.py, on real ranks."""
 
+import json
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,8 +167,11 @@ def built() -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     run = Training("adalomo", 3, extra=cut(2))
     torch.manual_seed(rank)
-    with deepspeed.zero.Init(config_dict_or_path=training.config(run)):
-        model = models.Zoo()
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(training.config(run), file)
+        file.flush()
+        with deepspeed.zero.Init(config_dict_or_path=file.name):
+            model = models.Zoo()
     first = whole(model)
     for modifier in (0, 3, 1):
         with deepspeed.zero.GatheredParameters(model.up.weight, modifier_rank=modifier):
