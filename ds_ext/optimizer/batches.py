@@ -228,8 +228,7 @@ class BatchedStep:
     def tell(self, by: verdicts.Verdict, told: verdict.Told | None, is_square: bool) -> None:
         """Lets the device note what it judges by, for the host to read when the step ends."""
         assert told is not None, "nobody would be told of gradients that are judged on a device"
-        numbers = [piece.number for piece in self.group.pieces]
-        at = told.places(self.params, numbers, by.most, is_square, self.batch.device)
+        at = told.places(self.params, by.most, is_square, self.batch.device)
         cast(KernelTable, self.batch.own).tell(by, at)
 
     def drop(self, good: NDArray[np.bool_]) -> bool:

@@ -51,7 +51,7 @@ class Told:
     The host reads it once, when the step ends.
 
     Args:
-        count: of the optimizer's parameters, by whose numbers results are kept.
+        count: how many parameters may be judged.
     """
 
     def __init__(self, count: int) -> None:
@@ -65,7 +65,6 @@ class Told:
     def places(
         self,
         params: Sequence[Tensor],
-        numbers: Sequence[int],
         most: NDArray[np.float32],
         is_square: bool,
         device: torch.device,
@@ -73,17 +72,17 @@ class Told:
         """Returns where passes are to write what they judge gradients by, [n].
 
         Args:
-            params: of the gradients.
-            numbers: of the parameters.
+            params: of the gradients; experts of a stack have one.
             most: what is good at most, [n].
             is_square: whether they are judged by sums of squares, of which the norm is made.
             device: where they are stepped.
         """
         if device not in self._values:
             self._values[device] = torch.zeros(self.count, dtype=torch.float32, device=device)
-        for param, number, bound in zip(params, numbers, most.tolist(), strict=True):
-            self._bounds[param] = number, device, bound, is_square
-        return Addresses(self._values[device], 4 * np.array(numbers, dtype=np.int64))
+        for param, bound in zip(params, most.tolist(), strict=True):
+            self._bounds.setdefault(param, (len(self._bounds), device, bound, is_square))
+        places = [self._bounds[param][0] for param in params]
+        return Addresses(self._values[device], 4 * np.array(places, dtype=np.int64))
 
     def read(self, *beside: Tensor) -> tuple[Found, list[float]]:
         """Waits for the device -> what it has found, and other numbers [] that are there."""
@@ -93,8 +92,8 @@ class Told:
         read = torch.cat([x.to(first, torch.float64) for x in parts]).tolist()
         ends = {device: len(beside) + i * self.count for i, device in enumerate(devices)}
         square, bad = 0.0, []
-        for param, (number, device, most, is_square) in self._bounds.items():
-            value = read[ends[device] + number]
+        for param, (place, device, most, is_square) in self._bounds.items():
+            value = read[ends[device] + place]
             is_good = value <= most
             if not is_good:
                 bad.append(param)
