@@ -92,8 +92,8 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     """Makes HF Trainer step a model that FSDP2 has cut inside backward, without DeepSpeed.
 
     ``Trainer(..., optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": 5e-4}),
-    callbacks=[ds_ext.FuseCallback()])``, where accelerate or transformers applies FSDP2; or in one
-    process. Trainer's ``max_grad_norm`` and ``gradient_accumulation_steps`` are honoured exactly.
+    callbacks=[ds_ext.FuseCallback()])``, where accelerate or transformers applies FSDP2. Trainer's
+    ``max_grad_norm`` and ``gradient_accumulation_steps`` are honoured exactly.
 
     Args:
         gradient_policy: as of ``fuse_into_backward``. None: "sharded" where ``max_grad_norm``
@@ -102,8 +102,8 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         bucket_size: as of ``fuse_into_backward``, elements.
 
     Raises:
-        ValueError: when training begins, if the ranks' model is not cut by FSDP2, or clipping
-            would need a second backward pass.
+        ValueError: when training begins, if the model is not cut by FSDP2, or clipping would need
+            a second backward pass.
         TypeError: the optimizer is none of ds_ext.
     """
 
@@ -134,9 +134,9 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
 
 def _check_trainer(args: Any, model: Any, policy: str) -> None:
     """Raises ValueError for what Trainer's arguments make impossible."""
-    if args.world_size > 1 and not fully_shard.cuts(model):
+    if not fully_shard.cuts(model):
         raise ValueError(
-            "ds_ext.FuseCallback: several ranks train a model that FSDP2 has not cut. Set "
+            "ds_ext.FuseCallback: this Trainer trains a model that FSDP2 has not cut. Set "
             'fsdp_config={"version": 2, ...} of TrainingArguments or fsdp_version: 2 of '
             "accelerate's config, or load the model with distributed_config=...; or use DeepSpeed."
         )
