@@ -437,3 +437,9 @@ def test_groups_of_ranks_shorten_rounds_by_rings_and_change_little_by_trees(monk
     for key, number in messages.items():
         assert ring[key] == pytest.approx(number * one, rel=1e-3)
     assert ring[64, 8] < ring[64, "at once"] < ring["all", "at once"] / 4
+
+
+def test_all_that_is_judged_can_be_counted_and_drawn():
+    assert set(outlook.JUDGED) <= set(giants.STEPS)
+    assert len(scale.COLORS) == len(outlook.JUDGED)
+    assert len(scale.STYLES) >= len(giants.MODELS)
