@@ -126,6 +126,18 @@ FAULTS = (
     ),
     # optimizer: gradients that the first round of a step judges
     Fault(
+        "ops/triton/kernels/run.py",
+        "if number(t, FOUND) <= number(t, MOST):",
+        "if number(t, FOUND) == number(t, FOUND):",
+        "unit/test_device_verdict.py -k come",
+    ),
+    Fault(
+        "optimizer/rule_optimizer.py",
+        "self._plans.forget_sums(params)",
+        "pass",
+        "unit/test_device_verdict.py -k come",
+    ),
+    Fault(
         "optimizer/verdict.py",
         "good = found.numpy() <= step.most()",
         "good = own.numpy() <= step.most()",
