@@ -224,10 +224,14 @@ class Buckets:
             return
         with self.beside.work():
             runs = sent.arrived()
-            for param in [p for p in runs if p in sent.in_parts]:  # in the order of all ranks
-                self._hold(param, runs.pop(param))
+            if not runs:
+                return
+            receiver = self._find_receiver()
+            if not receiver.adds_up:
+                for param in [p for p in runs if p in sent.in_parts]:  # in the order of all ranks
+                    self._hold(param, runs.pop(param))
             if runs:
-                self._find_receiver().receive(runs)
+                receiver.receive(runs)
 
     def finish(self) -> None:
         """Ends a backward pass: delivers what waits on any rank, and what came in parts."""

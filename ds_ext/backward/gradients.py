@@ -91,6 +91,7 @@ class FusedBackward:
 
     def remove(self) -> None:
         """Takes the hooks off the parameters, the modules and the optimizer."""
+        self._take_back()
         self.buckets.remove()
         owners.release(self.layout.names, self)
         if self.optimizer.fused is self.layout.names:
@@ -105,6 +106,7 @@ class FusedBackward:
 
     def give_way(self) -> None:
         """Takes the hooks off the parameters and modules; to step by them is an error then."""
+        self._take_back()
         self.is_replaced = True
         self.leave()
         owners.release(self.layout.names, self)
@@ -223,9 +225,7 @@ class FusedBackward:
         """
         if self.is_replaced:
             return
-        if self.tally.told:
-            self.buckets.beside.join()
-            self.optimizer.take_back(self.tally.left_alone())
+        self._take_back()
         stepped = self.tally.stepped and self.tally.used_up.intersection(params)
         if stepped and self.layout.is_first:
             logger.warning(_STEPPED, len(stepped), len(self.optimizer.group_of))
@@ -242,6 +242,12 @@ class FusedBackward:
             self.optimizer.meter.clear()
         self.discarded(had_begun)
 
+    def _take_back(self) -> None:
+        """Waits for what kernels have found, and takes back the steps that they did not take."""
+        if self.tally.told:
+            self.buckets.beside.join()
+            self.optimizer.take_back(self.tally.left_alone())
+
     def clipped_norm(self, params: Collection[Tensor], asked: Mapping[str, Any]) -> Tensor | None:
         """The norm of all gradients since the last step, before clipping; all ranks call it.
 
@@ -251,18 +257,27 @@ class FusedBackward:
 
         Returns:
             The norm, []; None if the step clips by something else, or other parameters.
+
+        Raises:
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is asked for.
         """
         max_norm = float(asked.get("max_norm", math.nan))
         is_same = max_norm in (self.how.max_norm, math.inf)
         if self.is_replaced or not is_same or float(asked.get("norm_type", 2)) != 2:
             return None
         trained = self.buckets.trained.intersection(self.optimizer.group_of)
-        return self.norm_so_far() if trained.issubset(params) else None
+        if not trained.issubset(params):
+            return None
+        norm = self.norm_so_far()
+        if asked.get("error_if_nonfinite") and not norm.isfinite():
+            raise RuntimeError(_NOT_FINITE)
+        return norm
 
     @torch.no_grad()
     def norm_so_far(self) -> Tensor:
         """Returns the 2-norm of all gradients since the last step, []; all ranks call it."""
         self.finish()
+        self._take_back()
         tally = self.tally
         if tally.kept:
             tally = Tally(self.reader)
@@ -270,7 +285,8 @@ class FusedBackward:
         if tally.norm is not None:
             return torch.tensor(tally.norm, dtype=torch.float64, device=self.layout.device)
         square = torch.zeros((), dtype=torch.float64, device=self.layout.device)
-        return self.layout.total(square if tally.square is None else tally.square).sqrt()
+        total = self.layout.total(square if tally.square is None else tally.square)
+        return (total + tally.told_square).sqrt()
 
     def leaf(self, param: Tensor) -> Tensor:
         """What stands for a parameter in the graph of a loss."""
@@ -290,6 +306,7 @@ class FusedBackward:
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
         """Begins a step, with runs of gradients of earlier micro-batches."""
+        self._take_back()
         self.buckets.discard()
         self.tally = Tally(self.reader)
         for param, values in kept.items():
@@ -368,6 +385,10 @@ class FusedBackward:
         return StepResult(norm, tally.overflow, skipped)
 
 
+_NOT_FINITE = (
+    "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. Parameters "
+    "of such gradients are left as they are by the step: without it training goes on."
+)
 _CANNOT_REPEAT = (
     "writes, in backward, to what its forward pass saved, as fused losses do (Liger's linear "
     "cross-entropy) whose result is multiplied by anything but 1. Another backward pass, which "

@@ -94,6 +94,8 @@ class Stepper:
 class Stepping:
     """Steps parameters by gradients that nobody measured before, but for those that are bad."""
 
+    adds_up = False
+
     def __init__(self, stepper: Stepper, tally: Tally) -> None:
         self.stepper, self.tally = stepper, tally
 
@@ -116,6 +118,8 @@ class Stepping:
 class SteppingMeasured:
     """Steps parameters by gradients that an earlier pass has measured: all of them, or none."""
 
+    adds_up = False
+
     def __init__(self, stepper: Stepper, tally: Tally) -> None:
         self.stepper, self.tally = stepper, tally
 
@@ -132,6 +136,8 @@ class SteppingMeasured:
 class Measuring:
     """Takes the norm of gradients, and nothing else."""
 
+    adds_up = False
+
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
 
@@ -147,6 +153,8 @@ class Measuring:
 
 class Keeping:
     """Adds gradients to those that wait for the step, in ``dtype``, None for the accumulator's."""
+
+    adds_up = True
 
     def __init__(self, tally: Tally, dtype: torch.dtype | None) -> None:
         self.kept, self.dtype = tally.kept, dtype

@@ -68,7 +68,7 @@ class Reduction:
             bad: dict[Tensor, Tensor] = {}
             unused: set[Tensor] = set()
             if is_read:
-                found = votes.cpu() if told is None else told()
+                found = (votes.cpu() if told is None else told()).float()  # fp16 has no ARE_GOOD
                 bad = dict(zip(asked, (found > verdict.ARE_GOOD).unbind(), strict=True))
                 used = dict(zip(asked, found.tolist(), strict=True))
                 unused = {p for p in asked if p in self.together and not used[p]}

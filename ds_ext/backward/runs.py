@@ -48,6 +48,8 @@ NOBODY = Voters()
 class Receiver(Protocol):
     """Takes the runs of a backward pass, a bucket at a time, alike on all ranks."""
 
+    adds_up: bool  # whether it takes a gradient in parts
+
     def voters(self, params: Sequence[Tensor]) -> Voters:
         """Those of a bucket's parameters on whose gradients ranks are to vote."""
 

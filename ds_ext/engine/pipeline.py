@@ -122,7 +122,8 @@ def whole_model(own: ModelView) -> WholeModel:
     for name in in_order([list(found)]):
         param = params.get(name)
         if param is None:
-            param = nn.Parameter(torch.empty(0, device="meta"), found[name].is_trained)
+            absent = torch.empty(0, dtype=torch.float32, device="meta")
+            param = nn.Parameter(absent, found[name].is_trained)
         told_of[param] = found[name]
     return WholeModel(own.module, own.linears, own.embeddings, own.shape, told_of)
 

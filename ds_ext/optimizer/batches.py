@@ -182,8 +182,8 @@ class BatchedStep:
         p = replace(p, known=self.group.known)
         if self.meter is not None:
             self.sums = [
-                self.meter.sums_of(self.group.row, run, self.updates[piece.at].num_replicas)
-                for run, piece in zip(self.runs.tensors, self.group.pieces, strict=True)
+                self.meter.sums_of(x.number, self.group.row, run, self.updates[x.at].num_replicas)
+                for run, x in zip(self.runs.tensors, self.group.pieces, strict=True)
             ]
             p = replace(p, measured=self._measured())
         step: lockstep.Rule = self.rule.step(
@@ -233,6 +233,9 @@ class BatchedStep:
 
     def drop(self, good: NDArray[np.bool_]) -> bool:
         """Leaves parameters as they were before the step, but for some -> whether some remain."""
+        if self.meter is not None:  # which those that remain are told of anew
+            for piece in self.group.pieces:
+                self.meter.forget(piece.number)
         pieces = list(zip(self.group.pieces, good, strict=True))
         for piece, is_good in pieces:
             if not is_good:
@@ -282,6 +285,8 @@ class LoneStep:
 
     def drop(self, good: NDArray[np.bool_]) -> bool:
         """Leaves the parameter as it was before the step."""
+        if self.optimizer.meter is not None:
+            self.optimizer.meter.forget(self.optimizer.number_of[self.run.update.param])
         take_back(self.run.state)
         return False
 

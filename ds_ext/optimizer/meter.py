@@ -27,29 +27,38 @@ class Meter:
 
     def clear(self) -> None:
         """Forgets what was measured."""
-        self.elements: Counter[tuple[int, int]] = Counter()
+        # By number of a parameter, of its group and of ranks that measure the same.
+        self.elements: Counter[tuple[int, int, int]] = Counter()
         self.squares: dict[tuple[int, int, torch.device], Tensor] = {}
 
-    def watch(self, p: Weight, group: int, run: Tensor, num_replicas: int = 1) -> ops.Writable:
+    def forget(self, number: int) -> None:
+        """Takes back that the elements of a parameter were counted: it was left as it was."""
+        for key in [key for key in self.elements if key[0] == number]:
+            del self.elements[key]
+
+    def watch(
+        self, p: Weight, number: int, group: int, run: Tensor, num_replicas: int = 1
+    ) -> ops.Writable:
         """Returns what reads and writes as ``p``, measures it, and is to be written once.
 
         Args:
             p: the weight, as a rule reads and writes it.
+            number: of the parameter.
             group: the number of its param group.
             run: the tensor that keeps it, [n].
             num_replicas: how many ranks measure the same run.
         """
-        squares = self.sums_of(group, run, num_replicas)
+        squares = self.sums_of(number, group, run, num_replicas)
         if isinstance(p, Tensor):
             return MeteredTensor(p, *squares)
         return MeteredWeight(p, *squares)
 
-    def sums_of(self, group: int, run: Tensor, num_replicas: int = 1) -> Tensor:
+    def sums_of(self, number: int, group: int, run: Tensor, num_replicas: int = 1) -> Tensor:
         """Returns where to add the squares of a run's changes and new weights, [2] fp64.
 
         The arguments are those of ``watch``; the run's elements are counted.
         """
-        self.elements[group, num_replicas] += run.numel()
+        self.elements[number, group, num_replicas] += run.numel()
         key = group, num_replicas, run.device
         if key not in self.squares:
             self.squares[key] = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -63,7 +72,7 @@ class Meter:
         devices = [device for *_, device in self.squares]
         device = devices[0] if devices else torch.device("cpu")
         total = torch.zeros(self.groups, 3, dtype=torch.float64, device=device)
-        for (group, num_replicas), n in self.elements.items():
+        for (_, group, num_replicas), n in self.elements.items():
             total[group, 2] += n / num_replicas
         for (group, num_replicas, _), squares in self.squares.items():
             total[group, :2] += squares.to(total.device) / num_replicas

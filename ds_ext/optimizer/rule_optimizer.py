@@ -287,6 +287,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         params = list(params)
         for param in params:
             take_back(self.state[param])
+            if self.meter is not None:
+                self.meter.forget(self.number_of[param])
             if not self.state[param]:
                 del self.state[param]
         self._plans.forget_sums(params)
@@ -402,7 +404,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """The weight kept in ``run``, measured while it is written if a meter is set."""
         if self.meter is None:
             return p
-        return self.meter.watch(p, self.row_of[u.param], run, u.num_replicas)
+        number, row = self.number_of[u.param], self.row_of[u.param]
+        return self.meter.watch(p, number, row, run, u.num_replicas)
 
     def keeps(self, param: Tensor, shard: Shard, rule: Rule) -> Parts:
         """Returns what ``rule`` keeps of a run of a parameter, nested by expert for a stack."""

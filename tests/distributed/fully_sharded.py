@@ -141,7 +141,7 @@ def accumulate(
     model = shard(apart(checkpointing))
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.05)
     fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=300, **BY_STEP[name])
-    before, norms, moved = whole(model), [], []
+    before, norms, moved, twice = whole(model), [], [], False
     for step in range(STEPS):
         for i in range(micro):
             if by_fsdp:
@@ -150,10 +150,16 @@ def accumulate(
             loss = model(models.batch(micro * step + i, world)[rank], step=step)
             fused.backward(loss / micro)
             moved.append(not torch.equal(held, local(model)))
+            twice |= bool(fused.tally.kept.keys() & fused.buckets.parts)
         optimizer.step()
         norms.append(fused.norm)
     after = whole(model)
-    told = {"norms": norms, "moved in backward": moved, "identical": identical(after)}
+    told = {
+        "held twice": twice,
+        "norms": norms,
+        "moved in backward": moved,
+        "identical": identical(after),
+    }
     return {"before": before, "after": after, **told}
 
 

@@ -161,6 +161,45 @@ def test_a_dropped_step_takes_its_numbers_back_too(monkeypatch):
     assert not optimizer.state.get(model.weight) and optimizer.state[model.bias]["step"] == 1
 
 
+def test_a_model_that_is_let_go_takes_its_numbers_back_too(monkeypatch):
+    paths.use(monkeypatch, "kernels")
+    model = nn.Linear(20, 18)
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    model.weight.register_hook(lambda g: g * math.nan)
+    model(torch.ones(2, 20)).square().sum().backward()
+    fused.finish()
+    fused.remove()
+    assert not optimizer.state.get(model.weight) and optimizer.state[model.bias]["step"] == 1
+
+
+@pytest.mark.parametrize("path", ["native", "kernels"])
+def test_the_norm_is_known_before_the_step_ends_and_measures_leave_out_bad_gradients(
+    path, monkeypatch
+):
+    paths.use(monkeypatch, path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 18, bias=False), nn.Linear(18, 9, bias=False))
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    fused = ds_ext.fuse_into_backward(model, optimizer, measure_updates=True, bucket_size=10**6)
+    x = torch.randn(4, 20)
+    weights = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    torch.autograd.backward((x @ weights[0].T @ weights[1].T).square().sum())
+    norm = float(torch.nn.utils.get_total_norm([w.grad for w in weights]))
+    model(x).square().sum().backward()
+    for _ in range(2):
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), math.inf)) == pytest.approx(norm)
+    optimizer.step()
+    assert fused.norm == pytest.approx(norm)
+    model[0].weight.register_hook(lambda g: g * math.nan)
+    model(x).square().sum().backward()
+    with pytest.raises(RuntimeError, match="norm of the gradients is not finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), math.inf, error_if_nonfinite=True)
+    optimizer.step()
+    rms = float(model[1].weight.detach().square().mean().sqrt())
+    assert fused.metrics["weight_rms/0"] == pytest.approx(rms) and fused.skipped == 1
+
+
 @pytest.mark.parametrize("name", params(BATCHED, ["adalomo", "adamw", "came"]))
 def test_the_host_reads_nothing_before_a_step_ends_and_one_vector_then(name, monkeypatch):
     """Reading a number of ``meta``, which stands for a GPU here, raises an error."""

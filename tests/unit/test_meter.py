@@ -137,7 +137,7 @@ def test_groups_are_measured_apart():
 def test_blocks_may_be_written_in_another_order_than_read():
     meter, shard = Meter(1), Shard.whole((6,))
     run = torch.ones(6, dtype=torch.bfloat16)
-    w = meter.watch(weight_update.weight(run, {"step": 1}, Writing(), 0, shard), 0, run)
+    w = meter.watch(weight_update.weight(run, {"step": 1}, Writing(), 0, shard), 0, 0, run)
     first, second = shard.blocks(limit=3)
     w.write_(second, w.block(second) + 1)
     w.block(second)
