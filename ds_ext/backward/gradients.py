@@ -23,6 +23,7 @@ from ds_ext.backward.rehearsal import Rehearsal
 from ds_ext.backward.results import StepResult, measured
 from ds_ext.backward.runs import Receiver, Run
 from ds_ext.backward.tally import SECOND_GRADIENT, Clipping, Tally
+from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
@@ -45,14 +46,10 @@ class FusedBackward:
         comm_dtype: Callable[[Tensor], torch.dtype | None] = lambda param: None,
         is_boundary: Callable[[], bool] = lambda: True,
     ) -> None:
-        strange = sum(p not in layout.names for p in optimizer.group_of)
-        if strange:
-            raise ValueError(
-                f"{strange} of the optimizer's parameters are not in the model: pass the module "
-                "that holds all of them."
-            )
-        for param in optimizer.group_of:
-            unfit.refuse_shape(optimizer, param, layout.shard(param))
+        if layout.is_part:  # others wait for this rank, and have other parameters
+            consensus.together(lambda: _refuse_unfit(optimizer, layout), ValueError)
+        else:
+            _refuse_unfit(optimizer, layout)
         self.optimizer = optimizer
         optimizer.is_batched = not layout.any(not optimizer.is_batched)
         self.layout = layout
@@ -407,3 +404,15 @@ _MEASURE_FIRST = (
     'fuse_into_backward, its .backward(loss)); or set "ds_ext": {"gradient_policy": "sharded"}, '
     "which keeps this rank's part of the gradients until the step."
 )
+
+
+def _refuse_unfit(optimizer: RuleOptimizer, layout: Layout) -> None:
+    """Raises ValueError for parameters that are not the model's, or that a rule is not for."""
+    strange = sum(p not in layout.names for p in optimizer.group_of)
+    if strange:
+        raise ValueError(
+            f"{strange} of the optimizer's parameters are not in the model: pass the module "
+            "that holds all of them."
+        )
+    for param in optimizer.group_of:
+        unfit.refuse_shape(optimizer, param, layout.shard(param))

@@ -50,11 +50,18 @@ def together(action: Callable[[], T], error: Callable[[str], Exception], group: 
         failed = caught
     told = gathered(None if failed is None else _told(failed), group)
     if any(told):
-        ranks = {r: text for r, text in enumerate(told) if text}
-        alike = len(set(ranks.values())) == 1 and len(ranks) == len(told)
-        lines = ranks.values() if alike else [f"rank {r}: {text}" for r, text in ranks.items()]
-        raise error("; ".join(dict.fromkeys(lines))) from failed
+        texts = dict.fromkeys(text for text in told if text)
+        ranks = {text: [r for r, own in enumerate(told) if own == text] for text in texts}
+        lines = [_of_ranks(text, ranks[text], len(told)) for text in texts]
+        raise error("; ".join(lines)) from failed
     return result  # type: ignore[return-value]
+
+
+def _of_ranks(text: str, ranks: list[int], size: int) -> str:
+    """A text, and which ranks of ``size`` have told it if they are not all."""
+    if len(ranks) == size:
+        return text
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
 
 
 def _told(error: Exception) -> str:
@@ -83,14 +90,15 @@ def agree(told: Mapping[str, Any], group: Group = None) -> None:
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
     if len(set(gathered(digest, group))) == 1:
         return
-    everyone = gathered(dict(told), group)
+    everyone, ranks = gathered(dict(told), group), dist.get_process_group_ranks(group)
     for name in told:
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in zip(ranks, everyone, strict=True):
             if theirs.get(name) != everyone[0].get(name):
                 where = _difference(everyone[0].get(name), theirs.get(name))
                 raise ValueError(
-                    f"the ranks were started with different {name}s: rank 0 and rank {rank} differ "
-                    f"in {where}. Start all ranks with the same script, config and model."
+                    f"the ranks were started with different {name}s: rank {ranks[0]} and rank "
+                    f"{rank} differ in {where}. Start all ranks with the same script, config and "
+                    "model."
                 )
 
 

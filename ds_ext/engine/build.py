@@ -41,7 +41,7 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleO
     for line in _report(names, optimizer_type.__name__, made):
         log(line)
     groups = pipeline.of_stage(made.groups) if pipeline.is_pipeline(engine) else made.groups
-    return optimizer_type(groups, **made.hypers)
+    return pipeline.on_all_stages(engine, lambda: optimizer_type(groups, **made.hypers))
 
 
 def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:

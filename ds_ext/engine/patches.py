@@ -193,7 +193,7 @@ def _do_optimizer_sanity_check(
     ours = isinstance(basic_optimizer, RuleOptimizer)
     if ours:
         pipeline.put_groups_back(basic_optimizer)
-        refusals.refuse(engine, basic_optimizer)
+        pipeline.on_all_stages(engine, lambda: refusals.refuse(engine, basic_optimizer))
     wrapper = ZERO_OPTIMIZATION if ours else original(engine, basic_optimizer)
     owners.take_over(p for p in engine.module.parameters() if p.requires_grad)
     return wrapper

@@ -9,7 +9,7 @@ model: parameters of other stages have stand-ins without memory.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,7 @@ from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.param_groups import ParamGroup
 
+T = TypeVar("T")
 _TIED = "tied_modules."  # what names of tied parameters begin with
 
 
@@ -43,6 +44,11 @@ def refuse(engine: DeepSpeedEngine) -> None:
         ValueError: naming what excludes it.
     """
     versions.refuse_old_pipelines()
+    if any(kind.__name__ == "DualPipeVModule" for kind in type(engine.module).__mro__):
+        raise ValueError(
+            "ds_ext does not support DualPipeVModule, two stages of which lie on each rank: use "
+            "PipelineModule."
+        )
     stage = int(engine.zero_optimization_stage())
     if stage > 1:
         raise ValueError(
@@ -62,6 +68,19 @@ def refuse(engine: DeepSpeedEngine) -> None:
 def keeps(engine: DeepSpeedEngine) -> str:
     """Returns what needs gradients to be kept until the step, by name; "" if nothing does."""
     return "PipelineModule" if is_pipeline(engine) else ""
+
+
+def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
+    """Returns what ``action`` returns. All ranks of a pipeline call it.
+
+    Args:
+        engine: of any model.
+        action: what may fail on one stage alone. It has no collectives.
+
+    Raises:
+        ValueError: on the ranks of all stages, if it fails on one.
+    """
+    return consensus.together(action, ValueError) if is_pipeline(engine) else action()
 
 
 # Param groups.
@@ -246,7 +265,7 @@ def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> St
         group,
         names,
         lambda param: placement(stages_of.get(param, 1)),
-        _weights(names),
+        _weights(names, engine.module.stage_id),
         ties,
         engine.device,
     )
@@ -261,18 +280,28 @@ def _ties(module: PipelineModule) -> list[Tie]:
     ]
 
 
-def _weights(names: Mapping[Tensor, str]) -> list[Weight]:
-    """The parameters of all stages. Raises ValueError if stages differ in one that is tied."""
+def _weights(names: Mapping[Tensor, str], stage: int) -> list[Weight]:
+    """The parameters of all stages, of which this rank's has some.
+
+    Raises ValueError on all ranks if stages have one that is not tied, or differ in a tied one.
+    """
     own = [(Weight(name, p.numel(), p.dtype), p.requires_grad) for p, name in names.items()]
-    found: dict[str, tuple[Weight, bool]] = {}
-    for told in (told for of_rank in consensus.gathered(own) for told in of_rank):
+    found: dict[str, tuple[int, tuple[Weight, bool]]] = {}
+    everyone = consensus.gathered((stage, own))
+    for there, told in ((there, told) for there, of_rank in everyone for told in of_rank):
         name = told[0].name
-        if found.setdefault(name, told) != told:
+        first, known = found.setdefault(name, (there, told))
+        if first != there and not name.startswith(_TIED):
+            raise ValueError(
+                f"{name} is on several stages and not tied: put it into a layer, or a "
+                "TiedLayerSpec."
+            )
+        if known != told:
             raise ValueError(
                 f"{name} is tied, and its stages differ in its size, dtype or requires_grad: make "
                 "them alike."
             )
-    return [found[name][0] for name in in_order([list(found)])]
+    return [found[name][1][0] for name in in_order([list(found)])]
 
 
 # Files.

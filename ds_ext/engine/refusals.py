@@ -165,7 +165,8 @@ def agree_on_stages(engine: DeepSpeedEngine, model: PipelineModule) -> None:
     own = ("parameter", "parameter group")
     layers: dict[str, Any] = {key: told.pop(key) for key in own if key in told}
     consensus.agree(told)
-    consensus.agree(layers, model.mpu().get_data_parallel_group())
+    group = model.mpu().get_data_parallel_group()
+    consensus.together(lambda: consensus.agree(layers, group), ValueError)
 
 
 def facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:

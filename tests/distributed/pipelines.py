@@ -1,5 +1,6 @@
 """Training by DeepSpeed's PipelineModule, and the same layers in one process: jobs."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed import pipe
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -18,6 +20,10 @@ from torch.nn import functional as F
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import logged, message
 
+# DeepSpeed before 0.19.8 has none.
+DualPipeVModule = getattr(pipe, "DualPipeVModule", None) or type(
+    "DualPipeVModule", (PipelineModule,), {}
+)
 VOCAB, WIDTH, LENGTH, ROWS = 17, 12, 9, 12  # rows of a step, over all micro-batches and ranks
 STEPS = 4
 
@@ -288,7 +294,67 @@ def zero(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}}
 
 
-def refusals() -> dict[str, str]:
+class Weighted(nn.Linear):
+    """A loss that has weights, on every stage."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(super().forward(out), targets)
+
+
+def is_complex(layer: nn.Module) -> None:
+    layer.phase = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+
+
+def is_cut(layer: nn.Module) -> None:
+    layer.weight.ds_tensor = layer.weight.detach()  # as deepspeed.zero.Init does
+
+
+def has_vector(layer: nn.Module) -> None:
+    layer.bias = nn.Parameter(torch.zeros(3))
+
+
+def told_of(
+    net: PipelineModule, more: dict[str, Any] | None = None, client: Any = None
+) -> tuple[str, float]:
+    """What this rank is told at ``initialize``, and after how many seconds."""
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 3}
+    if client is None:
+        config["optimizer"] = {"type": "AdaLomo", "params": {}}
+    config |= more or {}
+    began = time.monotonic()
+    told = message(lambda: deepspeed.initialize(model=net, optimizer=client, config=config))
+    return told, time.monotonic() - began
+
+
+def one_stage_refusals() -> dict[str, tuple[str, float]]:
+    """What is told where the second stage alone has what cannot be trained."""
+    told = {}
+    for spoil in (is_complex, is_cut, has_vector):
+        layers = [LayerSpec(nn.Linear, 4, 4, bias=False), LayerSpec(nn.Linear, 4, 3, bias=False)]
+        net = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+        if net.stage_id == 1:
+            spoil(net.get_submodule("1"))
+        muon = OPTIMIZERS["muon"](net.parameters()) if spoil is has_vector else None
+        told[spoil.__name__] = told_of(net, client=muon)
+    return told
+
+
+def unlike() -> tuple[str, float]:
+    """What is told where one rank of the second stage has frozen its layer."""
+    net = PipelineModule(
+        [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 3)],
+        num_stages=2,
+        loss_fn=F.mse_loss,
+        partition_method="uniform",
+    )
+    net.requires_grad_(dist.get_rank() != 3)
+    return told_of(net)
+
+
+def refusals() -> dict[str, tuple[str, float]]:
     """What is told of pipelines that ds_ext does not train, at ``initialize``."""
     model = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
     fused = {"ds_ext": {"gradient_policy": "fused"}}
@@ -310,15 +376,13 @@ def refusals() -> dict[str, str]:
     }
     cases["tied"] = ({}, {"num_stages": 2})
     cases["copies"] = ({"ds_ext": {"shard_size": 1}} | zero(1), {"num_stages": 1})
+    cases["untied"] = ({}, {"num_stages": 2, "loss_fn": Weighted()})
+    cases["two on a rank"] = ({}, {"num_stages": 2})
     told = {}
     for name, (more, how) in cases.items():
-        net = PipelineModule(specs(), loss_fn=loss, partition_method="uniform", **how)
+        kind = DualPipeVModule if name == "two on a rank" else PipelineModule
+        net = kind(specs(), **{"loss_fn": loss, "partition_method": "uniform"} | how)
         if name == "tied":
             net.tied_modules["tokens"].weight.requires_grad_(net.stage_id == 0)
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "optimizer": {"type": "AdaLomo", "params": {}},
-            **more,
-        }
-        told[name] = message(lambda: deepspeed.initialize(model=net, config=config))  # noqa: B023
+        told[name] = told_of(net, more)
     return told
