@@ -177,6 +177,8 @@ def reduced(
         class Publishing:
             """Takes runs as if parameters had been stepped by them."""
 
+            adds_up = False
+
             def voters(self, params: Sequence[Tensor]) -> Voters:
                 return Voters(told=set(params))
 

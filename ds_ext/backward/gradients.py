@@ -279,11 +279,12 @@ class FusedBackward:
         if tally.kept:
             tally = Tally(self.reader)
             tally.record(self.tally.kept)
-        if tally.norm is not None:
-            return torch.tensor(tally.norm, dtype=torch.float64, device=self.layout.device)
-        square = torch.zeros((), dtype=torch.float64, device=self.layout.device)
-        total = self.layout.total(square if tally.square is None else tally.square)
-        return (total + tally.told_square).sqrt()
+        norm = tally.norm
+        if norm is None:
+            none = torch.zeros((), dtype=torch.float64, device=self.layout.device)
+            square = self.layout.total(none if tally.square is None else tally.square)
+            norm = math.sqrt(square.item() + tally.told_square)  # as the step's own
+        return torch.tensor(norm, dtype=torch.float64, device=self.layout.device)
 
     def leaf(self, param: Tensor) -> Tensor:
         """What stands for a parameter in the graph of a loss."""

@@ -5,6 +5,8 @@ import io
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -28,7 +30,7 @@ def run(name: str, folder: str, *options: str) -> str:
     with (
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
-        mock.patch.dict(sys.modules),  # each example imports its own tiny.py anew
+        _imported_anew(),
         mock.patch.object(dist, "destroy_process_group", ended),
         contextlib.redirect_stdout(printed),
         torch.random.fork_rng(devices=[]),
@@ -36,6 +38,16 @@ def run(name: str, folder: str, *options: str) -> str:
         runpy.run_path(argv[0], run_name="__main__")
     ended.assert_called_once_with()
     return printed.getvalue()
+
+
+@contextlib.contextmanager
+def _imported_anew() -> Iterator[None]:
+    """Forgets what an example imports from its folder, such as tiny.py, when it ends."""
+    yield
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is not None and EXAMPLES in Path(file).parents:
+            del sys.modules[name]
 
 
 def first_life(name: str, folder: str, *options: str) -> str:

@@ -19,6 +19,7 @@ from benchmarks.giants import Counted
 from benchmarks.links import RING, TREE, Link, Sample
 from benchmarks.memory import llama
 from ds_ext.backward.receivers import Stepper
+from ds_ext.backward.runs import Voters
 from ds_ext.distributed import consensus as ranks
 from ds_ext.distributed import lockstep as rounds
 from ds_ext.ops.shard import Shard
@@ -209,7 +210,7 @@ def real_calls():
         return step, comm.Step([], gradients, [])
 
     ranks.alike = lambda *_: lambda: True  # is not counted
-    Stepper.judges = lambda *_: frozenset()  # as on a GPU, which is what is counted
+    Stepper.voters = lambda _, params: Voters(told=set(params))  # all, as it is counted
     found = {}
     for case in CASES:
         optimizer, stage, world = case
