@@ -102,8 +102,8 @@ FAULTS = (
     ),
     Fault(
         "backward/gradients.py",
-        "return self.norm_so_far() if trained.issubset(params) else None",
-        "return self.norm_so_far()",
+        "if not trained.issubset(params):",
+        "if not trained:",
         "unit/test_training_loops.py -k tells_the_norm",
     ),
     Fault(
