@@ -84,6 +84,13 @@ def expert() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH))
 
 
+def beside(run: Any) -> str:
+    """The feature that a run of experts beside other parallelism shows; empty for experts alone."""
+    if run.tensor > 1:
+        return "expert parallelism with tensor parallelism"
+    return "expert parallelism with sequence parallelism" if run.sequence > 1 else ""
+
+
 def values() -> dict[str, torch.Tensor]:
     """All weights, by the names of ``Whole``."""
     torch.manual_seed(5)

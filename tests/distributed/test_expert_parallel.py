@@ -22,12 +22,7 @@ CLOSE = {"flashadamw": 1e-3, "muon": 1e-3}
 
 
 def _feature(name):
-    run = RUNS[name]
-    if run.tensor > 1:
-        return "expert parallelism with tensor parallelism"
-    if run.sequence > 1:
-        return "expert parallelism with sequence parallelism"
-    return "`deepspeed.moe`, expert parallelism"
+    return expert_parallel.beside(RUNS[name]) or "`deepspeed.moe`, expert parallelism"
 
 
 @pytest.mark.supports(_feature, **of(RUNS))

@@ -5,7 +5,7 @@ import torch
 
 from tests import worlds
 from tests.common.choose import params
-from tests.distributed import experts
+from tests.distributed import expert_parallel, experts
 from tests.distributed.experts import RUNS, STEPS
 from tests.support import of
 
@@ -20,10 +20,8 @@ QUICK = [
 
 def _feature(name):
     run = RUNS[name]
-    if run.tensor > 1:
-        return "expert parallelism with tensor parallelism"
-    if run.sequence > 1:
-        return "expert parallelism with sequence parallelism"
+    if beside := expert_parallel.beside(run):
+        return beside
     return "expert parallelism by AutoEP" if run.ep else "Hugging Face's mixtures of experts"
 
 
