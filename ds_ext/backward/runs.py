@@ -36,11 +36,6 @@ class Voters(NamedTuple):
     told: Set[Tensor] = frozenset()  # whose votes the host reads before they are stepped
     untold: Set[Tensor] = frozenset()  # whose votes passes read on the device
 
-    @property
-    def all(self) -> Set[Tensor]:
-        """All of them."""
-        return self.told | self.untold
-
 
 NOBODY = Voters()
 
