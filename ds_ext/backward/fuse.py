@@ -37,12 +37,14 @@ def fuse_into_backward(
     """Makes ``loss.backward()`` step each parameter as its gradient appears, with no engine.
 
     Go on calling ``optimizer.step()`` after backward, or ``optimizer.step(closure)`` which calls
-    it: it ends the step, and the norm of all
-    gradients is then ``.norm`` of what is returned; its ``remove()`` undoes this. Where
-    torch.distributed is initialised, rank 0's weights are sent to all ranks of ``group`` and
-    gradients are averaged, ``bucket_size`` elements at a time: do not wrap the model in DDP. A
-    model to which ``fully_shard`` (FSDP2) was applied stays spread as it is: each part is stepped
-    as soon as FSDP2 has reduced its gradient.
+    it: it ends the step, and the norm of all gradients is then ``.norm`` of what is returned; its
+    ``remove()`` undoes this. Where torch.distributed is initialised, rank 0's weights are sent to
+    all ranks of ``group`` and gradients are averaged: do not wrap the model in DDP. A model to
+    which ``fully_shard`` (FSDP2) was applied stays spread as it is: each part is stepped as soon as
+    FSDP2 has reduced its gradient.
+
+    Gradients wait until ``bucket_size`` elements of them are there, and are then averaged and
+    stepped by together: by default 2^24, in one process 2^21 or those of the largest parameter.
 
     ``max_grad_norm`` clips by the norm of all gradients, exactly with ``.backward(loss)`` of what
     is returned instead of ``loss.backward()``, which runs the graph backward twice, or by the norm
@@ -77,7 +79,7 @@ def fuse_into_backward(
     _take_over(model, optimizer, group)
     layout.broadcast(model)
     if bucket_size is None:
-        bucket_size = settings.BUCKET_SIZE if layout.world > 1 else 1
+        bucket_size = _bucket_size(layout)
     how = settings.Gradients(
         bucket_size,
         gradient_policy,
@@ -111,6 +113,18 @@ def fuse_into_backward(
     _step_hooks[optimizer] = optimizer.register_step_pre_hook(end_step)
     fused.hooks.append(_step_hooks[optimizer])
     return fused
+
+
+def _bucket_size(layout: Layout) -> int:
+    """Elements of a bucket, where the caller leaves them open.
+
+    One process sends nothing, but parameters that are stepped together cost the host less. While
+    the gradient of the largest lives, so may as much of smaller ones.
+    """
+    if layout.world > 1:
+        return settings.BUCKET_SIZE
+    largest = max((placement.max_padded_numel(p) for p, placement in layout.of.items()), default=1)
+    return min(settings.BUCKET_SIZE_ALONE, largest)
 
 
 def _whole_layout(model: nn.Module, group: Group) -> Layout:

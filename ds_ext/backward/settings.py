@@ -10,6 +10,7 @@ from ds_ext import hyperparams
 from ds_ext.hyperparams import NonNegative, Size
 
 BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
+BUCKET_SIZE_ALONE = 2**21  # of one process without DeepSpeed: larger ones hardly spare time
 
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]

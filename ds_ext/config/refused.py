@@ -25,6 +25,8 @@ def problems(config: dict[str, Any]) -> Iterator[str]:
         )
     if lookup(config, "zero_optimization.zero_quantized_weights"):
         yield from _of_quantized_weights(stage, copies)
+    if lookup(config, "zero_optimization.zero_quantized_gradients"):
+        yield from _of_quantized_gradients(config, stage)
     if not stage and (size := lookup(config, "ds_ext.sum_group_size")):
         yield (
             f"ds_ext.sum_group_size = {size!r}: at zero_optimization.stage {stage or 0} ranks add "
@@ -47,6 +49,17 @@ def _of_quantized_weights(stage: Any, copies: Any) -> Iterator[str]:
             f"ds_ext cannot honour {key} = True together with "
             f"zero_optimization.zero_hpz_partition_size = {copies} yet: remove one of them."
         )
+
+
+def _of_quantized_gradients(config: dict[str, Any], stage: Any) -> Iterator[str]:
+    """What sums of gradients in 4 bits cannot be had with."""
+    asked = "zero_optimization.zero_quantized_gradients = True"
+    if stage != 3:
+        yield f"{asked} needs zero_optimization.stage 3, but it is {stage}: remove it."
+    for key, is_off in (("ds_ext.shard_size", _off), *_WITHOUT_GROUPS[1:]):
+        value = lookup(config, key)
+        if value is not None and not is_off(value):
+            yield f"ds_ext cannot honour {asked} together with {key} = {value!r} yet: remove one."
 
 
 def _of_groups(config: dict[str, Any], size: Any, stage: Any) -> Iterator[str]:
@@ -87,10 +100,6 @@ _OFFLOAD = (
     'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
     "pin_memory."
 )
-_SUMMED = (
-    "remove it, for a bucket's gradients are summed here by one collective, and DeepSpeed's 4-bit "
-    "reduction of one matrix at a time has not been measured."
-)
 _GROUPS = 'remove it: "ds_ext": {"shard_size": n} cuts a model among groups of n ranks.'
 _SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
 
@@ -111,7 +120,6 @@ _HONOURED = [
     ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
     ("zero_optimization.cpu_offload_use_pin_memory", lambda v: False, _OFFLOAD),
     ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
-    ("zero_optimization.zero_quantized_gradients", _off, _SUMMED),
     ("zero_optimization.mics_shard_size", lambda v: v == -1, _GROUPS),
     ("zero_optimization.mics_hierarchical_params_gather", _off, _REMOVE),
     ("fp16.fp16_master_weights_and_grads", _off, _MASTER),

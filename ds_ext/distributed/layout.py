@@ -88,10 +88,7 @@ class Layout:
     def groups(self) -> set[dist.ProcessGroup]:
         """All groups that collectives run over."""
         found = {self.group, self.host_group}
-        for placement in self.placements:
-            found |= {placement.group, placement.statistics_group}
-            if placement.levels is not None:
-                found |= {placement.levels.inside, placement.levels.across}
+        found = found.union(*(placement.groups for placement in self.placements))
         return {group for group in found if group is not None}
 
     @property

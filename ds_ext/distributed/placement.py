@@ -111,6 +111,12 @@ class Placement:
         self.bytes_sent = 0
 
     @property
+    def groups(self) -> set[Group]:
+        """The groups that its collectives run over."""
+        found = {self.group, self.statistics_group}
+        return found if self.levels is None else found | {self.levels.inside, self.levels.across}
+
+    @property
     def is_summed(self) -> bool:
         """Whether other ranks add to gradients."""
         return max(self.world, self.grad_divisor) > 1
@@ -171,7 +177,7 @@ class Placement:
         """
         if self.world == 1:
             return list(flats), lambda: None
-        self.bytes_sent += sum(flat.nbytes for flat in flats)
+        self.bytes_sent += self._bytes_of_sum(flats)
         with explained():
             works = [self._begin_sum(alike) for alike in by_dtype(flats)]
 
@@ -185,6 +191,10 @@ class Placement:
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         """Begins a collective that leaves this rank's part of the sums in ``_own_part``."""
         raise NotImplementedError
+
+    def _bytes_of_sum(self, flats: Sequence[Tensor]) -> int:
+        """The bytes that this rank hands to collectives for a sum of gradients."""
+        return sum(flat.nbytes for flat in flats)
 
     def _own_part(self, flat: Tensor) -> Tensor:
         """This rank's run, padded, of a flat gradient or weight: a view."""

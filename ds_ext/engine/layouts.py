@@ -7,6 +7,7 @@
 | split by tensor parallelism | Replicated(d)*t | Sharded(d)*all  | Partitioned(d)*all     |
 | left whole by it            | Replicated(all) | Sharded(all)    | Partitioned(d, t)      |
 | with ``ds_ext.shard_size``  | refused         | Sharded(s, c)   | Partitioned(s, c)      |
+| gradients in 4 bits         | refused         | refused         | InFourBits(d)          |
 
 Gradients are summed over the groups in brackets: d are the ranks of data parallelism (those of a
 sequence too), e those of them that have the same experts, t those of tensor parallelism, s those
@@ -16,7 +17,6 @@ over none. A second group in brackets is of copies, which are updated alike.
 """
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from ds_ext.config import gradients
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Placement, Replicated, Sharded, everyone, size_of
-from ds_ext.engine import copies, expert_parallel, pipeline, zero3
+from ds_ext.engine import copies, expert_parallel, hosts, pipeline, quantized_gradients, zero3
 from ds_ext.engine.zero3 import Partitioned, Partitions
 
 Kind: TypeAlias = type[Replicated] | type[Sharded]
@@ -65,6 +65,8 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
         dense = _with_tensor_parallelism(kind, group, tensor_group, losses, names)
     elif cut.copies is not None:
         dense = _alike(_CUT[stage](cut.shards, losses, copies=cut.copies))
+    elif engine.zero_quantized_gradients():
+        dense = quantized_gradients.placements(group, losses, names)
     else:
         dense = _alike(kind(group, losses))
     placement_of = _with_experts(dense, kind, group, losses, size_of(tensor_group))
@@ -77,16 +79,7 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
 def _sum_group_size(engine: DeepSpeedEngine) -> int:
     """Ranks that add up a rule's sums before they are added up across such groups; 0: all."""
     size = gradients.section_of(engine.config).sum_group_size
-    if size != "host":
-        return size
-    of_host = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
-    found = next((int(n) for n in of_host if n), 0)
-    if not found:
-        raise ValueError(
-            'ds_ext.sum_group_size = "host": neither LOCAL_WORLD_SIZE nor LOCAL_SIZE, which '
-            "launchers set, is in the environment: write the number of ranks of a host."
-        )
-    return found
+    return hosts.num_ranks("ds_ext.sum_group_size", "host") if size == "host" else size
 
 
 def _alike(placement: Placement) -> PlacementOf:

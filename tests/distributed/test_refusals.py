@@ -63,7 +63,8 @@ TOLD = {
     "quantized weights below stage 3": (ZERO + "zero_quantized_weights", "stage is 2", "remove it"),
     "quantized weights with hpz": (ZERO + "zero_quantized_weights", "hpz_partition_size = 3"),
     "quantized frozen weights": (ZERO + "zero_quantized_nontrainable_weights", "remove it"),
-    "quantized gradients": (ZERO + "zero_quantized_gradients", "True", "remove it"),
+    "4 bits below stage 3": (ZERO + "zero_quantized_gradients", "stage 3", "remove it"),
+    "4 bits with copies": (ZERO + "zero_quantized_gradients", "shard_size", "remove one"),
     # By DeepSpeed itself, in a sentence of its own.
     "mics": (ZERO + "mics_shard_size", "has been removed", '"ds_ext": {"shard_size": n}'),
     "zenflow": (ZERO + "zenflow", "remove it"),
@@ -81,7 +82,6 @@ TOLD = {
     "compiled backward": ("compiled_autograd_enabled", "leave it out"),
 }
 FEATURES = {
-    "quantized gradients": "ZeRO++ quantized gradients",
     "mics": "MiCS",
     "zenflow": "ZenFlow",
     "superoffload": "SuperOffload",

@@ -253,7 +253,7 @@ WRONG = {
     "what is refused": (
         {
             "prescale_gradients": True,
-            "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},
+            "zero_optimization": {"stage": 2, "zero_quantized_gradients": True},
         },
         ["zero_quantized_gradients", "prescale_gradients"],
     ),

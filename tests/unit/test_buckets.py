@@ -43,6 +43,7 @@ def sent(monkeypatch):
         (1024, [[512, 512], [8, 8, 512], [512, 8, 8]]),
         (1056, [[512, 512, 8, 8], [512, 512, 8, 8]]),
         (1, [[512], [512], [8], [8], [512], [512], [8], [8]]),
+        (None, [[512], [512], [8, 8, 512], [512], [8, 8]]),  # as many as the largest has
     ],
 )
 def test_small_parameters_join_a_bucket_and_large_ones_fill_it(sent, size, expected):

@@ -64,7 +64,7 @@ def test_the_weights_have_the_bits_of_an_ordinary_step(name, checkpointing, buck
 def test_backward_alone_steps_all_but_weights_whose_gradient_comes_in_parts(checkpointing):
     model = models.make(checkpointing)
     optimizer = optimizer_of("lomo", model)
-    ds_ext.fuse_into_backward(model, optimizer)
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=1)
     before = weights(model)
     model(models.batch(0, 1)[0]).backward()
     moved = {n for n, p in weights(model).items() if not torch.equal(p, before[n])}

@@ -18,7 +18,6 @@ SETTINGS = [
     ("zero_optimization.cpu_offload_param", [True], [False], "offload_param"),
     ("zero_optimization.cpu_offload_use_pin_memory", [True, False], [None], "pin_memory"),
     ("zero_optimization.zero_quantized_nontrainable_weights", [True], [False], "remove it"),
-    ("zero_optimization.zero_quantized_gradients", [True], [False], "one collective"),
     ("zero_optimization.mics_shard_size", [2], [-1], '"ds_ext": {"shard_size": n}'),
     ("zero_optimization.mics_hierarchical_params_gather", [True], [False], "remove it"),
     ("zero_optimization.zenflow", [{"topk_ratio": 0.1}], [None], "remove it"),

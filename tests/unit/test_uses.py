@@ -28,7 +28,8 @@ class WithValueHead(nn.Module):
 def make(checkpointing: str | None, fuse: bool = True):
     model = WithValueHead(checkpointing)
     optimizer = ds_ext.AdaLomo(model.parameters(), lr=1e-3)
-    return model, optimizer, ds_ext.fuse_into_backward(model, optimizer) if fuse else None
+    fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=1) if fuse else None
+    return model, optimizer, fused
 
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,90 @@
+"""ZeRO++'s quantized gradients (qgZ): those of matrices are summed over hosts in 4 bits.
+
+DeepSpeed's own needs CUDA kernels, reads gradients as fp16 whatever they are, and leaves sizes that
+do not divide to a plain reduce-scatter. Here it is made of torch's operations (four_bits.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ext.distributed.four_bits import SIZE, FourBits
+from ds_ext.distributed.placement import Group, Placement, size_of
+from ds_ext.engine import hosts
+from ds_ext.engine.log import log
+from ds_ext.engine.parameters import deepspeed_parameter
+from ds_ext.engine.zero3 import Partitioned
+
+KEY = "zero_optimization.zero_quantized_gradients"
+# Measured by tests/unit/test_four_bits.py.
+WHAT_IT_COSTS = (
+    "rounding changes a sum by some 16 % of its norm where its elements are normally distributed "
+    "and differ between ranks"
+)
+
+
+class InFourBits(Partitioned):
+    """Parameters of which a rank holds its run alone, and whose gradients are summed in 4 bits.
+
+    Args:
+        group: the ranks.
+        grad_divisor: see ``Placement``.
+        host_size: ranks of a host.
+    """
+
+    def __init__(self, group: Group, grad_divisor: int, host_size: int) -> None:
+        super().__init__(group, grad_divisor)
+        self.four_bits = FourBits(group, host_size)
+
+    @property
+    def groups(self) -> set[Group]:
+        """The groups that its collectives run over."""
+        return super().groups | {self.four_bits.inside, self.four_bits.across}
+
+    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
+        return self.four_bits.begin(flats, list(map(self._own_part, flats)))
+
+    def _bytes_of_sum(self, flats: Sequence[Tensor]) -> int:
+        return self.four_bits.num_bytes(list(map(self._own_part, flats)))
+
+
+def placements(
+    group: Group, grad_divisor: int, names: Mapping[Tensor, str]
+) -> Callable[[Tensor], Placement]:
+    """Returns what gives a parameter's placement, where gradients are to be quantized.
+
+    Args:
+        group: the ranks of data parallelism, those of a host next to one another.
+        grad_divisor: see ``Placement``.
+        names: of all parameters.
+
+    Raises:
+        ValueError: where ranks of a host are not known, or do not divide all.
+    """
+    exact, size, ranks = (
+        Partitioned(group, grad_divisor),
+        hosts.num_ranks(KEY, True),
+        size_of(group),
+    )
+    if ranks <= size:
+        log(f"{KEY}: gradients are summed as they are, for all {ranks} ranks are of one host")
+        return lambda param: exact
+    if size == 1 or ranks % size:
+        raise ValueError(
+            f"{KEY} = True sums inside hosts and then across them, but this one has {size} of the "
+            f"{ranks} ranks: start the same number, 2 or more, on each host, or remove it."
+        )
+    rounded = InFourBits(group, grad_divisor, size)
+    matrices = {p for p in names if _is_rounded(p, ranks)}
+    log(
+        f"{KEY}: gradients of {len(matrices)} of {len(names)} parameters are summed in 4 bits, "
+        f"inside hosts of {size} ranks and then across; {WHAT_IT_COSTS}"
+    )
+    return lambda param: rounded if param in matrices else exact
+
+
+def _is_rounded(param: Tensor, ranks: int) -> bool:
+    """Not vectors, as in DeepSpeed, and not what is less than a scale's elements for each rank."""
+    shape = deepspeed_parameter(param).ds_shape
+    return len(shape) > 1 and shape.numel() >= SIZE * ranks
