@@ -224,7 +224,7 @@ FAULTS = (
         "unit/test_split.py unit/test_native.py",
     ),
     Fault(
-        "optimizer/batches.py",
+        "optimizer/plans.py",
         "== 1 for group in self.groups)",
         ">= 1 for group in self.groups)",
         "unit/test_native.py unit/test_optimizer.py",

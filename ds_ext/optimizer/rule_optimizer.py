@@ -26,10 +26,11 @@ from ds_ext.optimizer import (
     spread_state,
     unfit,
 )
-from ds_ext.optimizer.batches import BucketStep, Plans, are_batched, take_back
+from ds_ext.optimizer.batches import BucketStep, take_back
 from ds_ext.optimizer.group_rules import GroupRules, hypers_of
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.plans import Plans, are_batched
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
 from ds_ext.optimizer.verdict import Trials, Verdict
 from ds_ext.rules import Rule

@@ -8,7 +8,7 @@ import torch
 
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton.passes import DTYPES, Table
-from ds_ext.optimizer import batches
+from ds_ext.optimizer import plans
 from ds_ext.planner.memory import Shapes
 
 
@@ -31,7 +31,7 @@ def known_sums(rule: Any, shapes: Shapes, stage: int | None, ranks: int, dtype: 
     total = 0
     for (own, shape), count in Counter((rules[k], tuple(s)) for k, s in shapes.items()).items():
         shard = Shard.of_rank(shape, 0, cut)
-        if dtype in DTYPES and batches.notes_sums(own, shard):
+        if dtype in DTYPES and plans.notes_sums(own, shard):
             geometry = (shard.start, len(shard), shard.mats, shard.rows, shard.cols)
             known = Table([geometry], [0], torch.device("meta")).known()
             total += count * known.nbytes("by_matrix" if shard.is_matrix else "flat")
