@@ -1,9 +1,10 @@
 """Learning rates to begin with: the one table that docs, planner, configs and examples read.
 
 A rate is the peak of a fine-tune of all weights with warm-up. Those that are measured come from
-``python -m benchmarks quality`` (benchmarks/results/quality): the least rate whose held-out loss
-came near the best in short fine-tunes of one small model. Larger models and long runs may want
-less, so half of it and twice are to be tried before anything else.
+``python -m benchmarks quality`` (benchmarks/results/quality), short fine-tunes of one small model
+on three data sets: the rate that gives up least, on the data set where it gives up most, of what
+fine-tuning gains with the best one. Larger models and long runs may want less, so half of it and
+twice are to be tried before anything else.
 """
 
 from dataclasses import dataclass

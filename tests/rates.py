@@ -9,7 +9,7 @@ from benchmarks import quality
 from benchmarks.matrix import costs, summary
 from benchmarks.matrix.candidates import CANDIDATES
 from benchmarks.matrix.lines import Lines
-from ds_ext.rates import RATES, shown
+from ds_ext.rates import RATES, Rate, shown
 from ds_ext.rules import REGISTRY
 
 SETUP = {k: quality.FULL[k] for k in ("steps", "rows", "tokens", "held_out")} | {
@@ -31,7 +31,7 @@ def table() -> str:
     """Rows by what is held between steps, then by name."""
     runs, spent = lines(), costs.read(quality.FOLDER, SETUP["dtype"])
     there = [name for name in DATA if summary.best_of(runs, name, UNIT)]
-    head = ["optimizer", "start at", "then try", "bytes a parameter", "time"]
+    head = ["optimizer", "start at", "gives up", "then try", "bytes a parameter", "time"]
     head += [f"`{name}`" for name in there]
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     names = sorted((*OTHERS, *RATES), key=lambda n: spent.get(n, {}).get("held", math.inf))
@@ -40,20 +40,26 @@ def table() -> str:
             continue
         same = [REGISTRY[other].spelling for other, of in SAME.items() if of == name]
         label = ", ".join([CANDIDATES[name].label, *same])
-        cells = [label, *_rates(name), *_costs(spent.get(name, {}))]
+        cells = [label, *_rates(runs, name), *_costs(spent.get(name, {}))]
         cells += [_less(runs, data, name) for data in there]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _rates(name: str) -> tuple[str, str]:
-    """Where to begin, and what to try next."""
+def _rates(runs: Lines, name: str) -> tuple[str, str, str]:
+    """Where to begin, what that gives up, and what to try next."""
+    shares = summary.given_up(runs, DATA, name)
     if name in OTHERS:
-        best = [summary.best_of(lines(), data, name) for data in DATA]
-        return ", ".join(dict.fromkeys(shown(b.lr) for b in best if b)) + " was best", ""
-    low, high = map(shown, RATES[name].others)
-    start = shown(RATES[name].start) + ("" if RATES[name].is_measured else " (not measured)")
-    return start, f"{low}, {high}"
+        start = min(shares, key=shares.__getitem__)
+    elif RATES[name].is_measured:
+        start = RATES[name].start
+    else:
+        return f"{shown(RATES[name].start)} (not measured)", "", _others(RATES[name].start)
+    return shown(start), f"{100 * shares[start]:.0f} %", _others(start)
+
+
+def _others(start: float) -> str:
+    return ", ".join(map(shown, Rate(start).others))
 
 
 def _costs(line: dict) -> tuple[str, str]:

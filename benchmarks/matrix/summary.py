@@ -49,6 +49,22 @@ def best_of(lines: Lines, data: str, candidate: str) -> Best | None:
     )
 
 
+def given_up(lines: Lines, data: Sequence[str], candidate: str) -> dict[float, float]:
+    """Returns what rates give up of what fine-tuning gains, at worst over data sets: rate -> share.
+
+    On a data set that is (loss - best loss) / (loss before - best loss), with the first seed. Only
+    rates that were tried on every data set with runs of the candidate are there.
+    """
+    shares: dict[float, list[float]] = {}
+    there = [own for name in data if best(own := lines.of(name, candidate, 0)) is not None]
+    for own in there:
+        least = min(map(loss_of, own))
+        for line in own:
+            share = (loss_of(line) - least) / (line["before"] - least)
+            shares.setdefault(line["lr"], []).append(share)
+    return {lr: max(some) for lr, some in sorted(shares.items()) if len(some) == len(there)}
+
+
 def spread(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
     """Returns mean, standard deviation and count: "1.234 ± 0.005 (n = 3)"; one value at least."""
     mean = statistics.mean(values)
