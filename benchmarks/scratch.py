@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", nargs="+", choices=STARTS, default=list(STARTS))
     add("--size", choices=SIZES, default="1M")
     add("--steps", type=int, default=2000)
-    add("--rows", type=int, default=8, help="of a batch")
+    add("--rows", type=int, default=4, help="of a batch")
     add("--length", type=int, default=64, help="bytes of a row")
     add("--seeds", type=int, default=3, help="at the best learning rate")
     add("--minutes", type=float, default=1e9, help="after which no run begins (default: no limit)")

@@ -109,6 +109,19 @@ def refused(size: int) -> str:
     return message(lambda: train("lomo", 0.0, 1, size, quantized=True, summed=False), ValueError)
 
 
+def uneven(extra: dict[str, Any]) -> str:
+    """What is told where ranks differ in how many a host has."""
+    model = Given()
+    optimizer = OPTIMIZERS["lomo"](model.parameters(), lr=0.1)
+    config = eight_bits.config(False) | extra.get("top", {})
+    config["zero_optimization"] |= extra.get("zero", {})
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1" if dist.get_rank() else "2"):
+        return message(
+            lambda: deepspeed.initialize(model=model, optimizer=optimizer, config=config),
+            ValueError,
+        )
+
+
 class Quantizer:
     """DeepSpeed's CUDA operations of qgZ, in torch, without their packing: signed bytes."""
 

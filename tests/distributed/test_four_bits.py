@@ -39,6 +39,18 @@ def test_hosts_of_different_sizes_are_refused():
         assert "zero_quantized_gradients = True" in told and "2 of the 3 ranks" in told
 
 
+UNEVEN = {
+    "zero_quantized_gradients": {"zero": {"zero_quantized_gradients": True}},
+    "sum_group_size": {"top": {"ds_ext": {"sum_group_size": "host"}}},
+}
+
+
+@pytest.mark.parametrize("key", UNEVEN)
+def test_ranks_that_count_otherwise_all_tell_it(key):
+    for told in worlds.once(3, four_bits.uneven, UNEVEN[key]):
+        assert key in told and "LOCAL_WORLD_SIZE is 2, 1" in told
+
+
 def test_one_host_sums_as_they_are():
     for got in worlds.once(2, four_bits.both, "adalomo", 0.0, 1, 2):
         for n, update in got["expected"]["moved"].items():
