@@ -15,6 +15,7 @@ BENCHMARKS = {
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",
     "scale": "what 64 to 4,096 simulated ranks send, and how long it would take",
+    "spread": "the same by ZeRO-3, FSDP2 and pipelines, side by side",
     "train": "tokens per second of a whole step",
     "quality": "which optimizer fine-tunes best, at which learning rate",
     "scratch": "which optimizer trains best from scratch",
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).benchmark
-    if name in ("comm", "scale", "trends"):
+    if name in ("comm", "scale", "spread", "trends"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # counts are those of any device
     # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
     if not torch.cuda.is_available():

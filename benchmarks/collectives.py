@@ -1,6 +1,13 @@
 """Collectives of torch's process groups: what they are called, their kinds, what a rank sends."""
 
-from typing import NamedTuple
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
 # The methods of torch's ProcessGroup, under all the names that versions of torch give them.
@@ -26,6 +33,9 @@ METHODS = {
 }
 
 
+CALLERS = ("ds_ext", "deepspeed", "lomo_optim")
+
+
 class Call(NamedTuple):
     """One collective of one rank."""
 
@@ -37,3 +47,46 @@ class Call(NamedTuple):
 def sent(kind: str, nbytes: int, ranks: int) -> float:
     """Bytes that each of ``ranks`` sends for a collective of ``nbytes`` in all, by a ring."""
     return (2 if kind == ALL_REDUCE else 1) * nbytes * (ranks - 1) / ranks
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[Call]]:
+    """Gives the collectives of this process that are called within the context."""
+    before = {m: getattr(dist.ProcessGroup, m) for m in METHODS if hasattr(dist.ProcessGroup, m)}
+    calls: list[Call] = []
+    note_calls(calls)
+    try:
+        yield calls
+    finally:
+        for method, original in before.items():
+            setattr(dist.ProcessGroup, method, original)
+
+
+def note_calls(calls: list[Call]) -> None:
+    """Makes every collective of this process add itself to ``calls``."""
+    for method, kind in METHODS.items():
+        if hasattr(dist.ProcessGroup, method):
+            original = getattr(dist.ProcessGroup, method)
+            setattr(dist.ProcessGroup, method, _noting(original, kind, calls))
+
+
+def _noting(original: Callable[..., Any], kind: str, calls: list[Call]) -> Callable[..., Any]:
+    def method(group: Any, *args: Any, **options: Any) -> Any:
+        # Of what goes in and what comes out, one is the whole and the other a part of it.
+        sizes = [sum(t.nbytes for t in tree_leaves(x) if isinstance(t, Tensor)) for x in args]
+        calls.append(Call(_caller(), kind, max(sizes)))
+        return original(group, *args, **options)
+
+    return method
+
+
+def _caller() -> str:
+    """The package that called the collective."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        if package in CALLERS and not name.startswith("deepspeed.comm"):  # others' calls too
+            return package
+        frame = frame.f_back
+    return "other"

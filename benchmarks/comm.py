@@ -7,7 +7,6 @@ any other collective (d-1)/d.
 """
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,11 +17,17 @@ import lomo_optim
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import ds_ext
 from benchmarks import report
-from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, METHODS, REDUCE_SCATTER, Call, sent
+from benchmarks.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Call,
+    note_calls,
+    sent,
+)
 from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
 from benchmarks.ranks import on_ranks
 from ds_ext.ops.shard import Shard
@@ -34,8 +39,6 @@ if TYPE_CHECKING:
 MODELS: dict[str, Sizes] = {"small": (2048, 256, 688, 4, 4, 4, False), "135M": LLAMAS["135M"]}
 LR = 5e-4
 ROOF = 0.51  # of upstream's bytes: half, and the statistics
-
-CALLERS = ("ds_ext", "deepspeed", "lomo_optim")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,36 +174,6 @@ def counted(job: Callable[..., Any], sizes: Sizes, length: int, bucket: int) -> 
     note_calls(found.calls)
     step(tokens)
     return found._replace(calls=list(found.calls))  # without those of what comes later
-
-
-def note_calls(calls: list[Call]) -> None:
-    """Makes every collective of this process add itself to ``calls``."""
-    for method, kind in METHODS.items():
-        if hasattr(dist.ProcessGroup, method):
-            original = getattr(dist.ProcessGroup, method)
-            setattr(dist.ProcessGroup, method, _noting(original, kind, calls))
-
-
-def _noting(original: Callable[..., Any], kind: str, calls: list[Call]) -> Callable[..., Any]:
-    def method(group: Any, *args: Any, **options: Any) -> Any:
-        # Of what goes in and what comes out, one is the whole and the other a part of it.
-        sizes = [sum(t.nbytes for t in tree_leaves(x) if isinstance(t, Tensor)) for x in args]
-        calls.append(Call(_caller(), kind, max(sizes)))
-        return original(group, *args, **options)
-
-    return method
-
-
-def _caller() -> str:
-    """The package that called the collective."""
-    frame = sys._getframe().f_back
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        package = name.partition(".")[0]
-        if package in CALLERS and not name.startswith("deepspeed.comm"):  # others' calls too
-            return package
-        frame = frame.f_back
-    return "other"
 
 
 # What is made of the counts.

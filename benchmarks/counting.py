@@ -34,6 +34,7 @@ from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
 Shape = tuple[int, ...]
+Cut = Callable[[Shape, int, int], Shard]  # a shape, a rank and how many there are
 PLACES = 2048  # a multiple of what 8-bit moments share a scale by
 NORM = 8  # bytes of the square of the norm, summed once a step
 
@@ -44,16 +45,18 @@ class Bucket(NamedTuple):
     ranks: int  # of the group
     params: tuple[str, ...]
     place: int  # how many gradients of the model there were when it was full
-    agreed: tuple[int, ...]  # bytes of each all-reduce before the gradients: stages 1 and 2
+    agreed: tuple[int, ...]  # bytes of each all-reduce of what ranks tell each other first
     gradients: tuple[int, ...]  # bytes of each reduce-scatter: one, if they are of one dtype
     rounds: tuple[int, ...]  # bytes of each all-reduce of statistics
     published: tuple[int, ...]  # bytes of each all-gather of new weights: stages 1 and 2
+    stepped: tuple[str, ...] | None = None  # the parameters of the rounds; None: of the gradients
+    summed_by: str = REDUCE_SCATTER  # how gradients are summed
 
     @property
     def calls(self) -> list[Call]:
         """All of these, in order."""
-        kinds = (ALL_REDUCE, REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER)
-        found = zip(kinds, self[3:], strict=True)
+        kinds = (ALL_REDUCE, self.summed_by, ALL_REDUCE, ALL_GATHER)
+        found = zip(kinds, self[3:7], strict=True)
         return [Call("ds_ext", kind, n) for kind, sizes in found for n in sizes]
 
 
@@ -64,26 +67,27 @@ class Pretended:
     """Stands for torch.distributed and for a group of ``world`` ranks; notes calls, sends nothing.
 
     This process is the first rank. The others have the same numbers, where it has numbers.
+    ``everyone`` are all ranks, if there are more.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, everyone: "Pretended | None" = None) -> None:
         self.world = world
         self.calls: list[Call] = []
-        self.group = SimpleNamespace(WORLD=self)
+        self.group = SimpleNamespace(WORLD=everyone or self)
 
     def is_initialized(self) -> bool:
         return True
 
-    def get_rank(self, group: object) -> int:
+    def get_rank(self, group: object = None) -> int:
         return 0
 
-    def get_world_size(self, group: object) -> int:
-        return self.world
+    def get_world_size(self, group: "Pretended") -> int:
+        return group.world
 
-    def all_reduce(self, x: Tensor, group: object) -> None:
-        self.allreduce_coalesced([x])
+    def all_reduce(self, x: Tensor, group: "Pretended") -> None:
+        group.allreduce_coalesced([x])
         if not x.is_meta:
-            x.mul_(self.world)
+            x.mul_(group.world)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor]) -> "Pretended":
         return self._note(ALL_REDUCE, tensors)
@@ -186,12 +190,11 @@ def reduced(
                 layout.publish(runs)
                 note(tuple(names[p] for p in runs))
 
-        owner = _Owner()
+        owner = Owner()
         buckets = Buckets(
             model, layout, size, lambda p: None, names.__contains__, Publishing, owner
         )
-        # What ranks tell each other of their gradients is asked for on the host: all are good.
-        with mock.patch.object(Tensor, "cpu", lambda x: torch.zeros(x.shape, dtype=x.dtype)):
+        with zeros_on_hosts():
             backward(model)
             for _ in range(2):  # when backward has ended, and in step()
                 buckets.finish()
@@ -203,7 +206,12 @@ def reduced(
     return found
 
 
-class _Owner:
+def zeros_on_hosts() -> Any:
+    """What hosts ask for within the context is 0: of gradients it tells that they are good."""
+    return mock.patch.object(Tensor, "cpu", lambda x: torch.zeros(x.shape, dtype=x.dtype))
+
+
+class Owner:
     """Whose parameters are counted: nobody steps them."""
 
     optimizer: Any = None
@@ -229,11 +237,11 @@ class Matrix(NamedTuple):
     first: int  # element of it that the matrix begins at
     keys: tuple[tuple[str, Any], ...] = ()  # of its param group: what a rule is not for has some
 
-    def shard(self, rank: int, world: int) -> Shard:
+    def shard(self, rank: int, world: int, cut: Cut = Shard.of_rank) -> Shard:
         """What a rank owns of it."""
         if self.shape == self.stack:
-            return Shard.of_rank(self.shape, rank, world)
-        whole, n = Shard.of_rank(self.stack, rank, world), math.prod(self.shape)
+            return cut(self.shape, rank, world)
+        whole, n = cut(self.stack, rank, world), math.prod(self.shape)
         if n % whole.size and whole.size % n:
             raise ValueError(f"--ranks {world}: a rank would hold parts of two of {self.stack}.")
         start, stop = (min(max(at - self.first, 0), n) for at in (whole.start, whole.stop))
@@ -249,9 +257,13 @@ def matrices(shape: Shape, keys: tuple[tuple[str, Any], ...]) -> list[Matrix]:
 
 
 class Rule:
-    """An optimizer with its defaults, and the parameters of a model that it steps."""
+    """An optimizer with its defaults, and the parameters of a model that it steps.
 
-    def __init__(self, name: str, model: nn.Module) -> None:
+    ``cut`` says what a rank owns of a parameter: by default ZeRO's runs.
+    """
+
+    def __init__(self, name: str, model: nn.Module, cut: Cut = Shard.of_rank) -> None:
+        self.cut = cut
         self.optimizer = OPTIMIZERS[name.lower()]
         params = dict(model.named_parameters())
         self.dtype = next(iter(params.values())).dtype
@@ -268,11 +280,12 @@ class Rule:
 
     def of(self, bucket: Bucket) -> list[Bucket]:
         """A bucket with the rounds of the first step, and with those of the second."""
-        stepped = [m for name in bucket.params for m in self.matrices[name]]
+        names = bucket.params if bucket.stepped is None else bucket.stepped
+        stepped = [m for name in names for m in self.matrices[name]]
         alone = [self.rounds(matrix, bucket.ranks) for matrix in stepped]
         # In lock-step: what all ask for in a round travels together.
         both = [itertools.zip_longest(*(sizes[i] for sizes in alone), fillvalue=0) for i in (0, 1)]
-        return [bucket._replace(rounds=tuple(map(sum, sizes))) for sizes in both]
+        return [bucket._replace(rounds=bucket.rounds + tuple(map(sum, s))) for s in both]
 
     def _rounds(self, matrix: Matrix, world: int) -> list[tuple[int, ...]]:
         """Bytes of each round of two steps of a matrix: the same on all ranks, or AssertionError.
@@ -281,7 +294,7 @@ class Rule:
         the first are what rules can tell ranks apart by.
         """
         kinds: dict[tuple[int, bool, int], Shard] = {}
-        for shard in (matrix.shard(rank, world) for rank in range(world)):
+        for shard in (matrix.shard(rank, world, self.cut) for rank in range(world)):
             place = shard.start % shard.cols if shard.is_matrix else 0
             kinds.setdefault((len(shard), shard.start == 0, place), shard)
         found = {tuple(self._steps(matrix, shard)) for shard in kinds.values()}
@@ -318,7 +331,7 @@ class Rule:
                 tuple[int, int], int
             ] = {}  # by length, and place in rows and groups of 8 bits
             of = []
-            for shard in (matrix.shard(rank, world) for rank in range(world)):
+            for shard in (matrix.shard(rank, world, self.cut) for rank in range(world)):
                 kind = len(shard), shard.start % (PLACES * math.prod(matrix.shape[-1:]))
                 if kind not in known:
                     known[kind] = sum(

@@ -84,12 +84,12 @@ def is_expert(name: str) -> bool:
     return "experts" in name.split(".")
 
 
-def backward(model: nn.Module) -> None:
-    """Runs a model on "meta" forward and backward."""
-    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+def backward(model: nn.Module, device: str = "meta") -> None:
+    """Runs a model on "meta" forward and backward, or one of fake tensors on another device."""
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device=device)
     # Given, for Hugging Face makes one by looking at values.
     dtype = next(model.parameters()).dtype
-    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device="meta")
+    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=device)
     model(input_ids=tokens, labels=tokens, attention_mask=mask).loss.backward()
 
 
@@ -142,6 +142,28 @@ class Counted:
         """Bytes of state of the rank that has most."""
         return _state(self.name, self.ranks, STEPS[kind][0])
 
+    def rule(self, optimizer: str) -> Rule:
+        """An optimizer's rules for what each rank owns."""
+        return made(self.name)[1][optimizer]
+
+    def buckets(self) -> list[Bucket]:
+        """What is sent in order, without the rounds of rules; at the end the sum of the norm."""
+        found = _buckets(self)
+        return [*found, Bucket(self.ranks, (), found[-1].place, (), (), (NORM,), ())]
+
+    def ready(self, step: Sequence[Bucket], second: float) -> list[float]:
+        """When the gradients of each bucket have been computed.
+
+        ``second`` is how long a forward pass takes for one element of all tokens of a rank; a
+        backward pass takes two.
+        """
+        work = MODELS[self.name].work(made(self.name)[0])
+        done, found = 0.0, []
+        for bucket in step:
+            done += sum(work[name] for name in bucket.params)
+            found.append(second * (sum(work.values()) + 2 * done))
+        return found
+
     @property
     def in_flight(self) -> float:
         """Bytes of gradients that a rank holds at a time."""
@@ -159,7 +181,8 @@ def made(name: str) -> tuple[nn.Module, dict[str, Rule]]:
 
 
 @functools.cache
-def _order(name: str) -> list[str]:
+def order(name: str) -> list[str]:
+    """Names of a model's parameters in the order in which their gradients come."""
     return arrivals(made(name)[0])
 
 
@@ -168,7 +191,7 @@ def _buckets(counted: Counted) -> list[Bucket]:
     """The buckets in the order they fill, without rounds; those of each group are its own."""
     model, _ = made(counted.name)
     worlds = MODELS[counted.name].worlds(model, counted.ranks)
-    pass_ = functools.partial(in_order, _order(counted.name))
+    pass_ = functools.partial(in_order, order(counted.name))
     found = []
     for world in sorted(set(worlds.values())):
         shared = {name for name, ranks in worlds.items() if ranks == world}
@@ -178,12 +201,10 @@ def _buckets(counted: Counted) -> list[Bucket]:
 
 @functools.cache
 def _steps(counted: Counted, optimizer: str) -> list[list[Bucket]]:
-    """A first and a second step with their rounds, and at the end the sum of the norm."""
-    found = _buckets(counted)
-    rule = made(counted.name)[1][optimizer]
-    norm = Bucket(counted.ranks, (), found[-1].place, (), (), (NORM,), ())
-    both = zip(*(rule.of(bucket) for bucket in found), strict=True)
-    return [[*step, norm] for step in both]
+    """A first and a second step with their rounds."""
+    rule = counted.rule(optimizer)
+    both = zip(*(rule.of(bucket) for bucket in counted.buckets()), strict=True)
+    return [list(step) for step in both]
 
 
 @functools.cache

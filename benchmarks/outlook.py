@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from benchmarks import links
 from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER, Call
-from benchmarks.giants import MODELS, Counted, made
+from benchmarks.giants import Counted
 from benchmarks.links import Link
 
 SHARE = 0.1  # of a step, from which on its rounds are too much
@@ -46,17 +46,13 @@ def times(counted: Counted, kind: str, given: Given, takes: links.Takes | None =
     """A step's times; ``takes`` says what a call takes where ``given`` alone does not."""
     takes = takes or given.takes
     step = counted.step(kind)
-    work = MODELS[counted.name].work(made(counted.name)[0])
-    second = 2 * given.tokens / given.flops  # of a forward pass; backward takes two
-    done, ready = 0.0, []
-    for bucket in step:
-        done += sum(work[name] for name in bucket.params)
-        ready.append(second * (sum(work.values()) + 2 * done))
+    ready = counted.ready(step, 2 * given.tokens / given.flops)
     bare = [bucket._replace(rounds=()) for bucket in step]
     each = [links.parts(bucket, takes) for bucket in step]
+    others = sum(links.parts(bucket, takes)[1] for bucket in bare)  # what gathers new weights
     return Times(
         sum(gradients for gradients, _ in each),
-        sum(rounds for _, rounds in each),
+        sum(rounds for _, rounds in each) - others,
         links.chain(step, takes, ready, beside=False),
         links.chain(bare, takes, ready, beside=False),
     )

@@ -264,4 +264,5 @@ DeepSpeed's hpZ copies weights within a host and cuts states and gradients among
 changes no round. What ranks compare at stage 3, 16 bytes a bucket from host to host, is
 not counted. Renewing GaLore's basis sends the whole gradient in fp32,
 in slices of 2^20 elements, once in `update_proj_gap` (200) steps.
+[spread.md](spread.md) sets FSDP2 and pipelines beside ZeRO-3.
 """

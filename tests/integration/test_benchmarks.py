@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import comm, gpu, host, host_gpu, memory, offload, report, step, train
+from benchmarks import collectives, comm, gpu, host, host_gpu, memory, offload, report, step, train
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests import worlds
 from tests.common import authors, needs, pretend
@@ -268,10 +268,10 @@ def test_a_call_is_noted_with_the_whole_that_is_summed_or_gathered():
         return "work"
 
     part, whole = torch.ones(2), torch.ones(4)
-    noting = comm._noting(method, comm.ALL_GATHER, calls)
+    noting = collectives._noting(method, comm.ALL_GATHER, calls)
     assert noting("group", whole, part, "options") == "work"
     assert noting("group", [part], [[part, part]]) == "work"
-    assert comm._noting(method, comm.ALL_REDUCE, calls)("group", [part, part]) == "work"
+    assert collectives._noting(method, comm.ALL_REDUCE, calls)("group", [part, part]) == "work"
     assert [(call.kind, call.nbytes) for call in calls] == [
         (comm.ALL_GATHER, 16),
         (comm.ALL_GATHER, 16),
@@ -294,7 +294,7 @@ def test_a_call_is_noted_with_the_whole_that_is_summed_or_gathered():
     ],
 )
 def test_the_innermost_package_is_the_caller(modules, package):
-    call = comm._caller
+    call = collectives._caller
     for name in reversed(modules):
         inside = {"__name__": name, "call": call}
         exec("def outer(): return call()", inside)

@@ -4,15 +4,24 @@ Against rules that step real tensors on 1 to 7 ranks simulated in this process, 
 collective that real ranks were seen to call.
 """
 
+import argparse
 import itertools
 import math
 from collections import Counter
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
-from benchmarks import comm, counting, giants, links, outlook, scale
+import benchmarks.spread as side_by_side
+import ds_ext
+from benchmarks import comm, counting, fsdp2, giants, links, outlook, scale, staged
 from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER, Call
 from benchmarks.counting import Bucket, Matrix, Rule
 from benchmarks.giants import Counted
@@ -21,6 +30,7 @@ from benchmarks.memory import llama
 from ds_ext.backward.receivers import Stepper
 from ds_ext.backward.runs import Voters
 from ds_ext.distributed import consensus as ranks
+from ds_ext.distributed import dtensors
 from ds_ext.distributed import lockstep as rounds
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
@@ -30,6 +40,7 @@ from ds_ext.rules import REGISTRY, lowrank
 from tests.common import apart
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
+from tests.distributed.fsdp2_beside import Matrices
 
 SMALL = (256, 48, 132, 2, 4, 2, False)
 STACK = (4, 6, 8)  # of experts; a rank of 2 or 4 holds whole ones, one of 8 or 16 a part of one
@@ -223,7 +234,55 @@ def real_calls():
             0,
         )
         found[case] = Counter((c.kind, c.nbytes) for c in comm.optimizers(real.calls))
+    for name, (world, job) in REAL.items():
+        real = comm.on_ranks(world, comm.counted, job, SMALL, 8, BUCKET)
+        found[name] = Counter((c.kind, c.nbytes) for c in comm.optimizers(real.calls))
     return found
+
+
+def real_fsdp2(sizes, bucket):
+    """A step of CAME on a Llama that FSDP2 has cut."""
+    model = llama(sizes, torch.float32, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = ds_ext.CAME(model.parameters())
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=bucket)
+
+    def step(tokens):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, comm.Step([], 0, [])
+
+
+WIDTHS = (12, 20, 12, 8, 12)  # of a pipeline's linear layers, two on each stage
+MICRO_BATCHES = 3
+SMALLER = 500  # reduce_bucket_size of the pipeline
+
+
+def real_pipeline(_, __):
+    """A step of AdaLomo by the first stage of two."""
+    layers = [LayerSpec(nn.Linear, a, b) for a, b in itertools.pairwise(WIDTHS)]
+    net = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": SMALLER},
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+
+    def step(_):
+        x = torch.ones(2, WIDTHS[0])
+        engine.train_batch(iter([(x, x)] * MICRO_BATCHES))
+
+    return step, comm.Step([], 0, [])
+
+
+REAL = {"fsdp2": (3, real_fsdp2), "pipeline": (4, real_pipeline)}
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +305,123 @@ def test_all_calls_are_those_of_real_ranks(case, called, monkeypatch):
     calls = [call for bucket in step for call in bucket.calls]
     assert Counter((call.kind, call.nbytes) for call in calls) == called[case]
     assert len(calls) > 20
+
+
+@pytest.mark.slow
+def test_fsdp2s_calls_are_those_of_real_ranks(called, monkeypatch):
+    monkeypatch.setitem(giants.MODELS, "small", giants.Giant(SMALL))
+    monkeypatch.setattr(giants.Giant, "make", lambda self: small(torch.float32))
+    counted = fsdp2.FullySharded("small", REAL["fsdp2"][0], BUCKET)
+    calls = [call for bucket in counted.step("CAME") for call in bucket.calls]
+    calls += counted.gathers
+    assert Counter((call.kind, call.nbytes) for call in calls) == called["fsdp2"]
+    assert len(calls) > 20
+
+
+@pytest.mark.slow
+def test_calls_of_a_stage_are_those_of_real_ranks(called):
+    rule, found = stage_of_linears(everyone=REAL["pipeline"][0])
+    calls = [call for bucket in found for call in rule.of(bucket)[1].calls]
+    assert Counter((call.kind, call.nbytes) for call in calls) == called["pipeline"]
+    assert len(calls) > 10
+
+
+def stage_of_linears(everyone, zero=1, name="adalomo"):
+    """The rules and buckets of the first of two stages of linear layers."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)))
+    own = [name for name, _ in model.named_parameters() if name[0] in "01"]
+
+    def backward(model):
+        giants.in_order(["1.bias", "1.weight", "0.bias", "0.weight"], model)
+
+    among = everyone // 2
+    found = staged.kept(model, own, backward, among, everyone, SMALLER, zero, MICRO_BATCHES)
+    return Rule(name, model), found
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_stage_sums_statistics_over_its_own_ranks_and_the_norm_over_all(zero):
+    rule, found = stage_of_linears(128, zero)
+    step = [rule.of(bucket)[1] for bucket in found]
+    elements = sum(-(-n // 64) * 64 for n in (12 * 20, 20, 20 * 12, 12))
+    if zero == 0:
+        elements = 12 * 20 + 20 + 20 * 12 + 12
+    assert sum(map(sum, (b.gradients for b in step))) == 4 * elements * MICRO_BATCHES
+    assert {b.summed_by for b in step if b.gradients} == {REDUCE_SCATTER if zero else ALL_REDUCE}
+    rounds = [(b.ranks, b.rounds) for b in step if b.rounds]
+    assert rounds[0] == (128, (8 * 2 * 4,))  # the sums of squares of all stages' parameters
+    assert {n for n, _ in rounds[1:]} == ({64} if zero else set())
+    stepped = [name for b in found for name in b.stepped]
+    assert stepped == (["0.weight", "0.bias", "1.weight", "1.bias"] if zero else [])
+    assert sum(map(sum, (b.published for b in step))) == (4 * elements if zero else 0)
+    last = max(i for i, b in enumerate(step) if b.gradients)
+    assert last < min(i for i, b in enumerate(step) if b.rounds)  # nothing is stepped before
+
+
+def test_stages_end_by_the_schedule_of_one_forward_one_backward(monkeypatch):
+    monkeypatch.setitem(giants.MODELS, "tiny", giants.Giant(SMALL))
+    counted = staged.Staged("tiny", 8, 2**14, 1, 2, 5)
+    step = counted.step("AdaLomo")
+    work = giants.MODELS["tiny"].work(giants.made("tiny")[0])
+    forward = sum(work[name] for name in counted.own) * 2 / 5  # two ranks' tokens, five times
+    ready = counted.ready(step, 1.0)
+    assert ready[-1] == pytest.approx((5 + 2 - 1) * 3 * forward)
+    assert ready == sorted(ready)
+    assert 2 * 3 * forward - 2 * forward < ready[0] <= 2 * 3 * forward  # in the first backward
+    free = GIVEN._replace(link=Link(0.0, math.inf))
+    found = outlook.times(counted, "AdaLomo", free)
+    assert found.step == pytest.approx(counted.ready(step, 2 * 4096 / 4e14)[-1])
+    assert found.rounds == 0
+    late = outlook.times(counted, "AdaLomo", GIVEN)
+    messages = [links.messages(ALL_REDUCE, b.ranks, TREE) for b in step for _ in b.rounds]
+    assert late.rounds == pytest.approx(5e-6 * sum(messages), rel=0.1)  # without what is published
+    assert late.step - late.rest == pytest.approx(late.rounds)  # none is hidden
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_fsdp2_spares_a_round_as_real_ranks_do(world):
+    """Those are in tests/distributed/test_fsdp2_beside.py."""
+
+    def backward(model):
+        model(torch.zeros(5, 6)).sum().backward()
+
+    with torch.device("meta"):
+        model = Matrices()
+    rules = {n: Rule(n, model, dtensors.rows_of) for n in ("adalomo", "adafactor", "came")}
+    found = fsdp2.reduced(model, list(model), backward, world, 10**6)
+    assert [b.gradients for b in found.buckets] == [(4 * 6 * world * -(-6 // world),)] * 4
+    assert [b.stepped for b in found.buckets[:-1]] == [()] * 3
+    assert found.buckets[-1].stepped == tuple(f"{i}.weight" for i in (3, 2, 1, 0))
+    rounds = {n: sum(len(r.of(b)[1].rounds) for b in found.buckets) for n, r in rules.items()}
+    assert rounds == {"adalomo": 1, "adafactor": 1, "came": 2}
+    assert len(found.gathers) == 2 * 4
+
+
+@pytest.mark.slow
+def test_ways_to_spread_a_model_stand_side_by_side(monkeypatch):
+    monkeypatch.setitem(giants.MODELS, "tiny", giants.Giant(SMALL))
+    args = argparse.Namespace(model="tiny", ranks=128, bucket=2**12, stages=2, micro_batches=[2, 4])
+    found = list(side_by_side.spreads(args))
+    given = [GIVEN, GIVEN._replace(algorithm=RING)]
+    sends = {s.name: side_by_side.sends(s, "CAME") for s in found}
+    times = {s.name: side_by_side.timed(s, "CAME", given) for s in found}
+    assert len(sends) == len(times) == 7
+    few, many = (sends[f"2 stages, ZeRO 1, {n} micro-batches"] for n in (2, 4))
+    assert many["gradients, GB sent"] == 2 * few["gradients, GB sent"]
+    rounds = {name: row["rounds"] for name, row in sends.items()}
+    assert many["rounds"] == few["rounds"] > rounds["2 stages, ZeRO 0, 4 micro-batches"] == 1
+    assert rounds["FSDP2"] <= rounds["FSDP2, HSDP of 64"] < rounds["ZeRO-3"]
+    assert all(0 < row["rounds, s, tree"] < row["rounds, s, ring"] for row in times.values())
+
+
+def test_ranks_beyond_the_rows_of_a_matrix_have_nothing_and_add_up_alike():
+    with torch.device("meta"):
+        rule = Rule("came", Model(), dtensors.rows_of)
+    matrix = rule.matrices["wide.weight"][0]
+    held = [len(matrix.shard(rank, 16, rule.cut)) for rank in range(16)]
+    assert held == [50] * 9 + [0] * 7
+    assert len(rule.rounds(matrix, 16)[1]) == 2
 
 
 def test_the_models_are_those_they_are_called():

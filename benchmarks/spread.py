@@ -1,0 +1,174 @@
+"""What a step sends among many ranks by ZeRO-3, FSDP2 and in pipelines, side by side.
+
+Counted and timed as ``scale`` does it, whose model of time is described in scale.md.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks import links, outlook, report
+from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, sent
+from benchmarks.fsdp2 import FullySharded
+from benchmarks.giants import MODELS, Counted
+from benchmarks.links import Takes
+from benchmarks.outlook import GROUP, Given
+from benchmarks.scale import LINKS
+from benchmarks.staged import Staged
+from ds_ext.backward.settings import BUCKET_SIZE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = ("AdaLomo", "Adafactor", "CAME")
+DENSE = [name for name, model in MODELS.items() if not model.experts]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=DENSE, default=DENSE[0])
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--stages", type=int, default=8, help="of a pipeline")
+    parser.add_argument(
+        "--micro-batches", nargs="+", type=int, default=[8, 32], help="of a pipeline in a step"
+    )
+    parser.add_argument("--bucket", type=int, default=BUCKET_SIZE, help="reduce_bucket_size")
+    parser.add_argument("--tokens", type=int, default=4096, help="of each rank in a step")
+    parser.add_argument("--flops", type=float, default=4e14, help="a second, of a rank")
+
+
+class Spread(NamedTuple):
+    """A way in which a model is spread over all ranks."""
+
+    name: str
+    counted: Counted
+    copies: int = 1  # of what is counted, among which gradients are all-reduced once more
+
+
+def main(args: argparse.Namespace) -> None:
+    """Counts all steps, and writes the tables and the picture."""
+    link = next(iter(LINKS))
+    given = [Given(LINKS[link], how, args.tokens, args.flops) for how in links.ALGORITHMS]
+    found = list(spreads(args))
+    tables = {
+        "What a step sends": [sends(spread, kind) for spread in found for kind in KINDS],
+        "Times of a step": [timed(spread, kind, given) for spread in found for kind in KINDS],
+    }
+    text = TEXT.format(
+        model=args.model,
+        ranks=args.ranks,
+        link=f"{link}: {LINKS[link].latency * 1e6:g} µs, {LINKS[link].bandwidth / 1e9:g} GB/s",
+        tokens=args.tokens,
+        flops=args.flops,
+        bucket=args.bucket,
+        group=GROUP,
+    )
+    title = "A step among many ranks, by how the model is spread"
+    report.write("spread", title, text, tables, lambda figure: draw(figure, found, given))
+
+
+def spreads(args: argparse.Namespace) -> Iterator[Spread]:
+    """ZeRO-3, FSDP2 and pipelines among ``args.ranks``, with copies where there are more ranks."""
+    name, ranks, size = args.model, args.ranks, args.bucket
+    yield Spread("ZeRO-3", Counted(name, ranks, size))
+    if ranks > GROUP:
+        copies = ranks // GROUP
+        yield Spread(f"ZeRO-3, shard_size {GROUP}", Counted(name, GROUP, size), copies)
+    yield Spread("FSDP2", FullySharded(name, ranks, size))
+    if ranks > GROUP:
+        yield Spread(f"FSDP2, HSDP of {GROUP}", FullySharded(name, GROUP, size), copies)
+    for zero, some in ((1, args.micro_batches), (0, args.micro_batches[-1:])):
+        for n in some:
+            what = f"{args.stages} stages, ZeRO {zero}, {n} micro-batches"
+            yield Spread(what, Staged(name, ranks, size, zero, args.stages, n))
+
+
+def sends(spread: Spread, kind: str) -> dict[str, object]:
+    """A row of what each rank sends in a step."""
+    step = spread.counted.step(kind)
+    calls = [(call, bucket.ranks) for bucket in step for call in bucket.calls]
+    gradients = sum(sent(b.summed_by, n, b.ranks) for b in step for n in b.gradients)
+    gradients += sum(
+        sent(ALL_REDUCE, n // b.ranks, spread.copies) for b in step for n in b.gradients
+    )
+    statistics = sum(sent(ALL_REDUCE, n, b.ranks) for b in step for n in b.rounds)
+    weights = sum(sent(ALL_GATHER, n, b.ranks) for b in step for n in b.published)
+    if isinstance(spread.counted, FullySharded):
+        ranks = spread.counted.ranks
+        weights = sum(sent(call.kind, call.nbytes, ranks) for call in spread.counted.gathers)
+    return {
+        "spread": spread.name,
+        "optimizer": kind,
+        "sums of gradients": sum(len(bucket.gradients) for bucket in step),
+        "buckets stepped": sum(bool(b.params if b.stepped is None else b.stepped) for b in step),
+        "rounds": sum(len(bucket.rounds) for bucket in step),
+        **{
+            f"messages, {how}": sum(links.messages(c.kind, ranks, how) for c, ranks in calls)
+            for how in links.ALGORITHMS
+        },
+        "gradients, GB sent": gradients / 1e9,
+        "statistics, MB sent": statistics / 1e6,
+        "weights, GB sent": weights / 1e9 if weights else None,
+    }
+
+
+def timed(spread: Spread, kind: str, given: Sequence[Given]) -> dict[str, object]:
+    """A row of a step's times."""
+    row: dict[str, object] = {"spread": spread.name, "optimizer": kind}
+    for how in given:
+        found = outlook.times(spread.counted, kind, how, takes(spread, how))
+        row |= {
+            f"gradients, s, {how.algorithm}": found.gradients,
+            f"rounds, s, {how.algorithm}": found.rounds,
+            f"step, s, {how.algorithm}": found.step,
+            f"rounds / step, {how.algorithm}": f"{found.rounds / found.step:.2%}",
+        }
+    return row
+
+
+def takes(spread: Spread, given: Given) -> Takes:
+    """What calls take."""
+    return outlook.in_groups(given, GROUP * spread.copies) if spread.copies > 1 else given.takes
+
+
+def draw(figure: "Figure", found: Sequence[Spread], given: Sequence[Given]) -> None:
+    """Bars of the rounds' share of a step."""
+    panels = figure.subplots(1, len(given), sharey=True)
+    for axes, how in zip(panels, given, strict=True):
+        for i, kind in enumerate(KINDS):
+            shares = []
+            for spread in found:
+                times = outlook.times(spread.counted, kind, how, takes(spread, how))
+                shares.append(times.rounds / times.step)
+            at = [y + 0.25 * (i - 1) for y in range(len(found))]
+            axes.barh(at, shares, height=0.25, label=kind)
+        axes.set(title=f"rounds / step, {how.algorithm}", xscale="log")
+        axes.set_yticks(range(len(found)), [spread.name for spread in found])
+    panels[0].invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
+TEXT = """
+{model} on {ranks:,} ranks, what the first rank sends in a step: counted as in [scale.md](scale.md),
+on tensors without storage and by the same rules, hooks and buckets; times are the model's that is
+described there, on {link}, {tokens:,} tokens of each rank in a step and {flops:g} flops a second,
+**assumed, not measured**. `reduce_bucket_size`, `bucket_size` of `fuse_into_backward`: {bucket:,}
+elements. Rounds: all-reduces of statistics, and one of the norm.
+
+**FSDP2** is torch's own, applied to each layer and to the model, in a group of ranks that sends
+nothing: its units, their padding (a rank has whole rows; ranks beyond the rows of a matrix have
+none of it), the order of its gradients and its collectives are counted, not computed. Weights sent
+are its gathers, two of a layer and one of the rest; as those of DeepSpeed's ZeRO-3 they take no
+time here. A bucket is filled by a rank's own parts, not by whole gradients as with ZeRO: the more
+ranks, the fewer buckets, and so rounds. HSDP: groups of {group} ranks hold a copy each, and
+gradients are all-reduced once more among the copies, as by `shard_size`.
+
+**A pipeline** is DeepSpeed's PipelineModule in stages of as many parameters as can be; the largest
+is counted. Its ranks sum gradients in every micro-batch, for ds_ext keeps this rank's part of them
+until the step: so gradients take as often as there are micro-batches what they take of a stage.
+A rule's sums are of the ranks of a stage; one sum over all stages tells the norm and which
+gradients are bad. All this follows the last backward pass, so that none of it is hidden, nor the
+gathering of new weights by ZeRO 1. ZeRO 0 takes no rounds but that one. The schedule is 1F1B's, by
+which computing takes 1 + (stages - 1) / micro-batches of what it takes without stages; activations
+between stages take no time here.
+Real ranks have shown the calls of FSDP2 and of a pipeline, on a small model.
+"""

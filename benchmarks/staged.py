@@ -1,0 +1,200 @@
+"""Counts what a stage of a pipeline sends in a step: ds_ext's layout of a stage, and its policy.
+
+Of each micro-batch the gradients of the stage's layers are summed over its ranks and kept; when
+the step ends all ranks of all stages find the norm and which gradients are bad, and each stage
+steps what was kept, a bucket at a time.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import giants
+from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER
+from benchmarks.counting import Bucket, Owner, Pretended, zeros_on_hosts
+from benchmarks.giants import MODELS, Counted
+from ds_ext.backward.buckets import Buckets
+from ds_ext.backward.reading import GradientReader
+from ds_ext.backward.receivers import Keeping
+from ds_ext.backward.runs import Run
+from ds_ext.backward.settings import Gradients
+from ds_ext.backward.tally import Clipping, Tally
+from ds_ext.distributed.layout import Weight
+from ds_ext.distributed.placement import Replicated, Sharded, size_of
+from ds_ext.distributed.stages import Stage
+from ds_ext.planner import stages
+from ds_ext.planner.memory import Shapes
+
+KINDS: Mapping[int, type[Replicated] | type[Sharded]] = {0: Replicated, 1: Sharded}  # by ZeRO stage
+
+
+def kept(
+    model: nn.Module,
+    own: Sequence[str],
+    backward: Callable[[nn.Module], None],
+    ranks: int,
+    everyone: int,
+    size: int,
+    zero: int,
+    micro_batches: int,
+    is_last: bool = False,
+) -> list[Bucket]:
+    """What the first rank of a stage sends in a step, without the rounds of rules.
+
+    Args:
+        model: on "meta", with the layers of all stages, none of them tied.
+        own: names of the stage's parameters.
+        backward: brings the gradients of these, of one micro-batch.
+        ranks: of the stage.
+        everyone: ranks of all stages.
+        size: reduce_bucket_size, in elements.
+        zero: stage of ZeRO among the ranks of the stage, 0 or 1.
+        micro_batches: of a step.
+        is_last: whether the stage is the last one.
+    """
+    params = dict(model.named_parameters())
+    group = Pretended(ranks, Pretended(everyone))
+    found: list[Bucket] = []
+    with _pretending(group), zeros_on_hosts():
+        placement = KINDS[zero](group)  # type: ignore[arg-type]
+        names = {params[name]: name for name in own}
+        weights = [Weight(name, p.numel(), p.dtype) for name, p in params.items()]
+        layout = Stage(group, names, lambda p: placement, weights, [], torch.device("meta"))  # type: ignore[arg-type]
+        tally = Tally(GradientReader(layout, Gradients(size, "sharded")))
+        place = 0
+
+        class Noting(Keeping):
+            """Notes the gradients that it keeps."""
+
+            def receive(self, runs: dict[Tensor, Run]) -> None:
+                nonlocal place
+                place += len(runs)
+                *agreed, summed = _taken(group)
+                arrived = tuple(names[p] for p in runs)
+                found.append(
+                    Bucket(ranks, arrived, place, (*agreed,), (summed,), (), (), (), SUMS[zero])
+                )
+                super().receive(runs)
+
+        is_ours = names.__contains__
+        begin = functools.partial(Noting, tally, None)
+        buckets = Buckets(model, layout, size, lambda p: None, is_ours, begin, Owner())
+        for _ in range(micro_batches):
+            backward(model)
+            if is_last:  # DeepSpeed tells of the end of a backward pass on this stage alone
+                buckets.finish()
+        buckets.finish()  # in step()
+        agreed = _taken(group)
+        tally.record(tally.kept)
+        tally.judge(Clipping(0.0, "exact"))
+        found.append(Bucket(ranks, (), place, agreed, (), (), (), ()))
+        found.append(Bucket(everyone, (), place, (), (), _taken(group.group.WORLD), (), ()))
+        for params_in_step in layout.in_step(list(names)):
+            for piece in buckets.pieces(params_in_step):
+                layout.publish(piece)
+                is_summed = size_of(placement.statistics_group) > 1
+                stepped = tuple(names[p] for p in piece) if is_summed else ()
+                found.append(Bucket(ranks, (), place, (), (), (), _taken(group), stepped))
+        buckets.remove()
+    return found
+
+
+SUMS = {0: ALL_REDUCE, 1: REDUCE_SCATTER}  # of gradients, by ZeRO stage
+
+
+def _taken(group: Pretended) -> tuple[int, ...]:
+    """Bytes of the calls of a group since the last time."""
+    found = tuple(call.nbytes for call in group.calls)
+    group.calls.clear()
+    return found
+
+
+@contextlib.contextmanager
+def _pretending(group: Pretended) -> Iterator[None]:
+    """Puts a group of ranks in the place of torch.distributed."""
+    with contextlib.ExitStack() as stack:
+        for module in ("layout", "placement", "stages"):
+            stack.enter_context(mock.patch(f"ds_ext.distributed.{module}.dist", group))
+        yield
+
+
+@dataclass(frozen=True)
+class Staged(Counted):
+    """A language model in stages of a pipeline, of the ZeRO stage ``stage``; its largest stage.
+
+    A rank computes with as many tokens as without stages: a pipeline takes those of all its ranks,
+    in ``micro_batches``.
+    """
+
+    stage: int = 1
+    stages: int = 8
+    micro_batches: int = 32
+
+    @property
+    def own(self) -> list[str]:
+        """Names of the parameters of the stage that computes most."""
+        return list(max(self._stages(), key=self._computed))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether that is the last one."""
+        return self.own == list(self._stages()[-1])
+
+    def _computed(self, names: Iterable[str]) -> float:
+        work = self._work()
+        return sum(work[name] for name in names)
+
+    def _stages(self) -> list[Shapes]:
+        shapes = {n: tuple(p.shape) for n, p in giants.made(self.name)[0].named_parameters()}
+        return stages.cut(stages.layers(shapes, is_tied=False), self.stages)
+
+    def buckets(self) -> list[Bucket]:
+        """What is sent in order, without the rounds of rules."""
+        return _buckets(self)
+
+    def ready(self, step: Sequence[Bucket], second: float) -> list[float]:
+        """When the gradients of each bucket have been computed, by 1F1B's schedule.
+
+        All stages wait for the first, whose backward passes are the last to end: it is taken to
+        compute as long as the largest.
+
+        ``second`` is how long a forward pass takes for one element of all tokens of a rank without
+        stages; a backward pass takes two.
+        """
+        work = self._work()
+        whole = self._computed(self.own)
+        forward = second * whole * self.stages / self.micro_batches
+        done, found = 0.0, []
+        for bucket in step:
+            done += sum(work[name] for name in bucket.params)
+            passed = max(math.ceil(done / whole), 1)  # micro-batches, this one among them
+            ends = (self.stages + passed - 1) * 3 * forward
+            found.append(ends - 2 * forward * (passed - done / whole))
+        return found
+
+    def _work(self) -> dict[str, float]:
+        return MODELS[self.name].work(giants.made(self.name)[0])
+
+
+@functools.cache
+def _buckets(counted: Staged) -> list[Bucket]:
+    model, own = giants.made(counted.name)[0], counted.own
+    inside = {*own}
+    order = [name for name in giants.order(counted.name) if name in inside]
+    return kept(
+        model,
+        own,
+        functools.partial(giants.in_order, order),
+        counted.ranks // counted.stages,
+        counted.ranks,
+        counted.size,
+        counted.stage,
+        counted.micro_batches,
+        counted.is_last,
+    )
