@@ -147,7 +147,10 @@ def test_a_cut_that_straddles_experts_is_refused():
 
 
 def test_ranks_that_differ_in_what_they_add_to_are_found(monkeypatch):
-    monkeypatch.setattr(Matrix, "shard", lambda m, rank, world: Shard((40, 12), 0, 160 - rank, 160))
+    def shard(matrix, rank, world, cut):
+        return Shard((40, 12), 0, 160 - rank, 160)
+
+    monkeypatch.setattr(Matrix, "shard", shard)
     before = counting.Rule._steps
 
     def steps(self, matrix, shard):
