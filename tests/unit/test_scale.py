@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import benchmarks.spread as side_by_side
 import ds_ext
-from benchmarks import comm, counting, fsdp2, giants, links, outlook, scale, staged
+from benchmarks import collectives, comm, counting, fsdp2, giants, links, outlook, scale, staged
 from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER, Call
 from benchmarks.counting import Bucket, Matrix, Rule
 from benchmarks.giants import Counted
@@ -623,3 +623,10 @@ def test_all_that_is_judged_can_be_counted_and_drawn():
     assert set(outlook.JUDGED) <= set(giants.STEPS)
     assert len(scale.COLORS) == len(outlook.JUDGED)
     assert len(scale.STYLES) >= len(giants.MODELS)
+
+
+def test_collectives_are_as_before_when_they_are_noted_no_more():
+    methods = {name: vars(dist.ProcessGroup)[name] for name in ("broadcast", "allreduce")}
+    with collectives.noted():
+        assert all(vars(dist.ProcessGroup)[name] is not own for name, own in methods.items())
+    assert all(vars(dist.ProcessGroup)[name] is own for name, own in methods.items())
