@@ -42,6 +42,7 @@ STARTS = {
     "muon": 3e-3,
 }
 SIZES = {"1M": (160, 432, 4, 4), "0.1M": (64, 172, 2, 2)}  # width, inner width, layers, heads
+DEFAULTS: dict[str, Any] = {"size": "1M", "steps": 2000, "rows": 4, "length": 64}
 # Perplexity of Llamas on C4, best learning rate of each: Zhao et al. 2024 (arXiv 2403.03507),
 # table 2, AdamW with 32-bit moments; 7B: Zhu et al., MLSys 2025, the project's page, 8-bit Adam and
 # 8-bit GaLore after 150,000 steps.
@@ -60,10 +61,10 @@ PUBLISHED = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--optimizer", nargs="+", choices=STARTS, default=list(STARTS))
-    add("--size", choices=SIZES, default="1M")
-    add("--steps", type=int, default=2000)
-    add("--rows", type=int, default=4, help="of a batch")
-    add("--length", type=int, default=64, help="bytes of a row")
+    add("--size", choices=SIZES, default=DEFAULTS["size"])
+    add("--steps", type=int, default=DEFAULTS["steps"])
+    add("--rows", type=int, default=DEFAULTS["rows"], help="of a batch")
+    add("--length", type=int, default=DEFAULTS["length"], help="bytes of a row")
     add("--seeds", type=int, default=3, help="at the best learning rate")
     add("--minutes", type=float, default=1e9, help="after which no run begins (default: no limit)")
     add("--text", type=Path, help="a text file (default: the plays)")
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Makes the runs that are missing, then the report."""
     began = time.monotonic()
-    setup = {k: getattr(args, k) for k in ("size", "steps", "rows", "length")}
+    setup = {k: getattr(args, k) for k in DEFAULTS}
     lines = Lines(args.lines, setup | {"data": args.text.stem if args.text else DATA})
     if not args.report:
         make_runs(args, lines, began)

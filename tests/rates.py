@@ -1,11 +1,11 @@
-"""The table of docs/choosing.md: where to begin, and what each optimizer gave and cost.
+"""The tables of docs/choosing.md: where to begin, and what each optimizer gave and cost.
 
-It is made of ``ds_ext.rates`` and of the lines in benchmarks/results/quality alone.
+They are made of ``ds_ext.rates`` and of the lines in benchmarks/results alone.
 """
 
 import math
 
-from benchmarks import quality
+from benchmarks import quality, report, scratch
 from benchmarks.matrix import costs, summary
 from benchmarks.matrix.candidates import CANDIDATES
 from benchmarks.matrix.lines import Lines
@@ -44,6 +44,14 @@ def table() -> str:
         cells += [_less(runs, data, name) for data in there]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def from_scratch() -> str:
+    """What was trained from scratch, best first."""
+    setup = {k: scratch.DEFAULTS[k] for k in ("size", "steps", "rows", "length")}
+    runs = Lines(scratch.FOLDER, setup | {"data": scratch.DATA})
+    labels = {name: CANDIDATES[name].label for name in scratch.STARTS}
+    return report.table(summary.of_data(runs, scratch.DATA, labels, UNIT, with_answers=False))
 
 
 def _rates(runs: Lines, name: str) -> tuple[str, str, str]:

@@ -28,7 +28,7 @@ _MARKED = re.compile(
     r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
 )
 _MADE = re.compile(
-    r"(?ms)^(<!-- (?P<what>optimizers|keys|commands|rates): [^\n]* -->)\n"
+    r"(?ms)^(<!-- (?P<what>optimizers|keys|commands|rates|scratch): [^\n]* -->)\n"
     r".*?^(<!-- end of (?P=what) -->)$"
 )
 _BLOCK = re.compile(r"(?m)^```python\n(.*?)^```$", re.S)
@@ -68,6 +68,7 @@ def renewed(text: str) -> str:
     text = _MARKED.sub(block, text)
     made = {"optimizers": optimizers, "keys": reference.keys, "commands": reference.commands}
     made["rates"] = rates.table
+    made["scratch"] = rates.from_scratch
     return _MADE.sub(lambda found: f"{found[1]}\n{made[found['what']]()}\n{found[3]}", text)
 
 

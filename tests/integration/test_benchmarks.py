@@ -217,7 +217,8 @@ def test_a_step_takes_what_its_optimizer_must():
     assert 4 * n < came - lomo < 5.5 * n
     for name in ("FlashAdamW", "Lion", "SCALE", "SinkGD"):
         peak = memory.measure(sizes, shape, name, torch.float32, CPU)
-        assert peak == pytest.approx(none + memory.planned_state(sizes, name), rel=0.02)
+        # LOMO, without a state, lets as many gradients wait to be stepped by together.
+        assert peak == pytest.approx(lomo + memory.planned_state(sizes, name), rel=0.02)
 
 
 def test_the_largest_model_that_fits():
