@@ -31,8 +31,6 @@ METHODS = {
     "alltoall_base": "all-to-all",
     "all_to_all_single": "all-to-all",
 }
-
-
 CALLERS = ("ds_ext", "deepspeed", "lomo_optim")
 
 
@@ -55,20 +53,13 @@ def noted() -> Iterator[list[Call]]:
     # As the class has them: what getattr gives of a method in C++ is bound to no instance again.
     before = {name: own for name, own in vars(dist.ProcessGroup).items() if name in METHODS}
     calls: list[Call] = []
-    note_calls(calls)
+    for name, original in before.items():
+        setattr(dist.ProcessGroup, name, _noting(original, METHODS[name], calls))
     try:
         yield calls
     finally:
-        for method, original in before.items():
-            setattr(dist.ProcessGroup, method, original)
-
-
-def note_calls(calls: list[Call]) -> None:
-    """Makes every collective of this process add itself to ``calls``."""
-    for method, kind in METHODS.items():
-        if hasattr(dist.ProcessGroup, method):
-            original = getattr(dist.ProcessGroup, method)
-            setattr(dist.ProcessGroup, method, _noting(original, kind, calls))
+        for name, original in before.items():
+            setattr(dist.ProcessGroup, name, original)
 
 
 def _noting(original: Callable[..., Any], kind: str, calls: list[Call]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from benchmarks.collectives import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     Call,
-    note_calls,
+    noted,
     sent,
 )
 from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
@@ -171,9 +171,9 @@ def counted(job: Callable[..., Any], sizes: Sizes, length: int, bucket: int) -> 
     tokens = torch.randint(0, sizes[0], (1, length), generator=generator)
     step(tokens)  # the first, in which ZeRO-3 learns the order of modules
     found.rounds.clear()
-    note_calls(found.calls)
-    step(tokens)
-    return found._replace(calls=list(found.calls))  # without those of what comes later
+    with noted() as calls:
+        step(tokens)
+    return found._replace(calls=calls)
 
 
 # What is made of the counts.

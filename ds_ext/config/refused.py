@@ -1,6 +1,6 @@
 """Settings of a DeepSpeed config that cannot be honoured: refused by name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -56,10 +56,7 @@ def _of_quantized_gradients(config: dict[str, Any], stage: Any) -> Iterator[str]
     asked = "zero_optimization.zero_quantized_gradients = True"
     if stage != 3:
         yield f"{asked} needs zero_optimization.stage 3, but it is {stage}: remove it."
-    for key, is_off in (("ds_ext.shard_size", _off), *_WITHOUT_GROUPS[1:]):
-        value = lookup(config, key)
-        if value is not None and not is_off(value):
-            yield f"ds_ext cannot honour {asked} together with {key} = {value!r} yet: remove one."
+    yield from _of_others(config, asked, [("ds_ext.shard_size", _off), *_WITHOUT_GROUPS[1:]])
 
 
 def _of_groups(config: dict[str, Any], size: Any, stage: Any) -> Iterator[str]:
@@ -67,9 +64,16 @@ def _of_groups(config: dict[str, Any], size: Any, stage: Any) -> Iterator[str]:
     asked = f"ds_ext.shard_size = {size!r}"
     if not stage:
         yield f"{asked} needs zero_optimization.stage 1, 2 or 3, for nothing is cut: set it."
-    for key, is_off in _WITHOUT_GROUPS:
+    yield from _of_others(config, asked, _WITHOUT_GROUPS)
+
+
+def _of_others(
+    config: dict[str, Any], asked: str, others: Iterable[tuple[str, Callable[[Any], bool]]]
+) -> Iterator[str]:
+    """Which of other settings, with what each may be, a setting cannot be had together with."""
+    for key, is_fine in others:
         value = lookup(config, key)
-        if value is not None and not is_off(value):
+        if value is not None and not is_fine(value):
             yield f"ds_ext cannot honour {asked} together with {key} = {value!r} yet: remove one."
 
 

@@ -45,9 +45,12 @@ def gradients(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def mean(grads: list[Tensor], name: str, hosts: int, size: int) -> Tensor:
+    """The mean of the ranks' gradients as it arrives."""
+    return rounded_mean(grads, hosts, size) if name in ROUNDED else torch.stack(grads).mean(0)
+
+
+def rounded_mean(grads: list[Tensor], hosts: int, size: int) -> Tensor:
     """The mean of the ranks' gradients as its runs are rounded on the way, by numpy."""
-    if name not in ROUNDED:
-        return torch.stack(grads).mean(0)
     ranks = hosts * size
     run = -(-grads[0].numel() // ranks)
     padded = [np.pad(g.numpy().ravel(), (0, run * ranks - g.numel())) for g in grads]
@@ -72,17 +75,24 @@ def rounded(x: Any) -> Any:
     return out
 
 
+def engine_of(model: Given, rule: str, host_size: int, zero: dict[str, Any], **top: Any) -> Any:
+    """DeepSpeed's engine where this rank's host has so many ranks."""
+    optimizer = OPTIMIZERS[rule](model.parameters(), **TRAINED[rule])
+    config = eight_bits.config(False, **top)
+    config["zero_optimization"] |= zero
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(host_size)):
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
 def train(
     rule: str, max_norm: float, hosts: int, size: int, quantized: bool, summed: bool
 ) -> dict[str, Any]:
     """Steps by given gradients: of each rank, or the sum that numpy makes of them in 4 bits."""
     model = Given()
     model.summed = (hosts, size) if summed else None
-    optimizer = OPTIMIZERS[rule](model.parameters(), **TRAINED[rule])
-    config = eight_bits.config(False, gradient_clipping=max_norm)
-    config["zero_optimization"]["zero_quantized_gradients"] = quantized
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size)), logged() as said:
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    zero = {"zero_quantized_gradients": quantized}
+    with logged() as said:
+        engine = engine_of(model, rule, size, zero, gradient_clipping=max_norm)
     before = whole(model)
     for step in range(STEPS):
         engine.backward(engine(step))
@@ -111,15 +121,9 @@ def refused(size: int) -> str:
 
 def uneven(extra: dict[str, Any]) -> str:
     """What is told where ranks differ in how many a host has."""
-    model = Given()
-    optimizer = OPTIMIZERS["lomo"](model.parameters(), lr=0.1)
-    config = eight_bits.config(False) | extra.get("top", {})
-    config["zero_optimization"] |= extra.get("zero", {})
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1" if dist.get_rank() else "2"):
-        return message(
-            lambda: deepspeed.initialize(model=model, optimizer=optimizer, config=config),
-            ValueError,
-        )
+    size = 1 if dist.get_rank() else 2
+    zero, top = extra.get("zero", {}), extra.get("top", {})
+    return message(lambda: engine_of(Given(), "lomo", size, zero, **top), ValueError)
 
 
 class Quantizer:
@@ -176,8 +180,7 @@ def deepspeeds(shape: tuple[int, int], hosts: int, size: int) -> dict[str, float
     runs = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(runs, own)
     theirs = torch.cat(runs).view(shape).double() / size  # it divides by the hosts alone
-    with mock.patch(f"{__name__}.ROUNDED", ("this",)):
-        ours = mean([g.float() for g in all_grads], "this", hosts, size)
+    ours = rounded_mean([g.float() for g in all_grads], hosts, size)
     return {
         "theirs": float((theirs - exact).norm() / exact.norm()),
         "ours": float((ours - exact).norm() / exact.norm()),

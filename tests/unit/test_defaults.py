@@ -2,7 +2,6 @@
 them."""
 
 import ast
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,8 +28,7 @@ MAKERS = {
     *("rand", "randn", "randint", "randperm", "as_tensor", "scalar_tensor", "empty_strided"),
 }
 
-PATHS = list(itertools.product(CASES, ["ops", "kernels"]))
-QUICK_PATHS = [case for case in PATHS if case[1] == "ops" or case[0] in ("lomo", "lamb", "8 bits")]
+ON_KERNELS = ("lomo", "lamb", "8 bits")  # of which `make test` runs kernels
 
 
 @pytest.fixture
@@ -51,12 +49,28 @@ def defaults():
     scratch.clear()
 
 
-@pytest.mark.parametrize("case, path", params(PATHS, QUICK_PATHS))
-@pytest.mark.parametrize("dtype, mode", [(torch.float32, "nearest"), (torch.bfloat16, "master")])
-def test_steps_have_the_same_bits(case, dtype, mode, path, defaults, monkeypatch):
-    if path == "kernels" and not needs.TRITON:
-        pytest.skip("Triton is not installed")
-    paths.use(monkeypatch, path)
+STORED = pytest.mark.parametrize(
+    "dtype, mode", [(torch.float32, "nearest"), (torch.bfloat16, "master")]
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+@STORED
+def test_steps_have_the_same_bits(case, dtype, mode, defaults, monkeypatch):
+    paths.use(monkeypatch, "ops")
+    check_bits(case, dtype, mode, defaults)
+
+
+@needs.triton
+@pytest.mark.parametrize("case", params(CASES, ON_KERNELS))
+@STORED
+def test_steps_of_kernels_have_the_same_bits(case, dtype, mode, defaults, monkeypatch):
+    paths.use(monkeypatch, "kernels")
+    check_bits(case, dtype, mode, defaults)
+
+
+def check_bits(case, dtype, mode, defaults):
+    """Trains by a rule with torch's defaults and with others, and compares the weights."""
     if "8 bits" in case:
         pytest.importorskip("bitsandbytes")
     name, hypers = CASES[case]
