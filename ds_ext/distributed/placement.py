@@ -15,6 +15,7 @@ added up over all ranks that hold some of it; parameters that it leaves whole ha
 their own, and so have experts that only some ranks hold.
 """
 
+import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -69,8 +70,7 @@ class Levels(Protocol):
 class Placement:
     """How parameters are spread over ranks, and the collectives that follow from it.
 
-    This class by itself says where runs lie; ``Replicated`` and ``Sharded`` say how gradients get
-    there.
+    This class by itself takes gradients for summed; ``Summed`` ones are summed here.
 
     Args:
         group: the ranks over which gradients are summed; None for a process alone.
@@ -163,42 +163,15 @@ class Placement:
         return numel + -numel % self.num_shards
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begins to sum flat gradients over the ranks, in place, by one collective for each dtype.
+        """Returns this rank's runs of gradients that are summed already: as they are.
 
         Args:
             flats: gradients, each [padded_numel], in the same order on all ranks.
 
         Returns:
-            This rank's runs of the sums, views of ``flats``, each [padded_numel / num_shards]; and
-            a function that waits for them: on a GPU the current stream waits, not the host.
-
-        Raises:
-            LostRankError: another rank has ended.
+            The runs, and a function that waits for them.
         """
-        if self.world == 1:
-            return list(flats), lambda: None
-        self.bytes_sent += self._bytes_of_sum(flats)
-        with explained():
-            works = [self._begin_sum(alike) for alike in by_dtype(flats)]
-
-        def wait() -> None:
-            with explained():
-                for work in works:
-                    work.wait()
-
-        return [self._own_part(flat) for flat in flats], wait
-
-    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
-        """Begins a collective that leaves this rank's part of the sums in ``_own_part``."""
-        raise NotImplementedError
-
-    def _bytes_of_sum(self, flats: Sequence[Tensor]) -> int:
-        """The bytes that this rank hands to collectives for a sum of gradients."""
-        return sum(flat.nbytes for flat in flats)
-
-    def _own_part(self, flat: Tensor) -> Tensor:
-        """This rank's run, padded, of a flat gradient or weight: a view."""
-        return flat.view(self.num_shards, -1)[self.shard_index]
+        return list(flats), lambda: None
 
     def all_reduce(self, sums: Tensor) -> None:
         """Adds up partial sums, [n], in place, over the ranks that share a parameter."""
@@ -219,7 +192,49 @@ class Placement:
             torch.autograd.graph.increment_version(param)
 
 
-class Replicated(Placement):
+class Summed(Placement, abc.ABC):
+    """Parameters whose gradients are summed over ``group``."""
+
+    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Begins to sum flat gradients over the ranks, in place, by one collective for each dtype.
+
+        Args:
+            flats: gradients, each [padded_numel], in the same order on all ranks.
+
+        Returns:
+            This rank's runs of the sums, views of ``flats``, each [padded_numel / num_shards]; and
+            a function that waits for them: on a GPU the current stream waits, not the host.
+
+        Raises:
+            LostRankError: another rank has ended.
+        """
+        if self.world == 1:
+            return super().reduce(flats)
+        self.bytes_sent += self._bytes_of_sum(flats)
+        with explained():
+            works = [self._begin_sum(alike) for alike in by_dtype(flats)]
+
+        def wait() -> None:
+            with explained():
+                for work in works:
+                    work.wait()
+
+        return [self._own_part(flat) for flat in flats], wait
+
+    @abc.abstractmethod
+    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
+        """Begins a collective that leaves this rank's part of the sums in ``_own_part``."""
+
+    def _bytes_of_sum(self, flats: Sequence[Tensor]) -> int:
+        """The bytes that this rank hands to collectives for a sum of gradients."""
+        return sum(flat.nbytes for flat in flats)
+
+    def _own_part(self, flat: Tensor) -> Tensor:
+        """This rank's run, padded, of a flat gradient or weight: a view."""
+        return flat.view(self.num_shards, -1)[self.shard_index]
+
+
+class Replicated(Summed):
     """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP, one process.
 
     Args: see ``Placement``.
@@ -240,7 +255,7 @@ class Replicated(Placement):
         return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
 
 
-class Sharded(Placement):
+class Sharded(Summed):
     """Parameters that every rank holds, updating 1/d of each: ZeRO stages 1 and 2.
 
     Args:

@@ -5,11 +5,8 @@ That our names are optimizers, that they are built from the JSON config and driv
 are what we exist to avoid; what is refused; how checkpoints are saved and loaded.
 """
 
-import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.pipe import PipelineModule
@@ -18,9 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from pydantic import ValidationError
-from torch import Tensor
 
 from ds_ext.backward import fuse, owners, rehearsal
 from ds_ext.distributed import consensus
@@ -30,64 +25,23 @@ from ds_ext.engine import (
     build,
     callers,
     checks,
-    copies,
     expert_parallel,
     leftovers,
     names,
     op_builds,
     output_recorders,
+    partition_patches,  # noqa: F401  notes its own in PATCHES
     pipeline,
     refusals,
     save_load,
     sequences,
     tiled,
     tracebacks,
-    versions,
 )
 from ds_ext.engine.adapter import ZeroAdapter
-from ds_ext.engine.parameters import deepspeed_parameter
+from ds_ext.engine.replacing import PATCHES, Method, replaces
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules import base
-
-Method: TypeAlias = Callable[..., Any]
-
-
-class Patch(NamedTuple):
-    """A method of DeepSpeed's and what takes its place, given the original as first argument."""
-
-    owner: type
-    name: str
-    function: Method
-
-    def apply(self) -> None:
-        """Puts the function in the method's place."""
-        original, function = getattr(self.owner, self.name), self.function
-
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        setattr(self.owner, self.name, method)
-
-
-PATCHES: list[Patch] = []  # in the order in which they are applied
-
-
-def replaces(owner: type, *names: str) -> Callable[[Method], Method]:
-    """Returns a decorator that notes a function in ``PATCHES``, by which ``register`` replaces.
-
-    The function is called as ``function(original, self, ...)``.
-
-    Args:
-        owner: the class.
-        names: its methods; by default, the one that is called as the function.
-    """
-
-    def note(function: Method) -> Method:
-        PATCHES.extend(Patch(owner, name, function) for name in names or (function.__name__,))
-        return function
-
-    return note
 
 
 def register() -> None:
@@ -345,86 +299,3 @@ def compile(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any
             "hooks of which ds_ext steps: leave it out; the forward pass may be compiled."
         )
     original(engine, *args, **kwargs)
-
-
-# 0-d parameters, which DeepSpeed 0.19 broadcasts as bytes, and as which they have no view.
-
-
-@replaces(DeepSpeedEngine)
-def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> None:
-    with _as_vectors(engine.module.parameters()):
-        original(engine)
-
-
-@replaces(Init)
-def _zero_init_param(original: Method, init: Init, param: Tensor) -> None:
-    shape = param.shape
-    with _as_vectors([param]):
-        copies.tell_copies(param, init.ds_process_group, 0)
-        original(init, param)
-    deepspeed_parameter(param).ds_shape = shape  # in which it is gathered
-
-
-@replaces(GatheredParameters, "_exit" if hasattr(GatheredParameters, "_exit") else "__exit__")
-def _exit(original: Method, gathered: GatheredParameters, *error: Any) -> None:
-    params = gathered.params if gathered.enabled else []
-    with _as_vectors(params):
-        if gathered.modifier_of_all is not None:
-            for param in params:
-                group = deepspeed_parameter(param).ds_process_group
-                copies.tell_copies(param, group, gathered.modifier_of_all)
-        original(gathered, *error)
-
-
-# ZeRO-3 among groups of ranks.
-
-
-@replaces(Init, "__init__")
-def cut(original: Method, *args: Any, **kwargs: Any) -> None:
-    """Cuts among the ranks of ``ds_ext.shard_size`` where the caller names no group."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    is_named = given.get("data_parallel_group") or given.get("sequence_data_parallel_group")
-    if not is_named and given.get("enabled", True):
-        config = given.get("config_dict_or_path") or given.get("config")
-        given["data_parallel_group"] = copies.group_for(config, given.get("mpu"))
-    original(**given)
-
-
-@replaces(GatheredParameters, "__init__")
-def gather(original: Method, gathered: GatheredParameters, *args: Any, **kwargs: Any) -> None:
-    """Notes which of all ranks modifies parameters; DeepSpeed means one of each group."""
-    given = inspect.signature(original).bind(gathered, *args, **kwargs).arguments
-    if not isinstance(given["params"], Tensor):
-        given["params"] = list(given["params"])
-    params = given["params"]
-    size = copies.size_for([params] if isinstance(params, Tensor) else params)
-    modifier = given.get("modifier_rank")
-    gathered.modifier_of_all = None
-    if size and modifier is not None:
-        gathered.modifier_of_all, given["modifier_rank"] = modifier, modifier % size
-    original(**given)
-
-
-# What DeepSpeed before 0.19.8 does not wait for on a CPU: all but the last of several collectives,
-# which gloo ends in any order.
-
-
-@replaces(Init)
-def _allgather_params_coalesced(
-    original: Method, init: Init, params: list[Tensor], *args: Any, **kwargs: Any
-) -> None:
-    one_by_one = not versions.WAITS_FOR_ALL and init.local_device.type == "cpu"
-    for some in [[param] for param in params] if one_by_one else [params]:
-        original(init, some, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _as_vectors(params: Iterable[Tensor]) -> Iterator[None]:
-    """Gives 0-d parameters one dimension within the context."""
-    scalars = [p for p in params if p.dim() == 0]
-    for param in scalars:
-        param.data = param.data.view(1)
-    yield
-    for param in scalars:
-        if param.numel():  # not partitioned meanwhile
-            param.data = param.data.view(())

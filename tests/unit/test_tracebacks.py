@@ -9,7 +9,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension, file_baton
 
 from ds_ext.distributed import consensus
-from ds_ext.engine import op_builds, patches, tracebacks
+from ds_ext.engine import op_builds, replacing, tracebacks
 
 
 def test_a_traceback_comes_from_the_first_rank_alone(monkeypatch, capsys):
@@ -41,7 +41,7 @@ def said(monkeypatch, tmp_path):
 
 
 def test_what_takes_long_is_announced_once(said, tmp_path):
-    (jit_load,) = (p.function for p in patches.PATCHES if p.owner is OpBuilder)
+    (jit_load,) = (p.function for p in replacing.PATCHES if p.owner is OpBuilder)
     builder = type("Builder", (), {"name": "an_op"})()
     for _ in range(2):
         assert jit_load(lambda builder, verbose: "loaded", builder, False) == "loaded"
