@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from benchmarks.giants import Counted, Giant
 from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
 from benchmarks.outlook import Given
 from benchmarks.train import Job
-from ds_ext.backward.settings import BUCKET_SIZE
+from ds_ext.backward.settings import BUCKET_SIZE, BUCKET_SIZE_ALONE
 from ds_ext.planner import activations
 from ds_ext.planner import memory as planner
 from ds_ext.planner.live import Watch
@@ -165,10 +166,12 @@ def planned(model: str, length: int, dtype: torch.dtype) -> dict[str, int]:
     weights = elements(model) * dtype.itemsize
     state = {name: memory.planned_state(sizes, name) for name in KEPT if name in memory.OURS}
     state |= {memory.NONE: 0, memory.ADAMW: 2 * weights}
+    # Each gradient goes as it comes, waits in a bucket of ours, or is kept until the step.
+    ours = min(BUCKET_SIZE_ALONE, max(map(math.prod, shapes_of(sizes).values())))
+    buckets = dict.fromkeys(KEPT, ours) | {memory.NONE: 1, memory.ADAMW: None}
     found = {}
     for name in KEPT:
-        bucket = None if name == memory.ADAMW else 1  # all are kept, or each goes as it comes
-        peak = activations.peak(config, dtype, batch, activations.Gradients(bucket))
+        peak = activations.peak(config, dtype, batch, activations.Gradients(buckets[name]))
         found[name] = weights + peak + state[name]
     return found
 

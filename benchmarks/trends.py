@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Measures the trends, and writes a page and a picture of each."""
+    torch.set_num_threads(1)  # as in all processes that are timed
     for name in args.of:
         TRENDS[name](args, QUICK if args.quick else FULL)
 
