@@ -9,6 +9,7 @@ import importlib.metadata
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Makes the runs that are missing, then the report."""
     began = time.monotonic()
-    setup = {k: getattr(args, k) for k in DEFAULTS}
-    lines = Lines(args.lines, setup | {"data": args.text.stem if args.text else DATA})
+    lines = {size: lines_of(args, size) for size in SIZES}
     if not args.report:
-        make_runs(args, lines, began)
-    write(args, lines)
+        make_runs(args, lines[args.size], began)
+    write(args, {size: some for size, some in lines.items() if some.all})
+
+
+def lines_of(args: argparse.Namespace, size: str) -> Lines:
+    """The runs that are done with models of a size."""
+    setup = {k: getattr(args, k) for k in DEFAULTS} | {"size": size}
+    return Lines(args.lines, setup | {"data": args.text.stem if args.text else DATA})
 
 
 def make_runs(args: argparse.Namespace, lines: Lines, began: float) -> None:
@@ -173,7 +179,7 @@ def model(size: str, seed: int) -> nn.Module:
 
 
 TEXT = """
-A Llama over bytes ({size} parameters, fp32) is trained from random weights for {steps:,} steps of
+Llamas over bytes ({sizes} parameters, fp32) are trained from random weights for {steps:,} steps of
 {rows} × {length} bytes of {data}, in one process on one CPU thread: warmed up over a tenth of the
 steps, then a cosine to a tenth; nothing is clipped, no weight decays. Loss is in nats per byte of
 the last twentieth of the text, which is held out. ± is the standard deviation over n seeds, of the
@@ -187,25 +193,56 @@ only the order can be compared.
 """
 
 
-def write(args: argparse.Namespace, lines: Lines) -> None:
-    """Writes the page and its picture beside the lines, if there are any."""
-    if not lines.all:
+def write(args: argparse.Namespace, lines: Mapping[str, Lines]) -> None:
+    """Writes the page and its picture beside the lines of each size, if there are any."""
+    if not lines:
         print(f"{args.lines}: no lines yet")
         return
     labels = {name: CANDIDATES[name].label for name in args.optimizer}
-    data = lines.setup["data"]
-    text = TEXT.format(**lines.setup)
-    if notes := summary.missing(lines, [data], labels, args.seeds) + summary.failed(lines, labels):
+    setup = next(iter(lines.values())).setup
+    text = TEXT.format(**setup, sizes=" and ".join(lines))
+    notes = [
+        f"{size}, {note}"
+        for size, some in lines.items()
+        for note in (
+            *summary.missing(some, [setup["data"]], labels, args.seeds),
+            *summary.failed(some, labels),
+        )
+    ]
+    if notes:
         text += "\nMissing so far; the command below goes on with it:\n\n"
         text += "\n".join(f"- {note}" for note in notes)
-    rows = summary.of_data(lines, data, labels, "deepspeed-adamw", with_answers=False)
-    made = f"{'; '.join(summary.machines(lines.all))}.\nMade by `python -m benchmarks scratch`."
+    tables = {
+        f"Held-out loss, {size} parameters": summary.of_data(
+            some, setup["data"], labels, "deepspeed-adamw", with_answers=False
+        )
+        for size, some in lines.items()
+    }
+    tables["Best learning rates"] = best_rates(lines, labels)
+    machines = summary.machines([line for some in lines.values() for line in some.all])
     report.write(
         "scratch",
         "Which optimizer trains best from scratch",
         text,
-        ({"Held-out loss": rows} if rows else {}) | {"Published perplexity": PUBLISHED},
-        lambda figure: picture.sensitivity(figure, lines, [data], labels),
-        made,
+        {title: rows for title, rows in tables.items() if rows}
+        | {"Published perplexity": PUBLISHED},
+        lambda figure: picture.sensitivity(
+            figure, {f"{size} parameters": some.all for size, some in lines.items()}, labels
+        ),
+        f"{'; '.join(machines)}.\nMade by `python -m benchmarks scratch`, page by `--report`.",
         args.lines,
     )
+
+
+def best_rates(lines: Mapping[str, Lines], labels: Mapping[str, str]) -> list[dict[str, object]]:
+    """How rates carry over from a size to others: each optimizer's best at every size."""
+    rows = []
+    for candidate, label in labels.items():
+        found = {
+            size: summary.best_of(some, some.setup["data"], candidate)
+            for size, some in lines.items()
+        }
+        if any(found.values()):
+            cells = {s: f"{own.lr:g}" if own else "not yet" for s, own in found.items()}
+            rows.append({"optimizer": label, **cells})
+    return rows

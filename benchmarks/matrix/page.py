@@ -90,7 +90,8 @@ def write(
     )
 
     def draw(figure: "Figure") -> None:
-        picture.sensitivity(figure, lines, there, labels)
+        panels = {name: [line for line in lines.all if line["data"] == name] for name in there}
+        picture.sensitivity(figure, panels, labels)
 
     report.write("quality", TITLE, text, {k: v for k, v in tables.items() if v}, draw, made, folder)
 

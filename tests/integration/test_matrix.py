@@ -267,3 +267,26 @@ def test_a_small_matrix_is_made_once_and_shown(tmp_path):
     benchmarks.main([*command, "--report"])
     control = written.read_text().partition("## The same in bf16")[2]
     assert control and f"| LAMB | 1.500 (n = 1) at {least['lr']:g} |" in control
+
+
+@pytest.mark.slow
+def test_training_from_scratch_is_resumed_and_shown_by_size(tmp_path):
+    text, folder = tmp_path / "verses.txt", tmp_path / "lines"
+    text.write_text("".join(f"{i} bottles hang upon the wall.\n" for i in range(400)))
+    command = ["scratch", "--optimizer", "adalomo", "--steps", "2", "--rows", "2", "--length", "16"]
+    command += ["--size", "0.1M", "--seeds", "1", "--text", str(text), "--lines", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks", *command], cwd=tmp_path, env=environment, check=True
+    )
+    kept = Lines(folder, {"size": "0.1M", "steps": 2}).all
+    assert len({point_of(x) for x in kept}) == len(kept) >= 5
+    least = min(kept, key=loss_of)
+    Lines(folder, {"size": "1M"}).add(least | {"lr": 0.5, "size": "1M", "loss": 1.25})
+    benchmarks.main([*command, "--report"])
+    page = (folder / "scratch.md").read_text()
+    of_1m, of_small, rates = page.split("\n## ")[1:4]
+    assert "| AdaLomo | 0.5 (edge of the rates tried) | 1.250 (n = 1) |" in of_1m
+    assert f"| AdaLomo | {least['lr']:g} | {least['loss']:.3f} (n = 1) |" in of_small
+    assert f"| AdaLomo | 0.5 | {least['lr']:g} |" in rates
+    assert (folder / "scratch.png").stat().st_size > 10_000
