@@ -28,8 +28,9 @@ published packages step bf16 weights as they do, without masters and rounded to 
 Loss is in nats per token of the answers, on {held_out} rows that are held out; "answers wholly
 right" are the rows whose whole answer greedy decoding gives. ± is the standard deviation over n
 seeds, of the rows' order and of rounding; where n = 1 nothing tells how much of a difference is
-chance. The best rate is the best with the first seed, among 1 and 3 times powers of ten, and half
-and twice of the best of these.
+chance. Rates are 1 and 3 times powers of ten, and half and twice of the best of these, with one
+seed; the best has further seeds, and so has the second best where its loss is less than the best's
+mean over seeds. Of these two the one with the lower mean is shown.
 """
 DATA = {
     "sounds": "Pronunciations of English words: the CMU dictionary",

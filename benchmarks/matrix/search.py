@@ -3,13 +3,14 @@
 Work is in an order in which any beginning of it is of use: on one data set all candidates at a
 likely rate, then at a third and three times of it, then beyond while the best lies at an edge; then
 the same for candidates that are less asked for, and on the next data set; then half and twice the
-best; then the best with more seeds.
+best; then the best with more seeds, and the second best too where chance may have made it second.
 """
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.matrix.lines import Lines, Point, best, point_of, rates
+from benchmarks.matrix.lines import Lines, Point, best, loss_of, point_of, rates
 
 FARTHEST = 1000.0  # times the likely rate, or a part of it: no rate beyond is tried
 
@@ -48,6 +49,21 @@ def _wanted(
         for name, candidate in pairs:
             if found := best(lines.of(name, candidate, 0)):
                 yield Point(name, candidate, found["lr"], seed)
+    for name, candidate in pairs:
+        if second := _in_doubt(lines, name, candidate, seeds):
+            for seed in range(1, seeds):
+                yield Point(name, candidate, second, seed)
+
+
+def _in_doubt(lines: Lines, name: str, candidate: str, seeds: int) -> float | None:
+    """The second best rate with the first seed, if its loss is less than the best's mean loss."""
+    first = sorted(lines.of(name, candidate, 0), key=loss_of)
+    if len(first) < 2:
+        return None
+    best_lr, second_lr = (float(line["lr"]) for line in first[:2])
+    own = [loss_of(line) for line in lines.of(name, candidate) if line["lr"] == best_lr]
+    is_beaten = len(own) >= seeds and statistics.mean(own) > loss_of(first[1])
+    return second_lr if is_beaten else None
 
 
 def _bracketed(

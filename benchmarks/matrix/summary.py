@@ -32,16 +32,17 @@ class Best:
 
 
 def best_of(lines: Lines, data: str, candidate: str) -> Best | None:
-    """Returns what a candidate gave at the rate that is best with the first seed."""
+    """Returns what a candidate gave at its best rate: by the mean, of those with most seeds."""
     own = lines.of(data, candidate)
     first = [line for line in own if line["seed"] == 0]
     found = best(first)
     if found is None:
         return None
-    at_best = [line for line in own if line["lr"] == found["lr"]]
+    runs = [[line for line in own if line["lr"] == lr] for lr in rates(first)]
+    at_best = min(runs, key=lambda some: (-len(some), statistics.mean(map(loss_of, some))))
     least = loss_of(found)
     return Best(
-        found["lr"],
+        at_best[0]["lr"],
         rates(first),
         {line["seed"]: loss_of(line) for line in at_best},
         [line["accuracy"] for line in at_best],

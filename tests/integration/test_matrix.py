@@ -72,6 +72,19 @@ def test_any_beginning_of_the_work_is_of_use(tmp_path):
     assert seeds == sorted(seeds)
 
 
+def test_a_rate_that_was_best_by_chance_is_beaten_by_the_second(tmp_path):
+    def loss(point):
+        lucky = {1e-3: 1.0, 3e-4: 1.1, 5e-4: 1.05}.get(point.lr, 2.0)
+        return lucky + (0.3 if point.lr == 1e-3 else 0.02) * point.seed
+
+    lines = Lines(tmp_path, SETUP)
+    made = follow(lines, [{"a": 1e-3}], ["one"], loss)
+    assert [(p.lr, p.seed) for p in made[-4:]] == [(1e-3, 1), (1e-3, 2), (5e-4, 1), (5e-4, 2)]
+    found = summary.best_of(lines, "one", "a")
+    assert (found.lr, found.losses) == (5e-4, [1.05, 1.07, 1.09])
+    assert found.near == [1e-3]  # with the first seed
+
+
 def test_what_cannot_run_is_left_out_and_told(tmp_path):
     lines = Lines(tmp_path, SETUP)
     lines.add({"data": "one", "candidate": "a", "lr": 1e-3, "seed": 0, "error": "no GPU"})
