@@ -19,6 +19,11 @@ SETUP = {k: quality.FULL[k] for k in ("steps", "rows", "tokens", "held_out")} | 
 DATA = list(quality.FULL["dataset"])
 UNIT = "deepspeed-adamw"
 OTHERS = (UNIT, "lora")  # in the table beside this package's
+FROM_SCRATCH = {
+    "best rate": "best learning rate",
+    "held-out loss": "held-out loss",
+    "less AdamW's": f"loss less that of {CANDIDATES[UNIT].label}",
+}
 SAME = {"adafactor": "adalomo"}  # which take the same steps, with a learning rate that is given
 
 
@@ -47,11 +52,17 @@ def table() -> str:
 
 
 def from_scratch() -> str:
-    """What was trained from scratch, best first."""
-    setup = {k: scratch.DEFAULTS[k] for k in ("size", "steps", "rows", "length")}
-    runs = Lines(scratch.FOLDER, setup | {"data": scratch.DATA})
+    """What was trained from scratch, models of several sizes side by side; best of the first."""
     labels = {name: CANDIDATES[name].label for name in scratch.STARTS}
-    return report.table(summary.of_data(runs, scratch.DATA, labels, UNIT, with_answers=False))
+    setup = {k: scratch.DEFAULTS[k] for k in ("steps", "rows", "length")}
+    rows: dict[str, dict[str, object]] = {}
+    for size in scratch.SIZES:
+        runs = Lines(scratch.FOLDER, setup | {"size": size, "data": scratch.DATA})
+        for row in summary.of_data(runs, scratch.DATA, labels, UNIT, with_answers=False):
+            own = rows.setdefault(str(row["optimizer"]), {"optimizer": row["optimizer"]})
+            own |= {f"{what}, {size}": row[key] for what, key in FROM_SCRATCH.items()}
+    keys = dict.fromkeys(key for row in rows.values() for key in row)
+    return report.table([{key: row.get(key) for key in keys} for row in rows.values()])
 
 
 def _rates(runs: Lines, name: str) -> tuple[str, str, str]:
