@@ -7,7 +7,10 @@ fine-tuning gains with the best one. Larger models and long runs may want less, 
 twice are to be tried before anything else.
 """
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Rate:
     """Where to begin."""
 
     start: float
-    is_measured: bool = True
+    params: Mapping[str, Any] = field(default_factory=dict)  # that it goes with, if not defaults
 
     @property
     def others(self) -> tuple[float, float]:
@@ -28,7 +31,7 @@ MODEL = "135M"  # parameters of the model that they were measured with
 RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
     "lomo": Rate(3e-3),
     "adalomo": Rate(1e-3),
-    "adafactor": Rate(1e-3),  # with relative_step=False: AdaLomo's steps
+    "adafactor": Rate(1e-3, {"relative_step": False}),  # AdaLomo's steps
     "came": Rate(1e-5),
     "lamb": Rate(3e-4),
     "galoreadamw": Rate(1e-3),
@@ -39,12 +42,12 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
     "scale": Rate(1e-4),
     "apollo": Rate(3e-4),
     "apollomini": Rate(3e-4),
-    "muon": Rate(1e-4, is_measured=False),
+    "muon": Rate(3e-4, {"adjust_lr_fn": "match_rms_adamw"}),
 }
 
 
 def advice(optimizer: str) -> str:
-    """Returns "start at 5e-4, try 2.5e-4 and 1e-3" and for which model that was measured.
+    """Returns "start at 5e-4, try 2.5e-4 and 1e-3" and what that was measured with.
 
     Nothing is returned for an optimizer without a rate.
 
@@ -55,7 +58,8 @@ def advice(optimizer: str) -> str:
     if rate is None:
         return ""
     low, high = map(shown, rate.others)
-    measured = f"measured on a model of {MODEL}" if rate.is_measured else "not measured"
+    params = "".join(f", with {json.dumps(k)}: {json.dumps(v)}" for k, v in rate.params.items())
+    measured = f"measured on a model of {MODEL}{params}"
     return f"start at {shown(rate.start)}, try {low} and {high} ({measured})"
 
 

@@ -70,10 +70,8 @@ def _rates(runs: Lines, name: str) -> tuple[str, str, str]:
     shares = summary.given_up(runs, DATA, name)
     if name in OTHERS:
         start = min(shares, key=shares.__getitem__)
-    elif RATES[name].is_measured:
-        start = RATES[name].start
     else:
-        return f"{shown(RATES[name].start)} (not measured)", "", _others(RATES[name].start)
+        start = RATES[name].start
     return shown(start), f"{100 * shares[start]:.0f} %", _others(start)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.matrix.texts import Batch
+from ds_ext.rates import RATES
 
 LORA_RANK = 16
 
@@ -233,7 +234,7 @@ CANDIDATES: dict[str, Candidate] = {
     "apollo": Candidate("APOLLO", 1e-3, ours("APOLLO")),
     "apollomini": Candidate("APOLLO-Mini", 3e-4, ours("APOLLOMini")),
     "galoreadamw": Candidate("GaLoreAdamW", 1e-3, ours("GaLoreAdamW")),
-    "muon": Candidate("Muon", 1e-3, ours("Muon", adjust_lr_fn="match_rms_adamw"), tier=2),
+    "muon": Candidate("Muon", 1e-3, ours("Muon", **RATES["muon"].params), tier=2),
     "lomo-optim": Candidate("lomo-optim's AdaLomo", 3e-3, lomo_adalomo, tier=1),
     "came-pytorch": Candidate("came-pytorch's CAME", 3e-5, came, tier=1),
     "bitsandbytes": Candidate("bitsandbytes' AdamW8bit", 3e-4, adamw8bit, tier=1),

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from ds_ext.optimizer import named
-from ds_ext.rates import RATES
+from ds_ext.rates import RATES, Rate
 from ds_ext.rules import REGISTRY
 
 HELP = "print a DeepSpeed config of an optimizer"
@@ -15,8 +15,6 @@ DESCRIPTION = (
 )
 # Optimizers of DeepSpeed's own that have these names too: the prefix says that ours are meant.
 _DEEPSPEED_HAS_TOO = {"adamw", "lion", "muon"}
-# What differs from an optimizer's defaults: a scheduler of HF's needs an lr that can be set.
-_PARAMS: dict[str, dict[str, Any]] = {"adafactor": {"relative_step": False}}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +50,8 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
     name = kind.__name__.lower()
     spelling = REGISTRY[name].spelling
     hypers = kind.hypers()
-    rate = RATES[name].start if name in RATES else getattr(hypers, "lr", None)
+    lr: Any = getattr(hypers, "lr", None)  # of a rule of your own
+    rate = RATES.get(name, Rate(lr))
 
     def value(number: Any) -> Any:
         return number if numbers else "auto"
@@ -64,9 +63,9 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
         "optimizer": {
             "type": f"ds_ext.{spelling}" if name in _DEEPSPEED_HAS_TOO else spelling,
             "params": {
-                "lr": value(rate),
+                "lr": value(rate.start),
                 "weight_decay": value(hypers.weight_decay),
-                **_PARAMS.get(name, {}),
+                **rate.params,
             },
         },
         "zero_optimization": zero,

@@ -297,7 +297,7 @@ def test_training_from_scratch_is_resumed_and_shown_by_size(tmp_path):
     least = min(kept, key=loss_of)
     Lines(folder, {"size": "1M"}).add(least | {"lr": 0.5, "size": "1M", "loss": 1.25})
     benchmarks.main([*command, "--report"])
-    page = (folder / "scratch.md").read_text()
+    page = (folder / f"{command[0]}.md").read_text()
     of_1m, of_small, rates = page.split("\n## ")[1:4]
     assert "| AdaLomo | 0.5 (edge of the rates tried) | 1.250 (n = 1) |" in of_1m
     assert f"| AdaLomo | {least['lr']:g} | {least['loss']:.3f} (n = 1) |" in of_small
