@@ -76,16 +76,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Makes the runs that are missing, then the report."""
     began = time.monotonic()
-    lines = {size: lines_of(args, size) for size in SIZES}
+    setup = {k: getattr(args, k) for k in DEFAULTS}
+    setup["data"] = args.text.stem if args.text else DATA
+    lines = {size: lines_of(args.lines, setup, size) for size in SIZES}
     if not args.report:
         make_runs(args, lines[args.size], began)
     write(args, {size: some for size, some in lines.items() if some.all})
 
 
-def lines_of(args: argparse.Namespace, size: str) -> Lines:
-    """The runs that are done with models of a size."""
-    setup = {k: getattr(args, k) for k in DEFAULTS} | {"size": size}
-    return Lines(args.lines, setup | {"data": args.text.stem if args.text else DATA})
+def lines_of(folder: Path, setup: Mapping[str, Any], size: str) -> Lines:
+    """The runs that are done, with models of a size, of those that are set up alike but for it."""
+    return Lines(folder, {**setup, "size": size})
 
 
 def make_runs(args: argparse.Namespace, lines: Lines, began: float) -> None:

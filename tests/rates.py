@@ -54,10 +54,10 @@ def table() -> str:
 def from_scratch() -> str:
     """What was trained from scratch, models of several sizes side by side; best of the first."""
     labels = {name: CANDIDATES[name].label for name in scratch.STARTS}
-    setup = {k: scratch.DEFAULTS[k] for k in ("steps", "rows", "length")}
+    setup = scratch.DEFAULTS | {"data": scratch.DATA}
     rows: dict[str, dict[str, object]] = {}
     for size in scratch.SIZES:
-        runs = Lines(scratch.FOLDER, setup | {"size": size, "data": scratch.DATA})
+        runs = scratch.lines_of(scratch.FOLDER, setup, size)
         for row in summary.of_data(runs, scratch.DATA, labels, UNIT, with_answers=False):
             own = rows.setdefault(str(row["optimizer"]), {"optimizer": row["optimizer"]})
             own |= {f"{what}, {size}": row[key] for what, key in FROM_SCRATCH.items()}
@@ -68,10 +68,7 @@ def from_scratch() -> str:
 def _rates(runs: Lines, name: str) -> tuple[str, str, str]:
     """Where to begin, what that gives up, and what to try next."""
     shares = summary.given_up(runs, DATA, name)
-    if name in OTHERS:
-        start = min(shares, key=shares.__getitem__)
-    else:
-        start = RATES[name].start
+    start = min(shares, key=shares.__getitem__) if name in OTHERS else RATES[name].start
     return shown(start), f"{100 * shares[start]:.0f} %", _others(start)
 
 

@@ -1,4 +1,4 @@
-"""Loss against learning rate: a panel for each data set, a line for each candidate."""
+"""Loss against learning rate: panels of data sets, or of sizes, with a line for each candidate."""
 
 import itertools
 import math
@@ -20,12 +20,11 @@ def sensitivity(
 
     Args:
         figure: is drawn into.
-        panels: the runs of each panel, by its title; empty ones are left out.
+        panels: the runs of each panel, at least one, by its title.
         labels: candidate -> what it is called.
     """
     from matplotlib import colormaps
 
-    panels = {title: lines for title, lines in panels.items() if lines}
     there = {line["candidate"] for lines in panels.values() for line in lines}
     labels = {name: label for name, label in labels.items() if name in there}
     figure.set_size_inches(4.6 * len(panels) + 2.4, 5)

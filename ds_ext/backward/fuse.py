@@ -116,15 +116,11 @@ def fuse_into_backward(
 
 
 def _bucket_size(layout: Layout) -> int:
-    """Elements of a bucket, where the caller leaves them open.
-
-    One process sends nothing, but parameters that are stepped together cost the host less. While
-    the gradient of the largest lives, so may as much of smaller ones.
-    """
+    """Elements of a bucket, where the caller leaves them open."""
     if layout.world > 1:
         return settings.BUCKET_SIZE
     largest = max((placement.max_padded_numel(p) for p, placement in layout.of.items()), default=1)
-    return min(settings.BUCKET_SIZE_ALONE, largest)
+    return settings.bucket_size_alone(largest)
 
 
 def _whole_layout(model: nn.Module, group: Group) -> Layout:

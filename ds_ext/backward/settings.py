@@ -15,8 +15,16 @@ BUCKET_SIZE_ALONE = 2**21  # of one process without DeepSpeed: larger ones hardl
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
-
 SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
+
+
+def bucket_size_alone(largest: int) -> int:
+    """Elements of a bucket of one process without DeepSpeed, where the caller leaves them open.
+
+    One process sends nothing, but parameters that are stepped together cost the host less. While
+    the gradient of the largest, of so many elements, lives, so may as much of smaller ones.
+    """
+    return min(BUCKET_SIZE_ALONE, largest)
 
 
 @dataclass(frozen=True)
