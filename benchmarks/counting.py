@@ -192,7 +192,8 @@ def reduced(
 
         owner = Owner()
         buckets = Buckets(
-            model, layout, size, lambda p: None, names.__contains__, Publishing, owner
+            *(model, layout, size, lambda p: None, lambda: None),
+            *(names.__contains__, Publishing, owner),
         )
         with zeros_on_hosts():
             backward(model)

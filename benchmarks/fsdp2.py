@@ -141,7 +141,8 @@ def _stepped(
 
     with mock.patch.object(dist, "all_reduce", vote), zeros_on_hosts():
         is_ours = layout.names.__contains__
-        buckets = Buckets(model, layout, size, lambda p: None, is_ours, Noting, Owner())
+        comm_dtype, look = (lambda p: None), (lambda: None)
+        buckets = Buckets(model, layout, size, comm_dtype, look, is_ours, Noting, Owner())
         place = 0
         for number, together in itertools.groupby(seen.arrived, lambda arrival: arrival[1]):
             names = tuple(name for name, _ in together)

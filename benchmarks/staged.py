@@ -84,7 +84,8 @@ def kept(
 
         is_ours = names.__contains__
         begin = functools.partial(Noting, tally, None)
-        buckets = Buckets(model, layout, size, lambda p: None, is_ours, begin, Owner())
+        comm_dtype, look = (lambda p: None), (lambda: None)
+        buckets = Buckets(model, layout, size, comm_dtype, look, is_ours, begin, Owner())
         for _ in range(micro_batches):
             backward(model)
             if is_last:  # DeepSpeed tells of the end of a backward pass on this stage alone

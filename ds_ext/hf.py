@@ -89,21 +89,21 @@ def _stepped(optimizer: Any) -> Any:
 
 
 class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Makes HF Trainer step a model that FSDP2 has cut inside backward, without DeepSpeed.
+    """Makes HF Trainer step inside backward without DeepSpeed: in one process, or under FSDP2.
 
-    ``Trainer(..., optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": 5e-4}),
-    callbacks=[ds_ext.FuseCallback()])``, where accelerate or transformers applies FSDP2. Trainer's
-    ``max_grad_norm`` and ``gradient_accumulation_steps`` are honoured exactly.
+    ``Trainer(..., optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": 1e-3}),
+    callbacks=[ds_ext.FuseCallback()])``. Several ranks need FSDP2, which accelerate or transformers
+    applies. Trainer's ``max_grad_norm`` and ``gradient_accumulation_steps`` are honoured exactly.
 
     Args:
-        gradient_policy: as of ``fuse_into_backward``. None: "sharded" where ``max_grad_norm``
-            clips, which keeps this rank's part of the gradients in fp32 until the step; else
-            "fused".
+        gradient_policy: as of ``fuse_into_backward``. None: "fused" where Trainer neither clips nor
+            accumulates in one process; else "sharded", which keeps this rank's part of the
+            gradients in fp32 until the step.
         bucket_size: as of ``fuse_into_backward``, elements.
 
     Raises:
-        ValueError: when training begins, if the model is not cut by FSDP2, or clipping would need
-            a second backward pass.
+        ValueError: when training begins, if several ranks hold the model whole, or "fused" is asked
+            for where Trainer clips, or accumulates in one process.
         TypeError: the optimizer is none of ds_ext.
     """
 
@@ -116,7 +116,7 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
     ) -> None:
         """Fuses the model and optimizer that Trainer has prepared."""
-        policy = self.gradient_policy or ("sharded" if args.max_grad_norm else "fused")
+        policy = self.gradient_policy or ("sharded" if _must_keep(args, model) else "fused")
         _check_trainer(args, model, policy)
         self.fused = fuse_into_backward(
             model,
@@ -132,17 +132,32 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             self.fused.remove()
 
 
+def _must_keep(args: Any, model: Any) -> str:
+    """Why gradients have to be kept until the step; empty if they need not be."""
+    if args.max_grad_norm:
+        return (
+            f"max_grad_norm = {args.max_grad_norm:g} would need a second backward pass, which "
+            "Trainer does not make. Set max_grad_norm=0"
+        )
+    steps = args.gradient_accumulation_steps
+    if steps > 1 and not fully_shard.cuts(model):  # FSDP2 itself keeps those of micro-batches
+        return (
+            f"gradient_accumulation_steps = {steps} needs the gradients of all micro-batches. Set "
+            "gradient_accumulation_steps=1"
+        )
+    return ""
+
+
 def _check_trainer(args: Any, model: Any, policy: str) -> None:
     """Raises ValueError for what Trainer's arguments make impossible."""
-    if not fully_shard.cuts(model):
+    if args.world_size > 1 and not fully_shard.cuts(model):
         raise ValueError(
-            "ds_ext.FuseCallback: this Trainer trains a model that FSDP2 has not cut. Set "
+            "ds_ext.FuseCallback: several ranks train a model that FSDP2 has not cut. Set "
             'fsdp_config={"version": 2, ...} of TrainingArguments or fsdp_version: 2 of '
             "accelerate's config, or load the model with distributed_config=...; or use DeepSpeed."
         )
-    if args.max_grad_norm and policy == "fused":
+    reason = _must_keep(args, model)
+    if reason and policy == "fused":
         raise ValueError(
-            f'ds_ext.FuseCallback(gradient_policy="fused"): max_grad_norm = {args.max_grad_norm:g} '
-            "would need a second backward pass, which Trainer does not make. Set max_grad_norm=0, "
-            "or leave gradient_policy out."
+            f'ds_ext.FuseCallback(gradient_policy="fused"): {reason}, or leave gradient_policy out.'
         )

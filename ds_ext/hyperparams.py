@@ -6,7 +6,7 @@ A rule's dataclass annotates its fields with these types; ``check`` is called wh
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -47,7 +47,7 @@ def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params")
     Args:
         rule: a dataclass whose fields are annotated with the types of this module.
         given: values by name.
-        where: the section of the JSON config that they come from.
+        where: the section of the JSON config that they come from; "" for arguments in Python.
 
     Raises:
         ValueError: a name is unknown, or a value is not allowed, alone or beside the others. It
@@ -64,24 +64,60 @@ def problems(rule: type, given: Mapping[str, Any], where: str = "optimizer.param
     return _checked(rule, given, where)[1]
 
 
+def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) -> None:
+    """Raises ValueError for a key that was likely meant to be a hyper-parameter of ``rule``.
+
+    Other keys are for others to read, such as timm's "lr_scale" and the "rho" of SAM.
+
+    Args:
+        rule: A dataclass, as of ``check``.
+        keys: Those that are not its hyper-parameters.
+        foreign: Hyper-parameters of other rules, which this rule would ignore.
+    """
+    for key in keys:
+        if key in foreign or key in _OF_TORCH or _meant(key, names(rule)):
+            raise ValueError(_unknown(rule, key, list(names(rule))))
+
+
+# What changes the step of torch's optimizers, and has no equal here.
+_OF_TORCH = {"maximize", "amsgrad"}
+_SYNONYMS = {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}
+
+
+def _meant(key: str, known: Sequence[str]) -> str | None:
+    """The name that ``key`` may be a misspelling of. "lr_scale" is made with "lr" and is none."""
+    plain = key.lower().replace("-", "_").strip("_")
+    if _SYNONYMS.get(plain) in known:
+        return _SYNONYMS[plain]
+    for near in difflib.get_close_matches(plain, known, n=1, cutoff=0.72):
+        if plain == near or f"_{near}_" not in f"_{plain}_":
+            return near
+    return None
+
+
 def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """All hyper-parameters, if nothing is wrong with the given ones; and what is."""
     hints, adapters = _hints(rule), _adapters(rule)
-    wrong = [_unknown(rule, f"{where}.{key}", list(hints)) for key in given if key not in hints]
+    wrong = [_unknown(rule, joined(where, key), list(hints)) for key in given if key not in hints]
     checked = {}
     for key in (key for key in given if key in hints):
         try:
             checked[key] = adapters[key].validate_python(given[key])
         except ValidationError:
             allowed = describe(hints[key])
-            wrong.append(_refused(rule, f"{where}.{key}", given[key], allowed))
+            wrong.append(_refused(rule, joined(where, key), given[key], allowed))
     if wrong:
         return {}, wrong
     try:
         whole = rule(**checked)
     except ValueError as error:
-        return {}, [f"{rule.__name__} ({where}): {error}"]
+        return {}, [f"{rule.__name__}{f' ({where})' * bool(where)}: {error}"]
     return {name: getattr(whole, name) for name in hints}, []
+
+
+def joined(where: str, key: str) -> str:
+    """Returns a key as the user wrote it, in a section of a config or, for "", alone."""
+    return f"{where}.{key}" if where else key
 
 
 @functools.cache
@@ -114,15 +150,20 @@ def _strict_bool(hint: Any) -> Any:
 
 
 def _unknown(rule: type, key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
-    guess = f' Did you mean "{near[0]}"?' if near else ""
-    return f"{rule.__name__}: unknown key {key}.{guess} Known: {', '.join(known)}."
+    near = _meant(key.rpartition(".")[2], known)
+    guess = f' Did you mean "{near}"?' if near else ""
+    return f"{_whose(rule)}unknown key {key}.{guess} Known: {', '.join(known)}."
+
+
+def _whose(rule: type) -> str:
+    """The optimizer of which keys are told: "AdaLomo: "; nothing for a section of a config."""
+    return f"{rule.__name__}: " if hasattr(rule, "step") else ""
 
 
 def _refused(rule: type, key: str, value: Any, allowed: str) -> str:
-    message = f"{rule.__name__}: {key} is {value!r}; allowed: {allowed}."
+    message = f"{_whose(rule)}{key} is {value!r}; allowed: {allowed}."
     if value == "auto":
         return f'{message} "auto" is filled in by HF Trainer and accelerate only: write a value.'
-    if key.endswith((".betas", ".eps")):
+    if key.rpartition(".")[2] in ("betas", "eps") and "." in key:
         return f'{message} (If "auto" filled it in for Adam: remove the key or write the list.)'
     return message

@@ -23,6 +23,31 @@ def show_by_default() -> None:
         logger.setLevel(logging.INFO)
 
 
+def show(message: str) -> None:
+    """Logs a line of level INFO that the user sees whatever the application has configured.
+
+    Programs such as axolotl configure the root logger for warnings alone, or filter the lines of
+    others. Where no handler would write the line, it goes to stderr. Only a level that was set on
+    the logger "ds_ext" itself keeps it back.
+    """
+    show_by_default()
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
+    passes = logger.isEnabledFor(logging.INFO) and logger.filter(record)
+    if passes and any(_writes(handler, record) for handler in _handlers()):
+        logger.handle(record)
+    elif logger.level <= logging.INFO:
+        print(f"[ds_ext] {message}", file=sys.stderr, flush=True)
+
+
+def _writes(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether a handler would write a line."""
+    if isinstance(handler, logging.NullHandler):
+        return False
+    if isinstance(handler, _LastResort):
+        return not _is_configured()
+    return record.levelno >= handler.level and bool(handler.filter(record))
+
+
 def _is_configured() -> bool:
     """Whether a handler of the application's would get a line."""
     return any(not isinstance(h, (logging.NullHandler, _LastResort)) for h in _handlers())

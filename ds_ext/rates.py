@@ -1,10 +1,13 @@
-"""Learning rates to begin with: the one table that docs, planner, configs and examples read.
+"""Learning rates: the one table that docs, configs, messages, planner and examples read.
 
-A rate is the peak of a fine-tune of all weights with warm-up. Those that are measured come from
-``python -m benchmarks quality`` (benchmarks/results/quality), short fine-tunes of one small model
-on three data sets: the rate that gives up least, on the data set where it gives up most, of what
-fine-tuning gains with the best one. Larger models and long runs may want less, so half of it and
-twice are to be tried before anything else.
+A rate is the peak of a schedule with warm-up. There are three kinds, which are not to be confused:
+
+- ``Rate.start`` was measured here, in short fine-tunes of one small model on three data sets
+  (``python -m benchmarks quality``, benchmarks/results/quality): the lowest of the rates whose
+  worst case over the data sets is within ``TOLERANCE`` of the best rate's. The lowest, because
+  larger models and longer runs want less.
+- ``Rate.published`` is what others have published for models of about 7B parameters.
+- The default of an optimizer's ``lr`` is its authors', and is in its rule (``ds_ext.rules``).
 """
 
 import json
@@ -14,11 +17,23 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Published:
+    """A rate that others have published, and what goes with it."""
+
+    lr: tuple[float, ...]  # one, or the lowest and the highest
+    run: str  # the model and the task
+    schedule: str
+    weight_decay: str
+    source: str  # an address
+
+
+@dataclass(frozen=True)
 class Rate:
-    """Where to begin."""
+    """The rates of an optimizer."""
 
     start: float
     params: Mapping[str, Any] = field(default_factory=dict)  # that it goes with, if not defaults
+    published: Published | None = None
 
     @property
     def others(self) -> tuple[float, float]:
@@ -26,28 +41,132 @@ class Rate:
         return self.start / 2, self.start * 2
 
 
-MODEL = "135M"  # parameters of the model that they were measured with
+MODEL = "135M"  # parameters of the model that the starts were measured with
+TOLERANCE = 0.025  # of the gain of fine-tuning
+LORA = "lora"  # adapters, by AdamW: the one entry that is no optimizer's name
+
+_COSINE = "cosine, 3 % warm-up"
+_ALPACA = "https://github.com/tatsu-lab/stanford_alpaca"
+_ADAMW = Published((2e-5,), "LLaMA 7B, instructions (Alpaca)", _COSINE, "0", _ALPACA)
+_ADALOMO = Published(
+    (5e-4,),
+    "LLaMA 7B, instructions; 1e-3 for further pre-training",
+    "linear, 3 % warm-up; cosine for further pre-training",
+    "0",
+    "https://github.com/OpenLMLab/LOMO/tree/main/adalomo",
+)
+_APOLLO = Published(
+    (1e-5,),
+    'Llama 3 8B, instructions, with "scale": 32',
+    "cosine, 10 % warm-up",
+    "0",
+    "https://github.com/hiyouga/LLaMA-Factory/tree/main/examples/extras/apollo",
+)
 
 RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
-    "lomo": Rate(3e-3),
-    "adalomo": Rate(1e-3),
-    "adafactor": Rate(1e-3, {"relative_step": False}),  # AdaLomo's steps
-    "came": Rate(1e-5),
-    "lamb": Rate(3e-4),
-    "galoreadamw": Rate(1e-3),
-    "adamw": Rate(1e-4),
-    "flashadamw": Rate(1e-4),
-    "lion": Rate(1e-4),
+    "lomo": Rate(
+        3e-3,
+        published=Published(
+            (3e-2,),
+            "LLaMA 7B, one task of SuperGLUE, clipped to a norm of 1",
+            "linear, 10 % warm-up",
+            "0",
+            "https://github.com/OpenLMLab/LOMO/tree/main/lomo",
+        ),
+    ),
+    "adalomo": Rate(1e-3, published=_ADALOMO),
+    "adafactor": Rate(  # with these params it takes AdaLomo's steps
+        1e-3,
+        {"relative_step": False},
+        Published(
+            (1e-3,),
+            "T5 up to 11B, fine-tuning",
+            "constant",
+            "0",
+            "https://arxiv.org/abs/1910.10683",
+        ),
+    ),
+    "came": Rate(
+        1e-5,
+        published=Published(
+            (1e-5, 2e-5),
+            "no model of 7B; its authors take 0.5 to 0.9 of AdamW's rate (BERT, GPT-2, T5)",
+            "as AdamW, with warm-up",
+            "as AdamW",
+            "https://github.com/yangluo7/CAME",
+        ),
+    ),
+    "lamb": Rate(
+        3e-4,
+        published=Published(
+            (6.25e-4,),
+            "no model of 7B; BERT-Large from scratch at 512 rows, times √(rows / 512)",
+            "linear, with warm-up",
+            "0.01",
+            "https://arxiv.org/abs/1904.00962",
+        ),
+    ),
+    "galoreadamw": Rate(
+        1e-3,
+        published=Published(
+            (5e-3,),
+            "LLaMA 7B from scratch, rank 1024",
+            "cosine, 10 % warm-up",
+            "0",
+            "https://github.com/jiaweizzhao/GaLore",
+        ),
+    ),
+    "adamw": Rate(1e-4, published=_ADAMW),
+    "flashadamw": Rate(1e-4, published=_ADAMW),
+    "lion": Rate(
+        1e-4,
+        published=Published(
+            (2e-6, 7e-6),
+            "a third to a tenth of AdamW's rate, say its authors",
+            "as AdamW",
+            "3 to 10 times AdamW's",
+            "https://arxiv.org/abs/2302.06675",
+        ),
+    ),
     "sinkgd": Rate(1e-3),
-    "scale": Rate(1e-4),
-    "apollo": Rate(3e-4),
+    "scale": Rate(
+        1e-4,
+        published=Published(
+            (1e-4,),
+            "LLaMA 7B from scratch",
+            "cosine, 10 % warm-up",
+            "0",
+            "https://github.com/OptimAI-Lab/Minimalist_LLM_Pretraining",
+        ),
+    ),
+    "apollo": Rate(3e-4, published=_APOLLO),
     "apollomini": Rate(3e-4),
-    "muon": Rate(3e-4, {"adjust_lr_fn": "match_rms_adamw"}),
+    "muon": Rate(
+        3e-4,
+        {"adjust_lr_fn": "match_rms_adamw"},
+        Published(
+            (2e-5,),
+            "AdamW's rate, say its authors",
+            "as AdamW",
+            "0.1 from scratch",
+            "https://arxiv.org/abs/2502.16982",
+        ),
+    ),
+    LORA: Rate(
+        1e-3,
+        published=Published(
+            (2e-4,),
+            "LLaMA 7B and 13B, QLoRA; 1e-4 for 33B and 65B",
+            "constant",
+            "0",
+            "https://arxiv.org/abs/2305.14314",
+        ),
+    ),
 }
 
 
 def advice(optimizer: str) -> str:
-    """Returns "start at 5e-4, try 2.5e-4 and 1e-3" and what that was measured with.
+    """Returns "start at 1e-3, try 5e-4 and 2e-3", what that was measured with, what is published.
 
     Nothing is returned for an optimizer without a rate.
 
@@ -60,10 +179,18 @@ def advice(optimizer: str) -> str:
     low, high = map(shown, rate.others)
     params = "".join(f", with {json.dumps(k)}: {json.dumps(v)}" for k, v in rate.params.items())
     measured = f"measured on a model of {MODEL}{params}"
-    return f"start at {shown(rate.start)}, try {low} and {high} ({measured})"
+    told = f"start at {shown(rate.start)}, try {low} and {high} ({measured})"
+    if rate.published is None:
+        return told
+    return f"{told}; published: {span(rate.published)} ({rate.published.run})"
+
+
+def span(published: Published) -> str:
+    """Returns a published rate, or the lowest and the highest: "1e-5 to 2e-5"."""
+    return " to ".join(map(shown, published.lr))
 
 
 def shown(rate: float) -> str:
     """Returns a rate as papers write it: 5e-4."""
-    digits, _, power = f"{rate:.1e}".partition("e")
-    return f"{digits.removesuffix('.0')}e{int(power)}"
+    digits, _, power = f"{rate:.2e}".partition("e")
+    return f"{digits.rstrip('0').removesuffix('.')}e{int(power)}"

@@ -58,7 +58,8 @@ def train(args: argparse.Namespace, further: list[str]) -> list[dict]:
     if "--model" not in " ".join(further):
         finetune.smollm2(Path("runs/cache"))  # unpacked once, not by each of both
     shared = ["ranks", "steps", "evaluations", "dtype"]
-    both = [f"--{name}={getattr(args, name)}" for name in shared] + further
+    both = [f"--{name}={getattr(args, name)}" for name in shared]
+    both += ["--held-out-rows=0", *further]
     store = turns.serve()
     folders = [args.out / Path(name).stem for name in (ADAMW, args.optimizer)]
     rates = [args.adamw_lr, args.lr]

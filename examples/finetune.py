@@ -18,19 +18,19 @@ import time
 import warnings
 from pathlib import Path
 
+import datasets
 import report
 import text_data
 import torch
 import transformers
+from progress import Progress, Words, phase
 from smollm2 import smollm2
-from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     PrinterCallback,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 from turns import Turns
@@ -38,13 +38,6 @@ from turns import Turns
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "data"
 GPU = torch.cuda.is_available()
-
-# For the demo's model and data. They differ because the rules do: LOMO is plain gradient descent,
-# the steps of AdaLomo and Adafactor are relative to the size of the weights. Other optimizers take
-# the rate that ds_ext.rates has of them.
-LEARNING_RATES = {"lomo": 1e-2, "adalomo": 5e-4, "adafactor": 5e-4, "came": 2e-5}
-LEARNING_RATES |= {"deepspeed_adamw": 2e-4}
-MEASURED = 2  # the step, from 0, whose live bytes are counted: the state is there by then
 
 
 def options() -> argparse.Namespace:
@@ -63,7 +56,8 @@ def options() -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.0)
     # AdaLomo's authors do not clip: it bounds the RMS of each update itself.
     add("--max-grad-norm", type=float, default=0.0, help="clip to it, exactly (default: 0, do not)")
-    add("--evaluations", type=int, default=2, help="of the held-out loss, beside the first")
+    add("--evaluations", type=int, help="of the held-out loss (default: one every 5 steps)")
+    add("--held-out-rows", type=int, default=16, help="for it (default: 16; 0: all there are)")
     add("--dtype", choices=("fp32", "bf16"), default="bf16" if GPU else "fp32")
     add("--model", help="Hugging Face model folder (default: SmolLM2-135M-Instruct)")
     add("--data", help=f"file that ends in {', '.join(text_data.KINDS)} (default: the Devil's)")
@@ -86,16 +80,13 @@ def options() -> argparse.Namespace:
 
 def fill_in(args: argparse.Namespace) -> None:
     """Sets the options whose defaults depend on others or on files."""
-    from ds_ext.rates import RATES
-
     if args.data is None:
         args.data = str(DATA / "devil_train.jsonl")
         args.held_out = args.held_out or str(DATA / "devil_test.jsonl")
         args.prompt = args.prompt or 'Define the word "politician".'
     args.config = config_file(args.optimizer)
     args.optimizer = args.config.stem.removesuffix("_zero3")
-    measured = RATES[args.optimizer].start if args.optimizer in RATES else 5e-5
-    args.lr = args.lr or LEARNING_RATES.get(args.optimizer, measured)
+    args.lr = args.lr or rate_of(json.loads(args.config.read_text()))
     args.out = args.out or Path("runs") / args.optimizer
     args.model = Path(args.model or smollm2(Path("runs/cache")))
 
@@ -109,6 +100,14 @@ def config_file(optimizer: str) -> Path:
     return path
 
 
+def rate_of(config: dict) -> float:
+    """The rate to start at of the optimizer that a DeepSpeed configuration names, or AdamW's."""
+    from ds_ext.rates import RATES
+
+    kind = config.get("optimizer", {}).get("type", "").lower().removeprefix("ds_ext.")
+    return RATES.get(kind.replace("-", ""), RATES["adamw"]).start
+
+
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     config = json.loads(args.config.read_text())
     if args.stage is not None:
@@ -118,7 +117,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         output_dir=str(args.out),
         deepspeed=config,
         per_device_train_batch_size=batch,
-        per_device_eval_batch_size=2 * batch,  # nothing kept for a backward
+        per_device_eval_batch_size=batch,
         gradient_accumulation_steps=args.accumulation,
         max_steps=args.steps,
         learning_rate=args.lr,
@@ -131,50 +130,16 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         use_cpu=not GPU,
         eval_on_start=True,
         eval_strategy="steps",
-        eval_steps=max(1, args.steps // args.evaluations),
+        eval_steps=max(1, args.steps // args.evaluations) if args.evaluations else 5,
         prediction_loss_only=True,
         logging_steps=1,
         include_num_input_tokens_seen="non_padding",
         save_strategy="no",
         report_to="none",
         log_level="error",
-        disable_tqdm=True,  # `Progress` draws the bar
+        disable_tqdm=True,  # `Progress` draws the bars
         dataloader_pin_memory=GPU,
     )
-
-
-class Progress(TrainerCallback):
-    """Draws a progress bar with the losses; keeps each step's seconds, and live bytes of one."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.live = report.Live()
-
-    def on_train_begin(self, args, state, control, **_):
-        rank0 = state.is_world_process_zero
-        self.bar = tqdm(total=state.max_steps, unit="step", disable=not rank0, ncols=80)
-
-    def on_step_begin(self, args, state, control, **_):
-        if state.global_step == min(MEASURED, state.max_steps - 1):
-            self.live.begin()
-        self.began = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **_):
-        self.seconds.append(time.perf_counter() - self.began)
-        self.live.end()
-        self.bar.update()
-        control.should_evaluate |= state.global_step == state.max_steps
-
-    def on_log(self, args, state, control, logs, **_):
-        if "loss" in logs:
-            self.bar.set_postfix(loss=f"{logs['loss']:.2f}")
-
-    def on_evaluate(self, args, state, control, metrics, **_):
-        if state.is_world_process_zero:
-            self.bar.write(f"step {state.global_step:4d}: held-out loss {metrics['eval_loss']:.3f}")
-
-    def on_train_end(self, args, state, control, **_):
-        self.bar.close()
 
 
 def train(args: argparse.Namespace) -> None:
@@ -199,7 +164,8 @@ def train(args: argparse.Namespace) -> None:
             for rows in text_data.load(args.data, args.held_out)
         )
 
-    progress = Progress()
+    held_out = spread(held_out, args.held_out_rows)
+    progress = Progress(len(held_out), tells_phases=not args.turns)
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -212,10 +178,18 @@ def train(args: argparse.Namespace) -> None:
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     peak = report.peak_memory()
+    if trainer.is_world_process_zero() and not args.turns:
+        phase(4, f"Saving the model to {args.out}")
     trainer.save_model()
     result = report.measured(trainer, progress.seconds, progress.live, peak)
     if trainer.is_world_process_zero():
         report.save(result, args.out)
+
+
+def spread(rows: datasets.Dataset, most: int) -> datasets.Dataset:
+    """At most so many rows, evenly spaced; all of them if `most` is 0."""
+    every = max(1, len(rows) // most) if most else 1
+    return rows.select(range(0, len(rows), every)[: most or None])
 
 
 def start(options: list[str], ranks: int) -> subprocess.Popen:
@@ -246,15 +220,18 @@ def main() -> None:
     if "RANK" in os.environ:
         return train(args)
     began = time.perf_counter()
-    question = report.question(args)
-    before = report.answer(args.model, question)
     print(
         f"Training {args.model.name} with {args.config.name} on {args.ranks} rank(s): "
         f"{args.steps} steps of {args.batch} sequences, {args.dtype}, on the {report.DEVICE}"
     )
+    phase(1, "Asking the model before training")
+    question = report.question(args)
+    before = report.answer(args.model, question, Words(report.ANSWER))
+    phase(2, f"Starting {args.ranks} rank(s); the first time, native code is compiled")
     if code := start(sys.argv[1:], args.ranks).wait():
         raise SystemExit(code)
-    after = report.answer(args.out, question)
+    phase(5, "Asking the model after training, and drawing")
+    after = report.answer(args.out, question, Words(report.ANSWER))
     report.show(args.out, question, before, after, time.perf_counter() - began)
 
 

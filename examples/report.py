@@ -4,6 +4,7 @@ import gc
 import json
 import re
 from pathlib import Path
+from statistics import median
 
 import text_data
 import torch
@@ -102,6 +103,9 @@ def measured(trainer: Trainer, seconds: list[float], live: Live, peak: float) ->
         "train_loss": [(log["step"], log["loss"]) for log in history if "loss" in log],
         "held_out_loss": [(log["step"], log["eval_loss"]) for log in history if "eval_loss" in log],
         "seconds": seconds,
+        "held_out_rows": len(trainer.eval_dataset),
+        "forward_tokens_per_second": sum(map(len, trainer.eval_dataset["input_ids"]))
+        / median(log["eval_runtime"] for log in history if "eval_runtime" in log),
         "tokens_per_second": trainer.state.num_input_tokens_seen / sum(seconds),
         "peak": peak,
         "live": {
@@ -130,14 +134,17 @@ def question(args) -> list[dict]:
     return asked or [{"role": "user", "content": " ".join(text.split()[:8])}]
 
 
-def answer(model: Path, asked: list[dict]) -> str:
+ANSWER = 48  # tokens at most
+
+
+def answer(model: Path, asked: list[dict], streamer=None) -> str:
     """What the model in a folder says to `asked`: its most likely words, so always the same."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer(
         text_data.prompt_text(asked, tokenizer), return_tensors="pt", add_special_tokens=False
     )
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    out = network.generate(**ids, max_new_tokens=48, do_sample=False)
+    out = network.generate(**ids, max_new_tokens=ANSWER, do_sample=False, streamer=streamer)
     text = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     return " ".join(text.split())
 
@@ -154,9 +161,14 @@ def show(folder: Path, asked: list[dict], before: str, after: str, seconds: floa
     print(f"""
 {title(r)}
 
-  held-out loss  {first:.3f} before, {last:.3f} after {r["steps"]} steps
+  held-out loss  {first:.3f} before, {last:.3f} after {r["steps"]} steps, on \
+{r["held_out_rows"]} rows
   speed          {r["tokens_per_second"]:.0f} tokens/s, {sum(r["seconds"]) / r["steps"]:.1f} s a \
-step, {seconds / 60:.1f} minutes in all
+step, {seconds / 60:.1f} minutes in all. A forward pass
+                 alone, in the evaluations, has {r["forward_tokens_per_second"]:.0f} tokens/s, \
+{r["forward_tokens_per_second"] / r["tokens_per_second"]:.1f} times as many;
+                 forward and backward without an optimizer take about 3 times
+                 a forward pass. `make compare` measures AdamW beside it
   memory         {r["peak"] / GB:.2f} GB: peak {MEMORY} of a rank, measured. {held:.2f} GB of it
                  are held from step to step: weights, optimizer state, buffers. AdamW would
                  hold {adamw:.2f} GB of weights, state and gradients (computed from the number
@@ -194,7 +206,7 @@ def draw_loss(r: dict, path: Path) -> Path:
     figure, axes = canvas(r)
     axes.plot(*zip(*r["train_loss"], strict=True), color=BLUE, alpha=0.45, label="training batch")
     axes.plot(*zip(*r["held_out_loss"], strict=True), "o-", color=RED, label="held-out text")
-    for point in r["held_out_loss"]:
+    for point in (r["held_out_loss"][0], r["held_out_loss"][-1]):
         axes.annotate(f"{point[1]:.2f}", point, (0, 9), textcoords="offset points", color=RED)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)

@@ -19,10 +19,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ds_ext.rates import RATES
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "data" / "devil_train.jsonl"
 CONFIG = ROOT / "configs" / "adalomo_zero3.json"
 GPU = torch.cuda.is_available()
+TRAINED = f"of a tiny untrained model; of one that is trained {RATES['adalomo'].start:g}"
 
 
 def parser(description: str, steps: int, lr: float = 1e-2) -> argparse.ArgumentParser:
@@ -30,7 +33,7 @@ def parser(description: str, steps: int, lr: float = 1e-2) -> argparse.ArgumentP
     made = argparse.ArgumentParser(description=description.split("\n")[0])
     made.add_argument("--model", help="Hugging Face model folder (default: a tiny Llama)")
     made.add_argument("--steps", type=int, default=steps)
-    made.add_argument("--lr", type=float, default=lr, help="5e-4 suits a model that is trained")
+    made.add_argument("--lr", type=float, default=lr, help=TRAINED)
     made.add_argument("--out", default=f"runs/{Path(made.prog).stem}", help="folder to write to")
     made.add_argument("--local_rank", help=argparse.SUPPRESS)  # the launcher `deepspeed` adds it
     return made

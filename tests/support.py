@@ -263,12 +263,14 @@ def render(found: Mapping[str, Any]) -> str:
     heads = list(STAGES.values())
     when = found["date"] + ("" if found["full"] else ", not all in one run")
     lines = [
-        f"Made by `make matrix` from the tests that ran ({when}). ✓: every optimizer, "
-        "but those named after it; else the ones named; a blank has not been tested; ✗ failed.",
+        f"Made by `make matrix` from the tests that ran ({when}). ✓ means every optimizer, "
+        "except those named after it. Otherwise the cell names the optimizers that were tested. "
+        "A blank cell has not been tested; ✗ failed. The [tests](#tests-by-feature) are below.",
         "",
-        "| | without DeepSpeed | FSDP2 | ZeRO 0 | 1 | 2 | 3 | shown by |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | without DeepSpeed | FSDP2 | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |",
+        "|---|---|---|---|---|---|---|",
     ]
+    tests = ["## Tests by feature", "", "| feature | shown by |", "|---|---|"]
     refused = []
     for feature, stages in sorted(found["cells"].items(), key=lambda f: FEATURES.index(f[0])):
         if settings := [s for s, fared in stages.get(REFUSED, {}).items() if fared == "passed"]:
@@ -276,10 +278,11 @@ def render(found: Mapping[str, Any]) -> str:
         if stages.keys() != {REFUSED}:
             row = [_cell(stages.get(stage, {})) for stage in heads]
             links = [f"[{Path(f).stem[5:]}](../{f})" for f in found["files"][feature]]
-            lines.append(f"| {feature} | {' | '.join(row)} | {', '.join(links)} |")
+            lines.append(f"| {feature} | {' | '.join(row)} |")
+            tests.append(f"| {feature} | {', '.join(links)} |")
     if refused:
         lines += ["", f"Refused, in one sentence that names the setting: {'; '.join(refused)}."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *tests])
 
 
 def _cell(row: Mapping[str, str]) -> str:

@@ -15,6 +15,10 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 PAGES |= {"CHANGELOG.md": "changelog.md"}
+WIDE = ("support.md",)  # whose tables need the room of the table of contents
+# A search shows the pages for users first.
+LAST_FOUND = ("architecture.md", "adding-an-optimizer.md", "tests.md", "tests-by-feature.md")
+LAST_FOUND += ("contributing.md", "changelog.md", "performance.md")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -41,6 +45,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links to files of the repository into links to those of the site."""
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
+    if page.file.src_uri in LAST_FOUND:
+        page.meta["search"] = {"boost": 0.2}
     return _LINK.sub(lambda found: _rewritten(found, page.file), markdown)
 
 

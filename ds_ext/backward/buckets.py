@@ -7,7 +7,7 @@ memory, and these runs are delivered: to be stepped by, measured or kept (gradie
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import MethodType
 from typing import NamedTuple, cast
 
@@ -45,8 +45,9 @@ class Buckets:
     beside those that other ranks have no gradient of. They are reduced in ``comm_dtype(param)``,
     None for their own.
     ``begin`` gives the receiver when the first gradient of a backward pass arrives. A parameter
-    whose gradient comes in parts (``uses.py``) is delivered when backward has ended. Gradients
-    that are not ``wanted`` are dropped.
+    whose gradient comes in parts (``uses.py``) is delivered when backward has ended. ``look`` is
+    called before the first gradient of a backward pass. Gradients that are then not ``wanted`` stay
+    in ``grad``, where torch puts them.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Buckets:
         layout: Layout,
         size: int,
         comm_dtype: Callable[[Tensor], torch.dtype | None],
+        look: Callable[[], None],
         wanted: Callable[[Tensor], bool],
         begin: Callable[[], Receiver],
         owner: Owner,
@@ -63,6 +65,8 @@ class Buckets:
         self.layout = layout
         self.size = size
         self.comm_dtype = comm_dtype
+        self.look = look
+        self.has_looked = False  # since the last forward or backward pass began
         self.wanted = wanted
         self.begin = begin
         self.owner = owner
@@ -85,9 +89,10 @@ class Buckets:
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
-        self.attach()
+            self.hooks.append(leaf.register_forward_pre_hook(Hook(check_inputs)))
         self.hooks += [self._hooked(p) for p in layout.names if may_be_trained(p)]
-        self._drop_gradients()
+        self.left: set[Tensor] = set()  # parameters in no group, which were left their gradient
+        self._drop_gradients(layout.names)
 
     def _hooked(self, param: Tensor) -> torch.utils.hooks.RemovableHandle:
         """Hooks a parameter, frozen or not: whenever it is unfrozen, its gradients are taken."""
@@ -101,16 +106,25 @@ class Buckets:
             param.requires_grad_(False)
         return handle
 
-    def _drop_gradients(self) -> None:
+    def _drop_gradients(self, params: Iterable[Tensor]) -> None:
         """Drops what earlier backward passes left in ``grad``: torch would add to it."""
-        left = [p for p in self.layout.names if p.grad is not None]
+        left = [p for p in params if p.grad is not None]
         for param in left:
             param.grad = None
         if left and self.layout.rank == 0:
             logger.warning("gradients of earlier backward passes are dropped (%d)", len(left))
 
     def attach(self, *_: object) -> None:
-        """Looks for parameters that have become trainable; called before each forward pass."""
+        """Looks for parameters to be stepped from now on; called before each forward pass.
+
+        They have become trainable, or were put into a group.
+        """
+        self.has_looked = False
+        if self.left:
+            self.look()
+            taken_up = set(filter(self.wanted, self.left))
+            self.left -= taken_up
+            self._drop_gradients(taken_up)
         new = [p for p in self.layout.names if p.requires_grad and p not in self.trained]
         for param in new:
             owners.claim(param, self.owner, self.layout.name(param))
@@ -154,12 +168,19 @@ class Buckets:
             if owners.owner(param) not in (None, self.owner):
                 return  # it is trained as a part of another model
             self.attach()
+        if not self.has_looked:
+            self.look()
+            self.has_looked = True
         grad, param.grad = param.grad, None
         if param in self.joining:
             joining = self.joining.pop(param)
             grad = joining if grad is None else grad + joining
+        if not self.wanted(param):
+            param.grad = grad
+            self.left.add(param)
+            return
         size = self.counted[param]
-        if not self.wanted(param) or not size:
+        if not size:
             return
         self._find_receiver()
         if param not in self.waiting:
@@ -245,6 +266,7 @@ class Buckets:
             with self.beside.work():
                 self._find_receiver().receive(parts)
         self.receiver = None
+        self.has_looked = False
         self.beside.join()
 
     def discard(self, params: Collection[Tensor] | None = None) -> None:
@@ -256,14 +278,21 @@ class Buckets:
                 self.parts.pop(param, None)
                 self.joining.pop(param, None)
             return
-        sent, self.sent = self.sent, None
-        if sent is not None:
+        if self.sent is not None:
             with self.beside.work():
-                sent.arrived()  # its memory is written to until then
-        self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
+                self.sent.arrived()  # its memory is written to until then
         self.uses.forget(now=self.receiver is not None)
-        self.receiver = None
+        self.abandon()
+        self.has_looked = False
         self.beside.join()
+
+    def abandon(self) -> None:
+        """Drops what came in a backward pass that has failed, and waits for no other rank.
+
+        What is on its way is held by its collective until that is done.
+        """
+        self.sent = self.receiver = None
+        self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
 
     def begin_with(self, receiver: Receiver) -> None:
         """Begins a backward pass whose runs ``receiver`` takes, without asking ``begin``."""
@@ -296,6 +325,28 @@ class Buckets:
             self.parts[param] = self.parts[param].plus(run)
         else:
             self.parts[param] = apart(run, ops.accumulator(run.g.dtype))
+
+
+def check_inputs(leaf: nn.Module, inputs: tuple[object, ...]) -> None:
+    """Checks that the backward hook of a ZeRO-3 leaf module will find its parameters' gradients.
+
+    Torch calls that hook when the gradients of the module's positional inputs are known. If none of
+    these needs a gradient, it calls the hook before the gradients of the parameters exist.
+
+    Raises:
+        RuntimeError: no positional input needs a gradient, and a parameter does.
+    """
+    is_seen = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    if is_seen or not torch.is_grad_enabled():
+        return
+    if any(p.requires_grad for p in leaf.parameters()):
+        raise RuntimeError(
+            f"{type(leaf).__name__} is a leaf module of ZeRO-3 (set_z3_leaf_modules), and no "
+            "positional argument of its forward needs a gradient: its parameters would not be "
+            "trained. Pass a tensor that needs a gradient by position (for a model of Hugging Face "
+            "call model.enable_input_require_grads()), call it under torch.no_grad(), or take it "
+            "out by deepspeed.utils.unset_z3_leaf_modules."
+        )
 
 
 def may_be_trained(param: Tensor) -> bool:

@@ -1,12 +1,9 @@
 """The step inside backward without an engine: one process, or the ranks of a process group."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ds_ext import logs
 from ds_ext.backward import owners, settings, start
@@ -17,7 +14,6 @@ from ds_ext.distributed.placement import Group, Replicated, everyone
 from ds_ext.distributed.wrapped import refuse_wrapped
 from ds_ext.optimizer import RuleOptimizer
 
-StepArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 # What else raises ValueError for a model that cannot be fused: ds_ext.engine adds its own.
 REFUSALS: list[Callable[[nn.Module], None]] = [refuse_wrapped]
 
@@ -62,7 +58,7 @@ def fuse_into_backward(
     for refuse in REFUSALS:
         refuse(model)
     logs.show_by_default()
-    optimizer.adopt_parameters()
+    optimizer.follow_groups()
     is_cut = fully_shard.cuts(model)
     if is_cut:
         group = _group_of_cut(model, group)
@@ -88,30 +84,23 @@ def fuse_into_backward(
         clip_mode,
         measure_updates=measure_updates,
         overlap=True,
+        words=settings.ARGUMENTS,
     )
     optimizer.separate_experts(model)
     fused = FusedBackward(model, optimizer, layout, how, is_boundary=layout.brings_gradients)
-    warnings = [*start.warnings(optimizer, layout)]
+    warnings = [*start.warnings(optimizer, layout, is_config=False)]
     if layout.rank == 0:
         where = "parts of fully_shard" if is_cut else "without DeepSpeed"
-        logs.logger.info(start.line(optimizer, layout, how, where))
+        logs.show(start.line(optimizer, layout, how, where))
         for warning in warnings:
             logs.logger.warning(warning)
 
-    def end_step(_: object, args: tuple[Any, ...], given: dict[str, Any]) -> StepArguments | None:
-        closure = given.get("closure", args[1] if args[1:] else None)
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()  # whose backward pass is of this step
+    def end_step() -> None:
         _check_gradients(optimizer, layout)
         fused.finish()
         fused.end_step()
-        return None if closure is None else ((args[0], lambda: loss), {})
 
-    if optimizer in _step_hooks:
-        _step_hooks[optimizer].remove()
-    _step_hooks[optimizer] = optimizer.register_step_pre_hook(end_step)
-    fused.hooks.append(_step_hooks[optimizer])
+    optimizer.end_backward = end_step
     return fused
 
 
@@ -153,23 +142,20 @@ def _type_name(value: object) -> str:
 
 def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
     """Raises RuntimeError for a gradient that no hook took, and no other rank has added to."""
-    for param in optimizer.group_of:
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
         if param.grad is not None:
             raise RuntimeError(
-                f"{layout.name(param)} has a gradient that did not come from backward: after "
-                "fuse_into_backward the gradients that parameters are stepped by are taken inside "
-                "backward. Assign none to .grad; or call .remove() of what fuse_into_backward "
-                "returned, and step as usual."
+                f"{layout.name(param)} has a gradient that did not come from backward, or came "
+                "before the parameter was in param_groups: after fuse_into_backward the gradients "
+                "that parameters are stepped by are taken inside backward. Assign none to .grad, "
+                "and set it to None of a parameter that you put into a group; or call .remove() of "
+                "what fuse_into_backward returned, and step as usual."
             )
     if layout.has_kept():
         raise RuntimeError(
             "optimizer.step(): FSDP2 holds gradients that it has not reduced. Call "
             "model.set_requires_gradient_sync(True) before the last micro-batch of a step."
         )
-
-
-# Of what an optimizer was fused into last: that of an older one would refuse to go on.
-_step_hooks: WeakKeyDictionary[RuleOptimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None:

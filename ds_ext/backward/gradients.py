@@ -8,13 +8,14 @@ it. Without, it skips its own parameter. Either way all ranks do alike.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import owners, settings, torch_calls
+from ds_ext.backward import messages, owners, settings, sparing, torch_calls
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.reading import GradientReader
 from ds_ext.backward.receivers import Keeping, Measuring, Stepper, Stepping, SteppingMeasured
@@ -22,12 +23,12 @@ from ds_ext.backward.reentrant import Uses
 from ds_ext.backward.rehearsal import Rehearsal
 from ds_ext.backward.results import StepResult, measured
 from ds_ext.backward.runs import Receiver, Run
-from ds_ext.backward.tally import SECOND_GRADIENT, Clipping, Tally
+from ds_ext.backward.tally import Clipping, Tally
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer, meter, unfit
+from ds_ext.optimizer import RuleOptimizer, fitting, meter, unfit
 
 
 class FusedBackward:
@@ -70,31 +71,36 @@ class FusedBackward:
             layout,
             how.bucket_size,
             comm_dtype,
+            look=optimizer.follow_groups,
             wanted=self._wanted,
             begin=self._begin,
             overlap=how.overlap,
             owner=self,
         )
         self.rehearsal = Rehearsal(module, layout.device)
-        optimizer.fused = layout.names
+        optimizer.fused = layout
         self.is_replaced = False  # whether another owner has taken the parameters over
         self.leave: Callable[[], None] = self.buckets.remove  # the model, to another owner
         # called when a step was dropped whole, and told whether gradients of it had come
         self.discarded: Callable[[bool], None] = lambda had_begun: None
-        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # called with a loss: a backward pass of it within will be run once more
+        self.unseen: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext()
         torch_calls.watch()
         if how.measure_updates:
             self.measure_updates()
+        try:
+            self.buckets.attach()  # claims parameters: other threads may ask for their owner then
+        except BaseException:
+            self.buckets.remove()
+            raise
 
     def remove(self) -> None:
         """Takes the hooks off the parameters, the modules and the optimizer."""
         self._take_back()
         self.buckets.remove()
         owners.release(self.layout.names, self)
-        if self.optimizer.fused is self.layout.names:
-            self.optimizer.fused = None
-        for hook in self.hooks:
-            hook.remove()
+        if self.optimizer.fused is self.layout:
+            self.optimizer.fused = self.optimizer.end_backward = None
 
     def measure_updates(self) -> None:
         """Makes ``metrics`` tell the RMS of updates and weights from the next step on."""
@@ -173,19 +179,45 @@ class FusedBackward:
             self.tally.must_keep = True  # a second pass would lack what others have kept
         if not self.must_measure:
             return
-        if self.tally.used_up:
-            raise RuntimeError(f"gradient_clipping: a parameter {SECOND_GRADIENT}")
+        if self.tally.used_up or self.buckets.holds():
+            words = self.how.words
+            raise RuntimeError(f"{words.clipping}: a parameter {messages.second_gradient(words)}")
+        self.layout.refuse_resized()
+        self.optimizer.follow_groups()
         self.buckets.begin_with(Measuring(self.tally))
-        with self.layout.rehearsal(), self.rehearsal.of(loss), owners.measuring(self):
+        try:
+            self._measure(loss)
+        except BaseException:  # nothing has changed: the next backward pass begins anew
+            self.buckets.abandon()
+            self.buckets.uses.forget(now=False)
+            self.tally, self.is_asked = Tally(self.reader), False
+            raise
+        self.tally.used_up.clear()
+        self.tally.is_measured = self.is_asked = True
+
+    def _measure(self, loss: Tensor) -> None:
+        """Runs ``loss`` backward to find the norm, of which gradients of others see nothing."""
+        with ExitStack() as stack:
+            for each in (self, *owners.others_used(self)):
+                stack.enter_context(each.repeated(loss))
+            stack.enter_context(self.rehearsal.of(loss))
+            stack.enter_context(sparing.spared(self, loss, self._own_leaves))
             loss.backward(retain_graph=True)
             self.buckets.finish()
         if self.layout.any(self.rehearsal.changed is not None):
-            self.tally = Tally(self.reader)
             who = self.rehearsal.changed or "A function, on another rank,"
-            raise RuntimeError(f"gradient_clipping: {who} {_CANNOT_REPEAT}")
-        self.tally.used_up.clear()
+            raise RuntimeError(messages.cannot_repeat(who, self.how.words))
         self.tally.judge(self.clipping)
-        self.tally.is_measured = True
+
+    def _own_leaves(self) -> Container[Tensor]:
+        """What stands in graphs for the parameters that are stepped."""
+        return self.layout.own_leaves(self.optimizer.group_of)
+
+    @contextmanager
+    def repeated(self, loss: Tensor) -> Iterator[None]:
+        """A backward pass of ``loss`` runs within that is run once more afterwards."""
+        with self.unseen(loss), self.layout.rehearsal():
+            yield
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -201,6 +233,8 @@ class FusedBackward:
         tally = self.tally
         if tally.kept or self.layout.is_part:
             self.optimizer.check_param_groups()
+            for param in [p for p in tally.kept if p not in self.optimizer.group_of]:
+                del tally.kept[param]  # taken out of its group since
             tied = self.layout.tied({p: run.g for p, run in tally.kept.items()})
             tally.kept.update((p, Run(g)) for p, g in tied.items())
             tally.record(tally.kept)
@@ -223,9 +257,12 @@ class FusedBackward:
         if self.is_replaced:
             return
         self._take_back()
+        self.optimizer.follow_groups()
         stepped = self.tally.stepped and self.tally.used_up.intersection(params)
         if stepped and self.layout.is_first:
-            logger.warning(_STEPPED, len(stepped), len(self.optimizer.group_of))
+            logger.warning(
+                messages.STEPPED, len(stepped), len(self.optimizer.group_of), self.how.words.sharded
+            )
         given, trained = set(params), self.buckets.trained.intersection(self.optimizer.group_of)
         if any(owners.owner(p) is self for p in trained - given):
             self.buckets.discard(given)
@@ -267,7 +304,7 @@ class FusedBackward:
             return None
         norm = self.norm_so_far()
         if asked.get("error_if_nonfinite") and not norm.isfinite():
-            raise RuntimeError(_NOT_FINITE)
+            raise RuntimeError(messages.NOT_FINITE)
         return norm
 
     @torch.no_grad()
@@ -332,8 +369,9 @@ class FusedBackward:
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""
-        is_kept = self.how.policy == "sharded" or self.tally.must_keep or bool(self.tally.kept)
-        return is_kept or not self.is_boundary()
+        tally, receiver = self.tally, self.buckets.receiver
+        is_kept = tally.must_keep or bool(tally.kept) or (receiver is not None and receiver.adds_up)
+        return self.how.policy == "sharded" or is_kept or not self.is_boundary()
 
     def _is_passed_through(self) -> bool:
         """Whether the backward pass in progress may be of another model's loss.
@@ -345,6 +383,7 @@ class FusedBackward:
 
     def _begin(self) -> Receiver:
         """Who takes the gradients of the backward pass that begins."""
+        self.layout.refuse_resized()
         self.optimizer.check_param_groups()
         tally = self.tally
         if self._is_passed_through() or self._keeps():
@@ -356,7 +395,7 @@ class FusedBackward:
             tally.is_measured = False  # a further pass would have to be measured anew
             return SteppingMeasured(self.stepper, tally)
         if self.must_measure:
-            raise RuntimeError(_MEASURE_FIRST)
+            raise RuntimeError(messages.measure_first(self.how.words))
         tally.coefficient = self.clipping.coefficient(self.previous_norm)
         return Stepping(self.stepper, tally)
 
@@ -383,30 +422,6 @@ class FusedBackward:
         return StepResult(norm, tally.overflow, skipped)
 
 
-_NOT_FINITE = (
-    "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. Parameters "
-    "of such gradients are left as they are by the step: without it training goes on."
-)
-_CANNOT_REPEAT = (
-    "writes, in backward, to what its forward pass saved, as fused losses do (Liger's linear "
-    "cross-entropy) whose result is multiplied by anything but 1. Another backward pass, which "
-    'exact clipping needs, would be wrong. Set "ds_ext": {"gradient_policy": "sharded"}, which '
-    'clips exactly without, or "gradient_clipping": 0 (max_grad_norm of fuse_into_backward).'
-)
-_STEPPED = (
-    "zero_grad() discards gradients by which %d of %d parameters were updated already, inside "
-    "backward: these updates stay. To discard a batch whole, do it before its backward pass, or "
-    'keep gradients until the step: "ds_ext": {"gradient_policy": "sharded"}, or '
-    'fuse_into_backward(..., gradient_policy="sharded").'
-)
-_MEASURE_FIRST = (
-    "gradient_clipping needs the norm of all gradients before the first of them is used: call "
-    "engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward() (after "
-    'fuse_into_backward, its .backward(loss)); or set "ds_ext": {"gradient_policy": "sharded"}, '
-    "which keeps this rank's part of the gradients until the step."
-)
-
-
 def _refuse_unfit(optimizer: RuleOptimizer, layout: Layout) -> None:
     """Raises ValueError for parameters that are not the model's, or that a rule is not for."""
     strange = sum(p not in layout.names for p in optimizer.group_of)
@@ -416,4 +431,7 @@ def _refuse_unfit(optimizer: RuleOptimizer, layout: Layout) -> None:
             "that holds all of them."
         )
     for param in optimizer.group_of:
-        unfit.refuse_shape(optimizer, param, layout.shard(param))
+        shard = layout.shard(param)
+        unfit.refuse_shape(optimizer, param, shard)
+        if state := optimizer.state.get(param):
+            fitting.check_kept(optimizer, param, shard, state, param.dtype, None)

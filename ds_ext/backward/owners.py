@@ -6,8 +6,9 @@ modules are ``Hook`` objects, which copies and files of a module do not contain.
 """
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ds_ext.backward.settings import Gradients
 from ds_ext.distributed import consensus
 from ds_ext.distributed.placement import Group
 from ds_ext.logs import logger
@@ -39,10 +41,18 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+def is_hook(hook: object) -> bool:
+    """Whether a module's hook is a ``Hook``, or what a copy has in its place."""
+    return isinstance(hook, Hook) or isinstance(
+        getattr(hook, "__self__", None), contextlib.nullcontext
+    )
+
+
 class Owner(Protocol):
     """Who steps parameters from hooks."""
 
     optimizer: RuleOptimizer
+    how: Gradients
 
     @property
     def uses(self) -> "Uses":
@@ -50,6 +60,9 @@ class Owner(Protocol):
 
     def leaf(self, param: Tensor) -> Tensor:
         """What stands for a parameter in the graph of a loss: itself, if not gathered there."""
+
+    def repeated(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
+        """A backward pass of ``loss`` runs within that is run once more afterwards."""
 
     def unfinished(self) -> str:
         """What would be lost of the step in progress if it ended now; empty if nothing."""
@@ -66,7 +79,13 @@ class Owner(Protocol):
 
 _owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Owner
 _live: "weakref.WeakSet[Owner]" = weakref.WeakSet()
-_measuring: list[Owner] = []  # whose gradients a backward pass in progress only measures
+_lock = threading.Lock()  # for _live: a set that grows cannot be iterated over
+
+
+def live() -> list[Owner]:
+    """All who step parameters, in any thread."""
+    with _lock:
+        return list(_live)
 
 
 def owner(param: Tensor) -> Owner | None:
@@ -85,12 +104,14 @@ def claim(param: Tensor, by: Owner, name: str) -> None:
             "fuse_into_backward returned)."
         )
     _owners[param] = weakref.ref(by)
-    _live.add(by)
+    with _lock:
+        _live.add(by)
 
 
 def release(params: Iterable[Tensor], by: Owner) -> None:
     """Leaves those of ``params`` without an owner that are ``by``'s."""
-    _live.discard(by)
+    with _lock:
+        _live.discard(by)
     for param in params:
         if owner(param) is by:
             del _owners[param]
@@ -129,31 +150,11 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
         )
 
 
-@contextlib.contextmanager
-def measuring(by: Owner) -> Iterator[None]:
-    """A backward pass runs within that only measures the gradients of ``by``."""
-    _measuring.append(by)
-    try:
-        yield
-    finally:
-        _measuring.pop()
-
-
 def others_reached(by: Owner) -> bool:
-    """Whether the backward pass in progress reaches parameters that others than ``by`` step.
-
-    Raises RuntimeError if it only measures the gradients of one of these: it comes twice.
-    """
-    if _measuring and _measuring[-1] is not by:
-        raise RuntimeError(
-            "gradient_clipping: this loss reaches two models that are trained, and its gradients "
-            "are measured for one of them by a backward pass that the other one must not see. "
-            "Freeze the other one meanwhile (requires_grad_(False)), or set "
-            '"ds_ext": {"gradient_policy": "sharded"} for the one whose backward is called.'
-        )
+    """Whether the backward pass in progress reaches parameters that others than ``by`` step."""
     return any(
         torch._C._will_engine_execute_node(get_gradient_edge(other.leaf(param)).node)
-        for other in _live
+        for other in live()
         if other is not by
         for param in other.optimizer.group_of
         if param.requires_grad and owner(param) is other
@@ -163,9 +164,22 @@ def others_reached(by: Owner) -> bool:
 def is_stepped(leaves: Iterable[Tensor]) -> bool:
     """Whether one of the leaves of a graph stands for a parameter that is stepped from hooks."""
     stepped = {
-        id(by.leaf(param)) for by in _live for param in by.optimizer.group_of if owner(param) is by
+        id(by.leaf(param)) for by in live() for param in by.optimizer.group_of if owner(param) is by
     }
     return any(id(leaf) in stepped for leaf in leaves)
+
+
+def others_used(by: Owner) -> list[Owner]:
+    """Others whose models were called since their last backward pass, by the thread of ``by``.
+
+    Forward passes run in the thread that calls them, on any device: those of other threads are for
+    other losses.
+    """
+    return [
+        other
+        for other in live()
+        if other is not by and other.uses.used_at and other.uses.thread == by.uses.thread
+    ]
 
 
 def others_hidden(by: Owner) -> bool:
@@ -174,5 +188,5 @@ def others_hidden(by: Owner) -> bool:
     A segment's own backward pass does not tell what the whole one reaches, nor the reverse.
     """
     own = by.uses
-    others = [o.uses for o in _live if o is not by and o.uses.used_at > own.made_at]
+    others = [o.uses for o in others_used(by) if o.uses.used_at > own.made_at]
     return any(own.in_segment or uses.in_segment for uses in others)

@@ -45,7 +45,7 @@ class Stepper:
         judges others by ``votes``.
         """
         tally.use_up(runs.keys())
-        verdict = Verdict(judged, votes, tally.told_by(self.optimizer))
+        verdict = Verdict(judged, votes, tally.begin_told())
         for all_reduce, params in self._by_statistics_group(runs.keys()):
             updates = [self._update(param, runs[param], tally) for param in params]
             self.optimizer.update(updates, all_reduce, verdict)

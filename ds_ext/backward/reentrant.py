@@ -7,6 +7,7 @@ again.
 """
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -38,6 +39,7 @@ class Uses:
         self.in_segment: set[Tensor] = set()  # used in a segment that is run again in backward
         self.made_at = next(_clock)
         self.used_at = 0  # when a call was counted last; 0: none is
+        self.thread = threading.get_ident()  # of the last call that was counted
         self.is_stale = False  # whether the next forward pass begins another step
         self.calls: list[bool] = []  # in progress, outermost first: made with gradients?
         self.together = {p for params in together.values() for p in params}
@@ -86,6 +88,7 @@ class Uses:
             if self.is_counting and (grads or any(self.calls)):
                 self.count.update(params)
                 self.used_at = next(_clock)
+                self.thread = threading.get_ident()
             if not grads and any(self.calls):
                 self.in_segment.update(params)
             self.calls.append(grads)

@@ -7,7 +7,7 @@ version counter sees, so that a second backward pass would multiply them again.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -41,7 +41,6 @@ class Rehearsal:
         self.module = module
         self.devices = [] if device.type == "cpu" else [device]
         self.seen = self._versions()
-        self.is_running = False
         self.changed: str | None = None  # a function that wrote to what it had saved
 
     @contextlib.contextmanager
@@ -50,14 +49,11 @@ class Rehearsal:
 
         Random numbers and buffers are then as before.
         """
-        before = _digests(loss)
-        self.is_running = True
-        try:
-            with torch.random.fork_rng(self.devices), self._same_buffers():
-                yield
-        finally:
-            self.is_running = False
-        self.changed = _first_change(before, _digests(loss))
+        functions = [n for n in nodes(loss) if _is_of_python(n) and _name(n) not in HARMLESS]
+        before = _digests(functions, loss.device)
+        with torch.random.fork_rng(self.devices), self._same_buffers():
+            yield
+        self.changed = _first_change(before, _digests(functions, loss.device))
 
     @contextlib.contextmanager
     def _same_buffers(self) -> Iterator[None]:
@@ -97,12 +93,11 @@ def nodes(loss: Tensor) -> Iterator[Node]:
             yield node
 
 
-def _digests(loss: Tensor) -> Digests:
-    """Of all tensors that functions written in Python hold in the graph of ``loss``."""
+def _digests(functions: Iterable[BackwardCFunction], device: torch.device) -> Digests:
+    """Of all tensors that functions written in Python hold, on ``device``."""
     return {
-        (node, name): _digest(x).to(loss.device)
-        for node in filter(_is_of_python, nodes(loss))
-        if _name(node) not in HARMLESS
+        (node, name): _digest(x).to(device)
+        for node in functions
         for name, x in _held(node)
         if type(x) is Tensor and x.layout is torch.strided  # not a parameter
     }

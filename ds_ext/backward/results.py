@@ -46,7 +46,7 @@ def _sizes(optimizer: RuleOptimizer, layout: Layout) -> dict[str, float]:
         return {}
     totals = layout.total(optimizer.meter.sums().to(layout.device))
     optimizer.meter.clear()
-    groups = optimizer.param_groups
+    groups = optimizer.index.groups
     figures = zip(map(_name_of, groups, range(len(groups))), meter.rms(totals), strict=True)
     return {f"{key}/{name}": value for name, group in figures for key, value in group.items()}
 

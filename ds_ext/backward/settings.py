@@ -40,6 +40,39 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Words:
+    """How the caller writes settings and calls: in errors and warnings."""
+
+    where: str  # the section of the settings of ``Section``; "" for arguments
+    clipping: str
+    no_clipping: str
+    sharded: str  # what to do to have gradients kept
+    accumulate: str
+    backward: str  # the one that clips exactly
+    step: str
+
+
+CONFIG = Words(
+    where="ds_ext",
+    clipping="gradient_clipping",
+    no_clipping='"gradient_clipping": 0',
+    sharded='"ds_ext": {"gradient_policy": "sharded"}',
+    accumulate='gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}',
+    backward="engine.backward(loss), or engine.scale(loss).backward(),",
+    step="engine.step()",
+)
+ARGUMENTS = Words(  # of fuse_into_backward
+    where="",
+    clipping="max_grad_norm",
+    no_clipping="max_grad_norm=0",
+    sharded='gradient_policy="sharded" of fuse_into_backward',
+    accumulate='gradient_policy="sharded" of fuse_into_backward',
+    backward=".backward(loss) of what fuse_into_backward returned",
+    step="optimizer.step()",
+)
+
+
+@dataclass(frozen=True)
 class Gradients:
     """How gradients are reduced, kept and clipped; ValueError for what contradicts itself."""
 
@@ -52,6 +85,7 @@ class Gradients:
     accumulate_in: torch.dtype | None = None  # of kept gradients; None: fp32
     measure_updates: bool = False  # the RMS of updates and weights, by group
     overlap: bool = False  # buckets are reduced and stepped beside backward, two in flight
+    words: Words = CONFIG
 
     def __post_init__(self) -> None:
         given = {
@@ -59,17 +93,21 @@ class Gradients:
             "clip_mode": self.clip_mode,
             "clip_value": self.max_value,
         }
-        hyperparams.check(Section, given, "ds_ext")
+        words = self.words
+        hyperparams.check(Section, given, words.where)
+        clip_value, clip_mode = (
+            hyperparams.joined(words.where, key) for key in ("clip_value", "clip_mode")
+        )
         if self.max_norm and self.max_value:
             raise ValueError(
-                f"gradient_clipping = {self.max_norm} and ds_ext.clip_value = {self.max_value} "
+                f"{words.clipping} = {self.max_norm} and {clip_value} = {self.max_value} "
                 "clip the same gradients: set one of them to 0."
             )
         if self.clip_mode == "previous" and not self.max_norm:
-            raise ValueError('ds_ext.clip_mode = "previous" needs gradient_clipping > 0.')
+            raise ValueError(f'{clip_mode} = "previous" needs {words.clipping} > 0.')
         if self.clip_mode == "previous" and self.policy == "sharded":
             raise ValueError(
-                'ds_ext.clip_mode = "previous" is for gradients that are not kept; here they are '
+                f'{clip_mode} = "previous" is for gradients that are not kept; here they are '
                 "(gradient_policy sharded), and clipped exactly at no cost: remove it."
             )
         if self.accumulate_in is not None and self.policy == "fused":

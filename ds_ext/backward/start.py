@@ -61,25 +61,28 @@ def state_bytes(optimizer: RuleOptimizer, layout: Layout) -> int:
     return total
 
 
-def warnings(optimizer: RuleOptimizer, layout: Layout) -> Iterator[str]:
+def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -> Iterator[str]:
     """Yields what will hardly be learnt, and what to do. All ranks of the model call it.
 
     Args:
         optimizer: whose steps may be relative to the weights.
         layout: of the model, with the weights that training begins with.
+        is_config: whether a DeepSpeed config has set it up.
     """
+    auto = (
+        ' Where the config says "auto" it is learning_rate of TrainingArguments, by default 5e-5.'
+    )
     relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]
     for rule, lr in dict.fromkeys(_rate(optimizer, p) for p in relative):
         if lr is not None and 0 < lr < LEAST_RATE:
             yield (
                 f"lr = {lr:g} is small for {rule}, whose lr is relative to the weights: "
-                f'{rates.advice(rule)}. Where the config says "auto" it is learning_rate of '
-                "TrainingArguments, by default 5e-5."
+                f"{rates.advice(rule)}.{auto * is_config}"
             )
     matrices = [p for p in relative if len(layout.shard(p).shape) > 1]
     if zeros := _zeros(matrices, layout):
         names = [layout.name(p) for p in zeros]
-        yield at_zero(type(optimizer.rule_of(zeros[0])).__name__, names)
+        yield at_zero(type(optimizer.rule_of(zeros[0])).__name__, names, is_config)
 
 
 def _rate(optimizer: RuleOptimizer, param: Tensor) -> tuple[str, Any]:

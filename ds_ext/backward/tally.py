@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ds_ext.backward import messages
 from ds_ext.backward.reading import GradientReader, Runs
 from ds_ext.backward.runs import Run
-from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.verdict import Told, Verdict
 
 
@@ -63,10 +63,10 @@ class Tally:
         """Whether no gradient has come."""
         return self.square is None and not self.told and not self.told_square
 
-    def told_by(self, optimizer: RuleOptimizer) -> Told:
-        """What the kernels that step for an optimizer tell in this step."""
+    def begin_told(self) -> Told:
+        """Returns what kernels tell in this step, of as many parameters as the model has."""
         if self.told is None:
-            self.told = Told(len(optimizer.number_of))
+            self.told = Told(len(self.reader.layout.names))
         return self.told
 
     def use_up(self, params: Collection[Tensor]) -> None:
@@ -78,7 +78,7 @@ class Tally:
         again = self.used_up.intersection(params)
         if again:
             name = self.reader.layout.name(again.pop())
-            raise RuntimeError(f"{name} {SECOND_GRADIENT}")
+            raise RuntimeError(f"{name} {messages.second_gradient(self.reader.how.words)}")
         self.used_up.update(params)
 
     def record(self, runs: Runs) -> None:
@@ -187,12 +187,3 @@ class Tally:
             return float(self.coefficient < 1)
         beyond, elements = self.reader.layout.total(self.beyond).tolist()
         return float(beyond / elements)
-
-
-SECOND_GRADIENT = (
-    "got a second gradient after its update and before engine.step(). Gradients are used up "
-    "inside backward: call backward once a step (add losses up before), or keep gradients until "
-    'the step by gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}; use '
-    "checkpointing with use_reentrant=False where a weight is reached by two checkpointed "
-    "segments other than through its module."
-)

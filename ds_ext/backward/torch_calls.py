@@ -5,25 +5,37 @@ parameters that are not. A script may have imported a function before: what is r
 what it calls.
 """
 
+import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import owners
+from ds_ext.backward import owners, settings, sparing
 from ds_ext.backward.rehearsal import nodes
+
+_lock = threading.Lock()
+
+
+def watch() -> None:
+    """Makes torch's functions ask who steps a parameter; further calls change nothing."""
+    with _lock:
+        _watch()
 
 
 @functools.cache
-def watch() -> None:
-    """Makes torch's functions ask who steps a parameter; further calls change nothing."""
+def _watch() -> None:
+    sparing.watch()
     for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
         assert function.__closure__ is not None
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _clipping(cell.cell_contents)
+    recursive: Any = torch.jit._recursive
+    recursive.get_hook_stubs = _scripting(recursive.get_hook_stubs)
     scaler: Any = torch.amp.GradScaler
     scaler.scale = _scaling(scaler.scale)
     module: Any = nn.Module
@@ -56,20 +68,31 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
     def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if found := {by for by in map(owners.owner, params) if by is not None}:
+            before, norm_of = _BEFOREHAND[next(iter(found)).how.words is settings.CONFIG]
             asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
             if len(found) == 1 and (norm := found.pop().clipped_norm(params, asked)) is not None:
                 return norm
             raise RuntimeError(
                 f"torch.nn.utils.{clip.__name__}: these gradients are used inside backward, and "
-                "there is nothing left to clip. Set the same beforehand: "
-                "fuse_into_backward(..., max_grad_norm=...) or clip_value, with an engine "
-                '"gradient_clipping" or "ds_ext": {"clip_value"} of the config. The norm of all '
-                "gradients is .norm of what fuse_into_backward returned, "
-                "engine.get_global_grad_norm() of an engine."
+                f"there is nothing left to clip. Set the same beforehand: {before}. The norm of "
+                f"all gradients is {norm_of}."
             )
         return clip(params, *args, **kwargs)
 
     return call
+
+
+# Whether an engine steps the model: what clips, and what returns the norm.
+_BEFOREHAND = {
+    True: (
+        '"gradient_clipping" or "ds_ext": {"clip_value"} of the config',
+        "engine.get_global_grad_norm()",
+    ),
+    False: (
+        "fuse_into_backward(..., max_grad_norm=...) or clip_value",
+        ".norm of what fuse_into_backward returned",
+    ),
+}
 
 
 def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +106,20 @@ def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
                 '"fp16" or "torch_autocast" in its config, which scales the loss itself.'
             )
         return scale(self, outputs)
+
+    return call
+
+
+def _scripting(get_hook_stubs: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Leaves our hooks out of what ``torch.jit.script`` makes of a module, as copies do."""
+
+    @functools.wraps(get_hook_stubs)
+    def call(module: nn.Module) -> Any:
+        without = copy.copy(module)
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            hooks = getattr(module, kind).items()
+            setattr(without, kind, {k: hook for k, hook in hooks if not owners.is_hook(hook)})
+        return get_hook_stubs(without)
 
     return call
 

@@ -32,6 +32,7 @@ def check(
     Raises:
         CheckpointError: naming what differs or is missing.
     """
+    optimizer.follow_groups()
     _check_kind(pieces, optimizer)
     check_weights(pieces, owned, strict, names)
     _check_groups(pieces, optimizer, owned)

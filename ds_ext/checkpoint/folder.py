@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from ds_ext.checkpoint import swap
-from ds_ext.checkpoint.swap import MANIFEST, incomplete
+from ds_ext.checkpoint import locks, swap
+from ds_ext.checkpoint.swap import MANIFEST as MANIFEST
+from ds_ext.checkpoint.swap import Draft
 from ds_ext.errors import CheckpointError
-
-__all__ = ["MANIFEST", "incomplete"]
 
 VERSION = 4  # of the format: manifest and contents
 
@@ -49,14 +48,14 @@ def path_of(folder: str | Path, tag: object) -> Path:
     return Path(folder, *parts)
 
 
-def prepare(path: Path) -> None:
-    """Makes the folder ``incomplete(path)``.
+def prepare(path: Path) -> Draft:
+    """Makes a folder to write the checkpoint ``path`` in: ``aside``.
 
     Raises:
         CheckpointError: if a file is in the way.
     """
     try:
-        swap.prepare(path)
+        return swap.prepare(path)
     except FileExistsError as error:
         raise CheckpointError(str(error)) from error
 
@@ -72,20 +71,20 @@ def describe(path: Path) -> dict[str, int]:
     return {"bytes": size, "crc32": checksum}
 
 
-def commit(path: Path, manifest: dict[str, Any], is_latest: bool) -> None:
-    """Moves a checkpoint from ``incomplete(path)`` to ``path``.
+def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
+    """Moves a checkpoint to where it belongs.
 
     A process killed in here leaves the old checkpoint or the new one, complete.
 
     Args:
-        path: its folder.
+        draft: what ``prepare`` returned.
         manifest: what it says of itself; its key "files" has what ``describe`` returned of each.
         is_latest: whether it becomes the one that is loaded without a tag.
 
     Raises:
         CheckpointError: if a file that a rank wrote is not there.
     """
-    written = incomplete(path)
+    written = draft.aside
     for name, file in manifest["files"].items():
         if not (written / name).is_file() or (written / name).stat().st_size != file["bytes"]:
             raise CheckpointError(
@@ -94,10 +93,11 @@ def commit(path: Path, manifest: dict[str, Any], is_latest: bool) -> None:
             )
     said = manifest | {"crc32": _checksum(manifest)}
     _write(written / MANIFEST, json.dumps(said, indent=1))
-    swap.take_place(path)
+    swap.take_place(draft)
     if is_latest:
-        folder = path.parents[len(Path(manifest["tag"]).parts) - 1]
-        _write(folder / "latest", manifest["tag"])
+        folder = draft.path.parents[len(Path(manifest["tag"]).parts) - 1]
+        with locks.exclusive(folder):
+            _write(folder / "latest", manifest["tag"])
 
 
 def _write(path: Path, text: str) -> None:
@@ -239,14 +239,21 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def _complete(folder: Path) -> list[Checkpoint]:
-    """Checkpoints whose files are all there, newest first."""
+    """Checkpoints whose files are all there, newest first; of equally new ones the latest.
+
+    One in a folder of ``folder`` counts if it was saved under such a tag: another run that was
+    saved to that folder is none of ``folder``'s.
+    """
     found = []
     for tag, path in swap.checkpoints(folder):
         try:
             said = _manifest(path)
-            files = said["files"].items()
-            if all((path / name).stat().st_size == file["bytes"] for name, file in files):
+            files, depth = said["files"].items(), len(Path(tag).parts)
+            is_own = depth in (1, len(PurePosixPath(said["tag"]).parts))
+            if is_own and all((path / n).stat().st_size == file["bytes"] for n, file in files):
                 found.append(Checkpoint(str(folder), tag, said["global_steps"]))
         except (CheckpointError, OSError):
             continue
-    return sorted(found, key=lambda c: (-c.steps, c.tag))
+    file = folder / "latest"
+    newest = file.read_text().strip() if file.is_file() else ""
+    return sorted(found, key=lambda c: (-c.steps, c.tag != newest, c.tag))

@@ -23,8 +23,17 @@ def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
         values: this rank's elements, in any shape.
         part: where they lie in what all ranks keep.
         more: what else is to be saved beside them, such as a shape.
+
+    Raises:
+        ValueError: there are more or fewer values than the part has elements.
     """
     values = values.detach()
+    if values.numel() != part.stop - part.start:
+        raise ValueError(
+            f"a tensor of shape {[*values.shape]} cannot be saved where {part.stop - part.start} "
+            f"of {part.total} elements belong: a weight or state was replaced by one of another "
+            "size."
+        )
     if values.untyped_storage().nbytes() > values.nbytes:
         values = values.to("cpu", copy=True)
     return {"start": part.start, "total": part.total, "values": values, **more}

@@ -53,6 +53,7 @@ def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any
         optimizer: whose parameters are keys of ``owned``, among others.
         owned: what this rank has of each parameter that is to be saved.
     """
+    optimizer.follow_groups()
     return {
         "ds_ext": VERSION,
         "optimizer": type(optimizer).__name__,
@@ -94,10 +95,13 @@ def load_weights(
 
 
 def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
-    """Returns the step count and pieces of the state of each parameter that has been stepped."""
+    """Returns the step count and pieces of the state of each parameter that has been stepped.
+
+    The state of a parameter that is in no group any more is not saved.
+    """
     saved = {}
     for param, own in owned.items():
-        if kept := optimizer.state.get(param):
+        if param in optimizer.group_of and (kept := optimizer.state.get(param)):
             is_writer = optimizer.number_of[param] % own.num_shards == own.shard_index
             parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
             saved[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
@@ -114,7 +118,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
     optimizer.state.clear()
     for param, own in owned.items():
         found = pieces.first("state", own.name)
-        if found is not None:
+        if found is not None and param in optimizer.group_of:
             parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
             state = _read(pieces, parts, own, param.device, optimizer.offload)
             optimizer.state[param] = {**state, "step": found["step"]}

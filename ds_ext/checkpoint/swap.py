@@ -1,17 +1,25 @@
 """A checkpoint takes the place of the one before, in two renames; other files there stay.
 
-FOLDER/.incomplete-TAG/             one that is being written, or was left when that failed
+FOLDER/.incomplete-TAG.ID/          one that is being written, or was left when that failed
+FOLDER/.incomplete-TAG.ID.lock      locked as long as the job that writes it lives
+FOLDER/.ds_ext.lock                 locked while a job makes, moves or clears such folders
 FOLDER/.replaced-TAG/               what stood in FOLDER/TAG, until its other files have been
                                     brought to the new one: a tokenizer, the checkpoint TAG/step1
 
+Several jobs may save into one folder, under the same tag too: each save has an ID of its own.
 A tag that is a symbolic link stays one: this happens beside the folder that it names.
 """
 
 import json
 import os
 import re
+import secrets
+import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TextIO
+
+from ds_ext.checkpoint import locks
 
 MANIFEST = "ds_ext.json"
 _INCOMPLETE, _REPLACED = ".incomplete-", ".replaced-"
@@ -27,19 +35,22 @@ def _place(path: Path) -> Path:
     return path.resolve() if path.is_symlink() else path
 
 
-def incomplete(path: Path) -> Path:
-    """Returns where a checkpoint is written before it is complete."""
-    place = _place(path)
-    return place.with_name(_INCOMPLETE + place.name)
-
-
 def _replaced(path: Path) -> Path:
     """Where what stood in ``path`` lies while a new checkpoint takes its place."""
     place = _place(path)
-    return place.with_name(_REPLACED + place.name)
+    return place.parent / (_REPLACED + place.name)
 
 
-def prepare(path: Path) -> None:
+class Draft(NamedTuple):
+    """A checkpoint that is being written."""
+
+    path: Path  # where it belongs, perhaps a link
+    place: Path  # the folder itself
+    aside: Path  # where it is written
+    lock: TextIO
+
+
+def prepare(path: Path) -> Draft:
     """Makes the folder to write a checkpoint in, and clears up after processes that were killed.
 
     Raises:
@@ -47,32 +58,53 @@ def prepare(path: Path) -> None:
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file, not a folder: choose another tag or folder.")
-    aside = incomplete(path)
-    aside.mkdir(parents=True, exist_ok=True)
-    for left in aside.parent.glob(_INCOMPLETE + "*"):
-        _clear(left)
-    for left in aside.parent.glob(_REPLACED + "*"):
-        _settle(left.with_name(left.name.removeprefix(_REPLACED)))
-    aside.mkdir(exist_ok=True)
+    place = _place(path)
+    root = place.parent
+    root.mkdir(parents=True, exist_ok=True)
+    with locks.exclusive(root):
+        aside = root / f"{_INCOMPLETE}{place.name}.{secrets.token_hex(4)}"
+        draft = Draft(path, place, aside, locks.hold(_lock_of(aside)))
+        aside.mkdir()
+        _clear_abandoned(root, now=aside.stat().st_mtime)
+        for left in root.glob(_REPLACED + "*"):
+            _settle(left.with_name(left.name.removeprefix(_REPLACED)))
+    return draft
 
 
-def discard(path: Path) -> None:
-    """Removes what was written of a checkpoint that could not be completed."""
-    _clear(incomplete(path))
-
-
-def take_place(path: Path) -> None:
-    """Moves the folder ``incomplete(path)``, whose manifest is written, to ``path``.
+def take_place(draft: Draft) -> None:
+    """Moves a checkpoint whose manifest is written to where it belongs.
 
     A process killed in here leaves the old checkpoint or the new one, complete, where ``find``
     looks for it, and all other files in one of the two folders.
     """
-    place = _place(path)
-    if place.exists():
-        place.rename(_replaced(path))
-    incomplete(path).rename(place)
-    sync(place.parent)
-    _settle(place)
+    place = draft.place
+    with locks.exclusive(place.parent):
+        _settle(place)  # another job may have been killed in here
+        if place.exists():
+            place.rename(_replaced(place))
+        draft.aside.rename(place)
+        sync(place.parent)
+        _settle(place)
+
+
+def close(draft: Draft) -> None:
+    """Ends the writing of a checkpoint; removes what was written if it has not taken its place."""
+    shutil.rmtree(draft.aside, ignore_errors=True)  # what stays, the next save clears
+    _lock_of(draft.aside).unlink(missing_ok=True)
+    locks.release(draft.lock)
+
+
+def _lock_of(aside: Path) -> Path:
+    return aside.with_name(aside.name + ".lock")
+
+
+def _clear_abandoned(root: Path, now: float) -> None:
+    """Removes what jobs that have ended left incomplete."""
+    for name in {entry.name.removesuffix(".lock") for entry in root.glob(_INCOMPLETE + "*")}:
+        aside = root / name
+        if locks.is_abandoned(_lock_of(aside), aside, now):
+            shutil.rmtree(aside, ignore_errors=True)
+            _lock_of(aside).unlink(missing_ok=True)
 
 
 def find(folder: Path, tag: str) -> Path | None:
@@ -88,13 +120,34 @@ def find(folder: Path, tag: str) -> Path | None:
 
 
 def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields the tags directly in ``folder``, and the folders of the checkpoints under them."""
-    entries = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
-    tags = {n.removeprefix(_REPLACED) for n in entries if not n.startswith(_INCOMPLETE)}
-    for tag in sorted(tags):
-        path = find(folder, tag)
-        if path is not None and (path / MANIFEST).is_file():
-            yield tag, path
+    """Yields the tags in ``folder``, at any depth, and the folders of the checkpoints under them.
+
+    Links are followed, but to no folder twice, and to none that ``folder`` lies in.
+    """
+    seen = {folder.resolve(), *folder.resolve().parents}
+    told: set[PurePosixPath] = set()
+    waiting = [(PurePosixPath(), folder)]
+    while waiting:
+        above, path = waiting.pop()
+        for name in _folders(path):
+            tag = above / name.removeprefix(_REPLACED)
+            found = find(folder, str(tag))
+            for inner in filter(None, (path / name, found)):
+                if inner.is_dir() and inner.resolve() not in seen:
+                    seen.add(inner.resolve())
+                    waiting.append((tag, inner))
+            if found is not None and tag not in told and (found / MANIFEST).is_file():
+                told.add(tag)
+                yield str(tag), found
+
+
+def _folders(path: Path) -> list[str]:
+    """Names of folders and links in a folder, but for incomplete checkpoints."""
+    try:
+        entries = [e.name for e in os.scandir(path) if e.is_dir() or e.is_symlink()]
+    except OSError:  # another user's, or gone meanwhile
+        return []
+    return [name for name in entries if not name.startswith(_INCOMPLETE)]
 
 
 def sync(folder: Path) -> None:

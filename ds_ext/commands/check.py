@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ds_ext.config import gradients, offload, refused
-from ds_ext.config.refused import lookup
+from ds_ext.config.refused import lookup, without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
 from ds_ext.optimizer.model_view import ModelView, at_zero, summary
 from ds_ext.optimizer.param_groups import Grouped
@@ -38,6 +38,10 @@ _FILLED = {
     "optimizer.params.weight_decay": 0.0,
     "fp16.enabled": False,
     "bf16.enabled": False,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 10,
+    "scheduler.params.total_num_steps": 100,
 }
 _DROPPED = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
@@ -46,8 +50,6 @@ _DROPPED = (
     *("fp16.min_loss_scale", "zero_optimization.reduce_bucket_size"),
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
-    *("scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr"),
-    *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
 )
 
 
@@ -57,6 +59,7 @@ class Report:
 
     problems: list[str] = field(default_factory=list)  # what a run would refuse, or ignore
     notes: list[str] = field(default_factory=list)  # what it would do
+    unchecked: list[str] = field(default_factory=list)  # what this could not find out
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -89,18 +92,25 @@ def run(options: argparse.Namespace) -> int:
     model = None if options.model is None else models.skeleton(models.config(options.model))
     if model is not None and options.lora is not None:
         model = lora.adapted(model, options.lora)
-    report = examine(_read(options.config), model, options.ranks)
+    report = examine(read_config(options.config), model, options.ranks)
     for note in report.notes:
         print(f"note: {note}")
+    for what in report.unchecked:
+        print(f"not checked: {what}")
     for problem in report.problems:
         print(f"error: {problem}")
     n = len(report.problems)
-    print(f"{options.config}: " + (f"{n} problem{'s'[: n > 1]}" if n else "nothing is wrong"))
+    right = "nothing is wrong" + " in what was checked" * bool(report.unchecked)
+    print(f"{options.config}: " + (f"{n} problem{'s'[: n > 1]}" if n else right))
     return int(n > 0)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The config in a file; ValueError if there is none."""
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the DeepSpeed config in a file.
+
+    Raises:
+        ValueError: there is no such file, it holds no JSON object, or a key twice.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -138,14 +148,17 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         gradients.read(config)
     with report.noting():
         offload.check(config, (), ())
-    if ours is not None:
-        _groups(config, ours, model, report)
+    report.notes += [*refused.without_effect(config), *offload.without_effect(config)]
+    optimizer = None if ours is None else _groups(config, ours, model, report)
+    report.unchecked += _unchecked(config, model, ranks)
     if importlib.util.find_spec("deepspeed") is None:
         report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
     else:
         from ds_ext.engine import checks
 
         report.problems += checks.problems(config, ranks)
+        if ours is None or optimizer is not None:
+            report.problems += checks.schedule(config, optimizer or _others())
     report.problems = list(dict.fromkeys(report.problems))
     return report
 
@@ -192,29 +205,65 @@ def _whose(kind: str) -> str | None:
     return checks.whose(kind)
 
 
-def _groups(config: dict[str, Any], ours: str, model: nn.Module | None, report: Report) -> None:
-    """Checks an optimizer's params, and what they are for in a model."""
+def _others() -> torch.optim.Optimizer:
+    """An optimizer that stands for DeepSpeed's or torch's."""
+    return torch.optim.AdamW([nn.Parameter(torch.empty(1, dtype=torch.float32, device="meta"))])
+
+
+def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | None) -> Iterator[str]:
+    """What depends on more than is given, of the keys that a config has."""
+    config = without_auto(config)
+    named = {
+        "optimizer.params.param_groups": 'which parameters each "match" finds',
+        "optimizer.params.target_modules": "which matrices it names",
+    }
+    for key, what in named.items():
+        if model is None and lookup(config, key) not in (None, "all-linear"):
+            yield f"{key}: {what}; give --model to check it"
+    for key in ("tensor_parallel.autotp_size", "expert_parallel.enabled"):
+        if lookup(config, key) not in (None, 0, 1, False):
+            yield f"{key}: how DeepSpeed divides the layers of the model; the run tells"
+    if lookup(config, "zero_optimization.zero_quantized_weights"):
+        yield "zero_optimization.zero_quantized_weights: whether the accelerator has DeepSpeed's op"
+    keys = ("ds_ext.shard_size", "ds_ext.sum_group_size", "sequence_parallel_size")
+    for key in (*keys, "zero_optimization.zero_hpz_partition_size"):
+        if ranks is None and lookup(config, key) not in (None, 0, 1):
+            yield f"{key}: whether it divides the ranks; give --ranks to check it"
+
+
+def _groups(
+    config: dict[str, Any], ours: str, model: nn.Module | None, report: Report
+) -> RuleOptimizer | None:
+    """Checks an optimizer's params, and what they are for in a model -> it, if they are right."""
     params = config["optimizer"].get("params") or {}
     if not isinstance(params, dict):
         report.problems.append(f"optimizer.params is {params!r}; allowed: an object.")
-        return
+        return None
     entry, kind = REGISTRY[ours], OPTIMIZERS[ours]
     wrong = param_groups.problems(entry, params)
     report.problems += wrong
-    if wrong or model is None:
-        return
-    names = [name for name, _ in model.named_parameters()]
+    if wrong:
+        return None
+    view = None if model is None else ModelView(model)
+    names = [] if model is None else [name for name, _ in model.named_parameters()]
     if "lora_" in str(params.get("param_groups")) and not any("lora_" in name for name in names):
-        report.notes.append("the names of LoRA's adapters are not checked: add --lora RANK")
-        return
+        report.unchecked += ["the names of LoRA's adapters; add --lora RANK"] if names else []
+        view = None
+    optimizer = None
     with report.noting():
-        trained = [p for p in model.parameters() if p.requires_grad]
-        view = ModelView(model)
-        made = param_groups.of_config(entry, params, view, trained)
+        if view is None:
+            made = param_groups.stand_ins(entry, params)
+        else:
+            trained = [p for p in view.module.parameters() if p.requires_grad]
+            made = param_groups.of_config(entry, params, view, trained)
         optimizer = kind(made.groups, **made.hypers)
-        rules = [optimizer.rule_of(group["params"][0]) for group in optimizer.param_groups]
-        report.notes += [*_told(made, kind.__name__, view), *_at_zero(optimizer, view)]
-        offload.check(config, rules, {_dtype(config)})
+        if view is not None:
+            report.notes += [*_told(made, kind.__name__, view), *_at_zero(optimizer, view)]
+    if optimizer is not None:
+        with report.noting():
+            rules = [optimizer.rule_of(group["params"][0]) for group in optimizer.param_groups]
+            offload.check(config, rules, {_dtype(config)})
+    return optimizer
 
 
 def _dtype(config: dict[str, Any]) -> torch.dtype:

@@ -1,8 +1,9 @@
 """The command line: one parser, and a function for each command."""
 
 import argparse
+import difflib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import ds_ext
 from ds_ext.commands import check, config, run
@@ -32,11 +33,29 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Tells an error in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with code 2."""
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
+
+    def options(self) -> list[str]:
+        """Returns all long options."""
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+
+def _unknown(arguments: list[str], parser: Parser) -> str:
+    """What is said of arguments that a command does not have, with the nearest that it has."""
+    unknown = next((word for word in arguments if word.startswith("-")), arguments[0])
+    near = difflib.get_close_matches(unknown.partition("=")[0], parser.options(), n=1)
+    guess = f" Did you mean {near[0]}?" if near else ""
+    return f"unknown {'option' if unknown.startswith('-') else 'argument'} {unknown}.{guess}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command -> exit code; a wrong option ends the process with code 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ds_ext", description="Fused, sharded optimizers for DeepSpeed."
-    )
+    parser = Parser(prog="python -m ds_ext", description="Fused, sharded optimizers for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"ds_ext {ds_ext.__version__}")
     run.add_launcher_options(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -46,7 +65,10 @@ def main(argv: list[str] | None = None) -> int:
             name, help=command.help, description=command.description
         )
         command.add_options(parsers[name])
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        whose = parsers.get(options.command, parser)
+        whose.error(_unknown(unknown, whose))
     if options.command is None:
         parser.print_help()
         return 0

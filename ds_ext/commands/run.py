@@ -12,6 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ds_ext.commands.check import read_config
+from ds_ext.config.override import VARIABLE
+from ds_ext.optimizer import named
+
 HELP = "run a program that is not yours, with the optimizers known to DeepSpeed"
 DESCRIPTION = (
     "Runs TARGET as it would run without this, in this environment, but DeepSpeed knows the "
@@ -29,7 +33,13 @@ def add_launcher_options(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``run``; all that follows them is TARGET and its own arguments."""
-    parser.usage = "python -m ds_ext run [-h] [-m] TARGET [ARGUMENT ...]"
+    parser.usage = "python -m ds_ext run [-h] [--config FILE] [-m] TARGET [ARGUMENT ...]"
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a DeepSpeed config whose optimizer, and section ds_ext, replace those of the config "
+        'that TARGET writes in code, as OpenRLHF does; "auto" keeps a value of TARGET\'s',
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module")
     parser.add_argument(
         "target",
@@ -43,7 +53,8 @@ def run(options: argparse.Namespace) -> None:
     """Becomes the program.
 
     Raises:
-        ValueError: there is no such program, or Python was told to ignore PYTHONPATH.
+        ValueError: there is no such program, Python was told to ignore PYTHONPATH, or ``--config``
+            names no optimizer of ds_ext.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("python -E, -I and -S keep PYTHONPATH or site from the program.")
@@ -52,15 +63,34 @@ def run(options: argparse.Namespace) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execve(command[0], command, environment(os.environ))
+        os.execve(command[0], command, environment(os.environ, options.config))
     except OSError as error:
         raise ValueError(f"{command[0]}: {error.strerror}") from None
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment in which Python registers the optimizers when it starts."""
+def environment(given: Mapping[str, str], config: str | None = None) -> dict[str, str]:
+    """Returns an environment in which Python registers the optimizers when it starts.
+
+    Args:
+        given: the environment of this process.
+        config: a file whose optimizer replaces that of the program's DeepSpeed config.
+
+    Raises:
+        ValueError: the file names no optimizer of ds_ext.
+    """
     paths = [str(CHILDREN), *filter(None, [given.get("PYTHONPATH")])]
-    return {**given, "PYTHONPATH": os.pathsep.join(paths)}
+    own = {"PYTHONPATH": os.pathsep.join(paths)}
+    return {**given, **own} if config is None else {**given, **own, VARIABLE: _checked(config)}
+
+
+def _checked(config: str) -> str:
+    """The absolute path of a config that names an optimizer of ds_ext."""
+    read = read_config(Path(config))
+    section = read.get("optimizer")
+    if not isinstance(section, dict) or "type" not in section:
+        raise ValueError(f"--config {config}: it has no optimizer.type.")
+    named(section["type"], f"--config {config}: optimizer.type")
+    return os.path.abspath(config)
 
 
 def _command(target: list[str], is_module: bool, first: list[str]) -> list[str]:

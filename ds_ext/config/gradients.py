@@ -7,7 +7,7 @@ import torch
 
 from ds_ext import hyperparams
 from ds_ext.backward.settings import BUCKET_SIZE, Gradients, Section
-from ds_ext.config.refused import lookup
+from ds_ext.config.refused import lookup, without_auto
 
 _DTYPES = {  # as DeepSpeed spells them
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
@@ -18,7 +18,7 @@ _DTYPES = {  # as DeepSpeed spells them
 
 def section_of(config: dict[str, Any]) -> Section:
     """The section "ds_ext" of a DeepSpeed config, checked."""
-    given = config.get("ds_ext") or {}
+    given = without_auto(config.get("ds_ext")) or {}
     if not isinstance(given, dict):
         raise ValueError(f'ds_ext is {given!r}; allowed: a section, {{"gradient_policy": ...}}.')
     return Section(**hyperparams.check(Section, given, "ds_ext"))
@@ -29,6 +29,7 @@ def read(config: dict[str, Any], monitored: bool = False, keeps: str = "") -> Gr
 
     ``keeps`` names what beside the config needs them to be kept, if anything does.
     """
+    config = without_auto(config)
     section = section_of(config)
     kept = [
         f"{key} = {value!r}"
@@ -69,7 +70,7 @@ def report(how: Gradients, config: dict[str, Any]) -> list[str]:
     lines = [
         f"buckets of {how.bucket_size:,} gradient elements (zero_optimization.reduce_bucket_size)"
     ]
-    if config.get("gradient_clipping") is None:
+    if without_auto(config).get("gradient_clipping") is None:
         lines.append(
             "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers would "
             'clip at its default, 1.0). Write "gradient_clipping": 0 to say so.'
@@ -88,7 +89,7 @@ def report(how: Gradients, config: dict[str, Any]) -> list[str]:
 
 def bucket_size(config: dict[str, Any]) -> int:
     """Gradient elements in flight: ``zero_optimization.reduce_bucket_size``, or our default."""
-    size = lookup(config, "zero_optimization.reduce_bucket_size")
+    size = lookup(without_auto(config), "zero_optimization.reduce_bucket_size")
     if size is None:
         return BUCKET_SIZE
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:

@@ -1,24 +1,22 @@
-"""What a config asks of offload: what can be done of it, and what is refused, by name."""
+"""What a config asks of offload: what can be done, what is refused by name, what has no effect."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from ds_ext.config.refused import without_auto
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 
-# What the sections may hold when they are on, and the values that mean nothing then.
-_INERT: dict[str, dict[str, Any]] = {
-    "offload_param": {},
-    "offload_optimizer": {
-        "ratio": 1,
-        "pipeline_read": False,
-        "pipeline_write": False,
-        "fast_init": False,
-        "super_offload": False,
-    },
+_SECTIONS = ("offload_param", "offload_optimizer")
+# Options of DeepSpeed's own CPU optimizer, and the values that leave them off.
+_OFF = {"ratio": 1, "super_offload": False}
+# Options that DeepSpeed reads only where the device is NVMe, or beside super_offload.
+_UNREAD = {
+    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+    *("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc"),
 }
 
 
@@ -33,14 +31,9 @@ def check(config: Mapping[str, Any], rules: Iterable[Any], dtypes: Iterable[torc
     Raises:
         ValueError: it cannot be offloaded, or nothing would be moved.
     """
-    zero = config.get("zero_optimization") or {}
-    on = {name for name in _INERT if _is_on(f"zero_optimization.{name}", zero.get(name), name)}
-    if "offload_param" in on and zero.get("stage") != 3:
-        raise ValueError(
-            'zero_optimization.offload_param.device = "cpu" moves the partitions that ZeRO-3 makes '
-            f"of parameters, and zero_optimization.stage is {zero.get('stage', 0)}: set it to 3, "
-            "or remove offload_param."
-        )
+    on = _sections_on(config)
+    for name, section in on.items():
+        _check_section(f"zero_optimization.{name}", section)
     if "offload_optimizer" not in on:
         return
     kinds = [(rule, dtype) for rule in rules for dtype in dtypes]
@@ -53,24 +46,55 @@ def check(config: Mapping[str, Any], rules: Iterable[Any], dtypes: Iterable[torc
         )
 
 
-def _is_on(key: str, section: Mapping[str, Any] | None, name: str) -> bool:
-    """Whether a section asks for offload; ValueError for what it asks for and cannot have."""
-    device = (section or {}).get("device") or "none"
-    if section is None or device == "none":
-        return False
-    if device != "cpu":
+def without_effect(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for what a config asks of offload that is accepted and changes nothing."""
+    on, (zero, stage) = _sections_on(config), _zero(config)
+    section = zero.get("offload_param")
+    if "offload_param" not in on and _device(section) != "none":
+        yield (
+            f'zero_optimization.offload_param.device = "{_device(section)}" has no effect: it '
+            "moves the partitions that ZeRO-3 makes of parameters, and zero_optimization.stage "
+            f"is {stage}."
+        )
+    for name, section in on.items():
+        if unread := [f"{name}.{option}" for option in section if option in _UNREAD]:
+            yield (
+                f'zero_optimization: {", ".join(unread)} have no effect where device is "cpu": '
+                "DeepSpeed has them for NVMe and its own CPU optimizer."
+            )
+
+
+def _zero(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """The section of ZeRO, and its stage."""
+    zero = without_auto(config.get("zero_optimization"))
+    zero = zero if isinstance(zero, Mapping) else {}
+    return zero, zero.get("stage") or 0
+
+
+def _sections_on(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The sections that move something, by name: parameters only move where ZeRO-3 cuts them."""
+    zero, stage = _zero(config)
+    names = _SECTIONS if stage == 3 else _SECTIONS[1:]
+    return {name: zero[name] for name in names if _device(zero.get(name)) != "none"}
+
+
+def _device(section: Any) -> Any:
+    return (section.get("device") if isinstance(section, Mapping) else None) or "none"
+
+
+def _check_section(key: str, section: Mapping[str, Any]) -> None:
+    """Raises ValueError for what a section asks for and cannot have."""
+    if (device := _device(section)) != "cpu":
         raise ValueError(
             f'{key}.device = "{device}": ds_ext offloads to the memory of the host, not to NVMe. '
             'Set it to "cpu", or remove it.'
         )
     for option, value in section.items():
-        inert = _INERT[name].get(option)
-        if option not in ("device", "pin_memory") and (inert is None or value != inert):
+        if option in _OFF and value != _OFF[option]:
             raise ValueError(
-                f"ds_ext cannot honour {key}.{option} = {value!r}: it is for NVMe, or for "
-                "DeepSpeed's own optimizers on the CPU; remove it."
+                f"ds_ext cannot honour {key}.{option} = {value!r}: it is for DeepSpeed's own "
+                "optimizers on the CPU; remove it."
             )
-    return True
 
 
 def has_state(rule: Any, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Settings of a DeepSpeed config that cannot be honoured: refused by name."""
+"""Settings of a DeepSpeed config that are refused by name, or accepted though they do nothing."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,6 +12,7 @@ def refuse(config: dict[str, Any]) -> None:
 
 def problems(config: dict[str, Any]) -> Iterator[str]:
     """Yields each setting that cannot be honoured: its key and value, and what to do."""
+    config = without_auto(config)
     for key, honoured, advice in _HONOURED:
         value = lookup(config, key)
         if value is not None and not honoured(value):
@@ -34,6 +35,14 @@ def problems(config: dict[str, Any]) -> Iterator[str]:
         )
     if size := lookup(config, "ds_ext.shard_size"):
         yield from _of_groups(config, size, stage)
+
+
+def without_effect(config: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for each setting that is accepted and changes nothing: its value, and why."""
+    for key, is_told, reason in _WITHOUT_EFFECT:
+        value = lookup(config, key)
+        if value is not None and is_told(value):
+            yield f"{key} = {value!r} has no effect: {reason}."
 
 
 def _of_quantized_weights(stage: Any, copies: Any) -> Iterator[str]:
@@ -119,10 +128,8 @@ _WITHOUT_GROUPS = [
 _HONOURED = [
     ("zero_optimization.zenflow", _off, _REMOVE),
     ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
-    ("zero_optimization.reduce_scatter", lambda v: v is True, _REMOVE),
     ("zero_optimization.cpu_offload", _off, _OFFLOAD),
     ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
-    ("zero_optimization.cpu_offload_use_pin_memory", lambda v: False, _OFFLOAD),
     ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
     ("zero_optimization.mics_shard_size", lambda v: v == -1, _GROUPS),
     ("zero_optimization.mics_hierarchical_params_gather", _off, _REMOVE),
@@ -136,8 +143,27 @@ _HONOURED = [
     ("checkpoint.load_universal", _off, _ANY),
     ("checkpoint.use_node_local_storage", _off, _SHARED),
     ("checkpoint.writer", _off, _REMOVE),
-    ("checkpoint.checkpoint_serialization", lambda v: v is True, _REMOVE),
     ("datastates_ckpt", lambda v: v is False, _REMOVE),
+]
+
+# (key, which values are told of, why they change nothing)
+_WITHOUT_EFFECT = [
+    (
+        "zero_optimization.reduce_scatter",
+        _off,
+        "each rank receives the sum of the gradients that it steps by, whichever collective adds",
+    ),
+    (
+        "zero_optimization.ignore_unused_parameters",
+        _off,
+        "a parameter without a gradient is not stepped, and that is no error",
+    ),
+    (
+        "zero_optimization.cpu_offload_use_pin_memory",
+        lambda v: True,
+        "pin_memory in offload_param and offload_optimizer replaces it",
+    ),
+    ("checkpoint.checkpoint_serialization", _off, "DeepSpeed itself does not read it"),
 ]
 
 
@@ -148,3 +174,14 @@ def lookup(config: Any, key: str) -> Any:
             return None
         config = config.get(part)
     return config
+
+
+def without_auto(config: Any) -> Any:
+    """Returns a config without the keys whose value is "auto", in all its sections.
+
+    DeepSpeed drops them in the same way, and uses its defaults. Every reader of a config calls this
+    first. HF Trainer and accelerate have replaced the "auto" that they know by then.
+    """
+    if not isinstance(config, dict):
+        return config
+    return {key: without_auto(value) for key, value in config.items() if value != "auto"}

@@ -6,7 +6,7 @@ arrive reduced, and alike on all ranks. What reads FSDP2's own objects is in thi
 private in torch 2.13.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,16 @@ class Units(Layout):
         """The whole parameter that FSDP2 has gathered last; the part, if it has gathered none."""
         whole: Tensor = getattr(self.held.get(param), "_unsharded_param", param)
         return whole
+
+    def own_leaves(self, params: Container[Tensor]) -> Container[Tensor]:
+        """The parts, and the whole parameters that FSDP2 has gathered, twice if tied later."""
+        held = (own for group in self.param_groups for own in group.fsdp_params)
+        gathered = {
+            own._unsharded_param
+            for own in held
+            if hasattr(own, "_unsharded_param") and _in_place(own) in params
+        }
+        return {p for p in self.names if p in params} | gathered
 
     def units(self) -> dict[nn.Module, list[Tensor]]:
         """Modules of FSDP2, and those of its parameters that each brings."""

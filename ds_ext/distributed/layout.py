@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,7 @@ class Layout:
         }
         self.everyone = everyone()  # who has a part of the model
         self.bytes_sent = 0
+        self.shapes = [p.shape for p in self.params]
         for param in names:
             self.run(param)  # puts its elements in order, before the first step
 
@@ -137,6 +138,24 @@ class Layout:
         """This rank's run of the weight, [len(shard)], to be updated in place."""
         return self.of[param].run(param)
 
+    def refuse_resized(self) -> None:
+        """Raises RuntimeError if a parameter was given data of another shape."""
+        if [p.shape for p in self.params] == self.shapes:
+            return
+        for param, shape in zip(self.params, self.shapes, strict=True):
+            if not self.may_have(param, shape):
+                raise RuntimeError(
+                    f"{self.name(param)} has the shape {[*param.shape]} now, and had {[*shape]} "
+                    "when its steps were put into backward. Nothing was stepped. Resize a model "
+                    "(resize_token_embeddings) before deepspeed.initialize, or "
+                    "fuse_into_backward; or call that anew, after del optimizer.state[param] of "
+                    "what was resized."
+                )
+
+    def may_have(self, param: Tensor, shape: torch.Size) -> bool:
+        """Whether a parameter, which had ``shape`` at first, may have the shape that it has."""
+        return param.shape == shape
+
     def by_placement(self, params: Iterable[Tensor]) -> list[tuple[Placement, list[Tensor]]]:
         """Parameters by placement, in the same order on all ranks."""
         found: dict[Placement, list[Tensor]] = {placement: [] for placement in self.placements}
@@ -154,6 +173,10 @@ class Layout:
     def leaf(self, param: Tensor) -> Tensor:
         """What stands for a parameter in the graph of a loss: itself, if not gathered there."""
         return param
+
+    def own_leaves(self, params: Container[Tensor]) -> Container[Tensor]:
+        """What stands for ``params`` in graphs."""
+        return params
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
         """Modules whose parameters arrive together, used or not: ZeRO-3's leaf modules."""

@@ -38,3 +38,9 @@ COALESCE = (
 )
 BACKWARD = "engine.optimizer.backward(loss): call engine.backward(loss)."
 CLIP = f"engine.clip_fp32_gradients(): {_CLIPPED}"
+MEASURED_BESIDE = (
+    "gradient_clipping: this loss also reaches an engine with an optimizer of DeepSpeed's own, "
+    "which would count the backward pass that measures the norm as one of its steps. Set "
+    '"ds_ext": {"gradient_policy": "sharded"} for the engine whose backward is called, which needs '
+    "no such pass; or freeze the other model meanwhile (requires_grad_(False))."
+)

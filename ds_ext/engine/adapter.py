@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_ext.backward import rehearsal, start
 from ds_ext.backward.gradients import FusedBackward
-from ds_ext.config import gradients
+from ds_ext.config import gradients, offload, refused
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import (
@@ -32,7 +32,7 @@ from ds_ext.engine import (
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of
-from ds_ext.engine.log import log, warn
+from ds_ext.engine.log import log, show, warn
 from ds_ext.engine.moved_states import MovedStates
 from ds_ext.engine.zero3 import Partitions
 from ds_ext.optimizer import RuleOptimizer, host_offload
@@ -60,10 +60,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.layout = layout_of(engine)
         self.dp_process_group = self.layout.copy_group  # by which DeepSpeed names files
         _share_time_limit(self.layout)
-        config = engine._config._param_dict
-        told = config | settings.effective(engine)
-        how = gradients.read(told, engine.monitor.enabled, pipeline.keeps(engine))
-        self._prepare_optimizer(config.get("zero_optimization", {}).get("offload_optimizer"))
+        config = settings.effective(engine)
+        how = gradients.read(config, engine.monitor.enabled, pipeline.keeps(engine))
+        self._prepare_optimizer(config["zero_optimization"].get("offload_optimizer"))
         self.fused = FusedBackward(
             engine.module,
             optimizer,
@@ -73,11 +72,13 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self._is_boundary,
         )
         self.fused.leave = self._leave
+        self.fused.unseen = self._unseen_by_engine
         self.fused.discarded = self._discarded
         self.moved = MovedStates(self.fused)
         self.loss_scaler = settings.loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
+        self._entered = -1  # the last backward pass from outputs of the engine, by autograd's count
         self._rehearsing = False
         self._can_repeat = False  # whether a graph of the model was seen to run backward twice
         self._take_over_from_engine()
@@ -86,21 +87,24 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def tell(self) -> None:
         """Says in the log how the engine trains, once its scheduler is known to fit."""
-        config, how = self.engine._config._param_dict, self.fused.how
+        config, how = settings.effective(self.engine), self.fused.how
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         if pipeline.is_pipeline(self.engine):
             where += f", the first of {self.engine.module.num_pipeline_stages()} stages"
-        log(start.line(self.optimizer, self.layout, how, where))
+        show(start.line(self.optimizer, self.layout, how, where))
         for line in gradients.report(how, config):
             log(f"{type(self.optimizer).__name__}: {line}")
+        told = config | settings.effective(self.engine)
+        for line in (*refused.without_effect(told), *offload.without_effect(told)):
+            log(line)
         warnings = consensus.gathered(list(start.warnings(self.optimizer, self.layout)))
         for warning in dict.fromkeys(itertools.chain(*warnings)):
             warn(warning)
 
-    def _prepare_optimizer(self, offload: dict[str, Any] | None) -> None:
+    def _prepare_optimizer(self, section: dict[str, Any] | None) -> None:
         """Tells the optimizer of its parameters what only the engine knows."""
         optimizer = self.optimizer
-        optimizer.offload = HostOffload.from_config(offload or {})
+        optimizer.offload = HostOffload.from_config(section or {})
         optimizer.index_parameters()  # DeepSpeed may have replaced those of experts
         if pipeline.is_pipeline(self.engine):
             pipeline.number(self.engine, optimizer)
@@ -182,9 +186,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.fused.loss_scale = self.loss_scale
         if self.fused.must_measure:
             self._check_can_repeat(loss)
-            with self._unseen_by_engine():
-                self.fused.rehearse(loss)
-            self._tell_of_second_pass(loss)
+            self.fused.rehearse(loss)
         return loss
 
     def _check_can_repeat(self, loss: Tensor) -> None:
@@ -194,8 +196,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self._can_repeat = True
 
     @contextlib.contextmanager
-    def _unseen_by_engine(self) -> Iterator[None]:
-        """A backward pass within the context is not taken for the one that ends in a step."""
+    def _unseen_by_engine(self, loss: Tensor) -> Iterator[None]:
+        """A backward pass of ``loss`` within is not taken for the one that ends in a step."""
         state = self._backward_hook_state
         hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
         self._rehearsing = True
@@ -204,6 +206,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         finally:
             self._rehearsing = False
             state._grad_acc_post_hooks = hooks
+        self._tell_of_second_pass(loss)
 
     def _tell_of_second_pass(self, loss: Tensor) -> None:
         """Makes the engine's hooks run in the next backward pass too, not in a graph's first."""
@@ -229,6 +232,20 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
                 f"the loss has to be multiplied by the loss scale ({self.loss_scale:g}) of fp16: "
                 "call engine.backward(loss), or engine.scale(loss).backward()."
             )
+
+    def enter_backward(self) -> None:
+        """Called for each forward pass of the engine that a backward pass reaches.
+
+        DeepSpeed calls ``exit_backward`` once for each backward pass. So only the first of these
+        calls counts: after a loss of two forward passes the depth would stay 1, which is how
+        ``_discarded`` knows a backward pass that was abandoned.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._entered:
+            self._entered = task
+            self._backward_active_depth = 0  # more, if the last backward pass was abandoned
+            self.clear_backward_seen_flag()
+            super().enter_backward()
 
     def backward_epilogue(self, **_: Any) -> None:
         """Called when a backward pass has ended, of engine.backward(loss) or loss.backward()."""
@@ -260,7 +277,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._write_events()
 
     def metrics(self) -> dict[str, float]:
-        """Returns what is known of the last step: see docs/settings.md, "What a step tells"."""
+        """Returns what is known of the last step: see docs/settings.md, "Step metrics"."""
         return self.fused.metrics | {"loss_scale": self.loss_scale}
 
     def measure_updates(self) -> None:
@@ -365,9 +382,11 @@ def _share_time_limit(layout: Layout) -> None:
     """
     everyone = dist.group.WORLD
     assert everyone is not None
+    distributed: Any = dist  # set_timeout is new in torch 2.15, which warns of its older name
+    set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in layout.groups | expert_parallel.exchanges() | autotp.exchanges():
         limit = everyone._get_backend(layout.device).options._timeout
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        set_timeout(limit, group)
 
 
 def _refuse_to_repeat(loss: Tensor) -> None:

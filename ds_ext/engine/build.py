@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ext.engine import pipeline
 from ds_ext.engine.autotp import EMBEDDINGS, LINEARS, unpartitioned_shape
@@ -42,6 +42,25 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleO
         log(line)
     groups = pipeline.of_stage(made.groups) if pipeline.is_pipeline(engine) else made.groups
     return pipeline.on_all_stages(engine, lambda: optimizer_type(groups, **made.hypers))
+
+
+def for_model(
+    kind: type[RuleOptimizer], module: nn.Module, params: Mapping[str, Any]
+) -> RuleOptimizer:
+    """Returns what ``RuleOptimizer.for_model`` does, also of a model that ZeRO-3 has partitioned.
+
+    Args:
+        kind: the optimizer.
+        module: the model.
+        params: "params" of a config's section "optimizer".
+
+    Raises:
+        ValueError: a key is unknown or its value wrong.
+    """
+    model = ModelView(module, LINEARS, EMBEDDINGS, unpartitioned_shape)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    made = param_groups.of_config(REGISTRY[kind.rule.__name__.lower()], params, model, trained)
+    return kind(made.groups, **made.hypers)
 
 
 def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:

@@ -2,8 +2,8 @@
 
 HF Trainer's arguments beside a config that names an optimizer, and an optimizer object: Trainer
 drops it, and makes torch's AdamW where the config names none. The norm that accelerate is to clip
-by. DeepSpeed is handed none of them, and neither library is to be touched: they are found among
-the callers.
+by, and the number of processes among which it divides the data. DeepSpeed is handed none of them,
+and neither library is to be touched: they are found among the callers.
 """
 
 import functools
@@ -60,6 +60,36 @@ def refuse_dropped(taken: Any) -> None:
             f"under DeepSpeed: remove it, and name {name} in the DeepSpeed config, "
             f'"optimizer": {{"type": "{name}"}}; or give Trainer '
             f"optimizer_cls_and_kwargs=(ds_ext.{name}, {{...}}) and a config without an optimizer."
+        )
+
+
+def num_processes() -> int | None:
+    """Returns among how many processes accelerate divides the data; None if nobody asked it to."""
+    state = sys.modules.get("accelerate.state")
+    shared: dict[str, Any] = {} if state is None else state.PartialState._shared_state
+    return shared.get("num_processes")
+
+
+def refuse_same_data(data_parallel_size: int) -> None:
+    """Checks that accelerate divides the data among all ranks of data parallelism.
+
+    Without a GPU accelerate takes each rank for the only process, unless it is asked for the CPU,
+    and gives all ranks the same data.
+
+    Args:
+        data_parallel_size: the number of these ranks.
+
+    Raises:
+        ValueError: if it divides the data among fewer processes.
+    """
+    counted = num_processes()
+    if counted is not None and counted < data_parallel_size:
+        raise ValueError(
+            f"accelerate counts {counted} process{'es' * (counted > 1)}, but DeepSpeed has "
+            f"{data_parallel_size} data-parallel ranks, which would train on the same data. On a "
+            "machine without GPUs accelerate has to be asked for the CPU: call "
+            "accelerate.PartialState(cpu=True) before everything else of accelerate, or set "
+            "ACCELERATE_USE_CPU=1, or TrainingArguments(use_cpu=True)."
         )
 
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from deepspeed.checkpoint import constants
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from ds_ext.checkpoint import folder
 from ds_ext.checkpoint.names import plain, with_plain_names
 from ds_ext.checkpoint.pieces import Pieces, Saved
+from ds_ext.engine.trusted import load
 from ds_ext.errors import CheckpointError
 
 Files = dict[str, dict[str, int]]  # the files that a rank has written: sizes and checksums
@@ -61,6 +62,8 @@ class Writer:
         return self.files
 
     def _save(self, state_dict: Any, path: Path) -> None:
+        if _is_model(path.name):
+            state_dict = _not_to_be_converted(state_dict, path.name.startswith("zero_pp_rank_"))
         try:
             self.inner.save(state_dict, str(path))
         except Exception as error:
@@ -80,6 +83,33 @@ class Writer:
                 action(*args)
             except Exception as error:
                 self.error = error
+
+
+def _not_to_be_converted(model: dict[str, Any], is_partitioned: bool) -> dict[str, Any]:
+    """A model's file with what makes DeepSpeed's ds_to_universal end at once, and say why.
+
+    Its path for stages 1 and 2 quotes reasons why tensor parallelism cannot be converted. Its path
+    for stage 3 quotes the number that two layers of experts share; a model with DeepSpeed's experts
+    is left as it is.
+    """
+    unsupported = getattr(constants, "AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS", None)
+    if unsupported is None:  # an older DeepSpeed
+        return model
+    info = {**(model.get(constants.UNIVERSAL_CHECKPOINT_INFO) or {}), unsupported: _WHY_NOT}
+    model = {**model, constants.UNIVERSAL_CHECKPOINT_INFO: info}
+    if is_partitioned and "num_experts" not in model:
+        why = "; ".join(": ".join(reason) for reason in _WHY_NOT.items())
+        sizes = dict.fromkeys(("num_experts", "num_local_experts", "ep_size"), 1)
+        layer = {"moe_layer_id": why, "module_path": "", **sizes}
+        twice = [{**layer, "expert_key_prefix": prefix} for prefix in "ab"]
+        model[constants.AUTOEP_LAYERS_KEY] = twice
+    return model
+
+
+_WHY_NOT = {
+    "checkpoints of ds_ext": "they need no conversion, engine.load_checkpoint loads them as they "
+    "are, on any number of ranks and at any ZeRO stage"
+}
 
 
 def listed(written: Sequence[Files]) -> dict[str, Any]:
@@ -130,7 +160,7 @@ def open_files(
         saved = []
     if not model_files:
         raise CheckpointError(f"{path} holds no checkpoint: no file *model_states.pt.")
-    models = [_map(path / name) for name in model_files]
+    models = [load(path / name) for name in model_files]
     if manifest is None:
         _refuse_unfinished(path, models[0].get("optimizer"))
     model = models[rank % len(models)]
@@ -145,6 +175,8 @@ def open_files(
     elif saved:
         weights = [_frozen_weights(model, r, wanted) for r, model in enumerate(models)]
     else:
+        for file in path.glob("*.pt"):
+            load(file)  # DeepSpeed's function would run what is in it
         whole = get_fp32_state_dict_from_zero_checkpoint(
             str(path.parent), path.name, lazy_mode=True
         )
@@ -161,7 +193,7 @@ def _of_layers(path: Path, files: Sequence[str], layers: Mapping[int, str]) -> d
         prefix = None if match is None else layers.get(int(match[1]))
         if prefix is None:
             raise CheckpointError(f"{path / name} is of a layer that the model does not have.")
-        found.update({prefix + key: value for key, value in _map(path / name).items()})
+        found.update({prefix + key: value for key, value in load(path / name).items()})
     return found
 
 
@@ -183,13 +215,13 @@ def _holds_state(name: str, files: Mapping[str, Any]) -> bool:
 
 def _state_in(path: Path) -> Saved:
     """What ``Contents.save`` returned on a rank, in the file where DeepSpeed has put it."""
-    found = _map(path, is_plain="optim_states" in path.name)
+    found = load(path)
     return with_plain_names(found.get("optimizer_state_dict") or found["optimizer"])
 
 
 def _refuse_unfinished(path: Path, optimizer: Any) -> None:
     """Raises CheckpointError if ds_ext wrote the files after all."""
-    files = [_map(file) for file in path.glob("*_rank_0_*optim_states.pt")]
+    files = [load(file) for file in path.glob("*_rank_0_*optim_states.pt")]
     optimizers = [optimizer, *(file["optimizer_state_dict"] for file in files)]
     if any(isinstance(o, dict) and "ds_ext" in o for o in optimizers):
         raise CheckpointError(f"{path} is not complete: {folder.MANIFEST} is missing.")
@@ -222,15 +254,3 @@ def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]
             "shape": list(shape),
         }
     return pieces
-
-
-def _map(path: Path, is_plain: bool = False) -> Any:
-    """What torch.save wrote, its tensors left on the disk until they are read.
-
-    ``is_plain``: there are only tensors and numbers in it, nothing that the user or DeepSpeed put
-    there.
-    """
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=is_plain)
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error

@@ -21,7 +21,7 @@ _KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
     *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
     *("dp_world_size", "mp_world_size", "ds_config", "ds_version"),
-    "checkpoint_parallel_dimensions",
+    *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_autoep_layers"),
     "sparse_tensor_module_names",  # of DeepSpeed before 0.19.8
 }
 

@@ -11,6 +11,12 @@ def log(message: str) -> None:
         logs.logger.info(message)
 
 
+def show(message: str) -> None:
+    """The same, seen whatever the application has configured: see ``logs.show``."""
+    if consensus.is_first():
+        logs.show(message)
+
+
 def warn(message: str) -> None:
     """The same as a warning."""
     logs.show_by_default()

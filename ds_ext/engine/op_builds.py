@@ -11,15 +11,17 @@ from ds_ext.engine.log import log, warn
 def announce(name: str) -> None:
     """Says that an op will be built, or that torch will wait for a build that has ended.
 
-    torch's lock of a build is a file that a killed build leaves behind; every run after it waits
-    for ever, without a word.
+    Before 2.15 torch locks a build by a file (``FileBaton``). A killed build leaves it behind, and
+    every run after it waits for ever, without a word. Newer versions lock the file itself
+    (``FileLock``): every build leaves it behind, and nobody waits for it.
 
     Args:
         name: of the op.
     """
     folder = Path(cpp_extension._get_build_directory(name, False))
     lock = folder / "lock"
-    if lock.exists() and not _is_open(lock):
+    waits = hasattr(cpp_extension, "FileBaton") and lock.exists()
+    if waits and not _is_open(lock):
         warn(
             f"DeepSpeed's op {name} waits for a build that no process of this machine is at, such "
             f"as one that was killed: if none on another machine is, delete {lock}"

@@ -5,6 +5,7 @@ That our names are optimizers, that they are built from the JSON config and driv
 are what we exist to avoid; what is refused; how checkpoints are saved and loaded.
 """
 
+import functools
 import inspect
 from typing import Any
 
@@ -17,7 +18,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from pydantic import ValidationError
 
-from ds_ext.backward import fuse, owners, rehearsal
+from ds_ext.backward import fuse, owners, rehearsal, sparing
+from ds_ext.config import override
 from ds_ext.distributed import consensus
 from ds_ext.distributed.lost import explained
 from ds_ext.engine import (
@@ -39,6 +41,7 @@ from ds_ext.engine import (
     tracebacks,
 )
 from ds_ext.engine.adapter import ZeroAdapter
+from ds_ext.engine.log import log
 from ds_ext.engine.replacing import PATCHES, Method, replaces
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules import base
@@ -70,15 +73,25 @@ def jit_load(original: Method, builder: OpBuilder, *args: Any, **kwargs: Any) ->
 
 
 @replaces(DeepSpeedConfig, "__init__")
-def read(original: Method, config: DeepSpeedConfig, *args: Any, **kwargs: Any) -> None:
+def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kwargs: Any) -> None:
     """Tells of keys and values that are wrong as ``check`` does, on one line a key."""
     with tracebacks.shown_once((ValueError, AssertionError)):
         try:
-            original(config, *args, **kwargs)
+            taken = override.apply(given)
+            if taken is not given:
+                own, ours = (x["optimizer"].get("type") for x in (given, taken))
+                _tell_replaced(own, ours)
+            original(config, taken, *args, **kwargs)
         except ValidationError as error:
             raise ValueError("\n".join(checks.in_words(error))) from None
         except DeepSpeedConfigError as error:
             raise DeepSpeedConfigError(checks.with_advice(str(error))) from None
+
+
+@functools.cache
+def _tell_replaced(own: str, ours: str) -> None:
+    """Logs once that ``run --config`` replaces the program's optimizer."""
+    log(f"run --config: {ours} replaces {own} of the program's DeepSpeed config")
 
 
 @replaces(DeepSpeedEngine)
@@ -121,6 +134,8 @@ def _configure_optimizer(
             callers.refuse_dropped(client)
             if isinstance(client, RuleOptimizer):
                 pipeline.keep_groups(engine, client)
+            else:
+                override.refuse_object(client)
             original(engine, client, *args, **kwargs)
     except Exception:
         leftovers.leave(engine)  # or the model could not be used any more
@@ -247,6 +262,14 @@ def backward(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: An
             'where TrainingArguments.optim is "lomo" or "adalomo": leave optim out.'
         )
     return original(engine, *args, **kwargs)
+
+
+@replaces(DeepSpeedEngine)
+def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
+    """Refuses a measuring pass where DeepSpeed's own optimizer would take it for one of a step."""
+    if sparing.measured() is not None and not isinstance(engine.optimizer, ZeroAdapter):
+        raise RuntimeError(absent.MEASURED_BESIDE)
+    original(engine)
 
 
 @replaces(DeepSpeedEngine)

@@ -229,9 +229,25 @@ def number(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     Raises:
         ValueError: the stages have different param groups.
     """
+    _number(engine, optimizer, list(map(_keys, optimizer.param_groups)))
+
+
+def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
+    """Takes up edits of ``param_groups`` since the last step. All ranks of any model call it.
+
+    Raises:
+        ValueError: on all ranks; a new parameter cannot be stepped, or the stages of a pipeline
+            have different numbers of groups.
+    """
+    consensus.together(optimizer.follow_groups, ValueError)
+    if is_pipeline(engine):
+        _number(engine, optimizer, [{} for _ in optimizer.param_groups])
+
+
+def _number(engine: DeepSpeedEngine, optimizer: RuleOptimizer, keys: list[dict[str, Any]]) -> None:
+    """The same, with the keys that the groups must have alike on all stages."""
     names = {p: plain(name) for p, name in engine.param_names.items()}
-    groups = optimizer.param_groups
-    merged = _merged(list(map(_keys, groups)), [group["params"] for group in groups], names)
+    merged = _merged(keys, [group["params"] for group in optimizer.param_groups], names)
     if merged is None:
         raise ValueError(
             "the stages of a PipelineModule have optimizers with different param groups: name the "

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -14,6 +15,7 @@ from ds_ext.distributed import consensus
 from ds_ext.distributed.wrapped import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import (
     autotp,
+    callers,
     copies,
     expert_parallel,
     leftovers,
@@ -44,11 +46,12 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """
     leftovers.refuse_gradient_hooks(engine)
     leftovers.refuse_partitions(engine)
+    callers.refuse_same_data(engine.dp_world_size)
     if pipeline.is_pipeline(engine):
         pipeline.refuse(engine)
     refuse_wrapped(engine.module)
     refuse_dtensors(engine.module)
-    config = engine._config._param_dict | effective(engine)
+    config = effective(engine)
     versions.refuse_lacking(config)
     refused.refuse(config)
     gradients.read(config, keeps=pipeline.keeps(engine))
@@ -69,8 +72,17 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         )
     if engine.has_moe_layers:
         _refuse_experts(engine)
-    scheduled = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
-    if scheduled and any(group["lr"] is None for group in optimizer.param_groups):
+    if engine.client_lr_scheduler is not None or engine.scheduler_name() is not None:
+        refuse_schedule(optimizer)
+
+
+def refuse_schedule(optimizer: RuleOptimizer) -> None:
+    """Checks that there is a learning rate for a scheduler to set.
+
+    Raises:
+        ValueError: if the optimizer computes its own.
+    """
+    if any(group["lr"] is None for group in optimizer.param_groups):
         raise ValueError(
             "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
             'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
@@ -88,16 +100,7 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
             "zero_optimization.stage = 3: DeepSpeed does not partition deepspeed.moe layers. Use "
             'stage 0, 1 or 2, or "expert_parallel" (AutoEP) with the experts of the model itself.'
         )
-    if sequences and stage == 3:
-        raise ValueError(
-            "zero_optimization.stage = 3: DeepSpeed does not partition the experts of AutoEP where "
-            "sequences are divided: use stage 0, 1 or 2, or remove sequence_parallel_size."
-        )
-    if sequences and tensor_size > 1:
-        raise ValueError(
-            "DeepSpeed's experts go with tensor_parallel.autotp_size or sequence_parallel_size, "
-            "not with both: remove one of them."
-        )
+    refuse_divided_sequences(stage, sequences, tensor_size)
     # To deepspeed.moe parallel_state_sp is an mpu of tensor parallelism too.
     if tensor_size <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
         raise ValueError(
@@ -110,6 +113,24 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
         raise ValueError(
             "tensor_parallel.partition_config: its patterns divide experts of deepspeed.moe "
             "layers, which DeepSpeed sends other tokens on each rank: leave them out."
+        )
+
+
+def refuse_divided_sequences(stage: Any, sequences: bool, tensor_size: Any) -> None:
+    """Checks that experts can be spread as a config says, where sequences may be divided.
+
+    Raises:
+        ValueError: if not.
+    """
+    if sequences and stage == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3: DeepSpeed does not partition the experts of AutoEP where "
+            "sequences are divided: use stage 0, 1 or 2, or remove sequence_parallel_size."
+        )
+    if sequences and tensor_size > 1:
+        raise ValueError(
+            "DeepSpeed's experts go with tensor_parallel.autotp_size or sequence_parallel_size, "
+            "not with both: remove one of them."
         )
 
 
@@ -180,4 +201,6 @@ def facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
         return {"optimizer": name}
     config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
     told = consensus.facts(model, client, autotp.whole_shape)
-    return {"optimizer": name, "config": config, **told}
+    counted = callers.num_processes() or 0
+    few = counted if 0 < counted < dist.get_world_size() else None  # see refuse_same_data
+    return {"optimizer": name, "config": config, "accelerate process count": few, **told}

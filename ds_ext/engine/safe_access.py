@@ -39,6 +39,7 @@ class Access:
     Methods have the names, and those for ZeRO-3 the order of arguments, by which DeepSpeed calls
     them. Values are in fp32, or fp64 where the parameter is. ``optim_state_key`` names a state, as
     in ``StateAccess``, which says what it raises; without one it is the weight that is meant.
+    Every getter returns None for a frozen parameter, as DeepSpeed's do.
     """
 
     def __init__(self, fused: FusedBackward) -> None:
@@ -54,7 +55,9 @@ class Access:
     # Weights and states.
 
     def get_full_hp_param(self, param: Tensor, optim_state_key: str | None = None) -> Tensor | None:
-        """Returns the whole weight or state; None for the state of one that is not trained."""
+        """Returns the whole weight or state; no state of a parameter that no optimizer has."""
+        if not param.requires_grad:
+            return None
         if optim_state_key is not None:
             return self.states.full(param, optim_state_key)
         return self.wholes.gather(param, self._weights(param))
@@ -76,6 +79,8 @@ class Access:
         self, param: Tensor, optim_state_key: str | None = None
     ) -> Tensor | None:
         """Returns this rank's partition of the weight or its state, as padded as DeepSpeed's."""
+        if not param.requires_grad:
+            return None
         if optim_state_key is not None:
             return self.states.local(param, optim_state_key)
         return self.wholes.pad(param, self._weights(param))
@@ -168,7 +173,7 @@ class Access:
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         """This rank's run of the mean gradient; None if the parameter has none."""
-        if not self._check_gradients(param):
+        if not param.requires_grad or not self._check_gradients(param):
             return None
         g = self.fused.tally.kept[param].g[: len(self.layout.shard(param))]
         return g.to(_wide(g.dtype)) * self._factor(param)

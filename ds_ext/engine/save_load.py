@@ -14,7 +14,7 @@ touched, in loading before anything is changed.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -24,8 +24,10 @@ from ds_ext.distributed import consensus
 from ds_ext.engine import checkpoint_files, deepspeed_contents, pipeline
 from ds_ext.engine.checkpoint_contents import Contents
 from ds_ext.engine.checkpoint_files import Files, Opened, Writer
-from ds_ext.engine.log import log
+from ds_ext.engine.log import log, warn
 from ds_ext.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 def save_checkpoint(
@@ -54,26 +56,35 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, if one could not write.
         RuntimeError: between ``backward`` and ``step``, if weights have been stepped.
-        ValueError: for a tag that is no name, or not the same on all ranks.
+        ValueError: for a tag that is no name; for tags that differ between ranks, if
+            ``checkpoint.tag_validation`` is "Fail".
     """
     _check_complete(engine.optimizer.fused)
+    pipeline.follow_groups(engine, engine.optimizer.optimizer)
     path = _path(engine, save_dir, tag)
-    _on_first_rank(engine, lambda: folder.prepare(path))
+    draft = _on_first_rank(engine, lambda: folder.prepare(path))
     try:
+        (aside,) = filter(None, consensus.gathered(draft.aside if draft else None))
         with Writer(engine) as writer:
-            name = _name_aside(path, save_dir)
+            name = _relative(aside, save_dir)
             original(
                 engine, save_dir, name, dict(client_state or {}), False, exclude_frozen_parameters
             )
         written = consensus.gathered(consensus.together(writer.written, CheckpointError))
         manifest = _manifest(engine, str(path.relative_to(save_dir)), written)
-        _on_first_rank(engine, lambda: folder.commit(path, manifest, save_latest))
+
+        def commit() -> None:
+            assert draft is not None  # on the first rank
+            folder.commit(draft, manifest, save_latest)
+
+        _on_first_rank(engine, commit)
     except CheckpointError as error:
-        if engine.global_rank == 0:
-            swap.discard(path)
         raise CheckpointError(
             f"checkpoint {path} could not be saved, the ones before it are as they were: {error}"
         ) from error
+    finally:
+        if draft is not None:
+            swap.close(draft)
     return True
 
 
@@ -112,13 +123,15 @@ def load_checkpoint(
     """
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: ds_ext reads weights in pieces; remove custom_load_fn.")
+    tag = _common(engine, tag)
     if tag is None:
         tag = _latest(load_dir)
     if tag is None:
         log(f"there is no checkpoint in {load_dir}: nothing is loaded")
         return None, None
     folder.path_of(load_dir, tag)  # raises for what is no tag
-    path = consensus.together(lambda: folder.find(Path(load_dir), str(tag)), CheckpointError)
+    pipeline.follow_groups(engine, engine.optimizer.optimizer)
+    path = consensus.together(lambda: folder.find(Path(load_dir), tag), CheckpointError)
     contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
     manifest = consensus.together(lambda: _verified(engine, path), CheckpointError)
     opened = consensus.together(lambda: _opened(contents, path, manifest), CheckpointError)
@@ -136,10 +149,10 @@ def load_checkpoint(
     return str(path), deepspeed_contents.client_state(opened.model)
 
 
-def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
+def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], T]) -> T | None:
     """Does something on the first rank; if it fails there, raises CheckpointError on all ranks."""
     is_first = engine.global_rank == 0
-    consensus.together(lambda: action() if is_first else None, CheckpointError)
+    return consensus.together(lambda: action() if is_first else None, CheckpointError)
 
 
 # Saving.
@@ -156,14 +169,28 @@ def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
     """The folder of a checkpoint that is to be saved, the same on all ranks."""
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
+    tag = _common(engine, tag)
     path = folder.path_of(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
     consensus.agree({"checkpoint path": str(path)})
     return path
 
 
-def _name_aside(path: Path, save_dir: str) -> str:
+def _common(engine: DeepSpeedEngine, tag: str | None) -> str | None:
+    """The first rank's tag; ``checkpoint.tag_validation`` says whether others may differ."""
+    tags = consensus.gathered(None if tag is None else str(tag))
+    if len(set(tags)) > 1 and engine.checkpoint_tag_validation_enabled():
+        told = ", ".join(map(repr, tags[:4])) + ", …" * (len(tags) > 4)
+        if engine.checkpoint_tag_validation_fail():
+            raise ValueError(
+                f"the ranks give different tags: {told}. Give all ranks the same tag, or set "
+                'checkpoint.tag_validation to "Warn" or "Ignore" to use that of rank 0.'
+            )
+        warn(f"the ranks give different tags ({told}): that of rank 0 is used on all of them")
+    return tags[0]
+
+
+def _relative(aside: Path, save_dir: str) -> str:
     """The tag by which DeepSpeed writes aside: in ``save_dir``, or beside what a link names."""
-    aside = folder.incomplete(path)
     return str(aside.relative_to(save_dir) if aside.is_relative_to(save_dir) else aside)
 
 

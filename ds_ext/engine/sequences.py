@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
+from ds_ext.config.refused import without_auto
 from ds_ext.distributed.groups import of_ranks
 from ds_ext.distributed.placement import Group, everyone, size_of
 
@@ -88,7 +89,7 @@ def complete(engine: DeepSpeedEngine, given: Any) -> None:
     Raises:
         ValueError: for sizes that do not fit; on all ranks alike.
     """
-    asked = engine._config._param_dict.get(_KEY, 1)
+    asked = without_auto(engine._config._param_dict).get(_KEY, 1)
     size = getattr(given, "get_sequence_parallel_world_size", lambda: 1)()
     mesh, tensor_size = engine.mesh_device, max(1, engine.autotp_size())
     if tensor_size > 1 and (size > 1 or mesh is not None):

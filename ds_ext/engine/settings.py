@@ -6,12 +6,14 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
 
+from ds_ext.config.refused import without_auto
+
 
 def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Returns settings that DeepSpeed derives or that have more than one spelling, by JSON key."""
-    config = engine._config._param_dict
+    """Returns an engine's config, with what DeepSpeed derives or spells in more than one way."""
+    config: dict[str, Any] = without_auto(engine._config._param_dict)
     zero = config.get("zero_optimization", {})
-    return {
+    return config | {
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "sequence_parallel_size": engine.sequence_parallel_size,
         "zero_optimization": zero | {"stage": int(engine.zero_optimization_stage())},

@@ -18,7 +18,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 )
 from torch import Tensor, nn
 
-from ds_ext.backward import owners
+from ds_ext.backward import owners, sparing
 from ds_ext.backward.gradients import FusedBackward
 
 
@@ -82,8 +82,11 @@ def _wait_for_backward(function: Any) -> None:
         if ctx.waiting is None:
             raise RuntimeError(f"the graph of a {function.__name__} was run backward once more.")
         (factor,) = grads
-        is_last = not any(owner.rehearsal.is_running for owner in ctx.owners)
+        measured = sparing.measured()
+        is_last = measured is None
         for owner, param, grad, is_called in ctx.waiting:
+            if not is_last and owner is not measured:
+                continue
             grad = grad.mul_(factor) if is_last else grad * factor
             owner.buckets.join(param, grad)
             if is_called and owner.buckets.uses.count[param] == 1:  # nothing else brings a part

@@ -5,7 +5,7 @@ from typing import Any
 
 import deepspeed
 
-from ds_ext.config.refused import lookup
+from ds_ext.config.refused import lookup, without_auto
 from ds_ext.versions import numbers, written
 
 LOWEST = (0, 18, 6)  # the first that the tests of `make test-all` run with
@@ -77,6 +77,7 @@ def refuse_lacking(config: dict[str, Any], version: str = deepspeed.__version__)
 
 def lacking(config: dict[str, Any], version: str = deepspeed.__version__) -> Iterator[str]:
     """Yields what ``refuse_lacking`` raises, of each key."""
+    config = without_auto(config)
     for key, is_wanted, since in _SINCE:
         value = lookup(config, key)
         if value is not None and is_wanted(value) and numbers(version) < since:

@@ -4,12 +4,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from ds_ext.backward.owners import Hook
 from ds_ext.distributed.desync import Order
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Group, Placement, Sharded
@@ -70,6 +73,15 @@ class Partitions(Layout):
         self.order.watch_first_pass(offload.get_param_coordinator())
         self.updated: set[Tensor] = set()  # in this step
 
+    def hook(self) -> list[RemovableHandle]:
+        """Looks at parameters before DeepSpeed gathers them, which overwrites data put there."""
+        hook = Hook(lambda *_: self.refuse_resized() if torch.is_grad_enabled() else None)
+        return [self.offload.module.register_forward_pre_hook(hook, prepend=True)]
+
+    def may_have(self, param: Tensor, shape: torch.Size) -> bool:
+        """Whether a parameter is gathered, or is partitioned and has no elements here."""
+        return param.numel() == 0 or param.shape == deepspeed_parameter(param).ds_shape
+
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
         """Returns ZeRO-3's leaf modules, whose parameters arrive together, used or not."""
         leaves = [m for m in module.modules() if z3_leaf_module(m)]
@@ -89,10 +101,12 @@ class Partitions(Layout):
         """Restores DeepSpeed's counts after a backward pass whose graph is run once more."""
         modules = [m.__dict__ for m in self.offload.module.modules()]
         counts = [{k: m[k] for k in _COUNTS if k in m} for m in modules]
-        yield
-        for m, count in zip(modules, counts, strict=True):
-            m.update(count)
-        _release_leftovers(self.offload)
+        try:
+            yield
+        finally:
+            for m, count in zip(modules, counts, strict=True):
+                m.update(count)
+            _release_leftovers(self.offload)
 
     def stored(self) -> list[Tensor]:
         """The partitions, after what is gathered was given up."""

@@ -245,14 +245,12 @@ def may_join(shard: Shard) -> bool:
     return shard.numel > 0 and is_one_box
 
 
-def stacked(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what rules keep, of one structure nested in dicts, as one state of ``Runs``."""
+def stacked(states: Sequence[Mapping[str, Any]], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what rules keep of each, ``parts`` nested in dicts, as one state of ``Runs``."""
     found: dict[str, Any] = {}
-    for key, x in states[0].items():
-        if isinstance(x, dict):
-            found[key] = stacked([s[key] for s in states])
-        elif isinstance(x, Tensor) and key not in MASTER:
-            found[key] = Runs([s[key] for s in states])
+    for key, part in parts.items():
+        kept = [s[key] for s in states]
+        found[key] = stacked(kept, part) if isinstance(part, Mapping) else Runs(kept)
     return found
 
 

@@ -120,6 +120,11 @@ class Scaled:
         assert isinstance(self.x, Tensor)
         return self.x.device
 
+    def numel(self) -> int:
+        """Returns how many elements the run has."""
+        assert isinstance(self.x, Tensor)
+        return self.x.numel()
+
 
 @dataclass(frozen=True)
 class Extended:

@@ -7,7 +7,7 @@ fp32 for two bytes more, or nearly so for one. Weights that others change betwee
 as they are: see ``edits``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from ds_ext.ops.batch import MASTER as MASTER
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part
 from ds_ext.ops.weight_forms import MASTERS, Form, StochasticWeight
 
 WeightUpdate = Annotated[
@@ -87,7 +88,7 @@ def _prepare(
     """
     dtype = KEPT.get((how.weight_update, p.dtype))
     if dtype is None:
-        _drop(s)
+        drop(s)
     elif "master" not in s:
         s["master"] = master(p, how)["master"]
     elif s["master"].dtype != dtype:  # another way was chosen since
@@ -133,6 +134,34 @@ def mark(p: Tensor, s: dict[str, Any]) -> None:
         s["marks"] = edits.marks(p)
 
 
+def master_parts(s: Mapping[str, Any], n: int) -> dict[str, Part]:
+    """What a state ``s`` has to keep under the keys of its master, beside n weights."""
+    dtype = getattr(s.get("master"), "dtype", None)
+    if dtype not in MASTERS:  # one that was cast, if it is a master at all
+        dtype = torch.float32
+    sizes = {"master": (n, dtype), "marks": (-(-n // edits.GROUP), torch.int16)}
+    return {
+        key: Part.of(slice(0, size), size, kind) for key, (size, kind) in sizes.items() if key in s
+    }
+
+
+def has_fitting_master(p: Tensor, s: Mapping[str, Any]) -> bool:
+    """Whether the master that is kept beside a 16-bit run, if there is one, is of its size."""
+    held, marked = s.get("master"), s.get("marks")
+    if held is None:
+        return True
+    if held.dtype not in MASTERS or not _lies(held, p.numel(), p.device):
+        return False
+    if marked is None:
+        return True
+    return marked.dtype == torch.int16 and _lies(marked, -(-p.numel() // edits.GROUP), p.device)
+
+
+def _lies(x: Tensor, n: int, device: torch.device) -> bool:
+    """Whether a tensor is n elements on a device, one after another."""
+    return x.numel() == n and x.device == device and x.is_contiguous()
+
+
 def part(p: Weight, run: slice) -> Weight:
     """Some elements of a run, to be read and written as they are in it."""
     return p[run] if isinstance(p, Tensor) else p.part(run)
@@ -168,7 +197,7 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
 
 def set_(p: Tensor, s: dict[str, Any], how: Writing, shard: Shard, new: Tensor) -> None:
     """Makes ``new``, [len(p)], what a run is; with a state ``s``, also what its master holds."""
-    _drop(s)
+    drop(s)
     made = master(p, how)
     if not s or not made:
         p.copy_(new)
@@ -180,7 +209,7 @@ def set_(p: Tensor, s: dict[str, Any], how: Writing, shard: Shard, new: Tensor) 
     mark(p, s)
 
 
-def _drop(s: dict[str, Any]) -> None:
+def drop(s: dict[str, Any]) -> None:
     """Takes a master out of a state."""
     for name in MASTER:
         s.pop(name, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import batched, weight_update
-from ds_ext.ops.batch import Flat, Known, Runs, stacked
+from ds_ext.ops.batch import Flat, Known, Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.triton import devices, launches, memory
 from ds_ext.ops.triton.memory import Memory
@@ -43,7 +43,7 @@ class BatchedStep:
         """Makes it the step of ``group``."""
         self.group, self.batch = group, group.batch
         self.params = [self.updates[piece.at].param for piece in group.pieces]
-        self.states = [piece.state(self.of[piece.at]) for piece in group.pieces]
+        self.kept = group.kept(self.of)
         self.runs = Runs([piece.of(self.updates[piece.at].p) for piece in group.pieces])
         self.masters = None
         if "master" in self.of[group.pieces[0].at]:
@@ -63,9 +63,7 @@ class BatchedStep:
                 for run, x in zip(self.runs.tensors, self.group.pieces, strict=True)
             ]
             p = replace(p, measured=self._measured())
-        step: lockstep.Rule = self.rule.step(
-            p, self.gradients, stacked(self.states), self.t, self.batch
-        )
+        step: lockstep.Rule = self.rule.step(p, self.gradients, self.kept, self.t, self.batch)
         return step
 
     def _measured(self) -> Runs | Flat:
@@ -102,7 +100,7 @@ class BatchedStep:
                 take_back(self.of[piece.at])
         remaining = [piece for piece, is_good in pieces if is_good]
         if remaining:
-            self._take(Group(self.group.row, remaining, self.runs.device))
+            self._take(Group(self.group.row, remaining, self.group.parts, self.runs.device))
         else:
             self.runs = Runs([])
         return bool(remaining)
@@ -172,8 +170,7 @@ class BucketStep:
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
-            of_groups = {i: optimizer.param_groups[i]["params"][0] for i in {*plan.rows}}
-            rules = {i: optimizer.rule_of(param) for i, param in of_groups.items()}
+            rules = {i: optimizer.rule_at(i) for i in {*plan.rows}}
             with memory.using(self.memory), launches.together():
                 weight_update.prepare_all(
                     [run.update.p for run in self.joined],

@@ -28,28 +28,35 @@ class GroupRules:
 
     def __init__(self, rule: type[rules.Rule]) -> None:
         self.rule = rule
-        self._made: dict[int, tuple[list[Any], Any]] = {}  # values, and the rule made of them
+        self._made: dict[int, tuple[type, list[Any], Any]] = {}  # by rows: class, values, rule
 
     def complete(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the "type" of a new group, if it has another, and all of its hyper-parameters.
+        """Returns a new group with all of its hyper-parameters, and its "type" if it has another.
 
         Args:
-            group: those that it is given.
-            defaults: the optimizer's, which it has otherwise; of those only what all rules have in
-                common if its type is another.
+            group: Its parameters, hyper-parameters, and what others than the optimizer read.
+            defaults: The optimizer's hyper-parameters, which the group has otherwise; of those
+                only what all rules have in common if its type is another.
 
         Raises:
-            ValueError: an unknown type, or as of ``hyperparams.check``.
+            ValueError: an unknown type, or as of ``hyperparams.check``; or a key looks like a
+                misspelt one, or belongs to another rule.
         """
-        given = {k: v for k, v in group.items() if k != "type"}
-        rule = rules.named(group["type"]).rule if "type" in group else self.rule
-        if rule is self.rule:
-            return hyperparams.check(hypers_of(rule), {**defaults, **given})
-        shared = {k: defaults[k] for k in SHARED if defaults.get(k) is not None}
-        return {
-            "type": rule.__name__,
-            **hyperparams.check(hypers_of(rule), {**shared, **given}),
+        rule = rules.named(group["type"], "type").rule if "type" in group else self.rule
+        hypers = hypers_of(rule)
+        names = hyperparams.names(hypers)
+        given = {k: v for k, v in group.items() if k in names}
+        others = {k: v for k, v in group.items() if k not in names and k != "type"}
+        foreign = {
+            name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)
         }
+        hyperparams.refuse_misspelt(hypers, others, foreign)
+        if rule is self.rule:
+            own = {k: v for k, v in defaults.items() if k in names}  # torch adds some of its own
+            return {**others, **hyperparams.check(hypers, {**own, **given}, "")}
+        shared = {k: defaults[k] for k in SHARED if defaults.get(k) is not None}
+        checked = hyperparams.check(hypers, {**shared, **given}, "")
+        return {**others, "type": rule.__name__, **checked}
 
     def hypers(self, group: Mapping[str, Any]) -> type:
         """Returns the class of a group's rules, a dataclass of hyper-parameters."""
@@ -67,13 +74,21 @@ class GroupRules:
             ValueError: a value is not allowed, as of ``hyperparams.check``.
         """
         hypers = self.hypers(group)
-        values = [_plain(group[name]) for name in hyperparams.names(hypers)]
+        names = hyperparams.names(hypers)
+        try:
+            values = [_plain(group[name]) for name in names]
+        except KeyError as error:
+            raise ValueError(
+                f"param_groups[{row}] has no {error}: change the group that it replaces, or call "
+                "add_param_group, which fills in what is not given."
+            ) from None
         made = self._made.get(row)
-        if made is None or made[0] != values:  # also where one is NaN, which differs from itself
-            given = dict(zip(hyperparams.names(hypers), values, strict=True))
+        # also where a value is NaN, which differs from itself
+        if made is None or made[0] is not hypers or made[1] != values:
+            given = dict(zip(names, values, strict=True))
             checked = hyperparams.check(hypers, given, f"param_groups[{row}]")
-            made = self._made[row] = values, hypers(**checked)
-        return made[1]
+            made = self._made[row] = hypers, values, hypers(**checked)
+        return made[2]
 
 
 def _plain(value: Any) -> Any:

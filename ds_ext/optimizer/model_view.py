@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from ds_ext import rates
 from ds_ext.optimizer import expert_stacks
 from ds_ext.optimizer.expert_stacks import Shape, plain_shape
 
@@ -101,12 +102,16 @@ def summary(names: Iterable[str]) -> str:
     return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
 
 
-def at_zero(rule: str, names: Sequence[str]) -> str:
+def at_zero(rule: str, names: Sequence[str], is_config: bool = True) -> str:
     """Returns the warning that a rule would hardly move the named matrices, which are zero."""
-    match = "lora_" if all("lora_" in name for name in names) else names[0]
+    is_lora = all("lora_" in name for name in names)
+    match, kind = ("lora_", rates.LORA) if is_lora else (names[0], "adamw")
+    lr = rates.shown(rates.RATES[kind].start)
+    entry = f'[{{"match": "{match}", "type": "AdamW", "lr": {lr}}}]'
+    groups = f"ds_ext.{rule}.for_model(model, param_groups={entry}, ...)"
+    if is_config:
+        groups = f'"param_groups": {entry} in optimizer.params'
     return (
         f"{rule}'s steps are in proportion to the weights, and these start at zero, where they "
-        f"hardly move: {summary(names)}. Let another optimizer step them: "
-        f'"param_groups": [{{"match": "{match}", "type": "AdamW", "lr": 1e-4}}] in '
-        "optimizer.params."
+        f"hardly move: {summary(names)}. Let another optimizer step them: {groups}."
     )

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ds_ext import hyperparams
 from ds_ext.optimizer.group_rules import hypers_of
@@ -31,7 +33,9 @@ class Grouped(NamedTuple):
     hypers: dict[str, Any]  # all of them, for groups that do not say otherwise
 
 
-def of_config(entry: Entry, given: Keys, model: ModelView, params: Sequence[Any]) -> Grouped:
+def of_config(
+    entry: Entry, given: Keys, model: ModelView, params: Sequence[Any], where: str = SECTION
+) -> Grouped:
     """Returns the groups and hyper-parameters that a config asks for.
 
     Args:
@@ -39,6 +43,7 @@ def of_config(entry: Entry, given: Keys, model: ModelView, params: Sequence[Any]
         given: "params" of the config's section "optimizer".
         model: whose parameters are stepped.
         params: the parameters to train, or groups of them, which then are split further.
+        where: the section of the config, for messages; "" for arguments in Python.
 
     Raises:
         ValueError: a key is unknown or its value wrong, or it is not clear how a parameter is to
@@ -47,14 +52,14 @@ def of_config(entry: Entry, given: Keys, model: ModelView, params: Sequence[Any]
     rest = dict(given)
     entries = rest.pop("param_groups", None)
     of_roles = {k: rest.pop(k) for k in ("target_modules", "others") if entry.roles and k in rest}
-    hypers = hyperparams.check(hypers_of(entry.rule), rest, SECTION)
+    hypers = hyperparams.check(hypers_of(entry.rule), rest, where)
     groups = _as_groups(params)
     if hypers["weight_decay"] and not any(isinstance(x, dict) for x in params):
         groups = decay_groups(model, groups[0]["params"], hypers["weight_decay"])
     if entries is not None:
-        groups = matched_groups(entry, model, groups, entries)
+        groups = matched_groups(entry, model, groups, entries, where)
     if entry.roles:
-        groups = role_groups(entry, model, groups, **of_roles)
+        groups = role_groups(entry, model, groups, **of_roles, where=where)
     made = [group for group in groups if group["params"]]
     return Grouped(_named(entry, made, hypers["weight_decay"]), hypers)
 
@@ -64,10 +69,10 @@ def problems(entry: Entry, given: Keys) -> list[str]:
     rest = dict(given)
     entries = rest.pop("param_groups", None)
     others = rest.pop("others", None) if entry.roles else None
-    if entry.roles:
-        rest.pop("target_modules", None)
+    targets = rest.pop("target_modules", "all-linear") if entry.roles else "all-linear"
     found = hyperparams.problems(hypers_of(entry.rule), rest, SECTION)
     checks: list[Callable[[], object]] = [lambda: _rest(entry, others)] if entry.roles else []
+    checks += [lambda: _patterns(targets, _targets_key(entry))] if targets != "all-linear" else []
     checks += [functools.partial(_entries_of, entries)] if entries is not None else []
     if isinstance(entries, list):
         checks += [functools.partial(_entry_keys, entry, i, own) for i, own in enumerate(entries)]
@@ -77,6 +82,25 @@ def problems(entry: Entry, given: Keys) -> list[str]:
         except ValueError as error:
             found.append(str(error))
     return found
+
+
+def stand_ins(entry: Entry, given: Keys) -> Grouped:
+    """Returns the groups that a config may make of a model, each of one matrix without storage.
+
+    Args:
+        entry: what is registered of the optimizer's rule.
+        given: "params" of the config's section "optimizer", without ``problems``.
+    """
+    rest = dict(given)
+    entries = rest.pop("param_groups", None) or ()
+    keys: list[Keys] = [{}, *(_entry_keys(entry, i, own) for i, own in enumerate(entries))]
+    if entry.roles:
+        rest.pop("target_modules", None)
+        keys += [_rest(entry, rest.pop("others", None)), *entry.roles.values()]
+    hypers = hyperparams.check(hypers_of(entry.rule), rest, SECTION)
+    empty = torch.empty(8, 8, dtype=torch.float32, device="meta")
+    matrices = [Parameter(empty) for _ in keys]
+    return Grouped([{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)], hypers)
 
 
 def _named(entry: Entry, groups: Sequence[ParamGroup], decay: float) -> list[ParamGroup]:
@@ -106,7 +130,11 @@ def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) ->
 
 
 def matched_groups(
-    entry: Entry, model: ModelView, groups: Sequence[ParamGroup], entries: Any
+    entry: Entry,
+    model: ModelView,
+    groups: Sequence[ParamGroup],
+    entries: Any,
+    where: str = SECTION,
 ) -> list[ParamGroup]:
     """Splits groups by ``entries``, of which at most one is for each parameter.
 
@@ -119,13 +147,13 @@ def matched_groups(
     trained = [p for group in groups for p in group["params"] if p in model.owners]
     chosen: dict[Tensor, int] = {}
     keys = []
-    for i, given in enumerate(_entries_of(entries)):
-        where = f"{SECTION}.param_groups[{i}]"
-        keys.append({**_entry_keys(entry, i, given), "name": given["match"]})
-        for p in _matched(given["match"], trained, model, f"{where}.match"):
+    for i, given in enumerate(_entries_of(entries, where)):
+        match = f"{_entry(i, where)}.match"
+        keys.append({**_entry_keys(entry, i, given, where), "name": given["match"]})
+        for p in _matched(given["match"], trained, model, match):
             if p in chosen:
                 raise ValueError(
-                    f"{where}.match: {given['match']!r} matches {model.owners[p][0]}, as does "
+                    f"{match}: {given['match']!r} matches {model.owners[p][0]}, as does "
                     f"param_groups[{chosen[p]}]: one entry at most may match a parameter."
                 )
             chosen[p] = i
@@ -138,6 +166,7 @@ def role_groups(
     groups: Sequence[ParamGroup],
     target_modules: Any = "all-linear",
     others: Any = None,
+    where: str = SECTION,
 ) -> list[ParamGroup]:
     """Splits groups into what a rule is for and the rest; groups with a "type" stay as they are.
 
@@ -149,15 +178,16 @@ def role_groups(
             the name of a matrix; a plain part of a name is one too. "all-linear" is the weight of
             every linear layer but the output head, and the matrices of stacked experts.
         others: keys for the rest, beside those that the rule is registered with.
+        where: the section of the config, for messages; "" for arguments in Python.
 
     Raises:
         ValueError: ``target_modules`` names no matrix that is trained, or a key is wrong.
     """
     free = [group for group in groups if "type" not in group]
     matrices = [p for g in free for p in g["params"] if p in model.owners and model.dims(p) == 2]
-    where = f"{entry.rule.__name__}: {SECTION}.target_modules"
-    chosen = set(_targets(target_modules, matrices, model, where)) if free else set()
-    rest = _rest(entry, others)
+    targets = _targets_key(entry, where)
+    chosen = set(_targets(target_modules, matrices, model, targets)) if free else set()
+    rest = _rest(entry, others, where)
 
     def keys(p: Tensor) -> Keys:
         if p in chosen:
@@ -196,18 +226,24 @@ def _split(groups: Sequence[ParamGroup], keys_of: Callable[[Tensor], Keys]) -> l
     return split
 
 
-def _entries_of(entries: Any) -> list[Any]:
+def _entry(i: int, where: str) -> str:
+    return hyperparams.joined(where, f"param_groups[{i}]")
+
+
+def _entries_of(entries: Any, where: str = SECTION) -> list[Any]:
     """The entries of ``param_groups``; ValueError for what is no list of them."""
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{SECTION}.param_groups is {entries!r}; allowed: a list of {_ENTRY}.")
+        key = hyperparams.joined(where, "param_groups")
+        raise ValueError(f"{key} is {entries!r}; allowed: a list of {_ENTRY}.")
     return entries
 
 
-def _entry_keys(entry: Entry, i: int, given: Any) -> Keys:
+def _entry_keys(entry: Entry, i: int, given: Any, where: str = SECTION) -> Keys:
     """The keys of entry number ``i`` but for "match", all checked; ValueError for wrong ones."""
-    where = f"{SECTION}.param_groups[{i}]"
+    where = _entry(i, where)
     if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
         raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
+    _compiled(given["match"], f"{where}.match")
     return _checked(entry, {k: v for k, v in given.items() if k != "match"}, where)
 
 
@@ -219,12 +255,12 @@ def _checked(entry: Entry, given: Keys, where: str) -> Keys:
     return {k: rule.__name__ if k == "type" else checked[k] for k in given}
 
 
-def _rest(entry: Entry, others: Any) -> Keys:
+def _rest(entry: Entry, others: Any, where: str = SECTION) -> Keys:
     """The keys of what a rule is not for: those it is registered with, and those a config adds."""
     registered = entry.roles["other"]
     if others is None:
         return registered
-    where = f"{SECTION}.others"
+    where = hyperparams.joined(where, "others")
     if not isinstance(others, dict) or not others:
         raise ValueError(f'{where} is {others!r}; allowed: keys such as {{"lr": 1e-4}}.')
     own = others if "type" in others else {**registered, **others}
@@ -236,10 +272,8 @@ def _matched(
 ) -> list[Tensor]:
     """The parameters in whose names ``pattern`` is found; ValueError if there are none."""
     names = {p: model.owners[p][0] for p in params}
-    try:
-        found = [p for p, name in names.items() if finds(pattern, name)]
-    except (re.error, TypeError):
-        raise ValueError(f"{where}: {pattern!r} is not a regular expression.") from None
+    _compiled(pattern, where)
+    found = [p for p, name in names.items() if finds(pattern, name)]
     if not found:
         parts = {part for name in names.values() for part in name.split(".")}
         near = difflib.get_close_matches(str(pattern), parts, n=1)
@@ -260,12 +294,35 @@ def _targets(targets: Any, matrices: list[Tensor], model: ModelView, where: str)
                 f'{where} is "all-linear", but no nn.Linear weight is trained: list names.'
             )
         return linear
+    return [
+        p
+        for pattern in _patterns(targets, where)
+        for p in _matched(pattern, matrices, model, where, "matrix")
+    ]
+
+
+def _targets_key(entry: Entry, where: str = SECTION) -> str:
+    return f"{entry.rule.__name__}: {hyperparams.joined(where, 'target_modules')}"
+
+
+def _patterns(targets: Any, where: str) -> Sequence[str]:
+    """The regular expressions of ``target_modules``; ValueError for what is none."""
     patterns = [targets] if isinstance(targets, str) else targets
     if not patterns or not isinstance(patterns, list | tuple) or "" in patterns:
         raise ValueError(
             f'{where} is {targets!r}; allowed: "all-linear" or a list of (parts of) names.'
         )
-    return [p for pattern in patterns for p in _matched(pattern, matrices, model, where, "matrix")]
+    for pattern in patterns:
+        _compiled(pattern, where)
+    return patterns
+
+
+def _compiled(pattern: Any, where: str) -> None:
+    """Raises ValueError for what is no regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError):
+        raise ValueError(f"{where}: {pattern!r} is not a regular expression.") from None
 
 
 _ENTRY = '{"match": "a regular expression", "type": "an optimizer", and keys of that}'

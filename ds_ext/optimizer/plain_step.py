@@ -6,6 +6,7 @@ This process holds them whole; of DTensors it holds a part, and sums travel.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ds_ext import rules
@@ -63,7 +64,6 @@ def step(optimizer: "RuleOptimizer") -> None:
         ValueError: a hyper-parameter was set to a value that is not allowed, or a parameter cannot
             be stepped. No weight has moved.
     """
-    optimizer.adopt_parameters()
     optimizer.check_param_groups()
     stepped = [p for p in optimizer.number_of if p.grad is not None]
     unfit.refuse_complex(optimizer, stepped)
@@ -87,14 +87,15 @@ def buckets(
     bucket: list[RunUpdate] = []
     elements = statistics = 0
     for param in params:
-        if param.grad is None:
+        g = param.grad
+        if g is None:
             continue
         if placement is None:
             shard, p = Shard.whole(param.shape), param.contiguous().view(-1)
-            g = param.grad.to_dense()
+            g = g if g.layout is torch.strided else g.to_dense()
         else:
             shard, p = placement.shard(param), placement.run(param)
-            g = placement.gradient(param, param.grad)
+            g = placement.gradient(param, g)
         bucket.append(RunUpdate(param, p, g.contiguous().view(-1), shard))
         elements += shard.numel
         statistics += shard.statistics

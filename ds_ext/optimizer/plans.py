@@ -6,7 +6,7 @@ are which is the same on all ranks, for the ranks' sums have to be in the same o
 world have devices of one kind.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from ds_ext import rules
-from ds_ext.ops.batch import Batch, kind, may_join
+from ds_ext.ops import weight_update
+from ds_ext.ops.batch import Batch, Pointers, Runs, kind, may_join, stacked
 from ds_ext.ops.native import table
+from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
 from ds_ext.ops.triton import devices
-from ds_ext.optimizer import expert_stacks
+from ds_ext.optimizer import expert_stacks, fitting
 
 if TYPE_CHECKING:
     from ds_ext.optimizer.rule_optimizer import RuleOptimizer
@@ -47,13 +50,68 @@ class Piece(NamedTuple):
 
 
 class Group:
-    """Pieces that are stepped as one batch, by the rule of one param group."""
+    """Pieces that are stepped as one batch, by the rule of one param group.
 
-    def __init__(self, row: int, pieces: Sequence[Piece], device: torch.device) -> None:
-        self.row, self.pieces = row, pieces
+    Args:
+        row: the param group's number.
+        pieces: the pieces.
+        parts: what is kept of each.
+        device: where they are stepped.
+    """
+
+    def __init__(
+        self, row: int, pieces: Sequence[Piece], parts: Parts, device: torch.device
+    ) -> None:
+        self.row, self.pieces, self.parts, self.device = row, pieces, parts, device
         self.batch = Batch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.numbers = np.array([x.number for x in pieces], dtype=np.uint64)
         self.known = self.batch.known()
+        self._kept: dict[str, Any] | None = None  # of the step in progress
+        self._seen: list[tuple[list[int], list[torch.dtype]]] = []
+        self._where: list[Pointers] = []
+
+    def note(self, states: Sequence[State]) -> None:
+        """Takes the states of the bucket, which were checked, for what is to be kept."""
+        runs = list(_runs(self.kept(states)))
+        self._seen, self._where = list(map(_sizes, runs)), [x.pointers for x in runs]
+
+    def fits(self, states: Sequence[State]) -> bool:
+        """Whether what is kept has the sizes and dtypes of what was noted.
+
+        Passes read and write as much as was noted, wherever tensors lie now.
+        """
+        self._kept = None  # of a step that was not made
+        try:
+            kept = self.kept(states)
+            runs = list(_runs(kept))
+            if list(map(_sizes, runs)) != self._seen:
+                return False
+        except (KeyError, AttributeError, TypeError):  # something else was put there
+            return False
+        for i, run in enumerate(runs):
+            if not np.array_equal(run.pointers, self._where[i]):
+                if not all(x.is_contiguous() and x.device == self.device for x in run.tensors):
+                    return False
+                self._where[i] = run.pointers
+        self._kept = kept
+        return True
+
+    def kept(self, states: Sequence[State]) -> dict[str, Any]:
+        """Returns what is kept of the pieces, as one state; ``states`` are those of the bucket."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            return kept
+        return stacked([piece.state(states[piece.at]) for piece in self.pieces], self.parts)
+
+
+def _runs(kept: Mapping[str, Any]) -> Iterator[Runs]:
+    """The runs of a state that is nested in dicts."""
+    for x in kept.values():
+        yield from _runs(x) if isinstance(x, dict) else (x,)
+
+
+def _sizes(runs: Runs) -> tuple[list[int], list[torch.dtype]]:
+    return [x.numel() for x in runs.tensors], [x.dtype for x in runs.tensors]
 
 
 class Plan:
@@ -70,9 +128,11 @@ class Plan:
     ) -> None:
         self.kinds = list(map(_kind, updates))
         device = updates[0].g.device
+        self.halves = [i for i, u in enumerate(updates) if u.p.dtype in ROUND]
         self.alone: list[int] = []
         self.joined: list[int] = []
         found: dict[tuple[Any, ...], list[Piece]] = {}
+        rows = {optimizer.row_of[u.param]: u.param for u in updates}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
             dtypes = u.p.dtype, u.g.dtype
             is_batched = are_batched(optimizer, u.param, u.shard, dtypes, device)
@@ -86,15 +146,31 @@ class Plan:
             common = row, is_stack, state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
-        self.groups = [Group(row, pieces, device) for (row, *_), pieces in found.items()]
+        self.rules = {row: _form(optimizer.rule_of(param)) for row, param in rows.items()}
+        self.groups = [
+            Group(row, pieces, optimizer.rule_of(rows[row]).keeps(pieces[0].shard), device)
+            for (row, *_), pieces in found.items()
+        ]
+        for group in self.groups:
+            group.note(states)
         self.rows = [optimizer.row_of[updates[i].param] for i in self.joined]
         self.memory_sizes = [0, 0, 0]  # see ``Memory``: what steps of the bucket have used
 
-    def fits(self, updates: Sequence["RunUpdate"], states: Sequence[State]) -> bool:
+    def fits(
+        self,
+        optimizer: "RuleOptimizer",
+        updates: Sequence["RunUpdate"],
+        states: Sequence[State],
+    ) -> bool:
         """Whether it is still how these runs, of the same parameters, are stepped."""
         if list(map(_kind, updates)) != self.kinds:
             return False
-        return all(len({states[x.at]["step"] for x in group.pieces}) == 1 for group in self.groups)
+        return (
+            all(_form(optimizer.rule_at(row)) == form for row, form in self.rules.items())
+            and all(weight_update.has_fitting_master(updates[i].p, states[i]) for i in self.halves)
+            and all(group.fits(states) for group in self.groups)
+            and all(len({states[x.at]["step"] for x in group.pieces}) == 1 for group in self.groups)
+        )
 
 
 class Plans:
@@ -103,19 +179,52 @@ class Plans:
     MOST = 4096  # that are remembered; more come up only where each step has others
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], Plan] = {}
+        self._made: dict[tuple[Any, ...], Plan] = {}  # by parameters, and where they are stepped
 
     def clear(self) -> None:
         """Forgets all: groups, or which parameters are stacks, have changed."""
         self._made.clear()
 
-    def of(self, optimizer: "RuleOptimizer", staged: Sequence["StagedRun"]) -> Plan:
-        """Returns the plan of a bucket, whose states are made; counts the batched runs' steps."""
+    def prepare(
+        self, optimizer: "RuleOptimizer", staged: Sequence["StagedRun"], is_batched: bool
+    ) -> Plan | None:
+        """Makes the states that a bucket lacks, and checks the others.
+
+        Args:
+            optimizer: that steps it.
+            staged: its runs.
+            is_batched: whether some may be stepped together.
+
+        Returns:
+            Its plan, if it is batched; the steps of the batched runs are then counted.
+
+        Raises:
+            ValueError: a run or its state does not fit its parameter; no state is changed.
+        """
+        new = [run for run in staged if not run.state]
+        try:
+            for run in new:
+                fitting.make(optimizer, run.update, run.state)
+            if is_batched:
+                return self._of(optimizer, staged)
+            for run in staged:
+                fitting.check(optimizer, run.update, run.state)
+        except ValueError:
+            for run in new:
+                run.state.clear()
+            raise
+        return None
+
+    def _of(self, optimizer: "RuleOptimizer", staged: Sequence["StagedRun"]) -> Plan:
+        """Returns the plan of a bucket, whose states are made."""
         updates = [run.update for run in staged]
         states: list[State] = [run.state for run in staged]
-        key = tuple([id(u.param) for u in updates])
+        key = *[id(u.param) for u in updates], updates[0].g.device
         plan = self._made.get(key)
-        if plan is None or not plan.fits(updates, states):
+        is_new = plan is None or not plan.fits(optimizer, updates, states)
+        for i in range(len(updates)) if is_new or plan is None else plan.alone:
+            fitting.check(optimizer, updates[i], states[i])
+        if is_new or plan is None:
             if len(self._made) >= self.MOST:
                 self._made.clear()
             plan = self._made[key] = Plan(optimizer, updates, states)
@@ -140,7 +249,16 @@ class Plans:
 
 def _kind(u: "RunUpdate") -> tuple[Any, ...]:
     """What of a run a plan depends on."""
-    return u.shard, u.p.dtype, u.g.dtype
+    return u.shard, u.p.dtype, u.g.dtype, u.p.numel(), u.g.numel()
+
+
+def _form(rule: Any) -> tuple[Any, ...]:
+    """What of a rule a plan depends on: hyper-parameters that may decide what is kept."""
+    return tuple(
+        (type(x), bool(x)) if isinstance(x, (float, tuple)) else x
+        for name, x in vars(rule).items()
+        if name not in ("lr", "weight_decay")
+    )
 
 
 def notes_sums(rule: Any, shard: Shard) -> bool:

@@ -1,10 +1,9 @@
 """torch.optim.Optimizer around a rule: param groups, state, and a plain ``step()``."""
 
-import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +11,16 @@ from torch import Tensor, nn
 
 from ds_ext import hyperparams, ops, rules
 from ds_ext.distributed import lockstep
+from ds_ext.distributed.layout import Layout
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Known, Runs
 from ds_ext.ops.native import table
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Parts, zeros
+from ds_ext.ops.state import Parts
 from ds_ext.ops.triton import devices
 from ds_ext.optimizer import (
     expert_stacks,
+    fitting,
     host_offload,
     param_groups,
     plain_step,
@@ -28,6 +29,7 @@ from ds_ext.optimizer import (
 )
 from ds_ext.optimizer.batches import BucketStep, take_back
 from ds_ext.optimizer.group_rules import GroupRules, hypers_of
+from ds_ext.optimizer.index import Index, ParamGroup
 from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.plans import Plans, are_batched
@@ -36,9 +38,8 @@ from ds_ext.optimizer.verdict import Trials, Verdict
 from ds_ext.rules import Rule
 
 CPU = torch.device("cpu")
-# What a group may hold beside its parameters, type and hyper-parameters: names, a scheduler's note,
-# and DeepSpeed's that it is of experts.
-_GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "moe"}
+# What a copy of an optimizer keeps, beside what torch's Optimizer does.
+_KEPT = ("meter", "stacks", "offload", "numbers", "names")
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -60,13 +61,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         stacks: the parameters whose first dimension counts experts, each stepped as a parameter of
             its own; and the number of their first expert.
         whereabouts: of parameters that are DTensors.
-        group_of, row_of, number_of: of each parameter, its group, that group's number, and its own
-            number, which is the same on every rank.
+        index: the group and number of each parameter, as of the last step or edit that was seen.
         numbers, names: of ``number_among``.
     """
 
     rule: ClassVar[type[rules.Rule]]
-    fused: Container[Tensor] | None = None  # what is stepped inside backward, if it is
+    fused: Layout | None = None  # of the model that is stepped inside backward, if it is
+    end_backward: Callable[[], None] | None = None  # ends such a step, of ``fuse_into_backward``
     hypers: ClassVar[type]  # the rule, with the fields of ``weight_update.Writing`` after its own
 
     def __init_subclass__(cls) -> None:
@@ -78,20 +79,24 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
 
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
+        self._reset()
+        super().__init__(params, self.check(hypers))
+
+    def _reset(self) -> None:
+        """Makes all attributes those of an optimizer without parameters."""
         self.meter: Meter | None = None
         self.stacks: dict[Tensor, int] = {}
         self.offload: host_offload.HostOffload | None = None
-        self.group_of: dict[Tensor, dict[str, Any]] = {}
-        self.row_of: dict[Tensor, int] = {}
-        self.number_of: dict[Tensor, int] = {}
+        self.index = Index([], {})
         self.numbers: dict[Tensor, int] = {}
         self.names: list[list[str]] = []
         self._rules = GroupRules(self.rule)
         self._plans = Plans()
         self._trials = Trials()
+        self._has_batched_rule = False
+        self._is_native: bool | None = None
         self.whereabouts = plain_step.Whereabouts()
         self.written: dict[Known, Runs] = {}
-        super().__init__(params, self.check(hypers))
 
     @classmethod
     def for_model(cls, module: nn.Module, **params: Any) -> "RuleOptimizer":
@@ -113,7 +118,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 "config of deepspeed.initialize instead, or make it before the model is cut."
             )
         entry = rules.named(cls.rule.__name__)
-        made = param_groups.of_config(entry, params, ModelView(module), trained)
+        made = param_groups.of_config(entry, params, ModelView(module), trained, "")
         return cls(made.groups, **made.hypers).separate_experts(module)
 
     @classmethod
@@ -121,9 +126,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Returns all hyper-parameters, the given ones checked, the others at their defaults.
 
         Raises:
-            ValueError: as of ``hyperparams.check``; it names the key of the JSON config.
+            ValueError: as of ``hyperparams.check``.
         """
-        return hyperparams.check(cls.hypers, given)
+        return hyperparams.check(cls.hypers, given, "")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; see torch.optim.Optimizer.
@@ -131,67 +136,96 @@ class RuleOptimizer(torch.optim.Optimizer):
         Args:
             param_group: "params", hyper-parameters that differ from the optimizer's, a "name"; a
                 "type", if another rule is to step them, which then has its own defaults but for
-                lr, weight_decay, weight_update and seed.
+                lr, weight_decay, weight_update and seed. Other keys are kept for whoever reads
+                them, such as timm's "lr_scale".
 
         Raises:
-            ValueError: a hyper-parameter is wrong, or a parameter cannot be stepped.
+            TypeError: it is no dict, or its parameters are no tensors.
+            ValueError: a hyper-parameter is wrong, a key looks like a misspelt one, or a parameter
+                cannot be stepped.
         """
-        given = {k: v for k, v in param_group.items() if k not in _GROUP_KEYS}
-        checked = self._rules.complete(given, self.defaults)
-        super().add_param_group({k: v for k, v in param_group.items() if k != "type"} | checked)
-        self._forget_foreign(self.param_groups[-1])
+        if isinstance(param_group, dict):
+            param_group = self._rules.complete(param_group, self.defaults)
+        super().add_param_group(param_group)
+        for name in self.defaults.keys() - {*hyperparams.names(self.hypers_of(param_group))}:
+            del param_group[name]  # super() has put all defaults there
         try:
-            unfit.refuse_params(self, self.param_groups[-1]["params"])
+            self.index_parameters()
         except ValueError:
             del self.param_groups[-1]
             raise
-        self._index_group(len(self.param_groups) - 1)
-        spread_state.make(self, self.param_groups[-1]["params"])
-
-    def _forget_foreign(self, group: dict[str, Any]) -> None:
-        """Takes defaults out of a group that its rule has no such hyper-parameters for."""
-        for name in self.defaults.keys() - {*hyperparams.names(self.hypers_of(group))}:
-            del group[name]
 
     def hypers_of(self, group: Mapping[str, Any]) -> type:
         """Returns the class of a group's rules, a dataclass of its hyper-parameters."""
         return self._rules.hypers(group)
 
     def check_param_groups(self) -> None:
-        """Checks the hyper-parameters that groups have now, which schedulers and users change.
+        """Follows edits of ``param_groups``, and checks the hyper-parameters that groups have now.
 
         Raises:
-            ValueError: a value is not allowed; nothing has been stepped by it.
+            ValueError: a value is not allowed, or a parameter cannot be stepped or is in two
+                groups; nothing has been stepped.
         """
-        for row, group in enumerate(self.param_groups):
+        self.follow_groups()
+        self.index.refuse_repeated()
+        for row, group in enumerate(self.index.groups):
             self._rules.of(row, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"meter": self.meter, "stacks": self.stacks, "offload": self.offload}
-        return super().__getstate__() | own
+        return super().__getstate__() | {name: getattr(self, name) for name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "index" not in self.__dict__:  # it is a copy, or unpickled
+            self._reset()
         super().__setstate__(state)
-        self._plans = Plans()
-        self._trials = Trials()
-        self.whereabouts = plain_step.Whereabouts()
-        self.written = {}
-        self.number_of = {}
-        self.numbers, self.names = {}, []
         self.index_parameters()
 
+    @property
+    def group_of(self) -> dict[Tensor, ParamGroup]:
+        """The group of each parameter."""
+        return self.index.group_of
+
+    @property
+    def row_of(self) -> dict[Tensor, int]:
+        """The number of each parameter's group."""
+        return self.index.row_of
+
+    @property
+    def number_of(self) -> dict[Tensor, int]:
+        """The number of each parameter, the same on every rank."""
+        return self.index.number_of
+
+    def follow_groups(self) -> None:
+        """Takes up edits of ``param_groups`` since the last call, such as parameters moved.
+
+        Raises:
+            ValueError: as of ``index_parameters``.
+        """
+        if not self.index.is_of(self.param_groups):
+            self.index_parameters()
+
     def index_parameters(self) -> None:
-        """Notes the group and number of each parameter, after ``param_groups`` were replaced."""
-        before = list(self.number_of)
-        self._rules = GroupRules(self.rule)
-        self._plans.clear()
-        self.group_of, self.row_of, self.number_of = {}, {}, {}
-        for row in range(len(self.param_groups)):
-            self._index_group(row)
-        if len(before) == len(self.number_of):
-            now = dict(zip(before, self.number_of, strict=True))
+        """Indexes ``param_groups`` anew.
+
+        Raises:
+            ValueError: a new parameter cannot be stepped; the index stays as it was.
+        """
+        before, index = self.index, Index(self.param_groups, self.numbers)
+        new = {p: None for p in index.number_of if p not in before.number_of}
+        unfit.refuse_params(self, new)
+        kinds = {self.hypers_of(group) for group in index.groups}
+        self._has_batched_rule = any(rules.entry_of(kind).is_batched for kind in kinds)
+        self.index = index
+        if len(index.number_of) == len(before.number_of):  # accelerate replaces all for FSDP2
+            pairs = zip(before.number_of, index.number_of, strict=True)
+            now = {p: q for p, q in pairs if p not in index.number_of and q in new}
             self.stacks = {now.get(p, p): first for p, first in self.stacks.items()}
-        spread_state.make(self, self.number_of)
+        self._plans.clear()
+        if self.meter is not None:
+            self.meter.groups = len(index.groups)
+            if any(index.row_of.get(p) != row for p, row in before.row_of.items()):
+                self.meter.clear()  # its sums are by rows
+        spread_state.make(self, index.number_of)
 
     def number_among(self, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> None:
         """Numbers parameters among those of a model of which other ranks have other parameters.
@@ -204,20 +238,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         numbers = {name: i for i, name in enumerate(itertools.chain(*groups))}
         self.numbers = {param: numbers[names[param]] for param in self.group_of}
         self.index_parameters()
-
-    def adopt_parameters(self) -> None:
-        """Takes up parameters that were put into ``param_groups``, as accelerate does for FSDP2."""
-        if any(p not in self.group_of for group in self.param_groups for p in group["params"]):
-            self.index_parameters()
-
-    def _index_group(self, row: int) -> None:
-        """Notes the same of the parameters of one more group."""
-        for param in self.param_groups[row]["params"]:
-            self.group_of[param] = self.param_groups[row]
-            self.row_of[param] = row
-            self.number_of[param] = self.numbers.get(param, len(self.number_of))
-        if self.meter is not None:
-            self.meter.groups = len(self.param_groups)
 
     def separate_experts(
         self,
@@ -288,7 +308,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         params = list(params)
         for param in params:
             take_back(self.state[param])
-            if self.meter is not None:
+            if self.meter is not None and param in self.number_of:
                 self.meter.forget(self.number_of[param])
             if not self.state[param]:
                 del self.state[param]
@@ -338,12 +358,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             its ``end`` called.
         """
         staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
-        if not staged or not self._is_batched_on(staged[0].update.g.device):
-            return BucketStep(self, staged, None, judge or Verdict())
-        for run in staged:
-            if not run.state:
-                self._make_state(run.update, run.state)
-        return BucketStep(self, staged, self._plans.of(self, staged), judge or Verdict())
+        is_batched = bool(staged) and self._is_batched_on(staged[0].update.g.device)
+        plan = self._plans.prepare(self, staged, is_batched)
+        return BucketStep(self, staged, plan, judge or Verdict())
 
     def _is_batched_on(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
@@ -351,22 +368,16 @@ class RuleOptimizer(torch.optim.Optimizer):
             return self._has_batched_rule
         return device == CPU and self.is_batched
 
-    @functools.cached_property
+    @property
     def is_batched(self) -> bool:
         """Whether parameters on a CPU are stepped in batches, by native passes."""
-        return self._has_batched_rule and table.is_there()
+        if self._is_native is None and self._has_batched_rule:
+            self._is_native = table.is_there()
+        return self._has_batched_rule and bool(self._is_native)
 
-    @functools.cached_property
-    def _has_batched_rule(self) -> bool:
-        kinds = {self.hypers_of(group) for group in self.param_groups}
-        return any(rules.entry_of(kind).is_batched for kind in kinds)
-
-    def _make_state(self, u: RunUpdate, state: dict[str, Any]) -> None:
-        """Makes a parameter's state if there is none."""
-        if not state:
-            unfit.refuse_shape(self, u.param, u.shard)
-            parts = self.keeps(u.param, u.shard, self.rule_of(u.param))
-            state.update(zeros(parts, u.p, self.number_of[u.param]), step=0)
+    @is_batched.setter
+    def is_batched(self, value: bool) -> None:
+        self._is_native = value
 
     def rules(self, u: RunUpdate, state: dict[str, Any] | None = None) -> list[lockstep.Rule]:
         """Begins a parameter's step, counting it in its state, which is made if there is none.
@@ -380,7 +391,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         state = self.state[u.param] if state is None else state
         rule = self.rule_of(u.param)
-        self._make_state(u, state)
+        if not state:
+            fitting.make(self, u, state)
         state["step"] += 1
         t, p = state["step"], self._weight(u, state, rule)
         if u.param not in self.stacks:
@@ -408,6 +420,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         number, row = self.number_of[u.param], self.row_of[u.param]
         return self.meter.watch(p, number, row, run, u.num_replicas)
 
+    def shard(self, param: Tensor) -> Shard:
+        """Returns which elements of a parameter this process steps."""
+        if self.fused is not None and param in self.fused.shards:
+            return self.fused.shard(param)
+        return self.whereabouts.shard(param)
+
     def keeps(self, param: Tensor, shard: Shard, rule: Rule) -> Parts:
         """Returns what ``rule`` keeps of a run of a parameter, nested by expert for a stack."""
         if param not in self.stacks:
@@ -420,7 +438,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: one of them was set to a value that is not allowed.
         """
-        return self._rules.of(self.row_of[param], self.group_of[param])
+        return self.rule_at(self.index.row_of[param])
+
+    def rule_at(self, row: int) -> Any:
+        """Returns the rule of a group by its number, as ``rule_of``."""
+        return self._rules.of(row, self.index.groups[row])
 
     def is_relative(self, param: Tensor) -> bool:
         """Whether the steps of a parameter are in proportion to its size, by its group's rule."""
@@ -436,8 +458,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         Args:
             shards: the parameters, and the run of each that tensor parallelism has not cut.
         """
-        rows = {self.row_of[p] for p in shards}
-        self._trials.renew({row: self._rules.of(row, self.param_groups[row]) for row in rows})
+        self._trials.renew({row: self.rule_at(row) for row in {self.row_of[p] for p in shards}})
         comes_first = self._trials.comes_first
         return {
             p
@@ -479,6 +500,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.end_backward is not None:
+            self.end_backward()
         plain_step.step(self)
         return loss
 
@@ -493,41 +516,56 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Returns states and groups as torch's, with the states of DTensors as DTensors.
 
         Those that cannot be cut by the rows of their parameter are whole: all ranks call it.
+        The state of a parameter that is in no group any more is not saved.
         """
+        self.follow_groups()
+        gone = [p for p in self.state if isinstance(p, Tensor) and p not in self.group_of]
+        left = {p: self.state.pop(p) for p in gone}
         saved = super().state_dict()
-        for i, param in enumerate(self._params()):
+        self.state.update(left)
+        for i, param in enumerate(self.params()):
             if i in saved["state"]:
                 saved["state"][i] = spread_state.saved(self, param, saved["state"][i])
         return saved
 
-    def _params(self) -> list[Tensor]:
-        """All parameters, by their number in what is saved."""
-        self.adopt_parameters()
+    def params(self) -> list[Tensor]:
+        """Returns all parameters, by their number in what is saved."""
         return list(itertools.chain(*(group["params"] for group in self.param_groups)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Overwrites states and hyper-parameters by saved ones, ``weight_update`` among them.
 
-        As torch's, but the state keeps its dtype: statistics of bf16 weights stay fp32. Of states
-        of DTensors, or whole ones, each rank takes its part.
+        As torch's, but states have the dtypes that their rule declares: statistics of bf16 weights
+        are fp32. Of states of DTensors, or whole ones, each rank takes its part.
 
         Args:
             state_dict: what ``state_dict()`` returned.
 
         Raises:
-            ValueError: it is the state of another optimizer; nothing is changed.
+            ValueError: it is the state of another optimizer, or of parameters of other shapes;
+                nothing is changed.
         """
-        unfit.refuse_saved_groups(self, state_dict["param_groups"])
-        ids = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
-        numbers = dict(zip(ids, self._params(), strict=False))
-        saved = {i: state for i, state in state_dict["state"].items() if i in numbers}
-        unfit.refuse_states(self, {numbers[i]: x for i, x in saved.items()}, self.stacks)
-        saved = {i: spread_state.own(self, numbers[i], state) for i, state in saved.items()}
-        states = {numbers[i]: state for i, state in saved.items()}
-        super().load_state_dict({**state_dict, "state": {**state_dict["state"], **saved}})
-        for param, state in states.items():
-            copied = functools.partial(Tensor.to, device=param.device, copy=True)
-            self.state[param] = _mapped(state, copied)
+        self.follow_groups()
+        states: dict[Tensor, dict[str, Any]] = {}
+
+        def prepare(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            found = fitting.read(self, given)
+            ids = itertools.chain(*(group["params"] for group in given["param_groups"]))
+            numbers = dict(zip(ids, self.params(), strict=True))
+            states.update((numbers[i], state) for i, state in found.items())
+            return {**given, "state": {**given["state"], **found}}
+
+        def keep(_: torch.optim.Optimizer) -> None:
+            self.state.update(states)
+
+        # The caller's pre-hooks come before these, and the post-hooks after them.
+        before = self.register_load_state_dict_pre_hook(prepare)
+        after = self.register_load_state_dict_post_hook(keep, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
 
 
 def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

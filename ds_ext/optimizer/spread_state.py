@@ -66,10 +66,19 @@ def saved(optimizer: "RuleOptimizer", param: Tensor, state: dict[str, Any]) -> d
     return _spread(state, kept, rows, param, at)
 
 
-def own(optimizer: "RuleOptimizer", param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns what this rank keeps of a state that ``saved`` has returned, on any ranks."""
+def own(
+    optimizer: "RuleOptimizer", param: Tensor, state: Mapping[str, Any], parts: Parts
+) -> Mapping[str, Any]:
+    """Returns what this rank keeps of a state that ``saved`` has returned, on any ranks.
+
+    Args:
+        optimizer: of the parameter.
+        param: whose state it is; that of no DTensor is returned as it is.
+        state: the saved one. What does not lie as it should in it is left as it is.
+        parts: what is kept of this rank's run.
+    """
     at = optimizer.whereabouts.of(param)
-    return state if at is None else _own(state, Kept.of(optimizer, param, at.shard(param)))
+    return state if at is None else _own(state, Kept(parts, at.shard(param)))
 
 
 class Kept(NamedTuple):
@@ -85,9 +94,8 @@ class Kept(NamedTuple):
 
     def below(self, key: str) -> "Kept":
         """What lies under a key."""
-        inner = self.parts[key]
-        assert not isinstance(inner, Part)
-        return Kept(inner, self.shard)
+        inner = self.parts.get(key, {})
+        return Kept({} if isinstance(inner, Part) else inner, self.shard)
 
     def part(self, key: str) -> Part | None:
         """What a tensor is, None of what is none."""
@@ -131,11 +139,12 @@ def _own(state: Mapping[str, Any], kept: Kept) -> dict[str, Any]:
         elif not isinstance(value, Tensor) or part is None:
             found[key] = value
         elif is_dtensor(value):
-            found[key] = local(value).reshape(part.shape)
+            held, n = local(value), part.stop - part.start
+            found[key] = held.reshape(part.shape) if held.numel() == n else held
         else:
-            n = part.stop - part.start
-            is_own = part.is_shared or value.numel() == n
-            found[key] = value if is_own else value.flatten()[part.start : part.stop]
+            is_whole = not part.is_shared and value.numel() == part.total
+            whole_part = value.flatten()[part.start : part.stop] if is_whole else value
+            found[key] = whole_part.view(part.shape) if is_whole else value
     return found
 
 

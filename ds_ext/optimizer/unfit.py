@@ -1,6 +1,6 @@
 """Parameters that an optimizer cannot step, and states that do not fit it: ValueError."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from ds_ext.optimizer.rule_optimizer import RuleOptimizer
 
 
-def refuse_params(optimizer: "RuleOptimizer", params: Sequence[Tensor]) -> None:
+def refuse_params(optimizer: "RuleOptimizer", params: Collection[Tensor]) -> None:
     """Raises ValueError for parameters of a new group that cannot be stepped."""
     refuse_flat(params)
     refuse_complex(optimizer, (p for p in params if p.requires_grad))
-    if optimizer.fused is not None and any(p not in optimizer.fused for p in params):
+    if optimizer.fused is not None and any(p not in optimizer.fused.names for p in params):
         raise ValueError(
-            "add_param_group: a parameter is not part of the model that is stepped inside "
-            "backward. Build the model with it, frozen if need be."
+            "add_param_group, or an edit of param_groups, brings a parameter that is not part of "
+            "the model that is stepped inside backward. Build the model with it, frozen if need be."
         )
 
 
@@ -65,11 +65,32 @@ def refuse_states(
         expert_stacks.check_state(type(optimizer).__name__, param, state, param in stacked)
 
 
-def refuse_saved_groups(optimizer: "RuleOptimizer", groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raises ValueError for saved param groups of another optimizer."""
-    for group in groups:
-        names = hyperparams.names(optimizer.hypers_of(group))
+def refuse_saved_groups(optimizer: "RuleOptimizer", groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for saved param groups of another optimizer, or of other parameters."""
+    sizes, saved = ([len(g["params"]) for g in x] for x in (optimizer.param_groups, groups))
+    if sizes != saved:
+        raise ValueError(
+            "the loaded state_dict has another number of parameter groups, or of parameters in "
+            f"them: {saved}, where the optimizer has {sizes}."
+        )
+    kind = type(optimizer).__name__
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        hypers = optimizer.hypers_of(group)
+        names = hyperparams.names(hypers)
         missing = [name for name in names if name not in group]
         if missing:
-            kind = type(optimizer).__name__
             raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")
+        foreign = [name for name in group if name in _known_hypers().difference(names)]
+        if foreign:
+            raise ValueError(f"not a state of {kind}: a group has {', '.join(foreign)}.")
+        here = optimizer.hypers_of(own)
+        if here is not hypers:
+            raise ValueError(
+                f"not a state of {kind} with these groups: what {here.__name__} steps here, "
+                f"{hypers.__name__} has stepped."
+            )
+
+
+def _known_hypers() -> set[str]:
+    """The names of the hyper-parameters of all rules."""
+    return {name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)}

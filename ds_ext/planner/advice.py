@@ -42,7 +42,7 @@ def advice(plan: Plan, table: Mapping[str, Memory]) -> str:
 
 
 def _rate(row: Row) -> str:
-    """Where to begin with the learning rate: "start at 5e-4, try 2.5e-4 and 1e-3"."""
+    """Where to begin with the learning rate: "start at 1e-3, try 5e-4 and 2e-3"."""
     return rate(row.optimizer.__name__ if row.optimizer else "AdamW") or "as its paper says"
 
 

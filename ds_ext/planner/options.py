@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ds_ext.backward.settings import BUCKET_SIZE
-from ds_ext.config import gradients
+from ds_ext.config import gradients, offload
+from ds_ext.config.refused import without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
 from ds_ext.planner.activations import Batch
@@ -19,6 +20,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
 FSDP2 = "fsdp2"  # in the place of a stage
 ALL = "all"
+# The key of a config that sets an option.
+KEYS = {
+    "stage": "zero_optimization.stage",
+    "shard_size": "ds_ext.shard_size",
+    "optimizer": "optimizer.type",
+    "params": "optimizer.params",
+    "offload_param": "zero_optimization.offload_param",
+    "offload_optimizer": "zero_optimization.offload_optimizer",
+}
 # Optimizers that a config may name and that are DeepSpeed's own there, whatever ours are called.
 DEEPSPEEDS = frozenset("adagrad adam adamw lion muadam muadamw muon musgd".split())
 
@@ -43,13 +53,20 @@ class Asked:
     batch: Batch | None
     cards: tuple[float, ...]  # GiB
     picture: Path | None
+    of_config: frozenset[str] = frozenset()  # options that the config has set
+
+    def spelled(self, option: str) -> str:
+        """Returns what the user wrote to set an option: a key of the config, or a flag."""
+        if option in self.of_config:
+            return f"--config: {KEYS[option]}"
+        return "--" + option.replace("_", "-")
 
     @property
     def optimizers(self) -> list[type[RuleOptimizer]]:
         """Those that are asked for."""
         if self.optimizer == ALL:
             return list(OPTIMIZERS.values())
-        return [named(self.optimizer, "--optimizer")]
+        return [named(self.optimizer, self.spelled("optimizer"))]
 
     @property
     def stages(self) -> list[int | None]:
@@ -122,9 +139,11 @@ def read(options: argparse.Namespace) -> Asked:
     """
     given = {} if options.config is None else _of_config(options.config)
 
+    def is_flag(name: str) -> bool:
+        return getattr(options, name, None) not in (None, False)
+
     def pick(name: str, default: Any) -> Any:
-        value = getattr(options, name)
-        return given.get(name, default) if value is None or value is False else value
+        return getattr(options, name) if is_flag(name) else given.get(name, default)
 
     if options.model is None and not options.memory:
         raise ValueError("--model is missing; or give --memory, and the largest that fits is told.")
@@ -151,15 +170,17 @@ def read(options: argparse.Namespace) -> Asked:
         batch=batch,
         cards=options.memory,
         picture=options.plot,
+        of_config=frozenset(name for name in given if not is_flag(name)),
     )
     _check_groups(asked)
     if asked.pipeline_stages > 1:
         _check_pipeline(asked)
     if asked.offload_param and asked.stage != "3":
-        raise ValueError("--offload-param: only ZeRO-3 has it; add --stage 3.")
+        raise ValueError(f"{asked.spelled('offload_param')}: only ZeRO-3 has it; add --stage 3.")
     if asked.offload_optimizer and asked.stage in ("none", FSDP2):
         raise ValueError(
-            f"--offload-optimizer: --stage {asked.stage} has none; choose another --stage."
+            f"{asked.spelled('offload_optimizer')}: --stage {asked.stage} has none; choose another "
+            "--stage."
         )
     return asked
 
@@ -170,11 +191,14 @@ def _check_groups(asked: Asked) -> None:
         return
     if asked.ranks % asked.shard_size:
         raise ValueError(
-            f"--shard-size {asked.shard_size} (ds_ext.shard_size) does not divide --ranks "
+            f"{asked.spelled('shard_size')} {asked.shard_size} does not divide --ranks "
             f"{asked.ranks}: give a divisor, or other --ranks."
         )
     if asked.stage in ("none", "0"):
-        raise ValueError(f"--shard-size: nothing is cut at --stage {asked.stage}; choose 1 to 3.")
+        raise ValueError(
+            f"{asked.spelled('shard_size')}: nothing is cut at {asked.spelled('stage')} "
+            f"{asked.stage}; choose 1 to 3."
+        )
 
 
 def _check_pipeline(asked: Asked) -> None:
@@ -192,13 +216,14 @@ def _check_pipeline(asked: Asked) -> None:
 def _of_config(path: Path) -> dict[str, Any]:
     """The options that a DeepSpeed config stands for; "auto" stands for none."""
     try:
-        config = _known(json.loads(path.read_text(encoding="utf-8")))
+        config = without_auto(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"--config {path}: not an object with sections such as zero_optimization.")
     optimizer, zero = config.get("optimizer") or {}, config.get("zero_optimization") or {}
     try:
+        _check_values(config)
         how = gradients.read(config)
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
@@ -218,11 +243,28 @@ def _of_config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _known(config: Any) -> Any:
-    """A config without what a trainer is to fill in."""
-    if isinstance(config, dict):
-        return {key: _known(value) for key, value in config.items() if value != "auto"}
-    return config
+_SECTIONS = ("optimizer", "zero_optimization", "bf16", "fp16")
+
+
+def _check_values(config: dict[str, Any]) -> None:
+    """Raises ValueError for values of the keys that are read here, and by nobody else."""
+    for key in _SECTIONS:
+        if not isinstance(config.get(key) or {}, dict):
+            raise ValueError(f"{key} is {config[key]!r}; allowed: a section such as {{}}.")
+    zero = config.get("zero_optimization") or {}
+    stage, rows = zero.get("stage", 0), config.get("train_micro_batch_size_per_gpu", 1)
+    if type(stage) is not int or stage not in range(4):
+        raise ValueError(f"zero_optimization.stage is {stage!r}; allowed: 0, 1, 2, 3.")
+    if type(rows) is not int or rows < 1:
+        raise ValueError(
+            f"train_micro_batch_size_per_gpu is {rows!r}; allowed: a whole number > 0."
+        )
+    for key in ("bf16", "fp16"):
+        is_on = (config.get(key) or {}).get("enabled", False)
+        if not isinstance(is_on, bool):
+            raise ValueError(f"{key}.enabled is {is_on!r}; allowed: true or false.")
+    # Of the devices alone: an option may replace the stage.
+    offload.check(config | {"zero_optimization": zero | {"stage": 3}}, (), ())
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:

@@ -96,7 +96,7 @@ class Plan:
         try:
             rules = memory.rules_of(optimizer, self.model, asked.params)
         except ValueError as error:
-            raise ValueError(f"--params: {error}") from None
+            raise ValueError(f"{asked.spelled('params')}: {error}") from None
         if asked.stage == options.FSDP2:
             yield self._by_fsdp2(optimizer, rules)
             return
@@ -133,7 +133,7 @@ class Plan:
         has_state = any(offload.has_state(rule, self.dtype) for rule in kinds)
         if asked.offload_optimizer and not has_state and asked.optimizer != options.ALL:
             name = type(next(iter(kinds))).__name__
-            raise ValueError(f"--offload-optimizer: {name} has next to no state.")
+            raise ValueError(f"{asked.spelled('offload_optimizer')}: {name} has next to no state.")
         wanted = {"param": asked.offload_param, "optimizer": asked.offload_optimizer and has_state}
         return [name for name, is_on in wanted.items() if is_on]
 

@@ -37,7 +37,7 @@ from ds_ext.rules.base import Kept, Rounds, register
 class Adafactor:
     """As transformers.Adafactor, flags included (arXiv 1804.04235)."""
 
-    lr: NonNegative | None = None  # only with relative_step=False
+    lr: NonNegative | None = None  # only with relative_step=False; 0 steps nothing
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-3)  # added to g², least RMS(p)
     clip_threshold: Positive = 1.0  # largest RMS of the update
     decay_rate: Negative = -0.8
@@ -48,7 +48,7 @@ class Adafactor:
     warmup_init: bool = False  # relative step size grows from 1e-6
 
     def __post_init__(self) -> None:
-        if self.relative_step and self.lr is not None:
+        if self.relative_step and self.lr:  # 0 steps nothing, as torch's DCP sets it for a moment
             raise ValueError(
                 f"lr={self.lr} and relative_step=true exclude each other: with relative_step the "
                 "step size comes from the step count. Set relative_step to false to use lr."
@@ -79,6 +79,6 @@ class Adafactor:
 
     def step_size(self, t: int) -> float:
         """``lr``, or where it is relative min(1e-2, 1 / sqrt(t))."""
-        if self.lr is not None:  # not relative_step
+        if self.lr is not None:  # not relative_step, or 0
             return self.lr
         return min(1e-6 * t if self.warmup_init else 1e-2, 1 / math.sqrt(t))

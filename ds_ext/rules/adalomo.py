@@ -28,7 +28,7 @@ from ds_ext.rules.base import Kept, Rounds, register
 class AdaLomo:
     """Adafactor's update with its size relative to the weights' (arXiv 2310.10195)."""
 
-    lr: NonNegative = 1e-3  # relative to RMS(p); the authors fine-tune with 5e-4
+    lr: NonNegative = 1e-3  # relative to RMS(p)
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-3)  # added to g², least RMS(p)
     clip_threshold: Positive = 1.0  # largest RMS of the update
     decay_rate: Negative = -0.8

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 import apollo_torch
@@ -71,5 +72,15 @@ class Muon(torch.optim.Muon):
 @contextlib.contextmanager
 def in_dtype(dtype: torch.dtype) -> Iterator[None]:
     """torch.optim.Muon computes in what it calls bfloat16; here that is ``dtype``."""
-    with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x.to(dtype, copy=True)):
+    convert = torch.Tensor.to
+
+    def converted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") is torch.bfloat16:  # since torch 2.15
+            kwargs["dtype"] = dtype
+        return convert(x, *args, **kwargs)
+
+    with (
+        mock.patch.object(torch.Tensor, "bfloat16", lambda x: convert(x, dtype, copy=True)),
+        mock.patch.object(torch.Tensor, "to", converted),
+    ):
         yield

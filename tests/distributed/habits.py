@@ -56,8 +56,26 @@ def before_step(model: Tower, optimizer, step: int) -> None:
         model.first.requires_grad_(True)
 
 
-def frozen(stage: int, policy: str, max_norm: float) -> dict[str, Any]:
-    """Freezing, unfreezing and a further group on the way."""
+def edit_groups(model: Tower, optimizer, step: int) -> None:
+    """What the script edits of the groups between steps."""
+    groups = optimizer.param_groups
+    if step == 2:
+        del groups[0]["params"][1]
+    if step == 4:
+        groups[1] = {**groups[1], "lr": 0.05}
+        groups[1]["params"] = [*groups[1]["params"], groups[0]["params"].pop()]
+    if step == 6:
+        del groups[0]
+        groups[0]["params"].reverse()
+    if step == 7:
+        del groups[0]["params"][0]
+
+
+CHANGES = {"layers": before_step, "groups": edit_groups}
+
+
+def frozen(stage: int, policy: str, max_norm: float, changes: str = "layers") -> dict[str, Any]:
+    """Freezing, unfreezing and a further group on the way; or edits of the groups."""
     model = make()
     made = {
         "train_micro_batch_size_per_gpu": 4,
@@ -69,17 +87,17 @@ def frozen(stage: int, policy: str, max_norm: float) -> dict[str, Any]:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
     before = whole(model)
     for step in range(STEPS):
-        before_step(model, engine.optimizer, step)
+        CHANGES[changes](model, engine.optimizer, step)
         engine.backward(loss_of(engine, step, dist.get_rank()))
         engine.step()
     return {"before": before, "after": whole(model)}
 
 
-def frozen_reference(world: int, max_norm: float, optimizer_type) -> Tower:
+def frozen_reference(world: int, max_norm: float, optimizer_type, changes="layers") -> Tower:
     model = make()
     optimizer = optimizer_type(groups(model), lr=0.01, relative_step=False)
     for step in range(STEPS):
-        before_step(model, optimizer, step)
+        CHANGES[changes](model, optimizer, step)
         optimizer.zero_grad()
         (sum(loss_of(model, step, rank) for rank in range(world)) / world).backward()
         if max_norm:

@@ -65,6 +65,22 @@ def message_of(action: Any, *args: Any) -> str:
     return ""
 
 
+def getters(stage: int, param: nn.Parameter) -> list[Any]:
+    """What each of DeepSpeed's getters returns of a parameter."""
+    found = [
+        utils.safe_get_full_fp32_param(param),
+        utils.safe_get_full_optimizer_state(param, "exp_avg"),
+        utils.safe_get_full_grad(param),
+    ]
+    if stage == 3:
+        found += [
+            utils.safe_get_local_fp32_param(param),
+            utils.safe_get_local_optimizer_state(param, "exp_avg"),
+            utils.safe_get_local_grad(param),
+        ]
+    return found
+
+
 def weights(stage: int, mode: str, dtype: torch.dtype) -> dict[str, Any]:
     """Weights as they are read and as they are after they were set, and used in a step."""
     master = {"weight_update": mode} if dtype == torch.bfloat16 else {}
@@ -72,6 +88,7 @@ def weights(stage: int, mode: str, dtype: torch.dtype) -> dict[str, Any]:
     step(engine, 0)
     model = engine.module
     got = {n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
+    frozen = getters(stage, model.frozen)
     held = full(engine)
     value = got["matrix"] + 1 / 3
     utils.safe_set_full_fp32_param(model.matrix, value)
@@ -85,6 +102,7 @@ def weights(stage: int, mode: str, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "got": got,
         "held": held,
+        "frozen": frozen,
         "set": (value, got["bias"] * 2 + local),
         "after": after,
         "used": full(engine),

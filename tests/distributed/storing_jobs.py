@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
+from tests.common.ranks import logged, message
 
 # What gloo and NCCL know no numbers of, but models hold: quantized and complex values.
 ODD = {
@@ -100,3 +101,19 @@ def over_others(folder: str) -> list[str]:
         assert engine.load_checkpoint(folder, tag=tag)[0] is not None
     assert (root / "run").is_symlink() and (root / "latest").read_text() == "run"
     return sorted(entry.name for entry in root.rglob("*") if not entry.name.endswith(".pt"))
+
+
+def own_tags(folder: str, mode: str) -> tuple[list[str], str, list[str], float]:
+    """Each rank gives a tag of its own -> errors, what is told, folders, the weight loaded."""
+    engine = engine_of(1, nn.Linear(3, 5), checkpoint={"tag_validation": mode})
+    tag = f"tag{dist.get_rank()}"
+    with torch.no_grad():
+        engine.module.weight.fill_(2)
+    with logged() as said:
+        errors = [message(lambda: engine.save_checkpoint(folder, tag=tag))]
+        with torch.no_grad():
+            engine.module.weight.fill_(3)
+        errors.append(message(lambda: engine.load_checkpoint(folder, tag=tag)))
+    dist.barrier()
+    entries = sorted(e.name for e in Path(folder).iterdir())
+    return errors, " ".join(said), entries, float(engine.module.weight.mean())

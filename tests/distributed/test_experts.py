@@ -25,9 +25,9 @@ def _feature(name):
     return "expert parallelism by AutoEP" if run.ep else "Hugging Face's mixtures of experts"
 
 
-# A basis of GaLore's is as exact as the gap between singular values allows; codes of 8 bits jump
-# where gradients differ in their last bits.
-CLOSE = {"galoreadamw": 3e-5, "flashadamw": 1e-2}
+# A basis of GaLore's is as exact as the gap between singular values allows (3e-5 on Intel, 6e-5 on
+# AMD EPYC); codes of 8 bits jump where gradients differ in their last bits.
+CLOSE = {"galoreadamw": 1e-4, "flashadamw": 1e-2}
 
 
 @pytest.mark.supports(_feature, **of(RUNS))
@@ -47,7 +47,7 @@ def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
             close = CLOSE.get(run.rule, 1e-5)
             assert error <= max(close * update, STEPS * 2**-24 * after[n].norm()), n
             square, square_error = square + update**2, square_error + error**2
-        whole = 1e-2 if run.rule == "flashadamw" else 1e-5
+        whole = {"flashadamw": 1e-2, "galoreadamw": 3e-5}.get(run.rule, 1e-5)
         assert square_error**0.5 <= whole * square**0.5
         assert rank["norm"] == pytest.approx(norms[-1], rel=whole)
         assert len(rank["divided"]) == (8 if run.tensor > 1 else 0)  # of attention

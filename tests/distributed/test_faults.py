@@ -104,7 +104,7 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(damage, way, file):
 
 OTHERS = {
     "other format": "has format 99 of ds_ext's checkpoints, this ds_ext reads format 4",
-    "no such tag": r"there is no checkpoint .*neither\. .*: bad, good, older",
+    "no such tag": r"there is no checkpoint .*neither\. .*: good, bad, older",
     "empty latest": r"latest is empty\. .*: bad, good, older",
     "other optimizer": "good: this checkpoint is of CAME, the optimizer is LAMB",
     "other model": "this checkpoint is of CAME, the optimizer is GaLoreAdamW",

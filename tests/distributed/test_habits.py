@@ -56,6 +56,21 @@ def test_layers_may_be_frozen_unfrozen_and_added_between_steps(ranks, stage, pol
         assert update > 0 and error <= max(1e-5 * update, habits.STEPS * 2**-24 * p.norm()), n
 
 
+EDITED = [
+    (n, stage, policy) for n in RANKS for stage in range(4) for policy in ("fused", "sharded")
+]
+QUICK_EDITED = [(2, 0, "fused"), (2, 2, "sharded"), (2, 3, "fused")]
+
+
+@pytest.mark.parametrize("ranks, stage, policy", params(EDITED, QUICK_EDITED))
+def test_edits_of_groups_are_followed_as_in_one_process(ranks, stage, policy):
+    got = worlds.once(ranks, habits.frozen, stage, policy, 0.0, "groups")[0]
+    model = habits.frozen_reference(ranks, 0.0, transformers.Adafactor, "groups")
+    for n, p in model.named_parameters():
+        update, error = (p - got["before"][n]).norm(), (got["after"][n] - p).norm()
+        assert error <= max(1e-5 * update, habits.STEPS * 2**-24 * p.norm()), n
+
+
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 def test_a_parameter_from_outside_the_model_cannot_be_added(ranks):
     message = worlds.once(ranks, habits.stranger)[0]

@@ -24,3 +24,19 @@ def test_odd_models_are_trained_as_in_one_process(stage, max_norm, policy):
 def test_an_engine_refuses_a_model_in_ddp():
     for told in worlds.run(WORLD, odd_jobs.wrapped):
         assert "wrapped by DistributedDataParallel: pass the model itself" in told
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_settings_without_effect_are_accepted_and_told_of(stage):
+    first, second = worlds.run(WORLD, odd_jobs.without_effect, stage)
+    assert first[0] and second[0]
+    for key in odd_jobs.UNREAD[stage]:
+        (line,) = [line for line in first[1] if key in line]
+        assert "has no effect" in line or "have no effect" in line
+    assert second[1] == []  # the first rank tells
+
+
+def test_a_leaf_module_without_inputs_that_need_gradients_is_refused():
+    for told, stayed, moved in worlds.run(WORLD, odd_jobs.leaf_inputs):
+        assert "First is a leaf module of ZeRO-3" in told and "unset_z3_leaf_modules" in told
+        assert stayed and moved

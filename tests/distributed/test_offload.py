@@ -220,13 +220,8 @@ def config(name: str, stage: int = 3, **section: Any) -> dict[str, Any]:
 REFUSED = [
     (config("offload_param", device="nvme", nvme_path="/x"), ["offload_param.device", '"cpu"']),
     (config("offload_optimizer", device="nvme"), ["offload_optimizer.device", "NVMe"]),
-    (config("offload_param", stage=2), ["offload_param.device", "stage is 2", "set it to 3"]),
-    (config("offload_param", max_in_cpu=10), ["offload_param.max_in_cpu = 10", "remove it"]),
-    (config("offload_param", buffer_count=5), ["offload_param.buffer_count"]),
     (config("offload_optimizer", ratio=0.5), ["offload_optimizer.ratio = 0.5"]),
-    (config("offload_optimizer", pipeline_read=True), ["offload_optimizer.pipeline_read"]),
     (config("offload_optimizer", super_offload=True), ["offload_optimizer.super_offload"]),
-    (config("offload_optimizer", buffer_count=4), ["offload_optimizer.buffer_count"]),
 ]
 
 
@@ -240,16 +235,32 @@ def test_what_cannot_be_done_is_refused_by_name(given, words):
 GRANTED = [
     config("offload_param", pin_memory=False),
     config("offload_optimizer", stage=0, pin_memory=True),
-    config("offload_optimizer", ratio=1.0, pipeline_read=False, super_offload=False),
+    config("offload_optimizer", ratio=1.0, super_offload=False),
     config("offload_param", stage=1, device="none", buffer_count=5),
     {"zero_optimization": {"offload_param": None}},
+    {"zero_optimization": True},
     {},
+]
+WITHOUT_EFFECT = [
+    (config("offload_param", stage=2), ["offload_param.device", '"cpu"', "stage is 2"]),
+    (config("offload_param", stage=1, device="nvme"), ["offload_param.device", '"nvme"']),
+    (config("offload_param", max_in_cpu=10, nvme_path="/x"), ["max_in_cpu", "nvme_path"]),
+    (config("offload_optimizer", pipeline_read=False), ["offload_optimizer.pipeline_read"]),
+    (config("offload_optimizer", stage=0, buffer_count=4), ["offload_optimizer.buffer_count"]),
 ]
 
 
 @pytest.mark.parametrize("given", GRANTED)
 def test_what_can_be_done_passes(given):
     offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
+    assert list(offload.without_effect(given)) == []
+
+
+@pytest.mark.parametrize("given, words", WITHOUT_EFFECT)
+def test_what_has_no_effect_is_accepted_and_told_of(given, words):
+    offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
+    (line,) = offload.without_effect(given)
+    assert "no effect" in line and all(word in line for word in words)
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))

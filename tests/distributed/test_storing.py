@@ -22,3 +22,16 @@ def test_other_files_and_links_stay_where_an_engine_saves(tmp_path):
     found = worlds.run(2, jobs.over_others, str(tmp_path))[0]
     assert found.count("tokenizer.json") == 1 and found.count("ds_ext.json") == 2
     assert not [name for name in found if name.startswith(".") or name.endswith("~")]
+
+
+@pytest.mark.parametrize("mode", ["Ignore", "Warn", "Fail"])
+def test_tags_that_differ_by_rank_are_taken_as_tag_validation_says(tmp_path, mode):
+    told = "the ranks give different tags"
+    for rank, found in enumerate(worlds.run(2, jobs.own_tags, str(tmp_path), mode)):
+        errors, said, entries, weight = found
+        assert all((told in error) == (mode == "Fail") for error in errors)
+        assert (told in said) == (mode == "Warn" and rank == 0)
+        if mode == "Fail":
+            assert entries == [] and weight == 3
+        else:
+            assert "tag0" in entries and "tag1" not in entries and weight == 2

@@ -15,7 +15,7 @@ from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common.ranks import whole
+from tests.common.ranks import message, whole
 from tests.integration.trainer_jobs import data
 
 EPOCHS = 4
@@ -174,3 +174,15 @@ def grouped_reference(model, optimizer) -> list[list[float]]:
             scheduler.step()
             rates.append(scheduler.get_last_lr())
     return rates
+
+
+def same_data(counts: tuple[str | None, ...], config: dict[str, Any]) -> str:
+    """What an engine says beside accelerate, of which each rank has asked for "cpu", "" or none."""
+    PartialState._reset_state()
+    asked = counts[dist.get_rank()]
+    if asked is not None:
+        PartialState(cpu=asked == "cpu")
+    optimizer = {"optimizer": {"type": "LOMO", "params": {"lr": 0.1}}}
+    made = {"train_micro_batch_size_per_gpu": 1} | optimizer | config
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    return message(lambda: deepspeed.initialize(model=model, config=made)[0].destroy())

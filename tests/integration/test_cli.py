@@ -1,7 +1,9 @@
 """``python -m ds_ext plan``: the table read back, what is refused, and the picture."""
 
 import builtins
+import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -320,3 +322,55 @@ def test_the_version_is_told(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"ds_ext {ds_ext.__version__}\n"
+
+
+# Of each wrong line: what is told, and what is not, since nobody wrote it.
+TYPOS = {
+    "plan --modl llama-7b": ["unknown option --modl. Did you mean --model?"],
+    "plan --model llama-7b --optimzer=lomo": ["Did you mean --optimizer?"],
+    "check --modle x ds.json": ["unknown option --modle. Did you mean --model?"],
+    "config adalomo lomo": ["unknown argument lomo."],
+    "plan --model llama-7b --stage 5": ["--stage", "invalid choice"],
+    "plan --model no-such": ["--model no-such"],
+}
+
+
+@pytest.mark.parametrize("line", TYPOS)
+def test_a_wrong_option_is_told_in_one_line(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and all(words in told for words in TYPOS[line])
+    assert told.count("\n") == 1 and "usage:" not in told
+
+
+BAD_CONFIGS = [
+    ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage is 5; allowed: 0, 1, 2, 3."),
+    ({"zero_optimization": True}, "zero_optimization is True"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "not to NVMe"),
+    (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "offload_param: only",
+    ),
+    ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu is '4'"),
+    ({"bf16": {"enabled": "yes"}}, "bf16.enabled is 'yes'"),
+    ({"optimizer": {"type": "AdaLom"}}, "optimizer.type is 'AdaLom'"),
+    (
+        {"optimizer": {"type": "CAME", "params": {"lrr": 1}}},
+        "optimizer.params: CAME: unknown key lrr",
+    ),
+    ({"ds_ext": {"shard_size": 3}}, "ds_ext.shard_size 3 does not divide --ranks 4"),
+    ({"ds_ext": {"shard_size": 2}}, "nothing is cut at --config: zero_optimization.stage 0"),
+]
+
+
+@pytest.mark.parametrize("config, words", BAD_CONFIGS, ids=str)
+def test_a_wrong_value_of_a_config_is_told_by_its_key(config, words, folder, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", str(folder), "--ranks", "4", "--config", str(path)])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and words in told, told
+    flags = set(re.findall("--[a-z-]+", told)) - {"--config", "--ranks", "--help", "--stage"}
+    assert not flags and told.count("\n") == 1

@@ -19,6 +19,9 @@ from ds_ext.commands.cli import main
 from ds_ext.engine import names
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.choose import params
+from tests.distributed import unusual
+from tests.distributed.wrong_configs import SIZES
+from tests.distributed.wrong_configs import WRONG as WRONG_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,6 +111,41 @@ def test_what_a_program_starts_knows_the_optimizers(tmp_path):
     lines = done.stdout.splitlines()
     # The process itself, the program that it becomes, and its child.
     assert lines.count("its own sitecustomize") == 3 and lines[-1] == "True"
+
+
+OWN_CONFIG = """
+import deepspeed, torch
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is built first
+model = torch.nn.Linear(4, 4)
+config = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.25}}, "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1,
+}
+before = model.weight.detach().clone()
+def halve(optimizer): return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+engine = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config, lr_scheduler=halve
+)[0]
+engine.backward(engine(torch.eye(4)).sum())
+engine.step()
+print("step", type(engine.optimizer.optimizer).__name__, (before - model.weight).tolist()[0])
+"""
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_a_programs_own_config_is_replaced(tmp_path):
+    """LOMO's first step is lr times the gradient, which is 1 for each weight of an identity."""
+    (tmp_path / "program.py").write_text(OWN_CONFIG)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"optimizer": {"type": "LOMO", "params": {"lr": "auto"}}}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 1]
+    command += ["-m", "ds_ext", "run", "--config", config, tmp_path / "program.py"]
+    done = started(*command)
+    assert done.returncode == 0, done.stderr
+    assert "run --config: LOMO replaces AdamW" in done.stderr + done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("step"))
+    kind, *steps = re.sub(r"[][,]", "", line).split()[1:]
+    assert kind == "LOMO" and [*map(float, steps)] == pytest.approx([0.125] * 4, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -261,7 +299,13 @@ WRONG = {
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
         ["not to NVMe"],
     ),
-    "our section": ({"ds_ext": {"clip_mode": "previos"}}, ["ds_ext.clip_mode is 'previos'"]),
+    "our section": (
+        {"ds_ext": {"clip_mode": "previos"}},
+        ["error: ds_ext.clip_mode is 'previos'"],  # and not "Section:"
+    ),
+    "a key of our section": ({"ds_ext": {"polcy": 1}}, ["error: unknown key ds_ext.polcy."]),
+    "a stage": ({"zero_optimization": {"stage": 5}}, ["stage is 5; allowed: 0, 1, 2, 3."]),
+    "a name of other libraries": (optimizer(learning_rate=1), ['Did you mean "lr"?']),
     "what DeepSpeed alone knows": ({"activation_checkpointing": 3}, ["DeepSpeed refuses"]),
 }
 
@@ -333,10 +377,9 @@ def test_adapters_have_the_names_that_peft_gives_them(tmp_path, capsys):
         "note: AdaLomo on base_model.model.model.embed_tokens.modules_to_save.default.weight"
         in notes
     )
-    assert told(whole) == (
-        [],
-        ["note: the names of LoRA's adapters are not checked: add --lora RANK"],
-    )
+    assert told(whole) == ([], [])
+    main(["check", str(tmp_path / "ds.json"), "--model", str(tmp_path)])
+    assert "not checked: the names of LoRA's adapters; add --lora RANK" in capsys.readouterr().out
     (error,) = told(whole | optimizer(param_groups=[{"match": "lora_C", "lr": 1e-4}]), "--lora", 4)[
         0
     ]
@@ -371,3 +414,97 @@ def test_a_file_that_is_no_config_is_named(text, words, tmp_path, capsys):
 def test_optimizers_of_others_are_noted(tmp_path, capsys):
     _, notes = checked(changed(optimizer={"type": "AdamW"}), tmp_path, capsys)
     assert any("AdamW is DeepSpeed's or torch's own" in note for note in notes)
+
+
+ONE_CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
+OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+GROUP = {"match": "head", "type": "AdamW", "lr": 1e-4}
+WITHOUT_MODEL = {
+    "no state to offload": (OFFLOADED, ["next to nothing to offload, for AdaLomo"]),
+    "state of some parameters": (OFFLOADED | optimizer(param_groups=[GROUP]), []),
+    "a match": (
+        optimizer(param_groups=[GROUP | {"match": "(head"}]),
+        ["param_groups[0].match: '(head' is not a regular expression"],
+    ),
+    "targets": (
+        {"optimizer": {"type": "APOLLO", "params": {"target_modules": ["q_proj", "*"]}}},
+        ["target_modules: '*' is not a regular expression"],
+    ),
+    "no targets": (
+        {"optimizer": {"type": "APOLLO", "params": {"target_modules": []}}},
+        ["target_modules is []"],
+    ),
+    "a scheduler's type": (
+        {"scheduler": {"type": "WarmupLRR"}},
+        ["scheduler.type is 'WarmupLRR'", 'Did you mean "WarmupLR"?'],
+    ),
+    "no scheduler's type": ({"scheduler": {"params": {}}}, ["scheduler is"]),
+    "a scheduler's params": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+        ["scheduler.params: WarmupLR refuses them", "warmup_steps"],
+    ),
+    "a scheduler of torch": (
+        {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 3}}},
+        [],
+    ),
+    "betas of a scheduler": (
+        {
+            "optimizer": {"type": "CAME", "params": {"lr": 1e-3}},
+            "scheduler": {"type": "OneCycle", "params": ONE_CYCLE},
+        },
+        ["CAME has 3 betas; OneCycle sets"],
+    ),
+    "no rate to schedule": (
+        {
+            "optimizer": {"type": "Adafactor", "params": {"relative_step": True}},
+            "scheduler": {"type": "WarmupLR", "params": {}},
+        },
+        ["there is no lr for a scheduler to set"],
+    ),
+    "experts and sequences": (
+        {"expert_parallel": {"enabled": True}, "sequence_parallel_size": 2},
+        ["does not partition the experts of AutoEP"],
+    ),
+    "auto that DeepSpeed drops": (
+        {"zero_optimization": {"stage": 2, "reduce_scatter": "auto", "overlap_comm": "auto"}},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_MODEL)
+def test_what_needs_no_model_is_found_without_one(what, tmp_path, capsys):
+    keys, words = WITHOUT_MODEL[what]
+    errors, _ = checked(changed(**keys), tmp_path, capsys)
+    assert len(errors) == (len(words) > 0), errors
+    assert all(word in errors[0] for word in words), errors
+
+
+# What depends on the script, the launcher or the device.
+ELSEWHERE = {"compiled model", "compiled backward", "quantized weights"}
+
+
+@pytest.mark.parametrize("name", sorted(unusual.REFUSED.keys() - ELSEWHERE))
+def test_what_an_engine_refuses_is_found(name, tmp_path, capsys):
+    config = unusual.REFUSED[name] | unusual.ADALOMO
+    assert checked(config, tmp_path, capsys, "--ranks", 3)[0]
+
+
+@pytest.mark.parametrize("name", WRONG_CONFIGS)
+def test_what_ends_all_ranks_is_found(name, tmp_path, capsys):
+    config = SIZES | unusual.ADALOMO | WRONG_CONFIGS[name]
+    errors, _ = checked(config, tmp_path, capsys, "--ranks", 2)
+    assert any(name in error for error in errors), errors
+
+
+def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):
+    keys = optimizer(param_groups=[GROUP]) | {"ds_ext": {"shard_size": 2}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(changed(**keys)))
+    assert main(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "not checked: optimizer.params.param_groups" in said and "give --model" in said
+    assert "not checked: ds_ext.shard_size" in said and "give --ranks" in said
+    assert said.endswith("nothing is wrong in what was checked\n")
+    assert main(["check", str(path), "--ranks", "3"]) == 1
+    assert "ds_ext.shard_size = 2 does not divide the 3 ranks" in capsys.readouterr().out

@@ -190,5 +190,5 @@ def test_the_table_is_written_between_its_marks(project):
         assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
     found = json.loads((root / "tests" / "support.json").read_text())
     assert support.render(found) in text
-    assert "| CAME | [it](../tests/test_it.py) |" in text
+    assert " | CAME |\n" in text and "| [it](../tests/test_it.py) |" in text
     assert "that names the setting: ZenFlow (`zero_optimization.zenflow`)." in text

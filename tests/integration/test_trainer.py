@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import ds_ext
 from tests import worlds
 from tests.common import authors, by_role
 from tests.common.choose import params
@@ -96,6 +97,53 @@ def compare(got, expected, before, steps, close=1e-5):
     allowed = torch.maximum(2 * close * updates, resolution).where(updates > 0, 0)
     assert not [n for n, bad in zip(expected, errors > allowed, strict=True) if bad]
     assert errors.norm() <= close * updates.norm()
+
+
+ALONE = {"free": {"max_grad_norm": 0.0}, "clipped": {"max_grad_norm": 0.3}}
+ALONE["accumulated"] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
+    """FuseCallback against the authors' AdaLomo in HF Trainer; no gradient is left in ``.grad``."""
+    told = {**trainer_jobs.ARGUMENTS, **ALONE[case]}
+    accumulation = told.get("gradient_accumulation_steps", 1)
+    model = build()
+    before, left = weights(model), []
+
+    class Look(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            left.extend(p for p in model.parameters() if p.grad is not None)
+
+    trainer = trainer_jobs.Sequential(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=tmp_path, per_device_train_batch_size=BATCH // accumulation, **told
+        ),
+        train_dataset=trainer_jobs.data(),
+        optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": told["learning_rate"]}),
+        callbacks=[ds_ext.FuseCallback(), Look()],
+    )
+    trainer.train()
+    expected, log = reference("adalomo", told["max_grad_norm"], False)
+    compare(weights(model), expected, before, STEPS)
+    assert of(trainer.state.log_history, "loss") == pytest.approx(of(log, "loss"), rel=1e-4)
+    assert not left
+
+
+@pytest.mark.parametrize("case", ["clipped", "accumulated"])
+def test_fused_is_refused_where_trainer_needs_gradients(case, tmp_path):
+    trainer = trainer_jobs.Sequential(
+        model=build(),
+        args=transformers.TrainingArguments(
+            output_dir=tmp_path, **{**trainer_jobs.ARGUMENTS, **ALONE[case]}
+        ),
+        train_dataset=trainer_jobs.data(),
+        optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": 1e-3}),
+        callbacks=[ds_ext.FuseCallback(gradient_policy="fused")],
+    )
+    with pytest.raises(ValueError, match="Set (max_grad_norm=0|gradient_accumulation_steps=1), or"):
+        trainer.train()
 
 
 def of(log, key):
@@ -265,3 +313,25 @@ def test_groups_keep_their_settings_and_schedules(folder, name):
     rates = own_loops.grouped_reference(model, optimizer)
     compare(got["after"], weights(model), weights(build()), len(rates))
     assert got["rates"] == rates
+
+
+# What each rank asks accelerate for, the config beside that, and what is told.
+COUNTED = {
+    "none": ((None, None), {}, ()),
+    "both for the CPU": (("cpu", "cpu"), {}, ()),
+    "neither for the CPU": (
+        ("", ""),
+        {"zero_optimization": {"stage": 3}},
+        ("accelerate counts 1 process,", "2 data-parallel ranks", "PartialState(cpu=True)"),
+    ),
+    "without ZeRO": (("", ""), {}, ("the same data", "ACCELERATE_USE_CPU=1")),
+    "one rank alone": ((None, ""), {}, ("accelerate process counts", "None and 1")),
+    "ranks that share the data": (("", ""), {"sequence_parallel_size": 2}, ()),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_ranks_that_accelerate_would_give_the_same_data_are_refused(name):
+    counts, config, parts = COUNTED[name]
+    for told in worlds.run(2, own_loops.same_data, counts, config):
+        assert bool(told) == bool(parts) and all(part in told for part in parts), told

@@ -291,12 +291,12 @@ def test_a_resumed_run_draws_the_same_though_parameters_have_another_order(kind)
 
 
 ILL = [
-    ({"rank": 0}, r"optimizer.params.rank is 0; allowed: a whole number > 0"),
+    ({"rank": 0}, r"rank is 0; allowed: a whole number > 0"),
     ({"rank": None}, r"rank is None; allowed: a whole number > 0"),
     ({"scale_type": "row"}, r"scale_type is 'row'; allowed: \"channel\" or \"tensor\""),
     ({"scale": 0.0}, r"scale is 0.0; allowed: a number > 0"),
     ({"update_proj_gap": 0.5}, r"update_proj_gap is 0.5; allowed: a whole number > 0"),
-    ({"proj": "svd"}, r"unknown key optimizer.params.proj"),
+    ({"proj": "svd"}, r"unknown key proj"),
 ]
 
 

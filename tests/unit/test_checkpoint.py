@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import ds_ext
-from ds_ext.checkpoint import checks, folder, resharding
+from ds_ext.checkpoint import checks, folder, resharding, swap
 from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.checkpoint.resharding import Own
 from ds_ext.distributed import consensus
@@ -80,12 +80,12 @@ def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
     assert folder.newest_checkpoint(tmp_path) is None
 
     def write(path, steps):
-        aside = folder.incomplete(path)
-        aside.mkdir(parents=True)
-        (aside / "file.pt").write_bytes(b"content %d" % steps)
-        files = {"file.pt": folder.describe(aside / "file.pt")}
+        draft = folder.prepare(path)
+        (draft.aside / "file.pt").write_bytes(b"content %d" % steps)
+        files = {"file.pt": folder.describe(draft.aside / "file.pt")}
         said = {"ds_ext": folder.VERSION, "tag": path.name, "global_steps": steps, "files": files}
-        folder.commit(path, said, True)
+        folder.commit(draft, said, True)
+        swap.close(draft)
 
     for steps in (9, 10, 30):
         write(tmp_path / f"global_step{steps}", steps)

@@ -211,7 +211,7 @@ def test_the_host_reads_nothing_before_a_step_ends_and_one_vector_then(name, mon
     for p in set(model.parameters()) - {*groups}:
         p.requires_grad_(False)
     optimizer = ds_ext.optimizer.OPTIMIZERS[name](groups, **SIMULATED[name])
-    with mock.patch.object(start, "warnings", lambda *_: []):  # which read weights
+    with mock.patch.object(start, "warnings", lambda *_, **__: []):  # which read weights
         ds_ext.fuse_into_backward(model, optimizer)
     reads = []
     found = mock.Mock(square=1.0, bad=[])

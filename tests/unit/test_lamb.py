@@ -172,7 +172,7 @@ def test_no_temporary_of_the_size_of_the_run(elements, monkeypatch):
 def test_ill_clamps_are_refused():
     with pytest.raises(ValueError, match=r"min_coeff=2.0 is larger than max_coeff=1.0"):
         ds_ext.LAMB([torch.zeros(2)], min_coeff=2.0, max_coeff=1.0)
-    with pytest.raises(ValueError, match=r"optimizer.params.max_coeff is 0; allowed: a number > 0"):
+    with pytest.raises(ValueError, match=r"max_coeff is 0; allowed: a number > 0"):
         ds_ext.LAMB([torch.zeros(2)], max_coeff=0)
 
 

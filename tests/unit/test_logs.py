@@ -58,9 +58,52 @@ def test_lines_go_where_the_application_says_and_nowhere_else(fresh, capsys, fir
     assert own.getvalue().count(LINE) == 1 and LINE not in capsys.readouterr().err
 
 
+class OthersOnly(logging.Filter):
+    """As axolotl has it: lines of others are kept back below warnings."""
+
+    def filter(self, record):
+        return record.levelno >= logging.WARNING
+
+
+WAYS = ["level", "handler's level", "handler's filter", "logger's filter", "after a first run"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_line_is_seen_where_the_application_shows_warnings_alone(fresh, capsys, way):
+    if way == "after a first run":
+        train()
+        capsys.readouterr()
+    own = io.StringIO()
+    handler = logging.StreamHandler(own)
+    fresh.addHandler(handler)
+    if way != "level":
+        fresh.setLevel(logging.INFO)
+    if way == "handler's level":
+        handler.setLevel(logging.WARNING)
+    if way in ("handler's filter", "after a first run"):
+        handler.addFilter(OthersOnly())
+    if way == "logger's filter":
+        logs.logger.addFilter(OthersOnly())
+    try:
+        train()
+    finally:
+        logs.logger.filters.clear()
+    said = capsys.readouterr().err
+    assert said.startswith("[ds_ext] LOMO, without DeepSpeed, 1 rank: ") and said.count("\n") == 1
+    assert LINE not in own.getvalue()
+
+
+def test_the_first_line_is_shown_once_where_the_application_takes_it(fresh, capsys):
+    own = io.StringIO()
+    fresh.addHandler(logging.StreamHandler(own))
+    fresh.setLevel(logging.INFO)
+    train()
+    assert own.getvalue().count("LOMO, without DeepSpeed") == 1 and not capsys.readouterr().err
+
+
 def test_a_level_that_was_set_stays(fresh, capsys):
     logging.getLogger("ds_ext").setLevel(logging.WARNING)
     train()
-    assert LINE not in capsys.readouterr().err
+    assert not capsys.readouterr().err
     logs.logger.warning("heard")
     assert capsys.readouterr().err == "[ds_ext] heard\n"

@@ -252,11 +252,11 @@ def test_gradients_of_zero_and_of_low_rank_give_finite_updates():
 
 
 ILL = [
-    ({"momentum": 1.0}, r"optimizer.params.momentum is 1.0; allowed: a number in \[0, 1\)"),
+    ({"momentum": 1.0}, r"momentum is 1.0; allowed: a number in \[0, 1\)"),
     ({"ns_steps": 0}, r"ns_steps is 0; allowed: a whole number > 0"),
     ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients is \(1.0, 2.0\); allowed: a list of 3"),
     ({"adjust_lr_fn": "rms"}, r'adjust_lr_fn is .rms.; allowed: "original" or "match_rms_adamw"'),
-    ({"beta": 0.9}, r"unknown key optimizer.params.beta"),
+    ({"beta": 0.9}, r"unknown key beta"),
 ]
 
 

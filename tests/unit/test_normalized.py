@@ -190,7 +190,7 @@ def test_nothing_is_kept_but_the_momentum_of_the_head():
 
 
 def test_ill_values_are_refused():
-    with pytest.raises(ValueError, match=r"params.norm_axis is 'col'; allowed: \"row\" or \"col"):
+    with pytest.raises(ValueError, match=r"SCALE: norm_axis is 'col'; allowed: \"row\" or \"col"):
         ds_ext.SCALE([torch.zeros(2, 2)], norm_axis="col")
-    with pytest.raises(ValueError, match=r"params.iterations is 0; allowed: a whole number > 0"):
+    with pytest.raises(ValueError, match=r"SinkGD: iterations is 0; allowed: a whole number > 0"):
         ds_ext.SinkGD([torch.zeros(2, 2)], iterations=0)

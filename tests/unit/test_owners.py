@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import ds_ext
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common.hypers import TRAINED
 
 
 def make() -> nn.Sequential:
@@ -176,6 +178,36 @@ def test_copies_of_a_fused_model_are_ordinary_models(how):
     assert not equal(model.parameters(), before)
 
 
+PAIRS = [(name, torch.float32, "nearest") for name in sorted(OPTIMIZERS)]
+PAIRS += [("adamw", torch.bfloat16, mode) for mode in ("stochastic", "master", "master24")]
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+@pytest.mark.parametrize("name, dtype, mode", PAIRS)
+def test_a_copy_of_a_fused_pair_trains_by_itself(name, dtype, mode, trained):
+    model = make().to(dtype)
+    made = OPTIMIZERS[name].for_model(model, **TRAINED[name], weight_update=mode)
+    ds_ext.fuse_into_backward(model, made)
+
+    def step(model, optimizer, number):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(number)).to(dtype)
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    for number in range(trained):
+        step(model, made, number)
+    twin, own = copy.deepcopy((model, made))
+    before = weights(model)
+    for number in range(trained, trained + 2):  # an ordinary pair: gradients stay in grad
+        step(twin, own, number)
+    assert equal(model.parameters(), before)
+    assert not equal(twin.parameters(), before)
+    for number in range(trained, trained + 2):
+        step(model, made, number)
+    assert equal(model.parameters(), twin.parameters())  # the same bits
+
+
 @pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
 def test_a_fused_model_that_nobody_holds_is_freed(how):
     model = make()
@@ -186,3 +218,15 @@ def test_a_fused_model_that_nobody_holds_is_freed(how):
     del model, optimizer, fused
     gc.collect()
     assert [weight() for weight in left] == [None] * len(left)
+
+
+def test_torchscript_of_a_fused_model_has_none_of_our_hooks():
+    model = make()
+    _, optimizer = fuse(model)
+    x = torch.randn(3, 6)
+    for each in (model, copy.deepcopy(model)):
+        assert torch.equal(torch.jit.script(each)(x), model(x))
+    before = weights(model)
+    loss_of(model).backward()
+    optimizer.step()
+    assert not equal(model.parameters(), before)

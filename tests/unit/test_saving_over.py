@@ -1,11 +1,14 @@
 """What else stands in the folder that a checkpoint is saved to stays there."""
 
+import errno
+import fcntl
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from ds_ext.checkpoint import folder
+from ds_ext.checkpoint import folder, locks, swap
 
 KEPT = {
     "tokenizer.json": "tokens",
@@ -21,15 +24,14 @@ class Killed(BaseException):
 
 def save(root: Path, tag: str, steps: int, ranks: int = 2) -> None:
     """A checkpoint as engine.save_checkpoint writes it: prepared, written, committed."""
-    path = root / tag
-    folder.prepare(path)
-    aside = folder.incomplete(path)
+    draft = folder.prepare(root / tag)
     names = [f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(ranks)]
     for name in names:
-        (aside / name).write_text(f"{tag} {steps}")
-    files = {name: folder.describe(aside / name) for name in names}
+        (draft.aside / name).write_text(f"{tag} {steps}")
+    files = {name: folder.describe(draft.aside / name) for name in names}
     said = {"ds_ext": folder.VERSION, "tag": tag, "global_steps": steps, "files": files}
-    folder.commit(path, said, True)
+    folder.commit(draft, said, True)
+    swap.close(draft)
 
 
 def steps_of(root: Path, tag: str) -> int:
@@ -124,7 +126,8 @@ def kill_before(monkeypatch, number: int) -> None:
 
     for name in MOVES:
         monkeypatch.setattr(Path, name, dying(getattr(Path, name)))
-    monkeypatch.setattr(os, "replace", dying(os.replace))
+    for name in ("replace", "unlink", "rmdir"):  # shutil.rmtree calls the last two
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
 
 
 def start(root: Path, kind: str) -> None:
@@ -154,7 +157,7 @@ def test_killed_at_any_moment_nothing_is_lost(tmp_path, monkeypatch, kind):
         tag = folder.latest(root)
         assert (tag, steps_of(root, tag)) in {("run/step2", 2), ("run", 3)}
         assert steps_of(root, "run") in (1, 3) and steps_of(root, "run/step2") == 2
-        assert folder.newest_checkpoint(root).steps in (1, 3)
+        assert folder.newest_checkpoint(root).steps in (2, 3)
         assert set(KEPT.values()) <= texts(root)
         # The next save brings all of it where it was.
         save(root, "run", 4)
@@ -165,3 +168,139 @@ def test_killed_at_any_moment_nothing_is_lost(tmp_path, monkeypatch, kind):
         if not killed:
             break
     assert number > 15 and not killed
+
+
+def test_the_newest_checkpoint_may_have_a_tag_with_folders(tmp_path):
+    save(tmp_path, "step1", 1)
+    save(tmp_path, "run/a/step3", 3)
+    assert folder.latest(tmp_path) == "run/a/step3"
+    assert folder.newest_checkpoint(tmp_path) == (str(tmp_path), "run/a/step3", 3)
+    save(tmp_path, "run/step2", 2)
+    save(tmp_path, "run", 2)  # around the two others
+    assert folder.newest_checkpoint(tmp_path).tag == "run/a/step3"
+    (tmp_path / "run").rename(tmp_path / ".replaced-run")  # killed here
+    assert folder.newest_checkpoint(tmp_path).tag == "run/a/step3"
+    (tmp_path / ".replaced-run/a/step3/zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("")
+    for tag in ("run/step2", "run"):  # as new as each other
+        (tmp_path / "latest").write_text(tag)
+        assert folder.newest_checkpoint(tmp_path) == (str(tmp_path), tag, 2)
+
+
+def test_other_runs_links_and_odd_folders_do_not_confuse_the_newest_checkpoint(tmp_path):
+    root = tmp_path / "out"
+    save(root / "other run", "step9", 9)  # saved to a folder of its own
+    save(tmp_path / "disk", "step4", 4)
+    save(tmp_path / "elsewhere", "run/step5", 5)
+    save(root, "run/step3", 3)
+    (root / "run/up").symlink_to(root)
+    (root / "all").symlink_to("/")
+    (root / "none").symlink_to("missing")
+    (root / "a file").write_text("")
+    (root / "run/ds_ext.json").mkdir()
+    (root / "run/closed").mkdir(mode=0)
+    assert folder.newest_checkpoint(root) == (str(root), "run/step3", 3)
+    (root / "best").symlink_to(tmp_path / "disk/step4")
+    assert folder.newest_checkpoint(root) == (str(root), "best", 4)
+    (root / "far").symlink_to(tmp_path / "elsewhere/run")
+    assert folder.newest_checkpoint(root) == (str(root), "far/step5", 5)
+
+
+def leftovers(root: Path) -> list[str]:
+    return [path.name for path in root.rglob(".*")]
+
+
+@pytest.mark.parametrize("tag", ["first", "second"])
+def test_another_job_does_not_touch_what_a_job_writes(tmp_path, tag):
+    first = folder.prepare(tmp_path / "first")
+    (first.aside / "file.pt").write_text("first")
+    save(tmp_path, tag, 2)
+    files = {"file.pt": folder.describe(first.aside / "file.pt")}
+    said = {"ds_ext": folder.VERSION, "tag": "first", "global_steps": 1, "files": files}
+    folder.commit(first, said, True)
+    swap.close(first)
+    assert steps_of(tmp_path, "first") == 1 and steps_of(tmp_path, tag) in (1, 2)
+    assert folder.latest(tmp_path) == "first" and not leftovers(tmp_path)
+
+
+def test_what_another_job_left_in_the_midst_of_an_exchange_is_settled(tmp_path):
+    save(tmp_path, "run", 1)
+    put(tmp_path / "run")
+    draft = folder.prepare(tmp_path / "run")
+    (tmp_path / "run").rename(
+        tmp_path / ".replaced-run"
+    )  # another job, killed after its first move
+    (tmp_path / "run").mkdir()
+    swap.take_place(draft)
+    swap.close(draft)
+    assert set(KEPT.values()) <= texts(tmp_path / "run") and not leftovers(tmp_path)
+
+
+def killed_in_a_save(root: Path) -> None:
+    """Another process, killed while it writes a checkpoint."""
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    try:
+        draft = folder.prepare(root / "killed")
+        (draft.aside / "layer_00-model_states.pt").write_text("half")
+        (draft.aside / "a folder").mkdir()
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_job_left_is_cleared(tmp_path):
+    killed_in_a_save(tmp_path)
+    assert len(leftovers(tmp_path)) == 2
+    save(tmp_path, "run", 1)
+    assert not leftovers(tmp_path)
+
+
+def test_a_process_that_was_forked_in_a_save_holds_no_lock(tmp_path):
+    draft = folder.prepare(tmp_path / "run")
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        os.read(reading, 1)
+        os._exit(0)
+    swap.close(draft)
+    save(tmp_path, "run", 1)
+    assert not leftovers(tmp_path)
+    os.write(writing, b".")
+    os.waitpid(pid, 0)
+
+
+def no_locks(file, how) -> None:
+    raise OSError(errno.ENOLCK, "no locks here")
+
+
+@pytest.mark.parametrize("kind", ["no locks", "another host's locks"])
+def test_without_locks_of_all_hosts_only_what_rests_for_an_hour_is_cleared(
+    tmp_path, monkeypatch, kind
+):
+    if kind == "no locks":
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        draft = folder.prepare(tmp_path / "live")
+    else:
+        with monkeypatch.context() as patched:
+            patched.setattr(locks, "_kernel", lambda: "another host")
+            draft = folder.prepare(tmp_path / "live")
+        fcntl.flock(draft.lock, fcntl.LOCK_UN)  # as seen from here
+    file = draft.aside / "file.pt"
+    file.write_text("live")
+    save(tmp_path, "run", 1)
+    assert file.exists()
+    for entry in (file, draft.aside, *tmp_path.glob("*.lock")):
+        os.utime(entry, (1e9, 1e9))
+    os.utime(file)  # one rank writes
+    save(tmp_path, "run", 2)
+    assert file.exists()
+    os.utime(file, (1e9, 1e9))
+    save(tmp_path, "run", 3)
+    assert not leftovers(tmp_path) and steps_of(tmp_path, "run") == 3
+
+
+def test_a_job_that_hangs_with_the_lock_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "SECONDS", 0.05)
+    with locks.exclusive(tmp_path), pytest.raises(folder.CheckpointError, match="has held.*lock"):
+        save(tmp_path, "run", 1)
+    save(tmp_path, "run", 1)
+    assert not leftovers(tmp_path)

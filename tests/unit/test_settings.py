@@ -5,18 +5,17 @@ import torch
 from torch import nn
 
 from ds_ext.backward import settings
-from ds_ext.config import gradients, refused
+from ds_ext.config import gradients, offload, refused
+from ds_ext.engine import versions
 from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
 SETTINGS = [
-    ("zero_optimization.reduce_scatter", [False], [True], "remove it"),
     ("zero_optimization.offload_optimizer.super_offload", [True], [False], "remove it"),
     ("zero_optimization.cpu_offload", [True], [False], "offload_optimizer"),
     ("zero_optimization.cpu_offload_param", [True], [False], "offload_param"),
-    ("zero_optimization.cpu_offload_use_pin_memory", [True, False], [None], "pin_memory"),
     ("zero_optimization.zero_quantized_nontrainable_weights", [True], [False], "remove it"),
     ("zero_optimization.mics_shard_size", [2], [-1], '"ds_ext": {"shard_size": n}'),
     ("zero_optimization.mics_hierarchical_params_gather", [True], [False], "remove it"),
@@ -31,7 +30,6 @@ SETTINGS = [
     ("checkpoint.load_universal", [True], [False], "without ds_to_universal"),
     ("checkpoint.use_node_local_storage", [True], [False], "file system that all ranks share"),
     ("checkpoint.writer", [{"decoupled": True}], [None], "remove it"),
-    ("checkpoint.checkpoint_serialization", [False], [True], "remove it"),
     ("datastates_ckpt", [{}, {"x": 1}], [False], "remove it"),
 ]
 REFUSED = [(key, value, advice) for key, bad, _, advice in SETTINGS for value in bad]
@@ -64,24 +62,51 @@ def test_a_setting_that_is_honoured_passes(key, value):
     refused.refuse(config(key, value))
 
 
-def test_a_usual_config_passes():
-    refused.refuse(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 4,
-            "gradient_clipping": 1.0,
-            "bf16": {"enabled": False},
-            "fp16": {"enabled": True, "loss_scale": 0},
-            "zero_optimization": {
-                "stage": 3,
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-                "offload_param": {"device": "none"},
-                "stage3_gather_16bit_weights_on_model_save": True,
-            },
-        }
-    )
-    refused.refuse({})
+# (setting, values that change nothing and are told of, values that are not told of)
+WITHOUT_EFFECT = [
+    ("zero_optimization.reduce_scatter", [False], [True, None]),
+    ("zero_optimization.ignore_unused_parameters", [False], [True, None]),
+    ("zero_optimization.cpu_offload_use_pin_memory", [True, False], [None]),
+    ("checkpoint.checkpoint_serialization", [False], [True, None]),
+]
+
+
+def test_the_table_holds_every_setting_without_effect():
+    assert [key for key, *_ in refused._WITHOUT_EFFECT] == [key for key, *_ in WITHOUT_EFFECT]
+
+
+@pytest.mark.parametrize("key, told, untold", WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_accepted_and_told_of(key, told, untold):
+    for value in told:
+        given = config(key, value)
+        refused.refuse(given)
+        (line,) = refused.without_effect(given)
+        assert line.startswith(f"{key} = {value!r} has no effect: ")
+    for value in untold:
+        assert list(refused.without_effect(config(key, value))) == []
+
+
+USUAL = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": False},
+    "fp16": {"enabled": True, "loss_scale": 0},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "offload_param": {"device": "none"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+@pytest.mark.parametrize("given", [USUAL, {}])
+def test_a_usual_config_passes(given):
+    refused.refuse(given)
+    assert list(refused.without_effect(given)) == []
 
 
 def test_gradients_are_kept_where_they_have_to_be_and_nowhere_else():
@@ -105,13 +130,38 @@ def test_clipping_and_the_dtype_of_kept_gradients():
     assert gradients.read({"gradient_clipping": None}).max_norm == 0
 
 
+AUTO = {
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": "auto",
+    "prescale_gradients": "auto",
+    "data_types": {"grad_accum_dtype": "auto"},
+    "compile": {"deepcompile": "auto"},
+    "zero_optimization": {
+        "reduce_bucket_size": "auto",
+        "zero_hpz_partition_size": "auto",
+        "offload_param": {"device": "auto"},
+        "offload_optimizer": {"device": "cpu", "ratio": "auto"},
+    },
+    "ds_ext": {"gradient_policy": "auto", "clip_value": "auto", "shard_size": "auto"},
+}
+
+
+def test_auto_is_as_if_the_key_were_absent():
+    assert gradients.read(AUTO) == gradients.read({})
+    assert gradients.section_of(AUTO) == settings.Section()
+    assert gradients.bucket_size(AUTO) == settings.BUCKET_SIZE
+    refused.refuse(AUTO)
+    offload.check(AUTO, (), ())
+    versions.refuse_lacking(AUTO, "0.18.6")
+    assert gradients.report(gradients.read(AUTO), AUTO) == gradients.report(gradients.read({}), {})
+
+
 CONTRADICTIONS = [
     ({"ds_ext": {"gradient_polcy": "fused"}}, ["ds_ext.gradient_polcy", '"gradient_policy"']),
     ({"ds_ext": {"gradient_policy": "kept"}}, ["ds_ext.gradient_policy", '"sharded"']),
     ({"ds_ext": {"clip_mode": "last"}}, ["ds_ext.clip_mode", '"previous"']),
     ({"ds_ext": {"clip_value": -1.0}}, ["ds_ext.clip_value", ">= 0"]),
     ({"gradient_clipping": -1.0}, ["gradient_clipping", ">= 0"]),
-    ({"gradient_clipping": "auto"}, ["gradient_clipping", "'auto'"]),
     (
         {"gradient_clipping": 1.0, "ds_ext": {"clip_value": 1.0}},
         ["gradient_clipping = 1.0", "ds_ext.clip_value = 1.0"],
@@ -149,7 +199,9 @@ def test_contradictions_are_refused_by_name(given, parts):
 
 
 def test_a_section_that_is_no_section_is_not_searched():
-    refused.refuse({"fp16": None, "zero_optimization": True, "compile": []})
+    given = {"fp16": None, "zero_optimization": True, "compile": []}
+    refused.refuse(given)
+    assert list(refused.without_effect(given)) == []
 
 
 def test_bucket_size():
@@ -164,7 +216,7 @@ def test_a_bucket_of_nothing_is_each_parameter_by_itself():
     assert gradients.bucket_size(config("zero_optimization.reduce_bucket_size", 0)) == 0
 
 
-@pytest.mark.parametrize("size", ["auto", -1, True, [], float("inf")])
+@pytest.mark.parametrize("size", [-1, True, [], float("inf")])
 def test_a_bucket_size_that_is_none_is_refused(size):
     with pytest.raises(ValueError, match="zero_optimization.reduce_bucket_size is .*; allowed"):
         gradients.bucket_size(config("zero_optimization.reduce_bucket_size", size))

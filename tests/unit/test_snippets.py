@@ -69,7 +69,12 @@ def test_a_document_that_does_not_exist_is_found(tmp_path):
 
 
 def test_a_rule_is_quoted():
-    assert "<!-- code: ds_ext/rules/" in snippets.documents()[0].read_text()
+    assert any("<!-- code: ds_ext/rules/" in page.read_text() for page in snippets.documents())
+
+
+def test_the_readme_is_for_users_and_short():
+    lines = (snippets.ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 100
 
 
 def test_a_stale_block_is_renewed_and_the_rest_left_alone():

@@ -2,14 +2,16 @@
 
 import os
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from deepspeed.ops.op_builder.builder import OpBuilder
-from torch.utils import cpp_extension, file_baton
+from torch.utils import cpp_extension
 
 from ds_ext.distributed import consensus
-from ds_ext.engine import op_builds, replacing, tracebacks
+from ds_ext.engine import adapter, op_builds, replacing, tracebacks
 
 
 def test_a_traceback_comes_from_the_first_rank_alone(monkeypatch, capsys):
@@ -49,9 +51,34 @@ def test_what_takes_long_is_announced_once(said, tmp_path):
     assert len(said) == 1 and "builds its op an_op" in said[0]
 
 
+def test_a_lock_that_every_build_leaves_is_no_sign_of_one(said, tmp_path, monkeypatch):
+    """As torch 2.15 does."""
+    monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
+    for name in ("lock", "an_op.so"):
+        (tmp_path / name).touch()
+    op_builds.announce("an_op")
+    assert not said
+
+
+def test_groups_get_their_time_limit_without_a_warning(monkeypatch):
+    """By the function that torch 2.15 has, which warns of the older one."""
+    told, limit = [], timedelta(seconds=7)
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=limit))
+    everyone = SimpleNamespace(_get_backend=lambda device: backend)
+    torch_215 = SimpleNamespace(
+        group=SimpleNamespace(WORLD=everyone),
+        set_timeout=lambda *given: told.append(given),
+        distributed_c10d=SimpleNamespace(_set_pg_timeout=None),
+    )
+    monkeypatch.setattr(adapter, "dist", torch_215)
+    adapter._share_time_limit(SimpleNamespace(groups={"a group"}, device="cpu"))
+    assert told == [(limit, "a group")]
+
+
+@pytest.mark.skipif(not hasattr(cpp_extension, "FileBaton"), reason="torch 2.15 has no such lock")
 def test_a_lock_that_a_killed_build_left_is_told_of(said, tmp_path):
     """Not one that a process holds, as torch's does, which has the file open."""
-    baton = file_baton.FileBaton(str(tmp_path / "lock"))
+    baton = cpp_extension.FileBaton(str(tmp_path / "lock"))
     assert baton.try_acquire()
     op_builds.announce("an_op")
     assert "builds its op" in said.pop()

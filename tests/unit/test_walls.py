@@ -25,6 +25,7 @@ WALLS = {
     "commands": "__init__ rules optimizer config planner engine",
     "planner": "__init__ ops distributed optimizer backward config",
     "axolotl": "",
+    "ms_swift": "optimizer engine",
     "hf": "distributed backward",
     "__init__": "ops distributed optimizer backward checkpoint registration hf",
     "registration": "engine",
@@ -140,7 +141,7 @@ def test_walls_stand(path):
 
 def test_every_room_is_there_and_says_which_question_it_answers():
     rooms = {path.parent.name: path for path in PACKAGE.glob("*/__init__.py")}
-    assert set(rooms) == set(WALLS) - {"__init__", "registration", "axolotl", "hf"}
+    assert set(rooms) == set(WALLS) - {"__init__", "registration", "axolotl", "ms_swift", "hf"}
     for path in rooms.values():
         first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
         assert "?" in first, f"{path} does not state its question in one line"

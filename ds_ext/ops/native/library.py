@@ -49,7 +49,11 @@ def load() -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """Returns where libraries are kept: ``XDG_CACHE_HOME``/ds_ext, or ~/.cache/ds_ext."""
+    """Returns where libraries are kept: ``XDG_CACHE_HOME``/ds_ext, or ~/.cache/ds_ext.
+
+    Raises:
+        RuntimeError: if this user has no home.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ext"
 
 
@@ -83,16 +87,18 @@ def _built() -> Path:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
     key = [SOURCE.read_text(), *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
     name = f"passes-{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
-    folder = cache_folder()
-    if (folder / name).exists():
-        return folder / name
     try:
+        folder = cache_folder()
+        if (folder / name).exists():
+            return folder / name
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written to
+        own = tempfile.TemporaryDirectory(dir=folder)
+    except (OSError, RuntimeError):  # there is no home, or it cannot be written to
         folder = Path(tempfile.mkdtemp(prefix="ds_ext-"))
+        own = tempfile.TemporaryDirectory(dir=folder)
     # Other processes may build it at the same time: the last one to end replaces the others'.
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        made = Path(own) / name
+    with own:
+        made = Path(own.name) / name
         command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:

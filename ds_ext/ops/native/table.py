@@ -126,8 +126,9 @@ class Table:
             if isinstance(given, NUMBER):
                 if known.get(key) == given:
                     continue
-                known[key] = given
+                known.pop(key, None)  # until the column has it: Ctrl-C may come between
                 self._columns[key][:] = given
+                known[key] = given
             else:
                 known.pop(key, None)
                 self._columns[key][:] = getattr(given, "pointers", given)

@@ -1,0 +1,43 @@
+"""Errors and warnings about gradients of a step that is in progress."""
+
+from ds_ext.backward.settings import Words
+
+NOT_FINITE = (
+    "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. Parameters "
+    "of such gradients are left as they are by the step: without it training goes on."
+)
+STEPPED = (
+    "zero_grad() discards gradients by which %d of %d parameters were updated already, inside "
+    "backward: these updates stay. To discard a batch whole, do it before its backward pass, or "
+    "keep gradients until the step: %s."
+)
+
+
+def cannot_repeat(who: str, words: Words) -> str:
+    """Returns what is wrong where the function ``who`` writes to what it saved in forward."""
+    return (
+        f"{words.clipping}: {who} writes, in backward, to what its forward pass saved, as fused "
+        "losses do (Liger's linear cross-entropy) whose result is multiplied by anything but 1. "
+        "Another backward pass, which exact clipping needs, would be wrong. Set "
+        f"{words.sharded}, which clips exactly without, or {words.no_clipping}."
+    )
+
+
+def measure_first(words: Words) -> str:
+    """Returns what is wrong where gradients arrive that have to be measured first."""
+    return (
+        f"{words.clipping} needs the norm of all gradients before the first of them is used: call "
+        f"{words.backward} instead of loss.backward(); or set {words.sharded}, which keeps this "
+        "rank's part of the gradients until the step."
+    )
+
+
+def second_gradient(words: Words) -> str:
+    """Returns what is wrong where a parameter has a second gradient, after its name."""
+    return (
+        f"got a second gradient after its update and before {words.step}. Gradients are used up "
+        "inside backward: call backward once a step (add losses up before), or keep gradients "
+        f"until the step by {words.accumulate}; use checkpointing with use_reentrant=False where a "
+        "weight is reached by two checkpointed segments other than through its module. After a "
+        "backward pass that failed, call zero_grad()."
+    )

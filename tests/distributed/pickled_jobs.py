@@ -1,0 +1,142 @@
+"""What files of checkpoints may hold: plain objects of users, what DeepSpeed saves, or code."""
+
+import argparse
+import collections
+import datetime
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.checkpoint import ds_to_universal
+
+import ds_ext
+from tests.common.ranks import message
+
+PLAIN: dict[str, Any] = {
+    "args": argparse.Namespace(lr=1e-3, path=Path("/data/x"), betas=(0.9, 0.95)),
+    "random": random.getstate(),
+    "numpy": np.random.RandomState(3).get_state(),
+    "generator": np.random.default_rng(3).bit_generator.state,
+    "arrays": [np.arange(6.0).reshape(2, 3), np.array(["a", "b"]), np.float32(2), np.array([None])],
+    "bools": np.array([True]),
+    "time": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+    "sets": [{1, 2}, frozenset("ab"), collections.Counter("aab"), collections.OrderedDict(a=1)],
+    "numbers": [1j, 2**70, b"bytes", bytearray(b"x"), None, float("inf"), range(3), slice(1, 2)],
+    "tensor": torch.arange(3),
+    "torch": torch.get_rng_state(),
+    "dtype": [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu")],
+}
+
+
+class Mine:
+    """A class of the user's."""
+
+    value = 3
+
+
+class Code:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def engine_of(kind: str, stage: int, dtype: str) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
+    make = torch.optim.AdamW if kind == "AdamW" else ds_ext.AdaLomo
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}},
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    optimizer = make(model.parameters(), lr=1e-3)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    weight = next(engine.module.parameters())
+    engine.backward(engine(torch.randn(2, 4, dtype=weight.dtype)).float().square().sum())
+    engine.step()
+    return engine
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two objects are of the same types and values."""
+    return pickle.dumps(a) == pickle.dumps(b)
+
+
+def loads(folder: str, kind: str, stage: int, dtype: str) -> list[str]:
+    """Saves by one kind of optimizer and loads by ours -> what of ``PLAIN`` differs."""
+    engine_of(kind, stage, dtype).save_checkpoint(folder, tag="t", client_state=PLAIN)
+    path, found = engine_of("AdaLomo", stage, dtype).load_checkpoint(folder, tag="t")
+    assert path is not None
+    return [
+        k for k, v in PLAIN.items() if repr(v) != repr(found[k]) or type(v) is not type(found[k])
+    ]
+
+
+def planted(folder: str, kind: str, stage: int) -> dict[str, str]:
+    """Code put into each file in turn -> what loading says."""
+    engine_of(kind, stage, "fp32").save_checkpoint(folder, tag="good")
+    other, told = engine_of("AdaLomo", stage, "fp32"), {}
+    for file in sorted(os.listdir(f"{folder}/good")):
+        if file.endswith(".pt"):
+            shutil.copytree(f"{folder}/good", f"{folder}/{file}.bad")
+            (path,) = Path(folder, f"{file}.bad").glob(file)
+            saved = torch.load(path, weights_only=False)
+            torch.save({**saved, "planted": Code(f"touch {folder}/RUN")}, path)
+            if (manifest := path.with_name("ds_ext.json")).exists():
+                describe_anew(manifest, path)
+            told[file] = message(lambda f=file: other.load_checkpoint(folder, tag=f"{f}.bad"))
+    return told
+
+
+def describe_anew(manifest: Path, path: Path) -> None:
+    """Writes the size and checksum of a changed file into the manifest."""
+    import json
+
+    from ds_ext.checkpoint import folder
+
+    said = json.loads(manifest.read_text())
+    del said["crc32"]
+    said["files"][path.name] = folder.describe(path)
+    manifest.write_text(json.dumps(said | {"crc32": folder._checksum(said)}))
+
+
+def classes(folder: str) -> list[str]:
+    """A class of the user's in ``client_state``: refused, added as safe, refused, trusted."""
+    engine = engine_of("AdaLomo", 1, "fp32")
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": Mine()})
+    told = [message(lambda: engine.load_checkpoint(folder, tag="t"))]
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    told.append(str(engine.load_checkpoint(folder, tag="t")[1]["mine"].value))
+    del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+    torch.serialization.add_safe_globals([Mine])
+    told.append(str(engine.load_checkpoint(folder, tag="t")[1]["mine"].value))
+    return told
+
+
+def universal(folder: str, stage: int) -> tuple[str, dict[str, Any] | None]:
+    """What ds_to_universal says of a checkpoint, and the ``client_state`` that it has."""
+    engine = engine_of("AdaLomo", stage, "fp32")
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": 1})
+    args = argparse.Namespace(
+        input_folder=f"{folder}/t",
+        output_folder=f"{folder}/out",
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    return message(lambda: ds_to_universal.main(args)), engine.load_checkpoint(folder, tag="t")[1]

@@ -1,0 +1,89 @@
+"""Parameters that are given data of another shape while ranks train them."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import ds_ext
+from tests.distributed.training import whole
+
+ROWS, MORE = 10, 16
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(ROWS, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x)).square().mean()
+
+
+def refused(call: Any) -> str:
+    """What a call raises, in words; empty if nothing."""
+    try:
+        call()
+    except (RuntimeError, ValueError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def in_engine(stage: int, policy: str) -> dict[str, Any]:
+    """Resizes as transformers' resize_token_embeddings does, after a step of an engine."""
+    model = Words()
+    config = {
+        "train_micro_batch_size_per_gpu": 6,
+        "zero_optimization": {"stage": stage},
+        "ds_ext": {"gradient_policy": policy},
+    }
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(torch.arange(ROWS)))
+    engine.step()
+    before = {n: p.clone() for n, p in whole(model).items()}
+    model.embed.weight.data = torch.randn(MORE, 6, generator=torch.Generator().manual_seed(1))
+
+    def step() -> None:
+        engine.backward(engine(torch.arange(ROWS)))
+        engine.step()
+
+    told = refused(step)
+    after = whole(model) if stage == 3 else dict(model.named_parameters())
+    same = {n: p.shape == before[n].shape and p.equal(before[n]) for n, p in after.items()}
+    return {"told": told, "same": same, "rank": dist.get_rank()}
+
+
+def in_fsdp2(fused: bool) -> dict[str, Any]:
+    """The same of a model of DTensors; a state of another shape is loaded before that."""
+    model = fully_shard(Words())
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    if fused:
+        ds_ext.fuse_into_backward(model, optimizer)
+    model(torch.arange(ROWS)).backward()
+    optimizer.step()
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    saved = optimizer.state_dict()
+    other = ds_ext.AdaLomo(fully_shard(Larger()).parameters())
+    told = refused(lambda: optimizer.load_state_dict(other.state_dict()))
+    optimizer.load_state_dict(saved)
+    optimizer.state[model.embed.weight]["v"]["row"] = torch.zeros(1, 3)
+
+    def step() -> None:
+        model(torch.arange(ROWS)).backward()
+        optimizer.step()
+
+    edited = refused(step)
+    same = {n: p.full_tensor().equal(before[n]) for n, p in model.named_parameters()}
+    return {"told": told, "edited": edited, "same": same}
+
+
+class Larger(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(MORE, 6)

@@ -1,0 +1,23 @@
+"""Parameters that are given data of another shape are refused on every rank, and nothing moves."""
+
+import pytest
+
+from tests import worlds
+from tests.common.choose import params
+from tests.distributed import resizing
+
+CASES = [(stage, policy) for stage in (0, 1, 2, 3) for policy in ("fused", "sharded")]
+
+
+@pytest.mark.parametrize("stage, policy", params(CASES, [(1, "fused"), (3, "fused")]))
+def test_an_engine_refuses_them_in_backward(stage, policy):
+    for found in worlds.run(2, resizing.in_engine, stage, policy):
+        assert "embed.weight has the shape [16, 6] now" in found["told"]
+        assert found["same"] == {"embed.weight": stage == 3, "head.weight": True, "head.bias": True}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_states_of_dtensors_are_checked(fused):
+    for found in worlds.run(2, resizing.in_fsdp2, fused):
+        assert "ValueError: not a state of AdaLomo for these parameters" in found["told"]
+        assert "does not fit it: v.row has the shape [1, 3]" in found["edited"]

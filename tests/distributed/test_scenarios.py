@@ -1,0 +1,32 @@
+"""Random sequences of a user's calls beside a reference in one process: see tests/scenarios."""
+
+import functools
+
+import pytest
+
+from tests.scenarios import driver, search
+from tests.scenarios.calls import CALLS
+
+SEQUENCES = {"plain": 30, "fused": 30}  # those of all ways by hand: python -m tests.scenarios
+
+
+@pytest.mark.parametrize("way", SEQUENCES)
+def test_some_sequences(way):
+    found = search.search(way, 100, count=SEQUENCES[way])
+    assert not found.findings, found.findings[0]
+    assert found.sequences == SEQUENCES[way]
+
+
+def test_a_difference_is_found_and_made_short(monkeypatch):
+    def of_torch_alone(pair, draw):
+        pair.reference.optimizer.param_groups[0]["lr"] *= 2
+
+    changed = CALLS["hyper_parameters"]._replace(make=of_torch_alone)
+    monkeypatch.setitem(CALLS, "hyper_parameters", changed)
+
+    def fails(sequence):
+        return bool(driver.play("plain", sequence)[1])
+
+    sequence = next(x for x in map(functools.partial(driver.made, "plain"), range(50)) if fails(x))
+    _, calls = driver.shortest(sequence, fails)
+    assert len(calls) == 2 and calls[0][0] == "hyper_parameters"

@@ -1,0 +1,74 @@
+"""The Makefile chooses the build of torch: from an index of CPU builds where there is no GPU."""
+
+import http.server
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CPU = "https://download.pytorch.org/whl/cpu"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of what make reads, and an environment whose pip notes its arguments."""
+    for name in ("Makefile", "setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    own = tmp_path / ".venv" / "bin"
+    own.mkdir(parents=True)
+    (own / "python").symlink_to(sys.executable)
+    (own / "pip").write_text('#!/bin/sh\necho "$@" >> pip.log\n')
+    (own / "pip").chmod(0o755)
+    return tmp_path
+
+
+def make(folder, *args):
+    """What make prints, and what it gave pip to install torch from."""
+    done = subprocess.run(
+        ["make", ".venv/.base", *args], cwd=folder, text=True, capture_output=True, check=True
+    )
+    log = folder / "pip.log"
+    return done.stdout, log.read_text().splitlines()[0] if log.exists() else ""
+
+
+@pytest.fixture
+def index():
+    """An index of packages that answers; every page of it is empty."""
+
+    class Empty(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/torch/" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_an_index_that_answers_is_used(folder, index):
+    said, asked = make(folder, f"TORCH_INDEX={index}", "TORCH=torch==2.13.0")
+    assert asked == f"install --quiet --extra-index-url {index} torch==2.13.0"
+    assert f"torch==2.13.0, CPU build from {index}\n" in said
+    assert (folder / ".venv/.base").exists() and "pip install" not in said
+
+
+def test_without_an_index_that_answers_pip_chooses(folder):
+    said, asked = make(folder, "TORCH_INDEX=http://127.0.0.1:9", "TORCH=torch==2.13.0")
+    assert asked == "install --quiet torch==2.13.0"
+    assert "http://127.0.0.1:9 cannot be reached: pip chooses" in said
+
+
+@pytest.mark.parametrize(
+    "given, index", [("NVIDIA=", CPU), ("NVIDIA=/dev/nvidia0", ""), ("TORCH_INDEX=", "")]
+)
+def test_the_index_of_cpu_builds_is_for_machines_without_a_gpu(folder, given, index):
+    said, _ = make(folder, "-n", given)
+    assert f'index="{index}"' in said

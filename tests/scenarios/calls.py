@@ -1,0 +1,318 @@
+"""The calls of a sequence. Each is made on both sides, and takes what it chooses from a seed."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.scenarios.sides import KINDS, Net, Side, tensors, walk
+from tests.scenarios.ways import go_on_with_copies
+
+if TYPE_CHECKING:
+    from tests.scenarios.driver import Pair
+
+ALONE = ("plain", "fused")
+ALL = ("plain", "fused", "fsdp2", "engine")
+NAMES = [name for name, _ in Net(2).named_parameters()]
+
+
+class Call(NamedTuple):
+    """What a call does to a pair, how often it is made, in which ways, and whether it may fail."""
+
+    make: Callable[["Pair", random.Random], None]
+    weight: int
+    ways: tuple[str, ...]
+    is_refusable: bool
+
+
+CALLS: dict[str, Call] = {}
+
+
+def call(weight: int, ways: tuple[str, ...] = ALL, refusable: bool = False):
+    """Registers what is made of several parts, each on both sides."""
+
+    def register(make: Callable[["Pair", random.Random], None]):
+        CALLS[make.__name__] = Call(make, weight, ways, refusable)
+        return make
+
+    return register
+
+
+def edit(weight: int, ways: tuple[str, ...] = ALL, refusable: bool = False):
+    """Registers what is done to each side at once."""
+
+    def register(change: Callable[[Any, random.Random], None]):
+        def make(pair: "Pair", draw: random.Random) -> None:
+            seed = draw.random()
+            pair.do(lambda side: change(side, random.Random(seed)))
+
+        CALLS[change.__name__] = Call(make, weight, ways, refusable)
+
+    return register
+
+
+def train(pair: "Pair", draw: random.Random, passes: int = 1, **how: Any) -> bool:
+    """One step, if it is not refused: its micro-batches, each of so many backward passes."""
+    seed = draw.randrange(10**6)
+    for micro in range(pair.setup["accumulation"]):
+        parts = [
+            lambda s, n=seed + 10 * micro + i: s.backward(s.loss(n, **how)) for i in range(passes)
+        ]
+        well = all(map(pair.do, [*parts, lambda s: s.step()]))
+        if not well:
+            break
+    pair.compare()
+    return well
+
+
+@call(30)
+def steps(pair, draw):
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        train(pair, draw)
+
+
+@call(5)
+def two_forward_passes(pair, draw):
+    train(pair, draw, forwards=2)
+
+
+@call(3, refusable=True)
+def two_backward_passes(pair, draw):
+    train(pair, draw, passes=2)
+
+
+@call(5)
+def head_beside(pair, draw):
+    train(pair, draw, head=True)
+    pair.do(lambda s: s.step_heads())
+
+
+@call(3)
+def inputs_with_gradients(pair, draw):
+    train(pair, draw, inputs=True)
+
+
+@call(3, ("fused", "engine"))
+def nan_gradient(pair, draw):
+    train(pair, draw, how="poisoned")
+
+
+@call(3)
+def scheduler(pair, draw):
+    gamma = draw.uniform(0.5, 0.9)
+    pair.do(lambda s: s.schedule(gamma))
+    for _ in range(2):
+        train(pair, draw)
+        pair.do(lambda s: s.scheduler.step())
+
+
+@call(6)
+def discarded_batch(pair, draw):
+    seed = draw.randrange(10**6)
+    for micro in range(draw.randrange(pair.setup["accumulation"])):
+        pair.do(lambda s, n=seed + micro: s.backward(s.loss(n))) and pair.do(lambda s: s.step())
+    hows = ["forward", "backward", "failed forward", "failed backward"]
+    how = draw.choice(hows[:2] if pair.way == "fsdp2" else hows)
+    pair.do(lambda s: s.discard(seed + 9, how))
+    pair.compare()
+
+
+@call(3, ALONE)
+def closure(pair, draw):
+    seed = draw.randrange(10**6)
+
+    def step(side: Side) -> None:
+        @torch.enable_grad()
+        def run() -> Tensor:
+            side.zero_grad()
+            loss = side.loss(seed)
+            side.backward(loss)
+            return loss
+
+        side.optimizer.step(run)
+        side.zero_grad()
+
+    if pair.setup["accumulation"] == 1 and pair.setup["clip"] == "none":
+        pair.do(step)
+        pair.compare()
+
+
+# Edits of param_groups.
+
+
+def chosen(side: Side, draw: random.Random) -> tuple[list[dict[str, Any]], int]:
+    """The groups, and which of them."""
+    groups = side.optimizer.param_groups
+    return groups, draw.randrange(len(groups))
+
+
+def located(side: Side, name: str) -> list[Any]:
+    """The list of ``params`` that has a parameter; an empty one if none has."""
+    return next((x for x in side.lists() if any(p is side.param(name) for p in x)), [])
+
+
+@edit(6)
+def hyper_parameters(side, draw):
+    groups, i = chosen(side, draw)
+    groups[i]["lr"] *= draw.uniform(0.5, 1.5)
+    groups[i]["weight_decay"] = draw.choice([0.0, 0.1, 0.3])
+
+
+@edit(6)
+def parameter_taken_out_or_moved(side, draw):
+    groups, i = chosen(side, draw)
+    name, moves = draw.choice(NAMES), draw.choice([True, False])
+    params = located(side, name)
+    if len(params) > 1:
+        params[:] = [p for p in params if p is not side.param(name)]
+        if moves:
+            groups[i]["params"].append(side.param(name))
+
+
+@edit(4)
+def group_added(side, draw):
+    missing = [side.param(n) for n in NAMES if not located(side, n)]
+    if missing:
+        side.optimizer.add_param_group({"params": missing, "lr": draw.uniform(0.002, 0.03)})
+
+
+@edit(3)
+def group_removed(side, draw):
+    groups, i = chosen(side, draw)
+    if len(groups) > 1:
+        del groups[i]
+
+
+@edit(4)
+def group_replaced(side, draw):
+    groups, i = chosen(side, draw)
+    groups[i] = {**groups[i], "lr": draw.uniform(0.002, 0.03)}
+
+
+# Edits of what is trained.
+
+
+@edit(5)
+def frozen_or_not(side, draw):
+    for name in draw.sample(NAMES, draw.choice([1, 2])):
+        p = side.param(name)
+        others = [
+            n for n in NAMES if n != name and side.param(n).requires_grad and located(side, n)
+        ]
+        if others or not p.requires_grad:
+            p.requires_grad_(not p.requires_grad)
+
+
+@edit(5)
+def edited_weight(side, draw):
+    name, factor = draw.choice(NAMES), draw.uniform(0.5, 1.5)
+    hows = ["in place", "data in place", "data", "transposed"]
+    how, p = draw.choice(hows if side.setup["way"] in ALONE else hows[:2]), side.param(name)
+    with torch.no_grad(), side.editable(p):
+        if how == "transposed":
+            p.data = p.data.transpose(0, -1).contiguous().transpose(0, -1)
+        elif how == "data":
+            p.data = p.data * factor
+        else:
+            (p if how == "in place" else p.data).mul_(factor)
+
+
+@call(2, (*ALONE, "engine"), refusable=True)
+def resized(pair, draw):
+    rows = draw.choice([5, 12, 40])
+    if pair.way != "engine" or pair.setup["stage"] < 3:
+        pair.do(lambda s: s.resize(rows))
+        pair.compare()
+        if not train(pair, draw):
+            pair.adopt()
+
+
+@call(2, ALONE)
+def there_and_back(pair, draw):
+    """Casts, with steps at the other precision."""
+    own = getattr(torch, pair.setup["dtype"])
+    pair.tolerance = max(pair.tolerance, 1e-5)
+    if pair.do(lambda s: s.cast(torch.double if own == torch.float else torch.float)):
+        steps(pair, draw)
+        pair.do(lambda s: s.cast(own))
+
+
+@call(2, ALONE)
+def bf16_and_back(pair, draw):
+    """Weights rounded at random equal none of torch's: both sides start again from ours."""
+    before, pair.tolerance = pair.tolerance, 1e30
+    if pair.do(lambda s: s.cast(torch.bfloat16)):
+        train(pair, draw)
+        pair.do(lambda s: s.cast(getattr(torch, pair.setup["dtype"])))
+    pair.adopt()
+    pair.tolerance = before
+
+
+# Saving and loading.
+
+
+@call(6)
+def save(pair, draw):
+    pair.do(lambda s: s.save())
+    pair.saved = pair.composition()
+
+
+@call(6)
+def load(pair, draw):
+    if pair.saved == pair.composition():
+        pair.do(lambda s: s.load())
+
+
+@call(3)
+def resume(pair, draw):
+    if pair.saved == pair.composition():
+        pair.do(lambda s: s.again()) and pair.do(lambda s: s.load())
+
+
+@call(3, ("plain", "fused", "fsdp2"))
+def states_of_another_dtype(pair, draw):
+    dtype = draw.choice([torch.float64, torch.float32, torch.bfloat16])
+    pair.tolerance = max(pair.tolerance, {4: 1e-5, 2: 0.05}.get(dtype.itemsize, 0.0))
+
+    def cast(side: Side) -> None:
+        saved = side.states()
+        saved["state"] = walk(saved["state"], lambda t: t.to(dtype) if t.is_floating_point() else t)
+        side.optimizer.load_state_dict(saved)
+
+    pair.do(cast)
+
+
+@edit(3, ALONE, refusable=True)
+def states_of_another_shape(side, draw):
+    saved = copy.deepcopy(side.states())
+    found = [t for t in tensors(saved["state"]) if t.dim() and len(t) > 1]
+    if found:
+        cut = draw.choice(found)
+        cut.data = cut.data[:-1].clone()
+        side.optimizer.load_state_dict(saved)
+        raise AssertionError("took a state of another shape")
+
+
+@edit(3, ALONE, refusable=True)
+def states_of_another_optimizer(side, draw):
+    kind = draw.choice([k for k in KINDS if k != side.setup["kind"]])
+    params = {n: nn.Parameter(p.detach().clone()) for n, p in side.model.named_parameters()}
+    groups = [{"params": [params[n] for n in names], **h} for names, h in side.structure()]
+    other = side.make(kind, groups)
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    other.step()
+    side.optimizer.load_state_dict(other.state_dict())
+
+
+@call(3, ALONE)
+def deep_copy(pair, draw):
+    pair.do(go_on_with_copies)
+
+
+@call(1, ("fused",))
+def fused_again(pair, draw):
+    pair.do(lambda s: (s.detach(), s.attach()))

@@ -1,0 +1,166 @@
+"""The ways of stepping by ds_ext: ``optimizer.step()``, fused, FSDP2, and DeepSpeed's engine."""
+
+import contextlib
+import copy
+import tempfile
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ds_ext
+from tests.common.ranks import whole
+from tests.distributed.fully_sharded import full
+from tests.scenarios.sides import KINDS, Failure, Side, tensors
+
+
+class Plain(Side):
+    """``optimizer.step()`` by what is in ``grad``."""
+
+    world = 1
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup, [dist.get_rank() if self.world > 1 else 0])
+
+    def make(self, kind: str, groups: list[dict[str, Any]]) -> Any:
+        return getattr(ds_ext, kind)(groups, **KINDS[kind][0])
+
+    def discard(self, seed: int, how: str) -> None:
+        with contextlib.suppress(Failure):
+            loss = self.loss(seed, how=how)
+            if how.endswith("backward"):
+                self.backward(loss)
+        self.give_up()
+
+    def local(self, p: Any) -> Tensor:
+        """What this process holds of a weight."""
+        return p.detach()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """All that a refused call must leave as it is; it may cast a state as a step would."""
+        found = {n: self.local(p).clone() for n, p in self.model.named_parameters()}
+        for i, group in enumerate(self.optimizer.param_groups):
+            hypers = [float(group[key]) for key in ("lr", "weight_decay")]
+            found[f"group {i}"] = torch.tensor([*hypers, len(group["params"])])
+            for j, p in enumerate(group["params"]):
+                state = self.optimizer.state.get(p, {})
+                found[f"steps {i} {j}"] = torch.tensor(float(state.get("step", 0)))
+                for k, t in enumerate(tensors(state)):
+                    found[f"state {i} {j} {k}"] = t.detach().float().clone()
+        return found
+
+
+class Fused(Plain):
+    """``fuse_into_backward``; not if the policy is "plain", as FSDP2 may have it."""
+
+    def attach(self) -> None:
+        setup, max_norm = self.setup, {"max_grad_norm": self.setup["max"]}
+        limits = {
+            "none": {},
+            "exact": max_norm,
+            "previous": {**max_norm, "clip_mode": "previous"},
+            "value": {"clip_value": setup["max"]},
+        }[setup["clip"]]
+        how = {"bucket_size": setup["bucket"], "gradient_policy": setup["policy"]} | limits
+        self.is_plain = setup["policy"] == "plain"
+        if not self.is_plain:
+            self.fused = ds_ext.fuse_into_backward(self.model, self.optimizer, **how)
+
+    def detach(self) -> None:
+        if not self.is_plain:
+            self.fused.remove()
+
+    def clip(self) -> None:
+        if self.is_plain:
+            super().clip()
+
+    def backward(self, loss: Tensor) -> None:
+        loss = loss / self.setup["accumulation"]
+        loss.backward() if self.is_plain else self.fused.backward(loss)
+
+
+class FSDP2(Fused):
+    """The same of a model to which ``fully_shard`` was applied."""
+
+    world = 2
+
+    def spread(self) -> None:
+        mesh = init_device_mesh("cpu", (self.world,))
+        for module in (self.model.embed, self.model.first, self.model.last, self.model):
+            fully_shard(module, mesh=mesh)
+
+    def local(self, p: Any) -> Tensor:
+        return p.to_local().detach()
+
+    def whole(self) -> dict[str, Tensor]:
+        return {n: full(p).clone() for n, p in self.model.named_parameters()}
+
+
+class Engine(Plain):
+    """DeepSpeed's engine, at the stage that is set."""
+
+    world = 2
+
+    def attach(self) -> None:
+        setup = self.setup
+        own = {"gradient_policy": setup["policy"]}
+        if setup["clip"] == "value":
+            own["clip_value"] = setup["max"]
+        if setup["clip"] == "previous":
+            own["clip_mode"] = "previous"
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": setup["accumulation"],
+            "gradient_clipping": setup["max"] if setup["clip"] in ("exact", "previous") else 0.0,
+            "zero_optimization": {
+                "stage": setup["stage"],
+                "reduce_bucket_size": setup["bucket"] or 10**6,
+                "stage3_param_persistence_threshold": 10,
+            },
+            "ds_ext": own,
+        }
+        self.client = self.optimizer
+        self.engine, self.optimizer, *_ = deepspeed.initialize(
+            model=self.model, optimizer=self.client, config=config
+        )
+        self.forward, self.backward = self.engine, self.engine.backward
+        self.zero_grad, self.step = self.engine.zero_grad, self.engine.step
+
+    def detach(self) -> None:
+        self.engine.destroy()
+
+    def schedule(self, gamma: float) -> None:
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.client, gamma)
+
+    def local(self, p: Any) -> Tensor:
+        return getattr(p, "ds_tensor", p).detach()
+
+    def whole(self) -> dict[str, Tensor]:
+        return whole(self.model)
+
+    def editable(self, p: Tensor) -> contextlib.AbstractContextManager[Any]:
+        return deepspeed.zero.GatheredParameters([p], modifier_rank=0)
+
+    def save(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.saved = [self.folder.name]
+        dist.broadcast_object_list(self.saved)
+        self.engine.save_checkpoint(*self.saved, tag="here")
+
+    def load(self) -> None:
+        self.engine.load_checkpoint(*self.saved, tag="here")
+
+
+WAYS: dict[str, type[Plain]] = {"plain": Plain, "fused": Fused, "fsdp2": FSDP2, "engine": Engine}
+
+
+def go_on_with_copies(side: Side) -> None:
+    """Takes deep copies of model and optimizer in their place."""
+    copies = copy.deepcopy((side.model, side.optimizer))
+    side.detach()
+    side.model, side.optimizer = copies
+    side.attach()

@@ -1,0 +1,320 @@
+"""Edits of ``param_groups`` between steps are followed at the next step, as torch's do."""
+
+import copy
+
+import pytest
+import torch
+
+import ds_ext
+from ds_ext.checkpoint import checks, resharding
+from ds_ext.checkpoint.pieces import Pieces
+from ds_ext.checkpoint.resharding import Own
+from ds_ext.ops.shard import Shard
+from tests.common.choose import params
+
+STEPS, EDITED_AT = 7, 3
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(4, 3))
+
+
+def groups_of(model):
+    """Two groups with settings of their own."""
+    return [
+        {"params": [*model[0].parameters(), model[2].weight], "lr": 0.02, "weight_decay": 0.1},
+        {"params": [model[2].bias, *model[4].parameters()], "lr": 0.01},
+    ]
+
+
+def take_out(groups):
+    del groups[0]["params"][1]
+
+
+def take_out_by_a_new_list(groups):
+    groups[1]["params"] = [p for p in groups[1]["params"] if p.ndim == 2]
+
+
+def empty_a_group(groups):
+    groups[0]["params"].clear()
+
+
+def remove_a_group(groups):
+    del groups[0]
+
+
+def replace_a_dict(groups):
+    groups[1] = {**groups[1], "lr": 0.05, "betas": (0.5, 0.9)}
+
+
+def edit_a_copy(groups):
+    groups[0] = copy.copy(groups[0])
+    groups[0]["lr"] = 0.07
+
+
+def move(groups):
+    groups[1]["params"].append(groups[0]["params"].pop(0))
+
+
+def swap(groups):
+    first, second = groups[0]["params"], groups[1]["params"]
+    first[0], second[1] = second[1], first[0]
+
+
+def reorder(groups):
+    groups.reverse()
+    groups[0]["params"].reverse()
+
+
+def split(groups):
+    groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.001})
+
+
+EDITS = [take_out, take_out_by_a_new_list, empty_a_group, remove_a_group, replace_a_dict]
+EDITS += [edit_a_copy, move, swap, reorder, split]
+
+
+def trained(kind, edit, how=None, undo=False):
+    """A model whose groups are edited on the way, and the gradients of what is in no group."""
+    model = network()
+    optimizer = kind(groups_of(model), lr=0.01)
+    fused = None if how is None else ds_ext.fuse_into_backward(model, optimizer, **how)
+    for step in range(STEPS):
+        if step == EDITED_AT:
+            before = [(g, {**g, "params": [*g["params"]]}) for g in optimizer.param_groups]
+            edit(optimizer.param_groups)
+            model.zero_grad()
+        if undo and step == EDITED_AT + 2:
+            for group, values in before:
+                group.update(values)
+            optimizer.param_groups[:] = [group for group, _ in before]
+            model.zero_grad()
+        optimizer.zero_grad()
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().sum()
+        if fused is None:
+            loss.backward()
+        else:
+            fused.backward(loss)
+        optimizer.step()
+    grouped = {p for group in optimizer.param_groups for p in group["params"]}
+    return model, {n: p.grad for n, p in model.named_parameters() if p not in grouped}
+
+
+def assert_equal(got, expected):
+    """To 1e-5 of each parameter's update; and the gradients that are left are the same."""
+    start = network().state_dict()
+    for (name, p), q in zip(got[0].named_parameters(), expected[0].parameters(), strict=True):
+        assert (p - q).norm() <= 1e-5 * (q - start[name]).norm(), name
+    torch.testing.assert_close(got[1], expected[1])
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_plain_step_follows_as_torch(edit, undo):
+    got, expected = (trained(k, edit, undo=undo) for k in (ds_ext.AdamW, torch.optim.AdamW))
+    assert_equal(got, expected)
+
+
+WAYS = [{}, {"gradient_policy": "sharded"}, {"bucket_size": 1}, {"max_grad_norm": 1e6}]
+CASES = [(edit, how) for edit in EDITS for how in WAYS]
+QUICK = [(EDITS[i], WAYS[i % 4]) for i in range(len(EDITS))]
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("edit, how", params(CASES, QUICK))
+def test_a_step_in_backward_follows_as_torch(edit, how, undo):
+    expected = trained(torch.optim.AdamW, edit, undo=undo)
+    assert_equal(trained(ds_ext.AdamW, edit, how, undo), expected)
+
+
+def one_step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_kept_gradients_of_what_was_taken_out_before_the_step_are_dropped(policy):
+    model = network()
+    optimizer = ds_ext.AdamW(groups_of(model), lr=0.01)
+    fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
+    model(torch.ones(2, 5)).square().sum().backward()
+    taken = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.step()
+    is_stepped = not torch.equal(taken, network()[0].weight)
+    assert is_stepped == (policy == "fused")  # which has stepped it in backward
+    del optimizer.param_groups[1]
+    one_step(model, optimizer)
+    assert fused.norm > 0
+
+
+def test_metrics_tell_of_the_groups_that_were_stepped():
+    model = network()
+    named = [{**group, "name": name} for group, name in zip(groups_of(model), "ab", strict=True)]
+    optimizer = ds_ext.AdaLomo(
+        [{k: v for k, v in group.items() if k != "betas"} for group in named], lr=0.01
+    )
+    fused = ds_ext.fuse_into_backward(model, optimizer, measure_updates=True)
+    for edit, names in ((lambda: None, "ab"), (optimizer.param_groups.reverse, "ab")):
+        model(torch.ones(2, 5)).square().sum().backward()
+        edit()
+        optimizer.step()
+        assert [key for key in fused.metrics if "update" in key] == [
+            f"update_rms/{n}" for n in names
+        ]
+    one_step(model, optimizer)
+    assert [key for key in fused.metrics if "update" in key] == ["update_rms/b", "update_rms/a"]
+    model(torch.ones(2, 5)).square().sum().backward()
+    del optimizer.param_groups[0]
+    optimizer.step()
+    one_step(model, optimizer)
+    assert [key for key in fused.metrics if "update" in key] == ["update_rms/a"]
+
+
+def test_stacks_of_experts_stay_stacks_when_groups_are_reordered():
+    stack, matrix = (torch.nn.Parameter(torch.randn(2, 3, 4)) for _ in range(2))
+    optimizer = ds_ext.AdaLomo([{"params": [stack]}, {"params": [matrix]}])
+    optimizer.stacks = {stack: 0}
+    optimizer.param_groups.reverse()
+    optimizer.follow_groups()
+    assert [*optimizer.stacks] == [stack]
+
+
+def test_rounding_at_random_after_an_edit_is_that_of_an_optimizer_made_so():
+    """Numbers of parameters, by which bits are drawn, are of the groups as they are now."""
+    made = []
+    for edits in (True, False):
+        torch.manual_seed(0)
+        a, b = (torch.nn.Parameter(torch.randn(40, 30).bfloat16()) for _ in range(2))
+        optimizer = ds_ext.LOMO([a, b] if edits else [b], lr=1e-3)
+        del optimizer.param_groups[0]["params"][: int(edits)]
+        for p in (a, b):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        made.append(b)
+    assert torch.equal(*made)
+
+
+def in_two_groups(groups):
+    groups[1]["params"].append(groups[0]["params"][0])
+
+
+def without_a_key(groups):
+    groups[1] = {"params": groups[1]["params"], "lr": 0.1}
+
+
+def complex_numbers(groups):
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    p.grad = torch.ones_like(p)
+    groups[0]["params"].append(p)
+
+
+WRONG = [
+    (in_two_groups, r"in param_groups\[0\] and in param_groups\[1\]"),
+    (without_a_key, r"param_groups\[1\] has no 'betas': .*add_param_group"),
+    (complex_numbers, "is torch.complex64"),
+]
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("edit, words", WRONG)
+def test_an_edit_that_cannot_be_followed_is_refused_before_any_weight_moves(edit, words, fuses):
+    model = network()
+    optimizer = ds_ext.AdamW(groups_of(model), lr=0.01)
+    if fuses:
+        ds_ext.fuse_into_backward(model, optimizer)
+    groups = [{**group, "params": [*group["params"]]} for group in optimizer.param_groups]
+    edit(optimizer.param_groups)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            one_step(model, optimizer)
+        assert all(map(torch.equal, model.parameters(), network().parameters()))
+    optimizer.param_groups[:] = groups
+    model.zero_grad()
+    one_step(model, optimizer)
+    assert not any(map(torch.equal, model.parameters(), network().parameters()))
+
+
+def test_a_parameter_from_outside_a_fused_model_is_refused():
+    model = network()
+    optimizer = ds_ext.AdamW(groups_of(model), lr=0.01)
+    ds_ext.fuse_into_backward(model, optimizer)
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="an edit of param_groups, brings a parameter that is not"):
+        one_step(model, optimizer)
+
+
+def test_a_gradient_from_before_a_parameter_was_in_a_group_is_refused():
+    model = network()
+    optimizer = ds_ext.AdamW(groups_of(model), lr=0.01)
+    ds_ext.fuse_into_backward(model, optimizer)
+    taken = optimizer.param_groups[0]["params"].pop(0)
+    one_step(model, optimizer)
+    optimizer.param_groups[0]["params"].append(taken)
+    with pytest.raises(RuntimeError, match="0.weight has a gradient that .* came before"):
+        optimizer.step()
+    model.zero_grad()
+    one_step(model, optimizer)
+    assert not torch.equal(taken, network()[0].weight)
+
+
+def test_states_of_what_was_taken_out_are_not_saved_and_stay():
+    model = network()
+    optimizer = ds_ext.AdamW(groups_of(model), lr=0.01)
+    one_step(model, optimizer)
+    taken = optimizer.param_groups[0]["params"].pop(0)
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == 5 and optimizer.state[taken]["step"] == 1
+    optimizer.load_state_dict(saved)
+    one_step(model, optimizer)
+
+
+def test_a_checkpoint_follows_the_groups():
+    """What has been stepped and is in no group any more is saved as a weight alone."""
+    made = []
+    for _ in range(2):
+        model = torch.nn.Linear(3, 4)
+        optimizer = ds_ext.AdamW([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        del optimizer.param_groups[0]
+        owned = {
+            p: Own(n, p.detach().view(-1), Shard.whole(p.shape), 0, 1)
+            for n, p in model.named_parameters()
+        }
+        made.append((model, optimizer, owned))
+    (model, optimizer, owned), (other, loaded, others) = made
+    saved = resharding.save(optimizer, owned)
+    assert [*saved["weights"]] == ["weight", "bias"] and [*saved["state"]] == ["bias"]
+    checks.check(Pieces([saved]), loaded, others, True)
+    resharding.load_state(Pieces([saved]), loaded, others)
+    resharding.load_weights(Pieces([saved]), loaded, others)
+    assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
+    assert torch.equal(loaded.state[other.bias]["v"], optimizer.state[model.bias]["v"])
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.05])
+def test_a_parameter_that_is_added_is_stepped_by_new_gradients_alone(max_norm):
+    """Nobody clears those of a parameter in no group: an engine, too, clears its optimizer's."""
+    model, plain = network(), network()
+    optimizer = ds_ext.LOMO(model[0].parameters(), lr=0.1)
+    fused = ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=max_norm)
+    reference = torch.optim.SGD(plain[0].parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": list(model[4].parameters())})
+            reference.add_param_group({"params": list(plain[4].parameters())})
+        plain.zero_grad()
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        fused.backward(model(x).square().sum())
+        plain(x).square().sum().backward()
+        if max_norm:
+            stepped = [p for group in reference.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(stepped, max_norm)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q)

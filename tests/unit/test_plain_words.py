@@ -1,0 +1,159 @@
+"""Errors and warnings in plain PyTorch name arguments and calls, not keys of a DeepSpeed config."""
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext.backward import owners
+
+JSON = re.compile(
+    r"engine|\"ds_ext\"|ds_ext\.(clip|grad)|gradient_clipping|optimizer\.params|config"
+)
+
+
+class Overwriting(torch.autograd.Function):
+    """Writes, in backward, to what forward saved, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.detach().clone())
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0].mul_(grad)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def fused(model=None, **how):
+    model = net() if model is None else model
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    return model, optimizer, ds_ext.fuse_into_backward(model, optimizer, **how)
+
+
+def loss(model):
+    return model(torch.ones(2, 4)).square().mean()
+
+
+def second_gradient():
+    model, *_ = fused()
+    loss(model).backward()
+    loss(model).backward()
+
+
+def second_gradient_measured():
+    model, _, step = fused(max_grad_norm=1.0)
+    step.backward(loss(model))
+    step.backward(loss(model))
+
+
+def not_measured():
+    model, *_ = fused(max_grad_norm=1.0)
+    loss(model).backward()
+
+
+def cannot_repeat():
+    model, _, step = fused(max_grad_norm=1.0)
+    step.backward(Overwriting.apply(model(torch.ones(2, 4))))
+
+
+def clipped_by_torch():
+    model, *_ = fused()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def adalomo(**given):
+    return ds_ext.AdaLomo(net().parameters(), **given)
+
+
+def for_model(kind, **given):
+    return getattr(ds_ext, kind).for_model(net(), **given)
+
+
+TOLD = {
+    "clip mode": (lambda: fused(clip_mode="previos"), ["clip_mode is 'previos'"]),
+    "clip mode without a norm": (
+        lambda: fused(clip_mode="previous"),
+        ['clip_mode = "previous" needs max_grad_norm > 0'],
+    ),
+    "clip mode of kept": (
+        lambda: fused(clip_mode="previous", max_grad_norm=1.0, gradient_policy="sharded"),
+        ['clip_mode = "previous"', "gradient_policy sharded"],
+    ),
+    "both clippings": (
+        lambda: fused(max_grad_norm=1.0, clip_value=1.0),
+        ["max_grad_norm = 1.0 and clip_value = 1.0"],
+    ),
+    "policy": (lambda: fused(gradient_policy="kept"), ["gradient_policy is 'kept'"]),
+    "second gradient": (second_gradient, ["before optimizer.step()", 'gradient_policy="sharded"']),
+    "second gradient, measured": (second_gradient_measured, ["max_grad_norm", "optimizer.step()"]),
+    "not measured": (
+        not_measured,
+        ["max_grad_norm needs the norm", ".backward(loss) of what fuse"],
+    ),
+    "cannot repeat": (cannot_repeat, ["max_grad_norm: ", "or max_grad_norm=0"]),
+    "torch's clipping": (clipped_by_torch, ["fuse_into_backward(..., max_grad_norm=...)"]),
+    "key": (lambda: adalomo(lrr=1.0), ["AdaLomo: unknown key lrr."]),
+    "value": (lambda: adalomo(lr=-1.0), ["AdaLomo: lr is -1.0; allowed"]),
+    "eps": (lambda: adalomo(eps=1e-8), ["AdaLomo: eps is 1e-08"]),
+    "group": (
+        lambda: ds_ext.AdaLomo([{"params": net().parameters(), "type": "AdamWW"}]),
+        ["type is 'AdamWW'"],
+    ),
+    "several values": (
+        lambda: ds_ext.LAMB(net().parameters(), min_coeff=2.0, max_coeff=1.0),
+        ["LAMB: min_coeff"],
+    ),
+    "for_model's key": (lambda: for_model("AdaLomo", lrr=1.0), ["unknown key lrr."]),
+    "for_model's groups": (lambda: for_model("AdaLomo", param_groups=3), ["param_groups is 3"]),
+    "for_model's match": (
+        lambda: for_model("AdaLomo", param_groups=[{"match": "(", "lr": 1.0}]),
+        ["param_groups[0].match: '('"],
+    ),
+    "for_model's keys": (
+        lambda: for_model("AdaLomo", param_groups=[{"match": "0", "lrr": 1.0}]),
+        ["unknown key param_groups[0].lrr."],
+    ),
+    "for_model's targets": (
+        lambda: for_model("APOLLO", target_modules=["nobody"]),
+        ["APOLLO: target_modules: 'nobody' is in no trained matrix's name"],
+    ),
+    "for_model's others": (lambda: for_model("APOLLO", others=3), ["others is 3"]),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_errors_name_what_was_written(name):
+    action, words = TOLD[name]
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        try:
+            action()
+        finally:
+            for owner in list(owners._live):
+                owner.give_way()
+    told = str(caught.value)
+    assert all(word in told for word in words), told
+    assert not JSON.search(told), told
+
+
+def test_warnings_name_what_can_be_written(caplog):
+    model = net()
+    nn.init.zeros_(model[1].weight)
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=1e-5)
+    with caplog.at_level(logging.WARNING, logger="ds_ext"):
+        ds_ext.fuse_into_backward(model, optimizer)
+        loss(model).backward()
+        model.zero_grad()
+    small, zeros, discarded = (record.getMessage() for record in caplog.records)
+    assert "lr = 1e-05 is small" in small and "auto" not in small
+    assert 'ds_ext.AdaLomo.for_model(model, param_groups=[{"match": "1.weight"' in zeros
+    assert discarded.endswith('gradient_policy="sharded" of fuse_into_backward.')
+    assert not any(JSON.search(record.getMessage()) for record in caplog.records)

@@ -1,0 +1,248 @@
+"""What torch's own tests ask of every optimizer: hooks, copies, names, others' keys, odd shapes."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import Parameter
+
+import ds_ext
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import REGISTRY
+from tests.common.hypers import NEEDED
+
+RULES = list(REGISTRY)
+# What timm, mmengine, SAM, DeepSpeed and torch's schedulers put into groups.
+KEYS = ["lr_scale", "lr_mult", "decay_mult", "layer_id", "group_name", "rho", "adaptive"]
+KEYS += ["initial_lr", "max_lr", "min_lr", "base_momentum", "swa_lr", "moe"]
+
+
+def made(name, params, **hypers):
+    return OPTIMIZERS[name](params, **NEEDED[name] | hypers)
+
+
+def matrices(names="xyz"):
+    torch.manual_seed(0)
+    return {n: Parameter(torch.randn(4, 4)) for n in sorted(names)}
+
+
+def stepped(optimizer, params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(params):
+        params[name].grad = torch.randn(4, 4, generator=generator)
+    optimizer.step()
+
+
+COPIES = {
+    "loaded": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()) or optimizer,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", RULES)
+def test_a_group_is_added_after_torch_has_put_keys_into_the_defaults(name, way):
+    params = matrices()
+    optimizer = made(name, list(params.values()))
+    stepped(optimizer, params, 1)
+    optimizer = COPIES[way](optimizer)
+    added = matrices("w")
+    optimizer.add_param_group({"params": list(added.values()), "lr": 0.5})
+    assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
+    stepped(optimizer, added, 2)
+    assert not torch.equal(added["w"], matrices("w")["w"])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_copies_have_all_public_attributes(name):
+    params = matrices()
+    optimizer = made(name, list(params.values()))
+    stepped(optimizer, params, 1)
+    public = {key for key in vars(optimizer) if not key.startswith("_")}
+    for way in ("deepcopy", "pickle"):
+        assert {key for key in vars(COPIES[way](optimizer)) if not key.startswith("_")} == public
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_states_load_by_names(name):
+    """torch's recipe: a pre-hook puts saved states where the parameters of their names are."""
+    old = matrices()
+    optimizer = made(name, list(old.items()))
+    for seed in (1, 2):
+        stepped(optimizer, old, seed)
+    new = {n: Parameter(old[n].detach().clone()) for n in "zxy"}
+    renamed = made(name, list(new.items()))
+
+    def by_name(loading, state_dict):
+        (saved,), (own,) = state_dict["param_groups"], loading.state_dict()["param_groups"]
+        ids = dict(zip(saved["param_names"], saved["params"], strict=True))
+        pairs = zip(own["param_names"], own["params"], strict=True)
+        states = state_dict["state"]
+        return {
+            "state": {i: states[ids[n]] for n, i in pairs if ids[n] in states},
+            "param_groups": [own],
+        }
+
+    seen = []
+    renamed.register_load_state_dict_pre_hook(by_name)
+    renamed.register_load_state_dict_post_hook(
+        lambda loaded: seen.append({n: loaded.state.get(p) for n, p in new.items()})
+    )
+    renamed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for n, p in new.items():  # the post-hook has seen the states as they are stepped by
+        assert seen[0][n] is renamed.state.get(p)
+    for seed in (3, 4):
+        stepped(optimizer, old, seed)
+        stepped(renamed, new, seed)
+    for n in "xyz":
+        torch.testing.assert_close(new[n], old[n], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("name", ["adalomo", "muon"])
+def test_step_hooks_get_what_the_caller_gave(name, fuses):
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = made(name, model.parameters())
+    if fuses:
+        ds_ext.fuse_into_backward(model, optimizer)
+    seen = []
+
+    def closure():
+        seen.append("closure")
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.register_step_pre_hook(lambda *given: seen.append(given))
+    optimizer.register_step_post_hook(lambda *given: seen.append(given))
+    before = model.weight.detach().clone()
+    assert optimizer.step(closure) > 0
+    assert seen == [x := (optimizer, (optimizer, closure), {}), "closure", x]
+    optimizer.step(closure=closure)
+    assert seen[3:] == [x := (optimizer, (optimizer,), {"closure": closure}), "closure", x]
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", RULES)
+def test_keys_that_others_read_are_kept_in_groups(name, key):
+    (p,) = matrices("x").values()
+    optimizer = made(name, [{"params": [p], key: 0.5}])
+    assert optimizer.param_groups[0][key] == 0.5
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0][key] == 0.5
+
+
+MISSPELT = ["lrr", "LR", "learning_rate", "weight_dacay", "weight-decay", "wd", "wieght_decay"]
+MISSPELT += ["weight_updat", "sed", "maximize", "amsgrad"]
+
+
+@pytest.mark.parametrize("key", MISSPELT)
+@pytest.mark.parametrize("name", RULES)
+def test_keys_that_look_like_misspelt_ones_are_refused(name, key):
+    (p,) = matrices("x").values()
+    with pytest.raises(ValueError, match=f"unknown key {key}"):
+        made(name, [{"params": [p], key: 0.5}])
+
+
+def test_hyper_parameters_of_another_rule_are_refused():
+    (p,) = matrices("x").values()
+    with pytest.raises(ValueError, match="AdaLomo: unknown key betas"):
+        ds_ext.AdaLomo([{"params": [p], "betas": (0.9, 0.99)}])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_step_count_that_is_a_tensor_is_loaded(name):
+    made_of = []
+    for kind in (int, lambda step: torch.tensor(float(step))):
+        params = matrices()
+        optimizer = made(name, list(params.values()))
+        for seed in (1, 2):
+            stepped(optimizer, params, seed)
+        saved = copy.deepcopy(optimizer.state_dict())
+        given = [state for state in saved["state"].values() if "step" in state]
+        for state in given:
+            state["step"] = kind(state["step"])
+        kept = [state["step"] for state in given]
+        optimizer.load_state_dict(saved)
+        assert [state["step"] for state in given] == kept  # what was given is as it was
+        stepped(optimizer, params, 3)
+        made_of.append(params)
+    assert all(torch.equal(made_of[0][n], made_of[1][n]) for n in "xyz")
+
+
+EMPTY = [(0,), (0, 3), (3, 0), (2, 0, 3)]
+WAYS = [None, {}, {"gradient_policy": "sharded", "max_grad_norm": 1.0}, {"max_grad_norm": 1.0}]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("shape", EMPTY)
+@pytest.mark.parametrize("name", RULES)
+def test_parameters_without_elements_are_stepped(name, shape, how):
+    if not REGISTRY[name].any_shape and len(shape) != 2:
+        pytest.skip("a rule of matrices")
+    model = torch.nn.Linear(3, 4, bias=False)
+    model.empty = Parameter(torch.zeros(shape))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    fused = None if how is None else ds_ext.fuse_into_backward(model, optimizer, **how)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum() + model.empty.sum()
+        (loss if fused is None else fused).backward(*[] if fused is None else [loss])
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_distributed_checkpoint_makes_states_by_a_step_of_rate_0(name):
+    models = [torch.nn.Linear(4, 4, bias=False) for _ in range(2)]
+    optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
+    before = models[0].weight.detach().clone()
+    get_state_dict(models[0], optimizers[0])
+    assert torch.equal(models[0].weight, before)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+        optimizer.step()
+
+    step(models[0], optimizers[0])
+    saved = get_state_dict(models[0], optimizers[0])
+    set_state_dict(models[1], optimizers[1], model_state_dict=saved[0], optim_state_dict=saved[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    assert torch.equal(models[0].weight, models[1].weight)
+    assert optimizers[1].param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"] != 0
+
+
+def test_wrong_arguments_raise_what_torch_raises():
+    x = matrices("x")["x"]
+    y = matrices("y")["y"]
+    adalomo = functools.partial(ds_ext.AdaLomo)
+    for params, kind in (
+        (x, TypeError),
+        ([{"params": x}, {"params": x}], ValueError),
+        ([("x", x), y], ValueError),
+        ([{"params": [x]}, {"params": [("y", y)]}], ValueError),
+        ([{"params": {x}}], TypeError),
+        ([x, 3], TypeError),
+        ([], ValueError),
+    ):
+        errors = []
+        for optimizer_type in (adalomo, torch.optim.AdamW):
+            with pytest.raises(kind) as info:
+                optimizer_type(copy.copy(params))
+            errors.append(str(info.value))
+        assert errors[0] == errors[1]
+    with pytest.raises(TypeError, match="must be a dict"):
+        ds_ext.AdaLomo([x]).add_param_group([y])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        ds_ext.AdaLomo([x, x])
+    with pytest.raises(ValueError, match="lr is tensor"):
+        ds_ext.AdaLomo([x], lr=torch.tensor([0.1, 0.2]))
