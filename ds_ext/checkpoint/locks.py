@@ -75,7 +75,7 @@ def is_abandoned(path: Path, writes: Path, now: float) -> bool:
         kernel = ""
     except (BlockingIOError, PermissionError):  # it lives, or is another user's
         return False
-    if kernel == _kernel():
+    if kernel == _kernel() or not writes.exists():  # or it was killed before it wrote anything
         return True
     last = [f.stat().st_mtime for f in (path, writes, *writes.glob("*")) if f.exists()]
     return now - max(last, default=0.0) > STALE

@@ -304,3 +304,9 @@ def test_a_job_that_hangs_with_the_lock_is_named(tmp_path, monkeypatch):
         save(tmp_path, "run", 1)
     save(tmp_path, "run", 1)
     assert not leftovers(tmp_path)
+
+
+def test_a_lock_whose_job_was_killed_before_it_wrote_is_removed(tmp_path):
+    (tmp_path / ".incomplete-step1.01234567.lock").touch()
+    save(tmp_path, "step2", 2)
+    assert not list(tmp_path.glob(".*"))
