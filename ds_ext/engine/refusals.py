@@ -46,7 +46,8 @@ def refuse(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """
     leftovers.refuse_gradient_hooks(engine)
     leftovers.refuse_partitions(engine)
-    callers.refuse_same_data(engine.dp_world_size)
+    world = dist.get_world_size(engine.seq_data_parallel_group)
+    callers.refuse_same_data(world // int(engine.sequence_parallel_size))
     if pipeline.is_pipeline(engine):
         pipeline.refuse(engine)
     refuse_wrapped(engine.module)

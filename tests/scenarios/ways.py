@@ -96,6 +96,10 @@ class FSDP2(Fused):
     def local(self, p: Any) -> Tensor:
         return p.to_local().detach()
 
+    def zero_grad(self) -> None:
+        self.model.reshard()  # a forward pass without a backward one leaves the root gathered
+        super().zero_grad()
+
     def whole(self) -> dict[str, Tensor]:
         return {n: full(p).clone() for n, p in self.model.named_parameters()}
 
