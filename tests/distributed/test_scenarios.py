@@ -7,14 +7,22 @@ import pytest
 from tests.scenarios import driver, search
 from tests.scenarios.calls import CALLS
 
-SEQUENCES = {"plain": 30, "fused": 30}  # those of all ways by hand: python -m tests.scenarios
+COUNTS = {
+    "quick": {"plain": 30, "fused": 30},
+    "slow": {"plain": 250, "fused": 400, "fsdp2": 90, "engine": 100},
+}
+CASES = [
+    pytest.param(way, count, marks=[pytest.mark.slow] * (kind == "slow"), id=f"{kind}-{way}")
+    for kind, counts in COUNTS.items()
+    for way, count in counts.items()
+]
 
 
-@pytest.mark.parametrize("way", SEQUENCES)
-def test_some_sequences(way):
-    found = search.search(way, 100, count=SEQUENCES[way])
+@pytest.mark.parametrize("way, count", CASES)
+def test_sequences(way, count):
+    found = search.search(way, 1800, first=0 if count <= 30 else 10**6, count=count)
     assert not found.findings, found.findings[0]
-    assert found.sequences == SEQUENCES[way]
+    assert found.sequences == count
 
 
 def test_a_difference_is_found_and_made_short(monkeypatch):

@@ -159,9 +159,14 @@ def same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
 
 
 def said(error: Exception) -> str:
-    """The sentence of an error that somebody wrote, not a failure of torch's in the middle."""
+    """The sentence of an error that somebody wrote, not a failure of torch's in the middle.
+
+    Torch's own of weights that a second backward pass finds stepped is one.
+    """
     if not isinstance(error, ValueError | RuntimeError):
         return ""
+    if "has been modified by an inplace operation" in str(error):
+        return "a weight was stepped before this backward pass had read it"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(frame.filename, frame.lineno or 0).strip()
     written = line.startswith("raise ") and " " in str(error).strip()

@@ -279,8 +279,9 @@ class Reference(Side):
             state.update(walk(state, lambda t: t.to(dtype) if t.is_floating_point() else t))
 
     def resize(self, rows: int) -> None:
+        if rows != self.rows:
+            self.optimizer.state.pop(self.param("embed.weight"), None)
         super().resize(rows)
-        self.optimizer.state.pop(self.param("embed.weight"), None)
 
 
 def walk(states: Any, found: Callable[[Tensor], Any]) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import tempfile
+from collections.abc import Collection
 from typing import Any
 
 import deepspeed
@@ -42,16 +43,23 @@ class Plain(Side):
 
     def snapshot(self) -> dict[str, Tensor]:
         """All that a refused call must leave as it is; it may cast a state as a step would."""
-        found = {n: self.local(p).clone() for n, p in self.model.named_parameters()}
+        named, waiting = self.model.named_parameters(), self.waiting()
+        found = {n: self.local(p).clone() for n, p in named if p not in waiting}
         for i, group in enumerate(self.optimizer.param_groups):
             hypers = [float(group[key]) for key in ("lr", "weight_decay")]
             found[f"group {i}"] = torch.tensor([*hypers, len(group["params"])])
             for j, p in enumerate(group["params"]):
+                if p in waiting:
+                    continue
                 state = self.optimizer.state.get(p, {})
                 found[f"steps {i} {j}"] = torch.tensor(float(state.get("step", 0)))
                 for k, t in enumerate(tensors(state)):
                     found[f"state {i} {j} {k}"] = t.detach().float().clone()
         return found
+
+    def waiting(self) -> Collection[Tensor]:
+        """Parameters whose steps by earlier calls are still to come."""
+        return ()
 
 
 class Fused(Plain):
@@ -69,6 +77,9 @@ class Fused(Plain):
         self.is_plain = setup["policy"] == "plain"
         if not self.is_plain:
             self.fused = ds_ext.fuse_into_backward(self.model, self.optimizer, **how)
+
+    def waiting(self) -> Collection[Tensor]:
+        return () if self.is_plain else self.fused.buckets.waiting
 
     def detach(self) -> None:
         if not self.is_plain:
