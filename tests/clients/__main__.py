@@ -58,7 +58,7 @@ class Client(NamedTuple):
     name: str  # on the command line
     packages: tuple[str, ...]  # the arguments of one `pip install` each
     runs: tuple[Run, ...]
-    minutes: float = 5  # the limit of each run
+    minutes: float = 10  # the limit of each run
     python: str = "3.11"
     deepspeed: str = "0.19.8"
     torch: str = "2.13.0"
