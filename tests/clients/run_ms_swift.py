@@ -21,7 +21,7 @@ rows = [
 ]
 settings = {
     "model": "model",
-    "model_type": "llama3",
+    "model_type": "llama",
     "template": "dummy",
     "dataset": "rows.jsonl",
     "external_plugins": Path(ds_ext.__file__).parent / "ms_swift.py",

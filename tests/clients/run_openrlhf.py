@@ -79,7 +79,9 @@ def flash_attn() -> None:
 def rank() -> None:
     """Runs OpenRLHF's program with the CPU in the place of CUDA; rank 0 writes the losses."""
     flash_attn()
-    torch.cuda.set_device = torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.empty_cache = lambda: None
     torch.cuda.current_device = lambda: torch.device("cpu")
     mesh = importlib.import_module("torch.distributed.device_mesh")
     make = mesh.init_device_mesh
