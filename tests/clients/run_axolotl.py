@@ -1,4 +1,8 @@
-"""axolotl's command line: full SFT at stage 3 by the plugin of docs/guides/axolotl.md."""
+"""axolotl's command line: full SFT at stage 3 by the plugin of docs/guides/axolotl.md.
+
+axolotl asks CUDA whether two devices see each other. A CUDA build of torch raises an error there on
+a machine without a driver, so ``cpu.py`` answers the question itself.
+"""
 
 import json
 import os
@@ -8,8 +12,9 @@ from pathlib import Path
 import tiny
 
 RANKS, STAGE = 2, 3
-CPU = """import accelerate, runpy
+CPU = """import accelerate, runpy, torch
 
+torch.cuda.can_device_access_peer = lambda *devices: False
 accelerate.PartialState(cpu=True)
 runpy.run_module("axolotl.cli.train", run_name="__main__")
 """

@@ -46,7 +46,7 @@ Path("mine.yaml").write_text(json.dumps(settings))  # JSON is YAML
 Path("modules").mkdir()
 Path("modules/torchaudio.py").touch()
 command = [sys.executable, "-m", "ds_ext", "run", "llamafactory-cli", "train", "mine.yaml"]
-ranks = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(RANKS), "ACCELERATE_USE_CPU": "true"}
+ranks = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(RANKS)}
 ranks["PYTHONPATH"] = os.pathsep.join(
     [str(Path("modules").resolve()), *filter(None, [os.getenv("PYTHONPATH")])]
 )
