@@ -27,6 +27,7 @@ settings = {
     "deepspeed": "ds.json",
     "datasets": [{"path": "rows.json", "ds_type": "json", "type": "alpaca"}],
     "dataset_prepared_path": "prepared",
+    "dataset_num_proc": 1,
     "sequence_len": 256,
     "micro_batch_size": 8,
     "gradient_accumulation_steps": 1,
