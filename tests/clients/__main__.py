@@ -1,6 +1,6 @@
 """Runs each client program in a fresh environment and writes the table of docs/clients.md.
 
-    python -m tests.clients [NAME ...] [--keep] [--torch-index URL]
+    python -m tests.clients [NAME ...] [--keep] [--reuse] [--torch-index URL]
 
 runs the named clients, or all of them. Each gets a virtual environment under build/clients with
 the versions below. Its script trains a tiny random model with AdaLomo on the CPU, offline. It
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -29,34 +30,62 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "clients"
 PAGE = ROOT / "docs" / "clients.md"
 START, END = "<!-- clients: make clients -->", "<!-- end of clients -->"
-HEAD = ("client", "run", "ranks", "ZeRO stage", "Python", "torch", "DeepSpeed", "loss", "date")
+HEAD = (
+    "client",
+    "what was run",
+    "ranks",
+    "ZeRO stage",
+    "Python",
+    "torch",
+    "DeepSpeed",
+    "loss",
+    "date",
+)
 INSTALL_MINUTES = 30
 
 
+class Run(NamedTuple):
+    """What to run of a program: a row of the table."""
+
+    package: str  # the distribution, whose version the table shows
+    what: str
+    command: str  # {here} stands for tests/clients
+
+
 class Client(NamedTuple):
-    """A program, how to install it, and what to run of it."""
+    """An environment: the programs to install into it, and what to run there."""
 
     name: str  # on the command line
-    package: str  # the distribution whose version the table shows
-    packages: tuple[str, ...]  # arguments of one `pip install` each
-    runs: dict[str, str]  # what the table says was run: the command, with {here} for tests/clients
+    packages: tuple[str, ...]  # the arguments of one `pip install` each
+    runs: tuple[Run, ...]
     minutes: float = 5  # the limit of each run
     python: str = "3.11"
     deepspeed: str = "0.19.8"
     torch: str = "2.13.0"
 
 
-HF = "transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0"
-TORCHRUN = "torchrun --nproc_per_node 2 {here}"
+RANKS = "torchrun --nproc_per_node 2 {here}"
 CLIENTS = (
     Client(
-        "trl",
-        "trl",
-        (f"trl==1.16.0 {HF}",),
-        {
-            "SFTTrainer": f"{TORCHRUN}/run_trl.py sft",
-            "DPOTrainer": f"{TORCHRUN}/run_trl.py dpo",
-        },
+        "huggingface",
+        (
+            "transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0 trl==1.16.0 "
+            "sentence-transformers==6.2.0 diffusers==0.42.1",
+        ),
+        (
+            Run("trl", "SFTTrainer", f"{RANKS}/run_trl.py sft"),
+            Run("trl", "DPOTrainer", f"{RANKS}/run_trl.py dpo"),
+            Run("transformers", "Trainer, BERT", f"{RANKS}/run_trainer.py bert 3"),
+            Run("transformers", "Trainer, T5", f"{RANKS}/run_trainer.py t5 3"),
+            Run("transformers", "Trainer, ViT", f"{RANKS}/run_trainer.py vit 2"),
+            Run("sentence-transformers", "SentenceTransformerTrainer", f"{RANKS}/run_sentences.py"),
+            Run("diffusers", "UNet2DModel, accelerate's loop", f"{RANKS}/run_diffusers.py"),
+        ),
+    ),
+    Client(
+        "torchtune",
+        ("torchtune==0.6.1 torchao==0.18.0",),
+        (Run("torchtune", "full_finetune_single_device", "python {here}/run_torchtune.py"),),
     ),
     Client(
         "axolotl",
@@ -120,7 +149,7 @@ def call(command: list[str], log: IO[str], minutes: float, **where: object) -> s
     log.flush()
     start = log.tell()
     process = subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, **where
+        command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=os.setpgrp, **where
     )
     late = False
     try:
@@ -128,9 +157,7 @@ def call(command: list[str], log: IO[str], minutes: float, **where: object) -> s
     except subprocess.TimeoutExpired:
         late = True
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end(process)
     with open(log.name, errors="replace") as written:
         written.seek(start)
         output = written.read()
@@ -140,6 +167,15 @@ def call(command: list[str], log: IO[str], minutes: float, **where: object) -> s
     if process.returncode:
         raise Failed(reason(output, process.returncode))
     return output
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a process and its children; a launcher is given time to end its ranks."""
+    for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
 
 
 def reason(output: str, status: int) -> str:
@@ -157,31 +193,30 @@ def install(client: Client, folder: Path, log: IO[str], index: str) -> None:
     python = shutil.which(f"python{client.python}")
     if not python:
         raise Failed(f"not run: there is no python{client.python}")
-    call([python, "-m", "venv", str(folder)], log, INSTALL_MINUTES)
+    call([python, "-m", "venv", "--without-pip", str(folder)], log, INSTALL_MINUTES)
     pins = folder / "constraints.txt"
     pins.write_text(f"torch=={client.torch}\ndeepspeed=={client.deepspeed}\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
+    pip += ["--progress-bar", "off", "--no-compile", "-c", str(pins)]
     build = "--no-build-isolation"
     for arguments in (
-        ["--extra-index-url", index, f"torch=={client.torch}"]
-        if index
-        else [f"torch=={client.torch}"],
+        [f"torch=={client.torch}", *(["--extra-index-url", index] if index else [])],
         ["setuptools>=74.1", "wheel", "ninja", "numpy"],
         [build, f"deepspeed=={client.deepspeed}"],
         *(shlex.split(packages) for packages in client.packages),
         [build, "--no-deps", "-e", str(ROOT)],
     ):
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-c", str(pins)]
         call([*pip, *arguments], log, INSTALL_MINUTES, env={**os.environ, "DS_BUILD_OPS": "0"})
 
 
-def versions(folder: Path, package: str) -> list[str]:
-    """Returns the versions of the client, Python, torch and DeepSpeed in an environment."""
-    code = (
-        "import sys, platform, importlib.metadata as m; print(m.version(sys.argv[1]),"
-        "platform.python_version(), m.version('torch'), m.version('deepspeed'))"
-    )
-    command = [str(folder / "bin" / "python"), "-c", code, package]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+def version(folder: Path, package: str) -> str:
+    """Returns the version of a distribution in an environment, or nothing."""
+    code = "import sys, importlib.metadata as m; print(m.version(sys.argv[1]))"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        return ""
+    command = [str(python), "-c", code, package]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def train(client: Client, command: str, folder: Path, log: IO[str]) -> dict[str, object]:
@@ -196,6 +231,8 @@ def train(client: Client, command: str, folder: Path, log: IO[str]) -> dict[str,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
+    for lock in (folder / "extensions").rglob("lock"):  # of a build that was killed
+        lock.unlink()
     with tempfile.TemporaryDirectory() as place:
         words = [word.replace("{here}", str(HERE)) for word in shlex.split(command)]
         words[0] = shutil.which(words[0], path=environment["PATH"]) or words[0]
@@ -210,46 +247,45 @@ def train(client: Client, command: str, folder: Path, log: IO[str]) -> dict[str,
     return result
 
 
-def rows_of(client: Client, index: str, keep: bool) -> list[tuple[str, ...]]:
-    """Installs a client, makes its runs, and returns a row of the table for each."""
+def rows_of(client: Client, index: str, keep: bool, reuse: bool) -> Iterator[tuple[str, ...]]:
+    """Installs a client, makes its runs, and yields a row of the table for each."""
     folder = BUILD / client.name
-    shutil.rmtree(folder, ignore_errors=True)
-    today, rows = datetime.date.today().isoformat(), []
-    known = ["", client.python, client.torch, client.deepspeed]
-    failed = ""
+    if not reuse:
+        shutil.rmtree(folder, ignore_errors=True)
     with open(BUILD / f"{client.name}.log", "w") as log:
+        failed = ""
         try:
-            install(client, folder, log, index)
-            known = versions(folder, client.package)
+            if not folder.exists():
+                install(client, folder, log, index)
         except Failed as error:
             failed = f"{error} (install)"
-        for what, command in client.runs.items():
-            ranks = stage = ""
-            loss = failed
-            if not failed:
-                try:
-                    result = train(client, command, folder, log)
+        for run in client.runs:
+            ranks, stage, loss = "", "", failed
+            try:
+                result = None if failed else train(client, run.command, folder, log)
+            except Failed as error:
+                loss = str(error)
+            else:
+                if result:
                     ranks, stage = str(result["ranks"]), str(result["stage"])
                     loss = "{:.3g} → {:.3g}".format(*result["losses"])
-                except Failed as error:
-                    loss = str(error)
-            version, *others = known
-            name = f"{client.name} {version}".strip()
-            rows.append((name, what, ranks, stage, *others, loss, today))
-            print(*rows[-1], sep=" | ", flush=True)
-    if not keep:
+            yield (
+                f"{run.package} {version(folder, run.package)}".strip(),
+                *(run.what, ranks, stage, client.python),
+                *(version(folder, "torch"), version(folder, "deepspeed")),
+                *(loss, datetime.date.today().isoformat()),
+            )
+    if not keep and not reuse:
         shutil.rmtree(folder, ignore_errors=True)
-    return rows
 
 
-def write(rows: list[tuple[str, ...]]) -> None:
-    """Replaces the rows of the table that were run again, in the order of CLIENTS."""
+def write(row: tuple[str, ...]) -> None:
+    """Puts a row into the table, in the order of CLIENTS, in the place of its older one."""
     before, table, after = re.split(f"{START}|{END}", PAGE.read_text())
-    old = [tuple(line.strip("| ").split(" | ")) for line in table.strip().splitlines()[2:]]
-    kept = {(row[0].split()[0], row[1]): row for row in old}
-    escaped = [tuple(cell.replace("|", "\\|") or "–" for cell in row) for row in rows]
-    kept |= {(row[0].split()[0], row[1]): row for row in escaped}
-    order = [(client.name, what) for client in CLIENTS for what in client.runs]
+    rows = [tuple(line.strip("| ").split(" | ")) for line in table.strip().splitlines()[2:]]
+    rows.append(tuple(cell.replace("|", "/") or "–" for cell in row))
+    kept = {(row[0].split()[0], row[1]): row for row in rows}
+    order = [(run.package, run.what) for client in CLIENTS for run in client.runs]
     lines = [HEAD, ("---",) * len(HEAD), *(kept[key] for key in order if key in kept)]
     made = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     PAGE.write_text(f"{before}{START}\n{made}{END}{after}")
@@ -261,6 +297,7 @@ def main() -> None:
     names = [client.name for client in CLIENTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--keep", action="store_true", help="leave the environments")
+    parser.add_argument("--reuse", action="store_true", help="use what --keep left, if it is there")
     parser.add_argument("--torch-index", default="", help="an index of CPU builds of torch")
     given = parser.parse_args()
     if unknown := set(given.names) - set(names):
@@ -269,9 +306,10 @@ def main() -> None:
     ok = True
     for client in CLIENTS:
         if not given.names or client.name in given.names:
-            rows = rows_of(client, given.torch_index, given.keep)
-            ok = ok and not any("failed" in cell for row in rows for cell in row)
-            write(rows)
+            for row in rows_of(client, given.torch_index, given.keep, given.reuse):
+                print(*row, sep=" | ", flush=True)
+                write(row)
+                ok = ok and not any(cell.startswith("failed") for cell in row)
     sys.exit(not ok)
 
 

@@ -16,22 +16,11 @@ if sys.argv[1] == "dpo":
         {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " I do not know."}
         for row in rows
     ]
-settings = SETTINGS(
-    output_dir="out",
-    deepspeed=tiny.config(stage=3),
-    max_steps=tiny.STEPS,
-    per_device_train_batch_size=8,
-    learning_rate=tiny.RATE,
-    lr_scheduler_type="constant",
-    max_grad_norm=0.0,
-    bf16=False,
-    use_cpu=True,
-    logging_steps=1,
-    save_strategy="no",
-    report_to="none",
-)
+settings = SETTINGS(deepspeed=tiny.config(stage=3), **tiny.arguments())
+reference = {"ref_model": tiny.llama()} if sys.argv[1] == "dpo" else {}
 trainer = KIND(
     model=tiny.llama(),
+    **reference,
     args=settings,
     train_dataset=Dataset.from_list(rows),
     processing_class=tiny.tokenizer(),

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+
+import ds_ext
 
 STEPS = 15
 RATE = 1e-2  # of a model that knows nothing
@@ -31,7 +35,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama() -> LlamaForCausalLM:
-    """Returns a Llama of two layers with random weights."""
+    """Returns a Llama of two layers, with the same random weights on every rank."""
+    torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(SPECIAL) + 256,
@@ -85,10 +90,31 @@ def result(losses: list[float], ranks: int, stage: int | str) -> None:
     print("RESULT " + json.dumps({"losses": ends, "ranks": ranks, "stage": stage}), flush=True)
 
 
+def arguments() -> dict:
+    """Returns what every kind of TrainingArguments is given."""
+    return {
+        "output_dir": "out",
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 8,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,  # AdaLomo bounds its updates itself
+        "bf16": False,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+
+
+def check(engine: DeepSpeedEngine, stage: int) -> None:
+    """Raises AssertionError unless AdaLomo trains the engine at the stage."""
+    assert engine.zero_optimization_stage() == stage
+    assert isinstance(engine.optimizer.optimizer, ds_ext.AdaLomo), engine.optimizer
+
+
 def finish(trainer: Trainer, stage: int) -> None:
     """Prints the result of a Trainer under DeepSpeed, on one rank."""
-    engine = trainer.model_wrapped
-    assert engine.zero_optimization_stage() == stage
-    assert "AdaLomo" in repr(engine.optimizer), engine.optimizer
+    check(trainer.model_wrapped, stage)
     if dist.get_rank() == 0:
         result(logged(trainer.state.log_history), dist.get_world_size(), stage)
