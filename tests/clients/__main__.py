@@ -30,17 +30,7 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "clients"
 PAGE = ROOT / "docs" / "clients.md"
 START, END = "<!-- clients: make clients -->", "<!-- end of clients -->"
-HEAD = (
-    "client",
-    "what was run",
-    "ranks",
-    "ZeRO stage",
-    "Python",
-    "torch",
-    "DeepSpeed",
-    "loss",
-    "date",
-)
+HEAD = tuple("client|run|ranks|ZeRO stage|Python|torch|DeepSpeed|loss|date".split("|"))
 INSTALL_MINUTES = 30
 
 
@@ -84,19 +74,17 @@ CLIENTS = (
     ),
     Client(
         "torchtune",
-        ("torchtune==0.6.1 torchao==0.18.0",),
+        ("torchtune==0.6.1 torchao==0.18.0 transformers==5.23.0",),
         (Run("torchtune", "full_finetune_single_device", "python {here}/run_torchtune.py"),),
     ),
     Client(
         "axolotl",
-        "axolotl",
         ("axolotl==0.21.0 transformers==5.20.1 trl==1.14.1 peft==0.21.2 accelerate==1.15.0",),
-        {"full SFT, plugin": "python {here}/run_axolotl.py"},
+        (Run("axolotl", "full SFT, plugin", "python {here}/run_axolotl.py"),),
         minutes=15,
         python="3.12",
     ),
-    Client(  # without torchaudio, torchvision and the web interface
-        "llama-factory",
+    Client(  # --no-deps: without torchaudio, torchvision and the web interface
         "llamafactory",
         (
             "--no-deps llamafactory==0.9.5",
@@ -104,37 +92,31 @@ CLIENTS = (
             "torchdata==0.11.0 tyro==0.8.14 av==16.0.0 matplotlib fire omegaconf pandas scipy",
             "sentencepiece tiktoken protobuf",
         ),
-        {"full SFT, YAML": "python {here}/run_llama_factory.py"},
-        minutes=10,
+        (Run("llamafactory", "full SFT, YAML", "python {here}/run_llama_factory.py"),),
     ),
     Client(
         "ms-swift",
-        "ms-swift",
         ("ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4",),
-        {"full SFT, plugin": "python {here}/run_ms_swift.py"},
-        minutes=10,
+        (Run("ms-swift", "full SFT, plugin", "python {here}/run_ms_swift.py"),),
     ),
-    Client(  # without flash-attn, vllm and ray
-        "openrlhf",
+    Client(  # --no-deps: without flash-attn, vllm and ray
         "openrlhf",
         (
             "--no-deps openrlhf==0.11.2",
             "transformers==5.15.0 accelerate==1.15.0 datasets==5.2.0 peft==0.21.2",
             "torchdata==0.11.0 sympy pylatexenc tqdm aiohttp packaging",
         ),
-        {"SFT, CUDA calls replaced": "python {here}/run_openrlhf.py"},
-        minutes=10,
+        (Run("openrlhf", "SFT, CUDA calls replaced", "python {here}/run_openrlhf.py"),),
         deepspeed="0.19.6",
     ),
-    Client(  # without what its trainers need of CUDA
-        "verl",
+    Client(  # --no-deps: without what its trainers need of CUDA
         "verl",
         (
             "--no-deps verl==0.9.1",
             "transformers==5.10.2 accelerate==1.15.0 tensordict==0.10.0 torchdata==0.11.0",
             "omegaconf hydra-core ray codetiming pandas numpy<2.4",
         ),
-        {"build_optimizer": "python {here}/run_verl.py"},
+        (Run("verl", "build_optimizer", "python {here}/run_verl.py"),),
     ),
 )
 
@@ -193,7 +175,8 @@ def install(client: Client, folder: Path, log: IO[str], index: str) -> None:
     python = shutil.which(f"python{client.python}")
     if not python:
         raise Failed(f"not run: there is no python{client.python}")
-    call([python, "-m", "venv", "--without-pip", str(folder)], log, INSTALL_MINUTES)
+    if not folder.exists():
+        call([python, "-m", "venv", "--without-pip", str(folder)], log, INSTALL_MINUTES)
     pins = folder / "constraints.txt"
     pins.write_text(f"torch=={client.torch}\ndeepspeed=={client.deepspeed}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
@@ -255,8 +238,7 @@ def rows_of(client: Client, index: str, keep: bool, reuse: bool) -> Iterator[tup
     with open(BUILD / f"{client.name}.log", "w") as log:
         failed = ""
         try:
-            if not folder.exists():
-                install(client, folder, log, index)
+            install(client, folder, log, index)
         except Failed as error:
             failed = f"{error} (install)"
         for run in client.runs:
@@ -297,7 +279,7 @@ def main() -> None:
     names = [client.name for client in CLIENTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--keep", action="store_true", help="leave the environments")
-    parser.add_argument("--reuse", action="store_true", help="use what --keep left, if it is there")
+    parser.add_argument("--reuse", action="store_true", help="install into what --keep left")
     parser.add_argument("--torch-index", default="", help="an index of CPU builds of torch")
     given = parser.parse_args()
     if unknown := set(given.names) - set(names):
