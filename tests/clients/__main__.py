@@ -1,11 +1,11 @@
 """Runs each client program in a fresh environment and writes the table of docs/clients.md.
 
-    python -m tests.clients [NAME ...] [--keep] [--reuse] [--torch-index URL]
+    python -m tests.clients [NAME ...] [--only WORDS] [--keep] [--reuse]
 
 runs the named clients, or all of them. Each gets a virtual environment under build/clients with
 the versions below. Its script trains a tiny random model with AdaLomo on the CPU, offline. It
 passes if it exits with 0 and prints ``RESULT {"losses": [first, last], "ranks": 2, "stage": 3}``
-with a loss that falls. The output of NAME is in build/clients/NAME.log.
+with a loss that falls. Logs are in build/clients.
 """
 
 import argparse
@@ -175,8 +175,7 @@ def install(client: Client, folder: Path, log: IO[str], index: str) -> None:
     python = shutil.which(f"python{client.python}")
     if not python:
         raise Failed(f"not run: there is no python{client.python}")
-    if not folder.exists():
-        call([python, "-m", "venv", "--without-pip", str(folder)], log, INSTALL_MINUTES)
+    call([python, "-m", "venv", "--without-pip", str(folder)], log, INSTALL_MINUTES)
     pins = folder / "constraints.txt"
     pins.write_text(f"torch=={client.torch}\ndeepspeed=={client.deepspeed}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
@@ -230,34 +229,38 @@ def train(client: Client, command: str, folder: Path, log: IO[str]) -> dict[str,
     return result
 
 
-def rows_of(client: Client, index: str, keep: bool, reuse: bool) -> Iterator[tuple[str, ...]]:
+def rows_of(client: Client, given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """Installs a client, makes its runs, and yields a row of the table for each."""
-    folder = BUILD / client.name
-    if not reuse:
+    folder, failed = BUILD / client.name, ""
+    if not given.reuse:
         shutil.rmtree(folder, ignore_errors=True)
-    with open(BUILD / f"{client.name}.log", "w") as log:
-        failed = ""
+    if not folder.exists():
         try:
-            install(client, folder, log, index)
+            with open(BUILD / f"{client.name}.log", "w") as log:
+                install(client, folder, log, given.torch_index)
         except Failed as error:
             failed = f"{error} (install)"
-        for run in client.runs:
-            ranks, stage, loss = "", "", failed
-            try:
+    for run in client.runs:
+        if given.only not in f"{run.package} {run.what}":
+            continue
+        ranks, stage, loss = "", "", failed
+        try:
+            name = re.sub(r"\W+", "-", f"{run.package} {run.what}")
+            with open(BUILD / f"{name}.log", "w") as log:
                 result = None if failed else train(client, run.command, folder, log)
-            except Failed as error:
-                loss = str(error)
-            else:
-                if result:
-                    ranks, stage = str(result["ranks"]), str(result["stage"])
-                    loss = "{:.3g} → {:.3g}".format(*result["losses"])
-            yield (
-                f"{run.package} {version(folder, run.package)}".strip(),
-                *(run.what, ranks, stage, client.python),
-                *(version(folder, "torch"), version(folder, "deepspeed")),
-                *(loss, datetime.date.today().isoformat()),
-            )
-    if not keep and not reuse:
+        except Failed as error:
+            loss = str(error)
+        else:
+            if result:
+                ranks, stage = str(result["ranks"]), str(result["stage"])
+                loss = "{:.3g} → {:.3g}".format(*result["losses"])
+        yield (
+            f"{run.package} {version(folder, run.package)}".strip(),
+            *(run.what, ranks, stage, client.python),
+            *(version(folder, "torch"), version(folder, "deepspeed")),
+            *(loss, datetime.date.today().isoformat()),
+        )
+    if not given.keep and not given.reuse:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -279,7 +282,8 @@ def main() -> None:
     names = [client.name for client in CLIENTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--keep", action="store_true", help="leave the environments")
-    parser.add_argument("--reuse", action="store_true", help="install into what --keep left")
+    parser.add_argument("--reuse", action="store_true", help="use what --keep left")
+    parser.add_argument("--only", default="", help="the runs whose row has these words")
     parser.add_argument("--torch-index", default="", help="an index of CPU builds of torch")
     given = parser.parse_args()
     if unknown := set(given.names) - set(names):
@@ -288,7 +292,7 @@ def main() -> None:
     ok = True
     for client in CLIENTS:
         if not given.names or client.name in given.names:
-            for row in rows_of(client, given.torch_index, given.keep, given.reuse):
+            for row in rows_of(client, given):
                 print(*row, sep=" | ", flush=True)
                 write(row)
                 ok = ok and not any(cell.startswith("failed") for cell in row)
