@@ -89,52 +89,47 @@ CLIENTS = (
     ),
     Client(
         "axolotl",
-        "axolotl",
         ("axolotl==0.21.0 transformers==5.20.1 trl==1.14.1 peft==0.21.2 accelerate==1.15.0",),
-        {"full SFT, plugin": "python {here}/run_axolotl.py"},
+        (Run("axolotl", "full SFT, plugin", "python {here}/run_axolotl.py"),),
         minutes=15,
         python="3.12",
     ),
     Client(  # without torchaudio, torchvision and the web interface
         "llama-factory",
-        "llamafactory",
         (
             "--no-deps llamafactory==0.9.5",
             "transformers==5.6.0 accelerate==1.11.0 datasets==4.0.0 peft==0.18.1 trl==0.24.0",
             "torchdata==0.11.0 tyro==0.8.14 av==16.0.0 matplotlib fire omegaconf pandas scipy",
             "sentencepiece tiktoken protobuf",
         ),
-        {"full SFT, YAML": "python {here}/run_llama_factory.py"},
+        (Run("llamafactory", "full SFT, YAML", "python {here}/run_llama_factory.py"),),
         minutes=10,
     ),
     Client(
         "ms-swift",
-        "ms-swift",
         ("ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4",),
-        {"full SFT, plugin": "python {here}/run_ms_swift.py"},
+        (Run("ms-swift", "full SFT, plugin", "python {here}/run_ms_swift.py"),),
         minutes=10,
     ),
     Client(  # without flash-attn, vllm and ray
-        "openrlhf",
         "openrlhf",
         (
             "--no-deps openrlhf==0.11.2",
             "transformers==5.15.0 accelerate==1.15.0 datasets==5.2.0 peft==0.21.2",
             "torchdata==0.11.0 sympy pylatexenc tqdm aiohttp packaging",
         ),
-        {"SFT, CUDA calls replaced": "python {here}/run_openrlhf.py"},
+        (Run("openrlhf", "SFT, CUDA calls replaced", "python {here}/run_openrlhf.py"),),
         minutes=10,
         deepspeed="0.19.6",
     ),
     Client(  # without what its trainers need of CUDA
-        "verl",
         "verl",
         (
             "--no-deps verl==0.9.1",
             "transformers==5.10.2 accelerate==1.15.0 tensordict==0.10.0 torchdata==0.11.0",
             "omegaconf hydra-core ray codetiming pandas numpy<2.4",
         ),
-        {"build_optimizer": "python {here}/run_verl.py"},
+        (Run("verl", "build_optimizer", "python {here}/run_verl.py"),),
     ),
 )
 
