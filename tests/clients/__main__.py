@@ -85,7 +85,7 @@ CLIENTS = (
         python="3.12",
     ),
     Client(  # --no-deps: without torchaudio, torchvision and the web interface
-        "llamafactory",
+        "llama-factory",
         (
             "--no-deps llamafactory==0.9.5",
             "transformers==5.6.0 accelerate==1.11.0 datasets==4.0.0 peft==0.18.1 trl==0.24.0",

@@ -14,9 +14,10 @@ import tiny
 RANKS, STAGE = 2, 3
 CPU = """import accelerate, runpy, torch
 
-torch.cuda.can_device_access_peer = lambda *devices: False
-accelerate.PartialState(cpu=True)
-runpy.run_module("axolotl.cli.train", run_name="__main__")
+if __name__ == "__main__":
+    torch.cuda.can_device_access_peer = lambda *devices: False
+    accelerate.PartialState(cpu=True)
+    runpy.run_module("axolotl.cli.train", run_name="__main__")
 """
 rows = [
     {"instruction": row["prompt"], "input": "", "output": row["completion"]} for row in tiny.rows()
