@@ -16,9 +16,9 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def bert() -> tuple[hf.PreTrainedModel, list[dict]]:
-    """A classifier, and texts of one token, which gives the class."""
+    """A classifier, and texts whose class is their first token."""
     config = hf.BertConfig(**SIZES, vocab_size=32, intermediate_size=128, num_labels=4)
-    tokens = torch.randint(32, (256, 1)).expand(-1, 8)
+    tokens = torch.randint(32, (256, 16))
     rows = [{"input_ids": row, "labels": row[0] % 4} for row in tokens]
     return hf.BertForSequenceClassification(config), rows
 
