@@ -30,17 +30,7 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "clients"
 PAGE = ROOT / "docs" / "clients.md"
 START, END = "<!-- clients: make clients -->", "<!-- end of clients -->"
-HEAD = (
-    "client",
-    "what was run",
-    "ranks",
-    "ZeRO stage",
-    "Python",
-    "torch",
-    "DeepSpeed",
-    "loss",
-    "date",
-)
+HEAD = tuple("client|run|ranks|ZeRO stage|Python|torch|DeepSpeed|loss|date".split("|"))
 INSTALL_MINUTES = 30
 
 
@@ -58,7 +48,7 @@ class Client(NamedTuple):
     name: str  # on the command line
     packages: tuple[str, ...]  # the arguments of one `pip install` each
     runs: tuple[Run, ...]
-    minutes: float = 5  # the limit of each run
+    minutes: float = 10  # the limit of each run
     python: str = "3.11"
     deepspeed: str = "0.19.8"
     torch: str = "2.13.0"
@@ -84,7 +74,7 @@ CLIENTS = (
     ),
     Client(
         "torchtune",
-        ("torchtune==0.6.1 torchao==0.18.0",),
+        ("torchtune==0.6.1 torchao==0.18.0 transformers==5.23.0",),
         (Run("torchtune", "full_finetune_single_device", "python {here}/run_torchtune.py"),),
     ),
     Client(
@@ -94,8 +84,8 @@ CLIENTS = (
         minutes=15,
         python="3.12",
     ),
-    Client(  # without torchaudio, torchvision and the web interface
-        "llama-factory",
+    Client(  # --no-deps: without torchaudio, torchvision and the web interface
+        "llamafactory",
         (
             "--no-deps llamafactory==0.9.5",
             "transformers==5.6.0 accelerate==1.11.0 datasets==4.0.0 peft==0.18.1 trl==0.24.0",
@@ -103,15 +93,13 @@ CLIENTS = (
             "sentencepiece tiktoken protobuf",
         ),
         (Run("llamafactory", "full SFT, YAML", "python {here}/run_llama_factory.py"),),
-        minutes=10,
     ),
     Client(
         "ms-swift",
         ("ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4",),
         (Run("ms-swift", "full SFT, plugin", "python {here}/run_ms_swift.py"),),
-        minutes=10,
     ),
-    Client(  # without flash-attn, vllm and ray
+    Client(  # --no-deps: without flash-attn, vllm and ray
         "openrlhf",
         (
             "--no-deps openrlhf==0.11.2",
@@ -119,10 +107,9 @@ CLIENTS = (
             "torchdata==0.11.0 sympy pylatexenc tqdm aiohttp packaging",
         ),
         (Run("openrlhf", "SFT, CUDA calls replaced", "python {here}/run_openrlhf.py"),),
-        minutes=10,
         deepspeed="0.19.6",
     ),
-    Client(  # without what its trainers need of CUDA
+    Client(  # --no-deps: without what its trainers need of CUDA
         "verl",
         (
             "--no-deps verl==0.9.1",
@@ -188,7 +175,8 @@ def install(client: Client, folder: Path, log: IO[str], index: str) -> None:
     python = shutil.which(f"python{client.python}")
     if not python:
         raise Failed(f"not run: there is no python{client.python}")
-    call([python, "-m", "venv", "--without-pip", str(folder)], log, INSTALL_MINUTES)
+    if not folder.exists():
+        call([python, "-m", "venv", "--without-pip", str(folder)], log, INSTALL_MINUTES)
     pins = folder / "constraints.txt"
     pins.write_text(f"torch=={client.torch}\ndeepspeed=={client.deepspeed}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
@@ -250,8 +238,7 @@ def rows_of(client: Client, index: str, keep: bool, reuse: bool) -> Iterator[tup
     with open(BUILD / f"{client.name}.log", "w") as log:
         failed = ""
         try:
-            if not folder.exists():
-                install(client, folder, log, index)
+            install(client, folder, log, index)
         except Failed as error:
             failed = f"{error} (install)"
         for run in client.runs:
@@ -292,7 +279,7 @@ def main() -> None:
     names = [client.name for client in CLIENTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--keep", action="store_true", help="leave the environments")
-    parser.add_argument("--reuse", action="store_true", help="use what --keep left, if it is there")
+    parser.add_argument("--reuse", action="store_true", help="install into what --keep left")
     parser.add_argument("--torch-index", default="", help="an index of CPU builds of torch")
     given = parser.parse_args()
     if unknown := set(given.names) - set(names):
