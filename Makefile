@@ -4,6 +4,7 @@
 # make test-all    the other tests, marked slow
 # make check   lint, format, types, import walls
 # make matrix  the table of docs/support.md, from the tests that ran
+# make clients each client program in a fresh environment: docs/clients.md (an hour or more)
 # make readme  the code, keys and options that README.md and docs/ quote, from the package
 # make docs    a site of them, in build/site; broken links are errors
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
@@ -29,7 +30,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo compare test test-all check matrix readme docs clean
+.PHONY: demo compare test test-all check matrix clients readme docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -59,6 +60,12 @@ check: .venv/.test
 
 matrix: .venv/.test
 	$(BIN)/python -m tests.support docs/support.md
+
+# It takes the CPU build of torch from TORCH_INDEX, if that can be reached, as .venv/.base does.
+clients: .venv/.base
+	@index="$(TORCH_INDEX)"; \
+	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then index=; fi; \
+	$(BIN)/python -m tests.clients $${index:+--torch-index "$$index"} $(ARGS)
 
 readme: .venv/.test
 	$(BIN)/python -m tests.snippets
