@@ -28,7 +28,7 @@ from typing import IO, NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "clients"
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs/clients.md"
 START, END = "<!-- clients: make clients -->", "<!-- end of clients -->"
 HEAD = tuple("client|run|ranks|ZeRO stage|Python|torch|DeepSpeed|loss|date".split("|"))
 INSTALL_MINUTES = 30
@@ -74,7 +74,7 @@ CLIENTS = (
     ),
     Client(
         "torchtune",
-        ("torchtune==0.6.1 torchao==0.18.0 transformers==5.23.0",),
+        ("torchtune==0.6.1 torchao==0.10.0 transformers==5.23.0",),
         (Run("torchtune", "full_finetune_single_device", "python {here}/run_torchtune.py"),),
     ),
     Client(

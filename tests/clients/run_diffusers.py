@@ -14,7 +14,7 @@ import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
 accelerate.PartialState(cpu=True)
 torch.manual_seed(0)
 config = tiny.config(2) | {"gradient_clipping": 0.0}
-accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 model = UNet2DModel(
     sample_size=16,
     block_out_channels=(32, 32),

@@ -46,7 +46,7 @@ tokenizer:
 dataset:
   _component_: run_torchtune.data
 loss:
-  _component_: torchtune.modules.loss.LinearCrossEntropyLoss
+  _component_: torchtune.modules.loss.CEWithChunkedOutputLoss
 optimizer:
   _component_: ds_ext.AdaLomo
   lr: {rate}
