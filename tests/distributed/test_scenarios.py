@@ -9,7 +9,7 @@ from tests.scenarios.calls import CALLS
 
 COUNTS = {
     "quick": {"plain": 30, "fused": 30},
-    "slow": {"plain": 250, "fused": 400, "fsdp2": 90, "engine": 100},
+    "slow": {"plain": 100, "fused": 150, "fsdp2": 40, "engine": 40},
 }
 CASES = [
     pytest.param(way, count, marks=[pytest.mark.slow] * (kind == "slow"), id=f"{kind}-{way}")
