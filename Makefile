@@ -3,9 +3,9 @@
 # make test    what each change has to pass; ARGS="-k lomo" for a part (times: docs/tests.md)
 # make test-all    the other tests, marked slow
 # make check   lint, format, types, import walls
-# make matrix  the table of docs/support.md, from the tests that ran
+# make matrix  docs/support.md's table and docs/tests-by-feature.md, from the tests that ran
 # make clients each client program in a fresh environment: docs/clients.md (an hour or more)
-# make readme  the code, keys and options that README.md and docs/ quote, from the package
+# make readme  the code, keys and rates that README.md and docs/ quote, from the package
 # make docs    a site of them, in build/site; broken links are errors
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
 #

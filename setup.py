@@ -1,7 +1,7 @@
 """The native passes, for a wheel that is built where a compiler is; all else is in setup.cfg.
 
-They are no module of Python but a library that ds_ext/ops/native/library.py finds, which has the
-same flags. Without a compiler the wheel is one for all machines.
+They are no module of Python but a library that ds_ext/ops/executors/native/library.py finds, which
+has the same flags. Without a compiler the wheel is one for all machines.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCE = "ds_ext/ops/native/passes.cpp"
+SOURCE = "ds_ext/ops/executors/native/passes.cpp"
 FLAGS = (
     "-O3 -g0 -std=c++17 -pthread -fvisibility=hidden "
     "-fno-math-errno -fno-trapping-math -ffp-contract=off"
@@ -30,7 +30,7 @@ def passes() -> Extension:
     """Returns the library, which can tell what source it was built from."""
     source = hashlib.sha256((Path(__file__).parent / SOURCE).read_bytes()).hexdigest()
     return Extension(
-        "ds_ext.ops.native._passes",
+        "ds_ext.ops.executors.native._passes",
         [SOURCE],
         language="c++",
         optional=True,

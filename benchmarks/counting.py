@@ -23,7 +23,7 @@ from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.runs import Run, Voters
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
-from ds_ext.engine.zero3 import Partitioned
+from ds_ext.engine.zero3 import Zero3Placement
 from ds_ext.ops import accumulator
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
@@ -123,7 +123,7 @@ class Stage2(Layout):
 class Unpublished(Sharded):
     """Runs of which nobody else holds a copy."""
 
-    publish = Partitioned.publish
+    publish = Zero3Placement.publish
 
 
 class Stage3(Stage2):
@@ -184,7 +184,7 @@ def reduced(
             adds_up = False
 
             def voters(self, params: Sequence[Tensor]) -> Voters:
-                return Voters(told=set(params))
+                return Voters(host=set(params))
 
             def receive(self, runs: dict[Tensor, Run]) -> None:
                 layout.publish(runs)

@@ -69,7 +69,7 @@ def reduced(
         fully_shard(model, mesh=mesh)
         seen = _passed(model, backward)
         _to_meta(model)
-        layout = layouts.Units(model, layouts.group_of(model))
+        layout = layouts.FSDP2Layout(model, layouts.group_of(model))
         found = _stepped(model, layout, seen, ranks, size)
     return Counts(found, [call for call in seen.calls if call.kind == ALL_GATHER])
 
@@ -110,7 +110,7 @@ def _to_meta(model: nn.Module) -> None:
 
 
 def _stepped(
-    model: nn.Module, layout: layouts.Units, seen: Pass, ranks: int, size: int
+    model: nn.Module, layout: layouts.FSDP2Layout, seen: Pass, ranks: int, size: int
 ) -> list[Bucket]:
     """Brings gradients to ds_ext's buckets as FSDP2 did -> all buckets."""
     found: list[Bucket] = []
@@ -123,7 +123,7 @@ def _stepped(
         adds_up = False
 
         def voters(self, params: Sequence[Tensor]) -> Voters:
-            return Voters(told=set(params))
+            return Voters(host=set(params))
 
         def receive(self, runs: dict[Tensor, Run]) -> None:
             agreed = tuple(call.nbytes for call in pretended.calls)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from ds_ext.ops.native import table
+from ds_ext.ops.executors.native import table
+from ds_ext.ops.executors.triton import devices, tables
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import devices, tables
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.rules import REGISTRY
@@ -150,7 +150,7 @@ def stepped(
             optimizers, [updates] if together else [[u] for u in updates], strict=True
         ):
             optimizer.update(some, lambda total: None)
-            optimizer.settle()
+            optimizer.commit_weight_norms()
     return [param.detach() for param in params]
 
 

@@ -20,7 +20,7 @@ from benchmarks.train import Job
 from ds_ext.backward.settings import BUCKET_SIZE, bucket_size_alone
 from ds_ext.planner import activations
 from ds_ext.planner import memory as planner
-from ds_ext.planner.live import Watch
+from ds_ext.planner.live_memory import LiveMemory
 
 MODELS: dict[str, Sizes] = {
     "tiny": (256, 48, 132, 2, 4, 2, False),
@@ -161,7 +161,7 @@ def lived(model: str, length: int, dtype: torch.dtype) -> dict[str, int | None]:
 
 def planned(model: str, length: int, dtype: torch.dtype) -> dict[str, int]:
     """The same by the planner, on shapes alone."""
-    sizes, batch = MODELS[model], activations.Batch(1, length, False)
+    sizes, batch = MODELS[model], activations.MicroBatch(1, length, False)
     config = llama(sizes, dtype, META).config
     weights = elements(model) * dtype.itemsize
     state = {name: memory.planned_state(sizes, name) for name in KEPT if name in memory.OURS}
@@ -171,7 +171,7 @@ def planned(model: str, length: int, dtype: torch.dtype) -> dict[str, int]:
     buckets = dict.fromkeys(KEPT, ours) | {memory.NONE: 1, memory.ADAMW: None}
     found = {}
     for name in KEPT:
-        peak = activations.peak(config, dtype, batch, activations.Gradients(buckets[name]))
+        peak = activations.peak(config, dtype, batch, activations.GradientLifetime(buckets[name]))
         found[name] = weights + peak + state[name]
     return found
 
@@ -225,7 +225,7 @@ def lived_in(engine: Engine) -> int:
     It must be the only one of its process: beside others, small gathered parameters of theirs were
     seen to be counted too.
     """
-    with Watch(()) as watch:
+    with LiveMemory(()) as watch:
         step = engine.step()
         step()
         gc.collect()

@@ -20,7 +20,7 @@ import ds_ext
 from benchmarks import host_gpu, report
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import settings
-from ds_ext.ops.native import library, table
+from ds_ext.ops.executors.native import library, table
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.rules import REGISTRY
 

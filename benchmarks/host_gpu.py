@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.memory import LLAMAS, shapes_of
-from ds_ext.ops.native import table
+from ds_ext.ops.executors.native import table
+from ds_ext.ops.executors.triton import devices, tables
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import devices, tables
 from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.optimizer.run_updates import RunUpdate
 
@@ -50,7 +50,7 @@ def row(name: str, rounds: int) -> dict[str, object]:
             began = time.perf_counter()
             for bucket in buckets:
                 optimizer.update(bucket, nothing)
-                optimizer.settle()
+                optimizer.commit_weight_norms()
             seconds.append(time.perf_counter() - began)
         counts.clear()
         between: list[int] = []
@@ -63,7 +63,7 @@ def row(name: str, rounds: int) -> dict[str, object]:
             for bucket in buckets:
                 before = counts["launches"]
                 met += optimizer.update(bucket, reduce)
-                optimizer.settle()
+                optimizer.commit_weight_norms()
                 ends = [before, *between, counts["launches"]]
                 counts["most"] = max(counts["most"], *(b - a for a, b in itertools.pairwise(ends)))
                 between.clear()

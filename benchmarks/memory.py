@@ -20,7 +20,7 @@ import ds_ext
 from benchmarks import report
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory as planner
-from ds_ext.planner.live import Watch
+from ds_ext.planner.live_memory import LiveMemory
 from ds_ext.planner.memory import elements
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def peak_of_second(step: Callable[[], None], kept: Iterable[Tensor], device: tor
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated()
-    with Watch(kept) as watch:
+    with LiveMemory(kept) as watch:
         step()
         gc.collect()
         watch.most = watch.now

@@ -110,7 +110,7 @@ class Layer:
         self.landing = [torch.empty_like(p, pin_memory=pins) for p in flat if way == BY_HOST]
         own = {"relative_step": False, "lr": 1e-3} if cls is OPTIMIZERS["adafactor"] else {}
         self.optimizer = cls([nn.Parameter(p) for p in self.runs], **own)
-        self.optimizer.offload = HostOffload(pins) if way == BOTH else None
+        self.optimizer.set_offload(HostOffload(pins) if way == BOTH else None)
 
     def step(self) -> None:
         if self.way == COPIES:

@@ -20,14 +20,14 @@ from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER
 from benchmarks.counting import Bucket, Owner, Pretended, zeros_on_hosts
 from benchmarks.giants import MODELS, Counted
 from ds_ext.backward.buckets import Buckets
-from ds_ext.backward.reading import GradientReader
+from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.receivers import Keeping
 from ds_ext.backward.runs import Run
 from ds_ext.backward.settings import Gradients
-from ds_ext.backward.tally import Clipping, Tally
+from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed.layout import Weight
+from ds_ext.distributed.pipeline_layout import PipelineLayout
 from ds_ext.distributed.placement import Replicated, Sharded, size_of
-from ds_ext.distributed.stages import Stage
 from ds_ext.planner import stages
 from ds_ext.planner.memory import Shapes
 
@@ -65,8 +65,9 @@ def kept(
         placement = KINDS[zero](group)  # type: ignore[arg-type]
         names = {params[name]: name for name in own}
         weights = [Weight(name, p.numel(), p.dtype) for name, p in params.items()]
-        layout = Stage(group, names, lambda p: placement, weights, [], torch.device("meta"))  # type: ignore[arg-type]
-        tally = Tally(GradientReader(layout, Gradients(size, "sharded")))
+        meta = torch.device("meta")
+        layout = PipelineLayout(group, names, lambda p: placement, weights, [], meta)  # type: ignore[arg-type]
+        state = StepState(GradientReader(layout, Gradients(size, "sharded")))
         place = 0
 
         class Noting(Keeping):
@@ -83,7 +84,7 @@ def kept(
                 super().receive(runs)
 
         is_ours = names.__contains__
-        begin = functools.partial(Noting, tally, None)
+        begin = functools.partial(Noting, state, None)
         comm_dtype, look = (lambda p: None), (lambda: None)
         buckets = Buckets(model, layout, size, comm_dtype, look, is_ours, begin, Owner())
         for _ in range(micro_batches):
@@ -92,8 +93,8 @@ def kept(
                 buckets.finish()
         buckets.finish()  # in step()
         agreed = _taken(group)
-        tally.record(tally.kept)
-        tally.judge(Clipping(0.0, "exact"))
+        state.record(state.kept)
+        state.reduce_norm(Clipping(0.0, "exact"))
         found.append(Bucket(ranks, (), place, agreed, (), (), (), ()))
         found.append(Bucket(everyone, (), place, (), (), _taken(group.group.WORLD), (), ()))
         for params_in_step in layout.in_step(list(names)):
@@ -120,7 +121,7 @@ def _taken(group: Pretended) -> tuple[int, ...]:
 def _pretending(group: Pretended) -> Iterator[None]:
     """Puts a group of ranks in the place of torch.distributed."""
     with contextlib.ExitStack() as stack:
-        for module in ("layout", "placement", "stages"):
+        for module in ("layout", "placement", "pipeline_layout"):
             stack.enter_context(mock.patch(f"ds_ext.distributed.{module}.dist", group))
         yield
 

@@ -19,12 +19,13 @@ from torch import nn
 import ds_ext
 from benchmarks import report
 from benchmarks.host import BATCHED, made
-from ds_ext.ops.batch import AnyTable, KnownSquares
-from ds_ext.ops.native.table import Table
-from ds_ext.ops.triton import devices, tables
-from ds_ext.ops.triton.known import KnownSums
-from ds_ext.ops.triton.passes import Table as KernelTable
-from ds_ext.optimizer import OPTIMIZERS, verdict
+from ds_ext.ops.executors.native.norm_cache import KnownSquares
+from ds_ext.ops.executors.native.table import Table
+from ds_ext.ops.executors.table_batch import AnyTable
+from ds_ext.ops.executors.triton import devices, tables
+from ds_ext.ops.executors.triton.known import KnownSums
+from ds_ext.ops.executors.triton.passes import Table as KernelTable
+from ds_ext.optimizer import OPTIMIZERS, first_round
 
 SIDE = 256  # of the matrix that is stepped
 # Bytes of state that a form reads, and writes, beside the gradient: of fp32 moments, or 8 bits.
@@ -122,7 +123,7 @@ def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
 @contextmanager
 def asked_for() -> Iterator[None]:
     """Tensors of the CPU stand for those of a GPU, whose kernels do nothing."""
-    comes_first = verdict._comes_first
+    comes_first = first_round._comes_first
 
     def tried(*of: Any) -> bool:
         with mock.patch.object(devices, "DEVICES", set()):  # where writes are seen
@@ -131,7 +132,7 @@ def asked_for() -> Iterator[None]:
     with (
         mock.patch.object(devices, "DEVICES", {"cpu"}),
         mock.patch.object(tables, "start", lambda *_: None),
-        mock.patch.object(verdict, "_comes_first", tried),
+        mock.patch.object(first_round, "_comes_first", tried),
     ):
         yield
 

@@ -49,9 +49,9 @@ class Callback(OptimizerCallback):  # type: ignore[misc]  # ms-swift is no requi
         kind, model = OPTIMIZERS[args.optimizer], model or self.trainer.model
         if not args.deepspeed:
             return kind.for_model(model, **params)
-        from ds_ext.engine import build  # which imports DeepSpeed
+        from ds_ext.engine import optimizers  # which imports DeepSpeed
 
-        return build.for_model(kind, model, params)
+        return optimizers.for_model(kind, model, params)
 
 
 optimizers_map.update(dict.fromkeys(OPTIMIZERS, Callback))

@@ -10,7 +10,7 @@ import text_data
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
-from ds_ext.planner.live import Watch
+from ds_ext.planner.live_memory import LiveMemory
 
 GB = 1e9
 DEVICE = "GPU" if torch.cuda.is_available() else "CPU"
@@ -51,7 +51,7 @@ class Live:
             self.before = torch.cuda.memory_allocated()
             return
         there = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-        self.watch = Watch(x for x in there if x.device.type == "cpu")
+        self.watch = LiveMemory(x for x in there if x.device.type == "cpu")
         self.before = self.watch.now
         self.watch.__enter__()
 

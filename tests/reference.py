@@ -1,62 +1,138 @@
-"""Reference pages made from the code: keys of a config, and commands."""
+"""The reference page made from the code: keys of a config."""
 
-import argparse
 import dataclasses
-import functools
 import inspect
 import json
 import re
-from collections.abc import Iterable
-from typing import Any, get_type_hints
+from collections import Counter
+from typing import Any, NamedTuple, get_type_hints
 
 from ds_ext import hyperparams
 from ds_ext.backward.settings import Section
-from ds_ext.commands.cli import COMMANDS
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 
-# What keys mean that have no comment of their own, since the field knows them.
+# The meaning of keys whose fields have no comment.
 _USUAL = {
     "lr": "learning rate",
-    "betas": "decay rates of the momentum and of the second moment",
+    "betas": "decay rates of first and second moment",
     "eps": "added to the root of the second moment",
-    "bias_correction": "moments are divided by 1 - beta^t",
-    "correct_bias": "moments are divided by 1 - beta^t",
-    "decay_rate": "the second moment decays by 1 - t^decay_rate",
-    "momentum": "its decay rate",
-    "nesterov": "the step looks ahead by one of the momentum",
+    "bias_correction": "divides moments by 1 - beta^t",
+    "correct_bias": "divides moments by 1 - beta^t",
+    "decay_rate": "second moment's decay is 1 - t^decay_rate",
+    "momentum": "decay rate of the momentum",
+    "nesterov": "Nesterov momentum",
     "ns_coefficients": "of the Newton-Schulz iteration",
 }
 
 
+# What the page says instead of the comment, where a user needs other words than a maintainer.
+_FOR_USERS = {
+    "gradient_policy": "null: `sharded` if gradients must be kept, else `fused`",
+    "clip_mode": "`previous`: clip by the previous step's norm, approximately",
+    "clip_value": "largest absolute value of a gradient element; 0: no limit",
+    "measure_updates": "measure RMS of updates and weights; null: if a monitor is on",
+    "shard_size": "ranks that share one copy of what ZeRO divides; 0: all ranks",
+    "sum_group_size": "ranks per group in two-level sums; 0: one level",
+    "weight_update": "rounding of 16-bit weights",
+}
+
+
 def keys() -> str:
-    """Tables of all keys: of every optimizer, of all optimizers, and of the section "ds_ext"."""
-    lines = ['## The section `"ds_ext"`', "", *_table(Section), ""]
-    lines += ["## `optimizer.params` of every optimizer", "", *_table(Writing), ""]
+    """Lists of all keys: of the section "ds_ext", of several optimizers, and of each one."""
+    lines = ['## The section `"ds_ext"`', "", *(k.line() for k in _keys(Section)), ""]
+    lines += ["## `optimizer.params` of every optimizer", ""]
+    lines += [*(k.line() for k in _keys(Writing)), ""]
+    own = {
+        rule: [k for k in _keys(rule) if k.name == "seed" or k.name not in _WRITING]
+        for rule in (entry.rule for entry in REGISTRY.values())
+        if _parent(rule) is None
+    }
+    counts = Counter(k.meaning_only() for found in own.values() for k in found)
+    common = {k: None for k in sorted(counts) if counts[k] >= 3}
+    lines += ["## Keys of several optimizers", "", *(k.line() for k in common), ""]
     for key, entry in REGISTRY.items():
         rule = entry.rule
-        lines += [f"## {entry.spelling}", "", f"{entry.summary}", ""]
-        lines += [*_table(rule, {f.name for f in dataclasses.fields(Writing)} - {"seed"}), ""]
-        if entry.others is not None:
-            lines += [_others(entry.roles), ""]
+        lines += [f"## {entry.spelling}", "", f"{entry.summary}.".replace("..", "."), ""]
+        if parent := _parent(rule):
+            lines += [_changed(rule, parent), ""]
+        else:
+            shared = [k for k in own[rule] if k.meaning_only() in common]
+            values = ", ".join(f"`{k.name}` `{k.default}`" for k in shared)
+            lines += [f"- {values}"] if shared else []
+            lines += [k.line() for k in own[rule] if k not in shared]
+            lines += ["", _others(entry.roles), ""] if entry.others is not None else [""]
         assert key in OPTIMIZERS
     return "\n".join(lines).rstrip()
 
 
-def _table(kind: type, without: Iterable[str] = ()) -> list[str]:
-    """A row for each field: what it may be, its default and what it means."""
+class Key(NamedTuple):
+    """A key of a config: what it may be, what it means and its default."""
+
+    name: str
+    allowed: str
+    meaning: str
+    default: str = ""
+
+    def meaning_only(self) -> "Key":
+        """The key without its default."""
+        return self._replace(default="")
+
+    def line(self) -> str:
+        """The key as an entry of a list."""
+        values = [f"`{self.default}`"] if self.default else []
+        values += [self.allowed] if self.allowed != "boolean" else []
+        return f"- `{self.name}` ({'; '.join(values)}): {self.meaning}"
+
+
+def _parent(rule: type) -> type | None:
+    """The registered rule that this one only changes defaults of."""
+    rules = {entry.rule: entry for entry in REGISTRY.values()}
+    return next((base for base in rule.__mro__[1:] if base in rules), None)
+
+
+def _changed(rule: type, parent: type) -> str:
+    """The defaults that differ from those of another rule with the same keys."""
+    own, theirs = ({f.name: f.default for f in dataclasses.fields(kind)} for kind in (rule, parent))
+    assert own.keys() == theirs.keys()
+    new = [f"`{k}` {json.dumps(own[k])}" for k in own if own[k] != theirs[k]]
+    return f"The keys of {parent.__name__}, with other defaults: {', '.join(new)}."
+
+
+def _allowed(hint: Any) -> str:
+    """What a field's type allows, as formulas: "≥ 0"."""
+    text = hyperparams.describe(hint)
+    if several := re.fullmatch(r"a list of (\d): \[(.*)\]", text):
+        kinds = set(re.findall(r"a (?:whole )?number(?: [<>]=? 0| in \[0, 1\))?", several[2]))
+        assert len(kinds) == 1
+        return f"{several[1]} numbers {_symbols(kinds.pop())}".rstrip()
+    return _symbols(text)
+
+
+def _symbols(text: str) -> str:
+    text = text.replace("a whole number ", "integer ")
+    text = re.sub(r"a number ?", "", text) if text != "a number" else ""
+    text = text.replace(">= 0", "≥ 0").replace("true or false", "boolean")
+    return text.replace('"', "`")
+
+
+def _keys(kind: type) -> list[Key]:
+    """The fields of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
-    rows = ["| key | allowed | default | |", "|---|---|---|---|"]
     meanings = _comments(kind)
-    for field in dataclasses.fields(kind):
-        if field.name in set(without):
-            continue
-        allowed = hyperparams.describe(hints[field.name]).replace("|", "\\|")
-        default = json.dumps(field.default)
-        said = meanings.get(field.name) or _USUAL[field.name]
-        rows.append(f"| `{field.name}` | {allowed} | `{default}` | {said} |".replace("  ", " "))
-    return rows
+    return [
+        Key(
+            field.name,
+            _allowed(hints[field.name]),
+            _FOR_USERS.get(field.name) or meanings.get(field.name) or _USUAL[field.name],
+            json.dumps(field.default),
+        )
+        for field in dataclasses.fields(kind)
+    ]
+
+
+_WRITING = {field.name for field in dataclasses.fields(Writing)}
 
 
 def _comments(kind: type) -> dict[str, str]:
@@ -80,23 +156,11 @@ def _others(roles: Any) -> str:
         own = ", ".join(f"`{k}` {json.dumps(v)}" for k, v in roles[role].items() if k != "type")
         return roles[role].get("type", "the same optimizer") + (f" with {own}" if own else "")
 
-    kinds = {"embedding": "Embeddings", "head": "the output head", "other": "the rest"}
-    told = [f"{name}: {said(role)}" for role, name in kinds.items()]
-    return (
-        'It steps the matrices of linear layers that `target_modules` names (`"all-linear"`). '
-        f"{'; '.join(told)}. `others` gives keys for the rest."
-    )
-
-
-def commands() -> str:
-    """The help of every command, as wide as a page whatever the terminal."""
-    lines = []
-    for name, command in COMMANDS.items():
-        parser = argparse.ArgumentParser(
-            prog=f"python -m ds_ext {name}",
-            description=command.description,
-            formatter_class=functools.partial(argparse.HelpFormatter, width=88),
-        )
-        command.add_options(parser)
-        lines += [f"### {name}", "", "```text", parser.format_help().rstrip(), "```", ""]
-    return "\n".join(lines).rstrip()
+    kinds = {"embedding": "embeddings", "head": "output head", "other": "all others"}
+    told: dict[str, list[str]] = {}
+    for role, name in kinds.items():
+        told.setdefault(said(role), []).append(name)
+    if len(told) == 1:
+        return f"For matrices of linear layers. {next(iter(told))} steps all other parameters."
+    others = "; ".join(f"{what} ({', '.join(names)})" for what, names in told.items())
+    return f"For matrices of linear layers. Other parameters: {others}."

@@ -8,8 +8,8 @@ A document marks the block that it quotes a function, method or class in:
     ```
 
 and the table of optimizers lies between ``<!-- optimizers: ... -->`` and
-``<!-- end of optimizers -->``; likewise the keys of a config and the commands (reference.py), and
-the tables of learning rates (rates.py). The learning rates that examples set are those of
+``<!-- end of optimizers -->``; likewise the keys of a config (reference.py), and the
+tables of learning rates (rates.py). The learning rates that examples set are those of
 ds_ext/rates.py.
 ``make readme`` (``python -m tests.snippets``) writes all of these anew in README.md and docs/, and
 the files in configs/; tests fail while they are not what the source says.
@@ -30,7 +30,7 @@ _MARKED = re.compile(
     r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
 )
 _MADE = re.compile(
-    r"(?ms)^(<!-- (?P<what>optimizers|keys|commands|rates|results|scratch): [^\n]* -->)\n"
+    r"(?ms)^(<!-- (?P<what>optimizers|keys|rates|results|scratch): [^\n]* -->)\n"
     r".*?^(<!-- end of (?P=what) -->)$"
 )
 _BLOCK = re.compile(r"(?m)^```python\n(.*?)^```$", re.S)
@@ -68,7 +68,7 @@ def renewed(text: str) -> str:
         return f"<!-- code: {path} {name} -->\n```python\n{source_of(path, name)}```"
 
     text = _MARKED.sub(block, text)
-    made = {"optimizers": optimizers, "keys": reference.keys, "commands": reference.commands}
+    made = {"optimizers": optimizers, "keys": reference.keys}
     made |= {"rates": rates.table, "results": rates.results, "scratch": rates.from_scratch}
     text = rates.renewed(text)
     return _MADE.sub(lambda found: f"{found[1]}\n{made[found['what']]()}\n{found[3]}", text)

@@ -16,9 +16,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 PAGES |= {"CHANGELOG.md": "changelog.md"}
 WIDE = ("support.md",)  # whose tables need the room of the table of contents
-# A search shows the pages for users first.
-LAST_FOUND = ("architecture.md", "adding-an-optimizer.md", "tests.md", "tests-by-feature.md")
-LAST_FOUND += ("contributing.md", "changelog.md", "performance.md")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -43,13 +40,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
     """Turns links to files of the repository into links to those of the site."""
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
-    if page.file.src_uri in LAST_FOUND:
-        page.meta["search"] = {"boost": 0.2}
+    if page.file.src_uri in _contributors(config):  # a search lists the pages for users first
+        page.meta["search"] = {"boost": 0.1}
     return _LINK.sub(lambda found: _rewritten(found, page.file), markdown)
+
+
+def _contributors(config: MkDocsConfig) -> set[str]:
+    """The pages of the navigation's section "Contributors", and the list of changes."""
+    found = [page for part in config.nav or [] for page in part.get("Contributors", ())]
+    return {"changelog.md", *found}
 
 
 def _source(file: File) -> Path:

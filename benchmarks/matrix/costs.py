@@ -23,7 +23,7 @@ from benchmarks.matrix import lines
 from benchmarks.matrix.candidates import Candidate
 from benchmarks.matrix.lines import Line
 from benchmarks.matrix.texts import Batch
-from ds_ext.planner.live import Watch
+from ds_ext.planner.live_memory import LiveMemory
 
 FILE = "costs.json-lines"  # not .jsonl, which are runs
 
@@ -49,7 +49,7 @@ def measure(
     """
     alone = copy.deepcopy(model)
     parameters = sum(p.numel() for p in model.parameters())
-    with Watch(model.parameters()) as watch:
+    with LiveMemory(model.parameters()) as watch:
         stepper = candidate.make(model, candidate.start, 0)
         for batch in batches[:2]:  # the state is there after the first
             stepper.step(batch)

@@ -1,8 +1,8 @@
-"""Gradients on their way from autograd: hooks, buckets, reduce-scatter, delivery.
+"""Hooks and buckets: gradients are taken from autograd, reduced, and delivered to a receiver.
 
-A hook takes each gradient as autograd finishes it and puts it in a bucket. A full bucket is
-reduced in place, so that each rank's run of the summed gradient lies inside the gradient's own
-memory, and these runs are delivered: to be stepped by, measured or kept (gradients.py).
+A hook takes each gradient when autograd finishes it, and puts it into a bucket. A full bucket is
+reduced in place: each rank's run of the summed gradient lies in the gradient's own memory. A
+receiver then steps by these runs, measures or keeps them (receivers.py).
 """
 
 import contextlib
@@ -16,38 +16,44 @@ from torch import Tensor, nn
 
 from ds_ext import ops
 from ds_ext.backward import owners
-from ds_ext.backward.owners import Hook, Owner
+from ds_ext.backward.module_hooks import Hook
+from ds_ext.backward.owners import Owner
+from ds_ext.backward.partial_grads import Uses
 from ds_ext.backward.reduction import Reduction
-from ds_ext.backward.reentrant import Uses
 from ds_ext.backward.runs import Receiver, Run, apart, has_other_users
-from ds_ext.backward.streams import Beside
+from ds_ext.backward.streams import SideStream
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
 
-# A bucket that holds less than this part of its size takes one more parameter of any size: norms,
-# which lie between large matrices, would else be buckets of their own.
+# A bucket that is filled to less than this fraction takes one more parameter of any size. Otherwise
+# norms between large matrices would each form a bucket.
 FEW = 1 / 16
 
 
 class Sent(NamedTuple):
-    """A bucket on its way."""
+    """A bucket that is being reduced."""
 
-    arrived: Callable[[], dict[Tensor, Run]]  # waits for it
-    in_parts: set[Tensor]  # parameters of which a further part may come
+    arrived: Callable[[], dict[Tensor, Run]]  # waits for the reduction
+    in_parts: set[Tensor]  # parameters whose gradient may have further parts
 
 
 class Buckets:
     """Collects the gradients of ``module`` and delivers this rank's runs of them.
 
-    With ``overlap`` a bucket is reduced while the next one fills, and delivered when that is full:
-    neither backward nor the host waits for it, and two are in flight.
-    At most ``size`` elements wait, or one parameter with a few small ones before it (``FEW``),
-    beside those that other ranks have no gradient of. They are reduced in ``comm_dtype(param)``,
-    None for their own.
-    ``begin`` gives the receiver when the first gradient of a backward pass arrives. A parameter
-    whose gradient comes in parts (``uses.py``) is delivered when backward has ended. ``look`` is
-    called before the first gradient of a backward pass. Gradients that are then not ``wanted`` stay
-    in ``grad``, where torch puts them.
+    A parameter whose gradient comes in parts (``partial_grads``) is delivered after backward.
+
+    Args:
+        module: the model.
+        layout: of the model.
+        size: elements that wait in a bucket at most, or one parameter with a few small ones before
+            it (``FEW``). Parameters that other ranks have no gradient of may wait longer.
+        comm_dtype: returns the dtype that a gradient is reduced in, None for its own.
+        look: called before the first gradient of a backward pass.
+        wanted: returns whether to take a parameter's gradient; others stay in ``grad``.
+        begin: returns the receiver, at the first gradient of a backward pass.
+        owner: the owner of the parameters.
+        overlap: reduces a bucket while the next one fills, and delivers it when that one is full.
+            Neither backward nor the host waits, and two buckets are in flight.
     """
 
     def __init__(
@@ -71,34 +77,38 @@ class Buckets:
         self.begin = begin
         self.owner = owner
         self.overlap = overlap and (layout.is_shared or layout.device.type == "cuda")
-        self.beside = Beside(layout.device, overlap)
-        self.sent: Sent | None = None  # the bucket that is on its way
+        self.side_stream = SideStream(layout.device, overlap)
+        self.sent: Sent | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
-        self.waiting: dict[Tensor, Tensor | None] = {}  # flat, in equal parts; None: has none
-        self.elements = 0  # of gradients that wait
-        self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may have a part of
-        self.aside: dict[Tensor, None] | None = None  # what is not to be taken yet
+        self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
+        self.elements = 0  # of waiting gradients
+        self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
+        self.aside: dict[Tensor, None] | None = None  # parameters not to be taken yet
         self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
         self.together = {p for params in leaves.values() for p in params}
         self.uses = Uses(module, leaves | layout.units(), layout.brings_gradients)
         self.size_of = {p: placement.padded_numel(p) for p, placement in layout.of.items()}
         self.counted = {p: placement.max_padded_numel(p) for p, placement in layout.of.items()}
-        self.reduction = Reduction(layout, self.beside, self.size_of, comm_dtype, self.together)
+        self.reduction = Reduction(
+            layout, self.side_stream, self.size_of, comm_dtype, self.together
+        )
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
             self.hooks.append(leaf.register_forward_pre_hook(Hook(check_inputs)))
         self.hooks += [self._hooked(p) for p in layout.names if may_be_trained(p)]
-        self.left: set[Tensor] = set()  # parameters in no group, which were left their gradient
+        self.left: set[Tensor] = (
+            set()
+        )  # parameters without a group, whose gradient stays in ``grad``
         self._drop_gradients(layout.names)
 
     def _hooked(self, param: Tensor) -> torch.utils.hooks.RemovableHandle:
-        """Hooks a parameter, frozen or not: whenever it is unfrozen, its gradients are taken."""
+        """Hooks a parameter. A frozen one is hooked too, because it may be unfrozen later."""
         frozen = not param.requires_grad
         if frozen:
-            param.requires_grad_(True)  # or torch hooks nothing
+            param.requires_grad_(True)  # otherwise torch does not hook it
         take = _leave if param in self.together else _weakly(cast(MethodType, self.take))
         handle: torch.utils.hooks.RemovableHandle
         handle = param.register_post_accumulate_grad_hook(take)
@@ -107,7 +117,7 @@ class Buckets:
         return handle
 
     def _drop_gradients(self, params: Iterable[Tensor]) -> None:
-        """Drops what earlier backward passes left in ``grad``: torch would add to it."""
+        """Drops the ``grad`` of earlier backward passes, because torch would add to it."""
         left = [p for p in params if p.grad is not None]
         for param in left:
             param.grad = None
@@ -115,9 +125,9 @@ class Buckets:
             logger.warning("gradients of earlier backward passes are dropped (%d)", len(left))
 
     def attach(self, *_: object) -> None:
-        """Looks for parameters to be stepped from now on; called before each forward pass.
+        """Takes up parameters that became trainable or were put into a group.
 
-        They have become trainable, or were put into a group.
+        Called before each forward pass.
         """
         self.has_looked = False
         if self.left:
@@ -139,12 +149,12 @@ class Buckets:
             hook.remove()
 
     def holds(self) -> bool:
-        """Whether gradients have come that are not delivered."""
+        """Returns whether gradients have come that are not delivered."""
         return bool(self.waiting or self.joining or self.parts or self.sent)
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[list[Tensor]]:
-        """Leaves gradients that come within to their parameters, which it lists: they are parts."""
+        """A context that leaves gradients in ``grad`` as parts, and lists their parameters."""
         outer, self.aside = self.aside, {}
         left: list[Tensor] = []
         try:
@@ -155,18 +165,18 @@ class Buckets:
 
     @torch.no_grad()
     def join(self, param: Tensor, grad: Tensor) -> None:
-        """Adds a gradient to what autograd brings in this pass, which may be nothing."""
+        """Adds a gradient to the one that autograd computes in this pass, if any."""
         self.joining[param] = self.joining[param] + grad if param in self.joining else grad
 
     @torch.no_grad()
     def take(self, param: Tensor) -> None:
-        """Moves a parameter's gradient, which it may lack, into the bucket; the hook."""
+        """The hook: moves a parameter's gradient into the bucket; ``grad`` may be None."""
         if self.aside is not None:
             self.aside[param] = None
             return
         if param not in self.trained:
             if owners.owner(param) not in (None, self.owner):
-                return  # it is trained as a part of another model
+                return  # another model trains it
             self.attach()
         if not self.has_looked:
             self.look()
@@ -190,14 +200,14 @@ class Buckets:
             self.elements += size
         if grad is not None:
             before, own = self.waiting[param], self._own(param, grad)
-            # a further part comes from another checkpointed segment
+            # another checkpointed segment brings a further part
             self.waiting[param] = own if before is None else before + own
         del grad
         if self.elements >= self.size:
             self.flush()
 
     def _taker(self, params: list[Tensor]) -> Callable[..., None]:
-        """A hook for a module whose parameters are taken together, used or not."""
+        """A hook for a module whose parameters are taken together, whether used or not."""
 
         def hook(*_: object) -> None:
             for param in params:
@@ -207,9 +217,9 @@ class Buckets:
         return hook
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
-        """A gradient, flat, in equal parts for all ranks, in memory that may be written to."""
+        """A gradient, flat and padded to equal parts for all ranks, in writable memory."""
         grad = self.layout.of[param].gradient(param, grad)
-        # Autograd may hand out a view of a gradient that other nodes still wait to read.
+        # Autograd may pass a view of a gradient that other nodes still have to read.
         is_shared = self.layout.of[param].is_summed and has_other_users(grad)
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
@@ -220,7 +230,7 @@ class Buckets:
 
     @torch.no_grad()
     def flush(self, ended: bool = False) -> bool:
-        """Reduces what all ranks have and delivers it; -> whether no rank will bring more."""
+        """Reduces and delivers gradients that all ranks have; returns whether all ranks ended."""
         more = {p: self.uses.in_parts(p) for p in self.waiting}
         agreed = self.layout.agree(more, ended)
         for piece in self.pieces(agreed.ready):
@@ -233,17 +243,17 @@ class Buckets:
         return agreed.ended
 
     def _removed(self, param: Tensor) -> Tensor | None:
-        """The gradient that waited, which then does no more; None if this rank has none."""
+        """Removes and returns a waiting gradient; None if this rank has none."""
         if param in self.waiting:
             self.elements -= self.counted[param]
         return self.waiting.pop(param, None)
 
     def _receive(self) -> None:
-        """Delivers the bucket that is on its way."""
+        """Waits for the bucket that is being reduced, and delivers it."""
         sent, self.sent = self.sent, None
         if sent is None:
             return
-        with self.beside.work():
+        with self.side_stream.work():
             runs = sent.arrived()
             if not runs:
                 return
@@ -255,7 +265,7 @@ class Buckets:
                 receiver.receive(runs)
 
     def finish(self) -> None:
-        """Ends a backward pass: delivers what waits on any rank, and what came in parts."""
+        """Ends a backward pass: delivers gradients that wait on any rank, or came in parts."""
         for param in list(self.joining):
             self.take(param)
         while not self.flush(ended=True):
@@ -263,14 +273,14 @@ class Buckets:
         self._receive()
         parts, self.parts = self.parts, {}
         if parts:
-            with self.beside.work():
+            with self.side_stream.work():
                 self._find_receiver().receive(parts)
         self.receiver = None
         self.has_looked = False
-        self.beside.join()
+        self.side_stream.join()
 
     def discard(self, params: Collection[Tensor] | None = None) -> None:
-        """Drops gradients that are not delivered: of ``params``, or all and the pass with them."""
+        """Drops undelivered gradients of ``params``; None: all, and ends the backward pass."""
         if params is not None:
             self._receive()
             for param in params:
@@ -279,33 +289,33 @@ class Buckets:
                 self.joining.pop(param, None)
             return
         if self.sent is not None:
-            with self.beside.work():
-                self.sent.arrived()  # its memory is written to until then
+            with self.side_stream.work():
+                self.sent.arrived()  # the reduction writes to its memory until then
         self.uses.forget(now=self.receiver is not None)
         self.abandon()
         self.has_looked = False
-        self.beside.join()
+        self.side_stream.join()
 
     def abandon(self) -> None:
-        """Drops what came in a backward pass that has failed, and waits for no other rank.
+        """Drops the gradients of a backward pass that has failed, without waiting for other ranks.
 
-        What is on its way is held by its collective until that is done.
+        A collective in progress keeps its bucket alive until it ends.
         """
         self.sent = self.receiver = None
         self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
 
     def begin_with(self, receiver: Receiver) -> None:
-        """Begins a backward pass whose runs ``receiver`` takes, without asking ``begin``."""
+        """Begins a backward pass with this receiver, instead of that of ``begin``."""
         self.receiver = receiver
 
     def _find_receiver(self) -> Receiver:
-        """Who takes the runs of this pass, of which this rank may have had no gradient itself."""
+        """The receiver of this pass, which this rank may have had no gradient of itself."""
         if self.receiver is None:
             self.receiver = self.begin()
         return self.receiver
 
     def pieces(self, params: list[Tensor]) -> list[list[Tensor]]:
-        """Cuts what is ready into pieces of the size of buckets: this rank may lack some."""
+        """Divides parameters into buckets."""
         pieces: list[list[Tensor]] = []
         elements = 0
         for param in params:
@@ -317,10 +327,11 @@ class Buckets:
         return pieces
 
     def _has_room(self, elements: int, more: int) -> bool:
-        """Whether a bucket of so many elements takes a parameter of ``more``."""
+        """Whether a bucket with ``elements`` takes a parameter of ``more`` elements."""
         return elements + more <= self.size or elements < FEW * self.size
 
     def _hold(self, param: Tensor, run: Run) -> None:
+        """Adds up the parts of a gradient."""
         if param in self.parts:
             self.parts[param] = self.parts[param].plus(run)
         else:
@@ -330,8 +341,8 @@ class Buckets:
 def check_inputs(leaf: nn.Module, inputs: tuple[object, ...]) -> None:
     """Checks that the backward hook of a ZeRO-3 leaf module will find its parameters' gradients.
 
-    Torch calls that hook when the gradients of the module's positional inputs are known. If none of
-    these needs a gradient, it calls the hook before the gradients of the parameters exist.
+    Torch calls that hook after the gradients of the module's positional inputs are computed. If no
+    input needs a gradient, it calls the hook before the parameters have gradients.
 
     Raises:
         RuntimeError: no positional input needs a gradient, and a parameter does.
@@ -350,15 +361,15 @@ def check_inputs(leaf: nn.Module, inputs: tuple[object, ...]) -> None:
 
 
 def may_be_trained(param: Tensor) -> bool:
-    """Whether a parameter can have gradients at all, now or later."""
+    """Returns whether a parameter can have gradients, now or later."""
     return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _weakly(method: MethodType) -> Callable[[Tensor], None]:
-    """A hook of a parameter that keeps its object no longer than others do.
+    """A parameter's hook that holds only a weak reference to its object.
 
-    Torch holds such hooks where Python's garbage collector does not see them: a model that one of
-    them leads back to would never be freed.
+    Python's garbage collector does not see the hooks that torch holds, so a model that a hook
+    refers to would never be freed.
     """
     owner, call = weakref.ref(method.__self__), method.__func__
 
@@ -371,4 +382,4 @@ def _weakly(method: MethodType) -> Callable[[Tensor], None]:
 
 
 def _leave(param: Tensor) -> None:
-    """The hook of a parameter whose module takes it."""
+    """The hook of a parameter that is taken by the hook of its module."""

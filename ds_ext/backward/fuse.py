@@ -6,15 +6,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_ext import logs
-from ds_ext.backward import owners, settings, start
+from ds_ext.backward import owners, settings, startup_log
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Replicated, everyone
-from ds_ext.distributed.wrapped import refuse_wrapped
+from ds_ext.distributed.unsupported_wrappers import refuse_wrapped
 from ds_ext.optimizer import RuleOptimizer
 
-# What else raises ValueError for a model that cannot be fused: ds_ext.engine adds its own.
+# Checks that raise ValueError for a model that cannot be fused; ds_ext.engine adds its own.
 REFUSALS: list[Callable[[nn.Module], None]] = [refuse_wrapped]
 
 
@@ -30,24 +30,31 @@ def fuse_into_backward(
     gradient_policy: str = "fused",
     measure_updates: bool = False,
 ) -> FusedBackward:
-    """Makes ``loss.backward()`` step each parameter as its gradient appears, with no engine.
+    """Makes ``loss.backward()`` step each parameter as its gradient appears, without an engine.
 
-    Go on calling ``optimizer.step()`` after backward, or ``optimizer.step(closure)`` which calls
-    it: it ends the step, and the norm of all gradients is then ``.norm`` of what is returned; its
-    ``remove()`` undoes this. Where torch.distributed is initialised, rank 0's weights are sent to
-    all ranks of ``group`` and gradients are averaged: do not wrap the model in DDP. A model to
-    which ``fully_shard`` (FSDP2) was applied stays spread as it is: each part is stepped as soon as
-    FSDP2 has reduced its gradient.
+    Keep calling ``optimizer.step()`` after backward, or ``optimizer.step(closure)``: it ends the
+    step. If torch.distributed is initialised, rank 0's weights are sent to all ranks of ``group``
+    and gradients are averaged, so do not wrap the model in DDP. A model to which ``fully_shard``
+    (FSDP2) was applied stays sharded: each part is stepped as soon as FSDP2 has reduced its
+    gradient.
 
-    Gradients wait until ``bucket_size`` elements of them are there, and are then averaged and
-    stepped by together: by default 2^24, in one process 2^21 or those of the largest parameter.
+    Args:
+        model: the model.
+        optimizer: of the model's parameters.
+        group: the ranks that train the model; None: all ranks.
+        bucket_size: elements of gradients that are averaged and stepped together; by default 2^24,
+            in one process 2^21 or the elements of the largest parameter, if these are fewer.
+        max_grad_norm: clips by the norm of all gradients. Exact clipping needs ``.backward(loss)``
+            of the returned object instead of ``loss.backward()``; it runs the graph backward twice.
+        clip_value: bounds the elements of gradients.
+        clip_mode: "exact", or "previous" to clip by the norm of the step before.
+        gradient_policy: "fused", or "sharded" to keep gradients in fp32 until ``optimizer.step()``,
+            over any number of backward passes, and to clip them then.
+        measure_updates: adds the RMS of updates and weights to ``metrics``.
 
-    ``max_grad_norm`` clips by the norm of all gradients, exactly with ``.backward(loss)`` of what
-    is returned instead of ``loss.backward()``, which runs the graph backward twice, or by the norm
-    of the step before with ``clip_mode="previous"``. ``clip_value`` bounds their elements. With
-    ``gradient_policy="sharded"`` gradients are kept in fp32 until ``optimizer.step()``, over any
-    number of backward passes, and clipped then. ``.metrics`` of what is returned tells of the last
-    step, with ``measure_updates`` also the RMS of updates and weights.
+    Returns:
+        The object that steps the model. After a step, ``norm`` is the norm of all gradients and
+        ``metrics`` has more figures. ``remove()`` undoes the call.
     """
     optimizer = _unwrapped(optimizer)
     if not isinstance(optimizer, RuleOptimizer):
@@ -71,7 +78,7 @@ def fuse_into_backward(
             "one device; or do not fuse it: optimizer.step() after backward steps a model that is "
             "spread over several."
         )
-    layout = fully_shard.Units(model, group) if is_cut else _whole_layout(model, group)
+    layout = fully_shard.FSDP2Layout(model, group) if is_cut else _whole_layout(model, group)
     _take_over(model, optimizer, group)
     layout.broadcast(model)
     if bucket_size is None:
@@ -88,10 +95,10 @@ def fuse_into_backward(
     )
     optimizer.separate_experts(model)
     fused = FusedBackward(model, optimizer, layout, how, is_boundary=layout.brings_gradients)
-    warnings = [*start.warnings(optimizer, layout, is_config=False)]
+    warnings = [*startup_log.warnings(optimizer, layout, is_config=False)]
     if layout.rank == 0:
         where = "parts of fully_shard" if is_cut else "without DeepSpeed"
-        logs.show(start.line(optimizer, layout, how, where))
+        logs.show(startup_log.line(optimizer, layout, how, where))
         for warning in warnings:
             logs.logger.warning(warning)
 
@@ -100,12 +107,12 @@ def fuse_into_backward(
         fused.finish()
         fused.end_step()
 
-    optimizer.end_backward = end_step
+    optimizer.attach(layout, end_step)
     return fused
 
 
 def _bucket_size(layout: Layout) -> int:
-    """Elements of a bucket, where the caller leaves them open."""
+    """The default elements of a bucket."""
     if layout.world > 1:
         return settings.BUCKET_SIZE
     largest = max((placement.max_padded_numel(p) for p, placement in layout.of.items()), default=1)
@@ -113,14 +120,14 @@ def _bucket_size(layout: Layout) -> int:
 
 
 def _whole_layout(model: nn.Module, group: Group) -> Layout:
-    """The layout of a model that every rank of ``group`` has whole."""
+    """The layout of a model that every rank of ``group`` holds whole."""
     placement = Replicated(group or everyone())
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return Layout(placement.group, names, lambda param: placement)
 
 
 def _group_of_cut(model: nn.Module, group: Group) -> Group:
-    """The ranks that have parts of a model. Raises ValueError if others are asked for."""
+    """The ranks that hold parts of a model. Raises ValueError if ``group`` is given."""
     if group is not None:
         raise ValueError(
             "fuse_into_backward: the model's parameters are DTensors, whose mesh says which ranks "
@@ -141,7 +148,7 @@ def _type_name(value: object) -> str:
 
 
 def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
-    """Raises RuntimeError for a gradient that no hook took, and no other rank has added to."""
+    """Raises RuntimeError for a gradient that no hook took, and that was not reduced."""
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         if param.grad is not None:
             raise RuntimeError(
@@ -159,7 +166,7 @@ def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
 
 
 def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None:
-    """Ends whoever steps ``model`` so far. Raises ValueError if it was to step another part."""
+    """Takes ``model`` over. Raises ValueError if another optimizer steps other parameters of it."""
     params = [p for p in model.parameters() if p.requires_grad]
     for older in filter(None, map(owners.owner, params)):
         if older.optimizer.group_of.keys().isdisjoint(optimizer.group_of):

@@ -14,7 +14,7 @@ STEPPED = (
 
 
 def cannot_repeat(who: str, words: Words) -> str:
-    """Returns what is wrong where the function ``who`` writes to what it saved in forward."""
+    """Returns the error if the function ``who`` writes, in backward, to its saved tensors."""
     return (
         f"{words.clipping}: {who} writes, in backward, to what its forward pass saved, as fused "
         "losses do (Liger's linear cross-entropy) whose result is multiplied by anything but 1. "
@@ -24,7 +24,7 @@ def cannot_repeat(who: str, words: Words) -> str:
 
 
 def measure_first(words: Words) -> str:
-    """Returns what is wrong where gradients arrive that have to be measured first."""
+    """Returns the error if gradients arrive before their norm was measured."""
     return (
         f"{words.clipping} needs the norm of all gradients before the first of them is used: call "
         f"{words.backward} instead of loss.backward(); or set {words.sharded}, which keeps this "
@@ -33,7 +33,7 @@ def measure_first(words: Words) -> str:
 
 
 def second_gradient(words: Words) -> str:
-    """Returns what is wrong where a parameter has a second gradient, after its name."""
+    """Returns the error for a second gradient of a parameter, to follow the parameter's name."""
     return (
         f"got a second gradient after its update and before {words.step}. Gradients are used up "
         "inside backward: call backward once a step (add losses up before), or keep gradients "

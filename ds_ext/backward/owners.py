@@ -1,80 +1,55 @@
-"""Who steps a model: the one made last, and nobody's copies.
+"""Owners of parameters: the object whose hooks step a parameter inside backward.
 
-Two sets of hooks on one parameter would each take its gradient. So whoever begins to step a model
-takes it over from who does so far, as a new engine does with DeepSpeed's own optimizers. Hooks on
-modules are ``Hook`` objects, which copies and files of a module do not contain.
+A parameter has one owner, because two sets of hooks would each take its gradient. A new owner of a
+model takes the parameters over, as a new engine does with DeepSpeed's own optimizers.
 """
 
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ds_ext.backward.partial_grads import Uses
 from ds_ext.backward.settings import Gradients
 from ds_ext.distributed import consensus
 from ds_ext.distributed.placement import Group
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer
 
-if TYPE_CHECKING:
-    from ds_ext.backward.reentrant import Uses
-
-
-class Hook:
-    """A module's hook that calls ``call``; in a copy of the module, or a file, it does nothing."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls ``call``."""
-        return self.call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Takes any arguments and returns None; a file with it is read without ds_ext.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def is_hook(hook: object) -> bool:
-    """Whether a module's hook is a ``Hook``, or what a copy has in its place."""
-    return isinstance(hook, Hook) or isinstance(
-        getattr(hook, "__self__", None), contextlib.nullcontext
-    )
-
 
 class Owner(Protocol):
-    """Who steps parameters from hooks."""
+    """An object that steps parameters from hooks."""
 
     optimizer: RuleOptimizer
     how: Gradients
 
     @property
-    def uses(self) -> "Uses":
-        """Of its model, since the last backward pass."""
+    def uses(self) -> Uses:
+        """The calls of its model's modules since the last backward pass."""
 
     def leaf(self, param: Tensor) -> Tensor:
-        """What stands for a parameter in the graph of a loss: itself, if not gathered there."""
+        """Returns the leaf that stands for a parameter in graphs: itself, if not gathered there."""
 
-    def repeated(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
-        """A backward pass of ``loss`` runs within that is run once more afterwards."""
+    def rerun(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
+        """A context for a backward pass of ``loss`` that is run once more afterwards."""
 
     def unfinished(self) -> str:
-        """What would be lost of the step in progress if it ended now; empty if nothing."""
+        """Describes pending work that would be lost if the step ended now; empty if none."""
 
     def discard(self, params: Collection[Tensor]) -> None:
-        """Drops what has come of the gradients of ``params`` since the last step."""
+        """Drops the gradients of ``params`` since the last step."""
 
     def clipped_norm(self, params: Collection[Tensor], asked: Mapping[str, Any]) -> Tensor | None:
-        """The norm of all gradients, if they are clipped as torch is asked to; else None."""
+        """Returns the norm of all gradients, if the step clips by it as ``asked``; else None."""
 
     def give_way(self) -> None:
-        """Takes the hooks off, for another owner of the same parameters."""
+        """Lets another owner take the parameters over."""
 
 
 _owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Owner
@@ -83,13 +58,13 @@ _lock = threading.Lock()  # for _live: a set that grows cannot be iterated over
 
 
 def live() -> list[Owner]:
-    """All who step parameters, in any thread."""
+    """Returns all owners, of any thread."""
     with _lock:
         return list(_live)
 
 
 def owner(param: Tensor) -> Owner | None:
-    """Who steps ``param``."""
+    """Returns the owner of ``param``."""
     found = _owners.get(param)
     return None if found is None else found()
 
@@ -109,7 +84,7 @@ def claim(param: Tensor, by: Owner, name: str) -> None:
 
 
 def release(params: Iterable[Tensor], by: Owner) -> None:
-    """Leaves those of ``params`` without an owner that are ``by``'s."""
+    """Removes the owner of those ``params`` that ``by`` owns."""
     with _lock:
         _live.discard(by)
     for param in params:
@@ -118,27 +93,27 @@ def release(params: Iterable[Tensor], by: Owner) -> None:
 
 
 def check_finished(params: Iterable[Tensor], group: Group = None) -> list[Owner]:
-    """Finds who steps ``params`` so far; all ranks of ``group`` call it.
+    """Returns the owners of ``params``; all ranks of ``group`` call it.
 
-    Raises RuntimeError on all of them if, on one, an owner is in the middle of a step.
+    Raises RuntimeError on all ranks if an owner is in the middle of a step on any of them.
     """
     olders = list(dict.fromkeys(filter(None, map(owner, params))))
     unfinished = [lost for older in olders if (lost := older.unfinished())]
-    told = [lost for lines in consensus.gathered(unfinished, group) for lost in lines]
-    if told:
+    pending = [lost for lines in consensus.gathered(unfinished, group) for lost in lines]
+    if pending:
         raise RuntimeError(
             "this model is in the middle of a step of another engine, or call of "
-            f"fuse_into_backward, which has {told[0]}: end that step, or discard it by "
+            f"fuse_into_backward, which has {pending[0]}: end that step, or discard it by "
             "zero_grad(), by engine.destroy(), or by .remove() of what fuse_into_backward returned."
         )
     return olders
 
 
 def take_over(params: Iterable[Tensor], group: Group = None) -> None:
-    """Ends whoever steps one of ``params`` so far, and says so.
+    """Makes all owners of ``params`` give way, and logs a warning if there are any.
 
-    All ranks of ``group`` call it. Raises RuntimeError as ``check_finished``, before it changes
-    anything.
+    All ranks of ``group`` call it. Raises RuntimeError as ``check_finished``, before anything is
+    changed.
     """
     olders = check_finished(params, group)
     for older in olders:
@@ -150,8 +125,17 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
         )
 
 
-def others_reached(by: Owner) -> bool:
-    """Whether the backward pass in progress reaches parameters that others than ``by`` step."""
+def may_reach_others(by: Owner) -> bool:
+    """Returns whether the backward pass in progress may be of the loss of another owner's model.
+
+    Example: a generator's loss reaches the discriminator, whose gradients zero_grad() discards
+    before the discriminator is trained.
+    """
+    return _reaches_others(by) or _may_hide_others(by)
+
+
+def _reaches_others(by: Owner) -> bool:
+    """Whether the graph of the backward pass in progress contains leaves of other owners."""
     return any(
         torch._C._will_engine_execute_node(get_gradient_edge(other.leaf(param)).node)
         for other in live()
@@ -162,7 +146,7 @@ def others_reached(by: Owner) -> bool:
 
 
 def is_stepped(leaves: Iterable[Tensor]) -> bool:
-    """Whether one of the leaves of a graph stands for a parameter that is stepped from hooks."""
+    """Returns whether one of the leaves of a graph stands for a parameter that has an owner."""
     stepped = {
         id(by.leaf(param)) for by in live() for param in by.optimizer.group_of if owner(param) is by
     }
@@ -170,10 +154,10 @@ def is_stepped(leaves: Iterable[Tensor]) -> bool:
 
 
 def others_used(by: Owner) -> list[Owner]:
-    """Others whose models were called since their last backward pass, by the thread of ``by``.
+    """Returns other owners whose models this thread has called since their last backward pass.
 
-    Forward passes run in the thread that calls them, on any device: those of other threads are for
-    other losses.
+    Forward passes run in the calling thread, on any device. Those of other threads are for other
+    losses.
     """
     return [
         other
@@ -182,10 +166,10 @@ def others_used(by: Owner) -> list[Owner]:
     ]
 
 
-def others_hidden(by: Owner) -> bool:
-    """Whether the backward pass in progress may reach others' parameters in checkpointed segments.
+def _may_hide_others(by: Owner) -> bool:
+    """Whether the backward pass may reach other owners' parameters in checkpointed segments.
 
-    A segment's own backward pass does not tell what the whole one reaches, nor the reverse.
+    The graph of a segment does not contain the leaves of the whole graph, nor the reverse.
     """
     own = by.uses
     others = [o.uses for o in others_used(by) if o.uses.used_at > own.made_at]

@@ -1,8 +1,8 @@
-"""What becomes of the gradients of a backward pass: each way is an object that receives runs.
+"""Receivers: what is done with the gradients of a backward pass.
 
-A backward pass has one receiver. ``Stepping`` and ``SteppingMeasured`` are the policy ``fused``:
-they use gradients at once, and keep none. ``Keeping`` is ``sharded``: it adds this rank's runs up
-until the step. ``Measuring`` is the first of the two passes of exact clipping.
+A backward pass has one receiver. With the policy ``fused``, ``Stepping`` and ``SteppingMeasured``
+use gradients at once and keep none. With ``sharded``, ``Keeping`` adds up this rank's runs until
+the step. ``Measuring`` receives the first of the two passes of exact clipping.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.backward.reading import Runs
+from ds_ext.backward.grad_scaling import Runs
 from ds_ext.backward.runs import NOBODY, Run, Voters, apart
-from ds_ext.backward.tally import Tally
+from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
-from ds_ext.ops.triton import devices
+from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.run_updates import RunUpdate
-from ds_ext.optimizer.verdict import Verdict
 
 
 class Stepper:
-    """Steps ``optimizer`` by runs of gradients, and publishes what was stepped.
+    """Steps ``optimizer`` by runs of gradients, and publishes the updated weights.
 
-    ``has_bounds`` tells whether the elements of gradients are bounded before.
+    ``has_bounds`` says whether elements of gradients are bounded (``clip_value``).
     """
 
     def __init__(self, optimizer: RuleOptimizer, layout: Layout, has_bounds: bool) -> None:
@@ -35,33 +35,36 @@ class Stepper:
     def step(
         self,
         runs: Runs,
-        tally: Tally,
-        judged: Set[Tensor] = frozenset(),
+        state: StepState,
+        checked: Set[Tensor] = frozenset(),
         votes: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """Steps parameters by their gradients, which ``tally`` notes as used.
+        """Steps parameters by their gradients, and records them in ``state``.
 
-        Those of ``judged`` are judged by the first round of the step, on a GPU by the device, which
-        judges others by ``votes``.
+        Args:
+            runs: the gradients.
+            state: of the step in progress.
+            checked: parameters whose gradients the first round checks, on a GPU on the device.
+            votes: votes by which kernels check other gradients.
         """
-        tally.use_up(runs.keys())
-        verdict = Verdict(judged, votes, tally.begin_told())
+        state.use_up(runs.keys())
+        check = GradCheck(checked, votes, state.begin_flags())
         for all_reduce, params in self._by_statistics_group(runs.keys()):
-            updates = [self._update(param, runs[param], tally) for param in params]
-            self.optimizer.update(updates, all_reduce, verdict)
-        tally.add(verdict)
-        stepped = [p for p in runs if p not in verdict.bad] if verdict.bad else runs
+            updates = [self._update(param, runs[param], state) for param in params]
+            self.optimizer.update(updates, all_reduce, check)
+        state.add(check)
+        stepped = [p for p in runs if p not in check.bad] if check.bad else runs
         self.layout.publish(stepped)
-        self.optimizer.settle()
-        tally.stepped += len(stepped)
+        self.optimizer.commit_weight_norms()
+        state.stepped += len(stepped)
 
     def voters(self, params: Sequence[Tensor]) -> Voters:
-        """Those whose gradients the first round of their step cannot judge, the same on all ranks.
+        """Returns the parameters that need votes, because the first round cannot check them.
 
-        These are all where elements are bounded before rules see them; and where parameters lie in
-        several ways, for ranks that do not have one would not be told. On a GPU the host reads the
-        votes of parameters that no kernels step, before it steps these alone; it would have to
-        wait for each round of them too.
+        They are the same on all ranks. All need votes if elements are bounded before rules read
+        them. All need votes, too, if parameters have different placements, because ranks without a
+        parameter take no part in its round. On a GPU, the host reads the votes on parameters that
+        no kernels step; to check them in a round it would have to wait for each round.
         """
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
@@ -71,20 +74,20 @@ class Stepper:
         first: Set[Tensor] = frozenset()
         if layout.is_uniform and not self.has_bounds:
             some = shards if is_host else {p: shards[p] for p in on_device}
-            first = self.optimizer.shows_first(some) if some else first
+            first = self.optimizer.first_round_checks(some) if some else first
         others = set(params) - first
         return Voters(others - on_device, others & on_device)
 
-    def _update(self, param: Tensor, run: Run, tally: Tally) -> RunUpdate:
-        """This rank's part in the step of a parameter."""
-        g = tally.reader.gradient(param, run, tally.coefficient)
+    def _update(self, param: Tensor, run: Run, state: StepState) -> RunUpdate:
+        """The runs of a parameter's weight and gradient on this rank."""
+        g = state.reader.gradient(param, run, state.coefficient)
         replicas = self.layout.num_replicas(self.layout.of[param])
         return RunUpdate(param, self.layout.run(param), g, self.layout.shard(param), replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
     ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
-        """Parameters whose partial sums are added up over the same ranks, and how."""
+        """Groups parameters by the ranks that add up their partial sums -> all-reduce, group."""
         found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
         for placement, some in self.layout.by_placement(params):
             found.setdefault(placement.statistics_group, (placement.all_reduce, []))[1].extend(some)
@@ -92,27 +95,27 @@ class Stepper:
 
 
 class Stepping:
-    """Steps parameters by gradients that nobody measured before, but for those that are bad."""
+    """Steps parameters by gradients that were not measured; skips those with bad gradients."""
 
     adds_up = False
 
-    def __init__(self, stepper: Stepper, tally: Tally) -> None:
-        self.stepper, self.tally = stepper, tally
+    def __init__(self, stepper: Stepper, state: StepState) -> None:
+        self.stepper, self.state = stepper, state
 
     def voters(self, params: Sequence[Tensor]) -> Voters:
-        """Those that are changed before sums of them travel."""
+        """Returns the parameters whose first round cannot check gradients."""
         return self.stepper.voters(params)
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
-        """Steps by the finite ones of the runs."""
+        """Steps by the good gradients."""
         voted = {p: run for p, run in runs.items() if run.is_voted}
         if voted:
-            self.tally.record(voted)
-        bad = self.tally.find_bad()
+            self.state.record(voted)
+        bad = self.state.find_bad()
         good = {p: run for p, run in runs.items() if p not in bad} if bad else runs
         votes = {p: run.votes for p, run in voted.items() if run.votes is not None}
-        self.stepper.step(good, self.tally, runs.keys() - voted.keys(), votes)
-        self.tally.use_up(bad)
+        self.stepper.step(good, self.state, runs.keys() - voted.keys(), votes)
+        self.state.use_up(bad)
 
 
 class SteppingMeasured:
@@ -120,47 +123,47 @@ class SteppingMeasured:
 
     adds_up = False
 
-    def __init__(self, stepper: Stepper, tally: Tally) -> None:
-        self.stepper, self.tally = stepper, tally
+    def __init__(self, stepper: Stepper, state: StepState) -> None:
+        self.stepper, self.state = stepper, state
 
     def voters(self, params: Sequence[Tensor]) -> Voters:
-        """None: all are known to be good, or none is stepped."""
+        """Returns nobody: all gradients are known to be good, or none is used."""
         return NOBODY
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Steps by the runs, unless a gradient of the step is bad."""
-        if not self.tally.overflow:
-            self.stepper.step(runs, self.tally)
+        if not self.state.overflow:
+            self.stepper.step(runs, self.state)
 
 
 class Measuring:
-    """Takes the norm of gradients, and nothing else."""
+    """Measures the norm of gradients, and uses them for nothing else."""
 
     adds_up = False
 
-    def __init__(self, tally: Tally) -> None:
-        self.tally = tally
+    def __init__(self, state: StepState) -> None:
+        self.state = state
 
     def voters(self, params: Sequence[Tensor]) -> Voters:
-        """None: the sums of squares tell."""
+        """Returns nobody: the sums of squares show which gradients are bad."""
         return NOBODY
 
     def receive(self, runs: dict[Tensor, Run]) -> None:
         """Adds the runs to the norm."""
-        self.tally.use_up(runs)
-        self.tally.record(runs)
+        self.state.use_up(runs)
+        self.state.record(runs)
 
 
 class Keeping:
-    """Adds gradients to those that wait for the step, in ``dtype``, None for the accumulator's."""
+    """Adds gradients to those kept until the step, in ``dtype``, None for the accumulator's."""
 
     adds_up = True
 
-    def __init__(self, tally: Tally, dtype: torch.dtype | None) -> None:
-        self.kept, self.dtype = tally.kept, dtype
+    def __init__(self, state: StepState, dtype: torch.dtype | None) -> None:
+        self.kept, self.dtype = state.kept, dtype
 
     def voters(self, params: Sequence[Tensor]) -> Voters:
-        """None: the sums of squares tell, when the step comes."""
+        """Returns nobody: the sums of squares show at the step which gradients are bad."""
         return NOBODY
 
     def receive(self, runs: dict[Tensor, Run]) -> None:

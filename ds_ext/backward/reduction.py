@@ -1,4 +1,4 @@
-"""The gradients of a bucket are summed over the ranks, in place, and judged by all of them."""
+"""Reduction of a bucket: gradients are summed over the ranks in place, and the ranks vote."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -7,29 +7,33 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.backward.runs import Run, Voters
-from ds_ext.backward.streams import Beside, to_host
+from ds_ext.backward.streams import SideStream, to_host
 from ds_ext.distributed.layout import Layout
-from ds_ext.optimizer import verdict
+from ds_ext.optimizer import nonfinite
 
 
 class Reduction:
-    """Sums gradients over the ranks that ``layout`` names, beside what the device does otherwise.
+    """Sums gradients over the ranks of ``layout``, on the side stream.
 
-    ``size_of`` gives a parameter's elements, padded, and ``comm_dtype`` what its gradient is summed
-    in, None for its own. Parameters of ``together`` come from modules that some ranks do not use:
-    those that no rank used have no run.
+    Args:
+        layout: of the model.
+        side_stream: the stream.
+        size_of: the padded elements of each parameter.
+        comm_dtype: returns the dtype that a parameter's gradient is summed in, None for its own.
+        together: parameters of modules that some ranks may not use. If no rank used them, they have
+            no run.
     """
 
     def __init__(
         self,
         layout: Layout,
-        beside: Beside,
+        side_stream: SideStream,
         size_of: Mapping[Tensor, int],
         comm_dtype: Callable[[Tensor], torch.dtype | None],
         together: Collection[Tensor],
     ) -> None:
         self.layout = layout
-        self.beside = beside
+        self.side_stream = side_stream
         self.size_of = size_of
         self.comm_dtype = comm_dtype
         self.together = frozenset(together)
@@ -37,47 +41,49 @@ class Reduction:
     def begin(
         self, grads: dict[Tensor, Tensor | None], voters: Voters
     ) -> Callable[[], dict[Tensor, Run]]:
-        """Begins to reduce gradients -> what gives this rank's runs of them, in their memory.
+        """Begins to reduce gradients -> a function that waits for, and returns, this rank's runs.
 
-        Of ``voters`` every rank also tells every other whether its gradient has values that are
-        not finite or may not stay so when summed: all agree, whichever run they lie in. Of these
-        and of ``together`` it tells whether it has a gradient. The host reads what was told of
-        ``voters.told`` and of ``together``, and nothing where a bucket has none of them.
+        Runs share the memory of the gradients. The ranks also exchange votes: on ``voters``,
+        whether a gradient is bad or may overflow when summed; on ``together``, whether a rank has a
+        gradient. The host reads the votes on ``voters.host`` and ``together``, if there are any.
         """
         flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
-        judged = {p: flats[p] for p in grads if p in voters.told or p in voters.untold}
-        asked = [*judged, *(p for p in grads if p in self.together and p not in judged)]
-        is_read = any(p in self.together or p in voters.told for p in asked)
-        self.beside.follow(list(flats.values()))
-        with self.beside.work():
-            squares, votes = self._votes(judged, [grads[p] is not None for p in asked])
+        voted = {p: flats[p] for p in grads if p in voters.host or p in voters.device}
+        asked = [*voted, *(p for p in grads if p in self.together and p not in voted)]
+        is_read = any(p in self.together or p in voters.host for p in asked)
+        self.side_stream.follow(list(flats.values()))
+        with self.side_stream.work():
+            squares, votes = self._votes(voted, [grads[p] is not None for p in asked])
             if votes is not None:  # to be reduced together with gradients
                 votes = votes.to(next(iter(flats.values())).dtype)
             runs, votes, wait = self.layout.reduce(flats, votes)
-            told = None
-            if self.beside.stream is not None:
+            read_votes = None
+            if self.side_stream.stream is not None:
                 wait()
-                told = to_host(votes) if votes is not None and is_read else None
+                read_votes = to_host(votes) if votes is not None and is_read else None
 
         def arrived() -> dict[Tensor, Run]:
-            if self.beside.stream is None:
+            if self.side_stream.stream is None:
                 wait()
             if votes is None:
                 return {p: Run(run) for p, run in runs.items()}
-            untold = dict(zip(asked, votes.float().unbind(), strict=True)) if voters.untold else {}
+            on_device = (
+                dict(zip(asked, votes.float().unbind(), strict=True)) if voters.device else {}
+            )
             bad: dict[Tensor, Tensor] = {}
             unused: set[Tensor] = set()
             if is_read:
-                found = (votes.cpu() if told is None else told()).float()  # fp16 has no ARE_GOOD
-                bad = dict(zip(asked, (found > verdict.ARE_GOOD).unbind(), strict=True))
+                # fp16 cannot hold MAX_GOOD_VOTES
+                found = (votes.cpu() if read_votes is None else read_votes()).float()
+                bad = dict(zip(asked, (found > nonfinite.MAX_GOOD_VOTES).unbind(), strict=True))
                 used = dict(zip(asked, found.tolist(), strict=True))
                 unused = {p for p in asked if p in self.together and not used[p]}
             return {
                 p: Run(
                     run,
-                    bad[p] if p in voters.told else None,
+                    bad[p] if p in voters.host else None,
                     squares.get(p),
-                    untold[p] if p in voters.untold else None,
+                    on_device[p] if p in voters.device else None,
                 )
                 for p, run in runs.items()
                 if p not in unused
@@ -88,10 +94,11 @@ class Reduction:
     def _votes(
         self, flats: dict[Tensor, Tensor], has: list[bool]
     ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
-        """Sums of squares, none where more ranks add to them; and votes, None if there are none.
+        """Sums of squares, if no other rank adds to the gradients; and votes, if there are any.
 
-        1 for a gradient, ``IS_BAD`` if it, its sum over the ranks or its square may overflow, and
-        0 for none. The first are on ``flats``; of further ones in ``has`` only that they are there.
+        A vote is 1 for a good gradient, 0 for none, and ``BAD_VOTE`` if the gradient, its sum over
+        the ranks or its square may overflow. The first votes are on ``flats``, in order. The
+        others only say whether ``has`` is true.
         """
         squares: dict[Tensor, Tensor] = {}
         if not has:
@@ -99,39 +106,39 @@ class Reduction:
         votes = torch.ones(len(has), dtype=torch.float32, device=self.layout.device)
         if flats:
             found = self._found(flats)
-            most = [self._most(p, flat) for p, flat in flats.items()]
-            good = torch.stack(found) <= _vector(most, found[0])
-            votes[: len(flats)].masked_fill_(good.logical_not(), verdict.IS_BAD)
+            bounds = [self._upper_bound(p, flat) for p, flat in flats.items()]
+            good = torch.stack(found) <= _vector(bounds, found[0])
+            votes[: len(flats)].masked_fill_(good.logical_not(), nonfinite.BAD_VOTE)
             if not self.layout.is_shared:
                 squares = dict(zip(flats, found, strict=True))
         present = torch.tensor(has, dtype=torch.bool, device="cpu")
         return squares, torch.where(present.to(votes.device, non_blocking=True), votes, 0)
 
     def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
-        """What gradients are judged by: sums of squares, or the largest magnitudes of parts."""
+        """The statistics of gradients: sums of squares, or the largest magnitudes if shared."""
         op = ops.largest if self.layout.is_shared else ops.square_sums_of
         return _of_each(op, flats.values())
 
-    def _most(self, param: Tensor, flat: Tensor) -> float:
-        """What that may be at most."""
+    def _upper_bound(self, param: Tensor, flat: Tensor) -> float:
+        """The largest allowed value of ``_found``."""
         if self.layout.is_shared:
             return self._bound(param, flat)
         numel = max(1, self.layout.shard(param).numel)
         return float(torch.finfo(ops.accumulator(flat.dtype)).max / numel)
 
     def _zeros(self, param: Tensor) -> Tensor:
-        """What a rank adds to the sum that has no gradient of a parameter."""
+        """The contribution of a rank that has no gradient of a parameter."""
         dtype = self.comm_dtype(param) or param.dtype
         return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
 
     def _bound(self, param: Tensor, flat: Tensor) -> float:
-        """What no element may exceed so that the sum over the ranks and its squares are finite."""
+        """The largest magnitude whose sum over the ranks, and its squares, are finite."""
         squares = (torch.finfo(ops.accumulator(flat.dtype)).max / max(1, flat.numel())) ** 0.5
         return float(min(torch.finfo(flat.dtype).max, squares)) / self.layout.of[param].grad_divisor
 
 
 def _of_each(op: Callable[[Sequence[Tensor]], Tensor], flats: Iterable[Tensor]) -> list[Tensor]:
-    """What ``op`` gives of tensors, [] each, of all that have one dtype at a time; in fp64."""
+    """Calls ``op`` once per dtype; returns its result for each tensor, [] in fp64."""
     flats = list(flats)
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(flat.dtype for flat in flats):

@@ -1,12 +1,12 @@
-"""How a step ended: what its caller is told, and the numbers that ``metrics`` tells."""
+"""The result of a step, and its metrics."""
 
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ds_ext.backward.tally import Tally
+from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
-from ds_ext.optimizer import RuleOptimizer, meter
+from ds_ext.optimizer import RuleOptimizer, update_stats
 
 
 class StepResult(NamedTuple):
@@ -18,22 +18,22 @@ class StepResult(NamedTuple):
 
 
 def measured(
-    tally: Tally, optimizer: RuleOptimizer, layout: Layout, skipped_steps: int
+    state: StepState, optimizer: RuleOptimizer, layout: Layout, skipped_steps: int
 ) -> dict[str, float]:
-    """Returns what ``metrics`` tells of a step; all ranks call it.
+    """Returns the metrics of a step; all ranks call it.
 
     Args:
-        tally: of the step, whose norm is known.
-        optimizer: whose meter, if there is one, has measured it, and is cleared.
-        layout: whose count of bytes sent begins anew.
-        skipped_steps: so far.
+        state: of the step; its norm is known.
+        optimizer: its update statistics, if there are any, are read and cleared.
+        layout: its count of bytes sent is read and cleared.
+        skipped_steps: the number of steps skipped so far.
     """
-    assert tally.norm is not None
+    assert state.norm is not None
     return {
-        "grad_norm": tally.norm,
-        "clip_coefficient": tally.coefficient,
-        "clipped_fraction": tally.clipped_fraction(),
-        "skipped_parameters": len(tally.bad),
+        "grad_norm": state.norm,
+        "clip_coefficient": state.coefficient,
+        "clipped_fraction": state.clipped_fraction(),
+        "skipped_parameters": len(state.bad),
         "skipped_steps": skipped_steps,
         **_sizes(optimizer, layout),
         "bytes_sent": layout.take_bytes_sent(),
@@ -42,15 +42,15 @@ def measured(
 
 def _sizes(optimizer: RuleOptimizer, layout: Layout) -> dict[str, float]:
     """The RMS of updates and of weights by parameter group, if they are measured."""
-    if optimizer.meter is None:
+    if optimizer.update_stats is None:
         return {}
-    totals = layout.total(optimizer.meter.sums().to(layout.device))
-    optimizer.meter.clear()
+    totals = layout.total(optimizer.update_stats.sums().to(layout.device))
+    optimizer.update_stats.clear()
     groups = optimizer.index.groups
-    figures = zip(map(_name_of, groups, range(len(groups))), meter.rms(totals), strict=True)
+    figures = zip(map(_name_of, groups, range(len(groups))), update_stats.rms(totals), strict=True)
     return {f"{key}/{name}": value for name, group in figures for key, value in group.items()}
 
 
 def _name_of(group: Mapping[str, Any], number: int) -> str:
-    """What metrics call a group: its name, fit for a file's, or else its number."""
+    """The name of a group in metrics: its own, with characters of file names, or its position."""
     return re.sub(r"[^\w.-]+", "_", group.get("name", "")) or str(number)

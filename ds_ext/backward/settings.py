@@ -1,4 +1,4 @@
-"""How gradients are treated: policy, clipping, buckets. Checked when it is made."""
+"""Settings of gradients: policy, clipping and buckets, checked when they are made."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from ds_ext import hyperparams
 from ds_ext.hyperparams import NonNegative, Size
 
 BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
-BUCKET_SIZE_ALONE = 2**21  # of one process without DeepSpeed: larger ones hardly spare time
+BUCKET_SIZE_ALONE = 2**21  # of one process without DeepSpeed: larger buckets save little time
 
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
@@ -19,10 +19,10 @@ SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number 
 
 
 def bucket_size_alone(largest: int) -> int:
-    """Elements of a bucket of one process without DeepSpeed, where the caller leaves them open.
+    """Returns the default elements of a bucket for one process without DeepSpeed.
 
-    One process sends nothing, but parameters that are stepped together cost the host less. While
-    the gradient of the largest, of so many elements, lives, so may as much of smaller ones.
+    One process sends nothing, but stepping parameters together saves host time. Peak memory does
+    not grow: a bucket is no larger than the ``largest`` gradient, which exists in any case.
     """
     return min(BUCKET_SIZE_ALONE, largest)
 
@@ -41,14 +41,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Words:
-    """How the caller writes settings and calls: in errors and warnings."""
+    """The names of settings and calls in errors and warnings, as the caller writes them."""
 
     where: str  # the section of the settings of ``Section``; "" for arguments
     clipping: str
     no_clipping: str
-    sharded: str  # what to do to have gradients kept
+    sharded: str  # the setting that keeps gradients
     accumulate: str
-    backward: str  # the one that clips exactly
+    backward: str  # the call that clips exactly
     step: str
 
 
@@ -84,7 +84,7 @@ class Gradients:
     average: bool = True  # over the ranks, else summed
     accumulate_in: torch.dtype | None = None  # of kept gradients; None: fp32
     measure_updates: bool = False  # the RMS of updates and weights, by group
-    overlap: bool = False  # buckets are reduced and stepped beside backward, two in flight
+    overlap: bool = False  # reduce and step buckets in parallel with backward, two in flight
     words: Words = CONFIG
 
     def __post_init__(self) -> None:
@@ -118,5 +118,5 @@ class Gradients:
 
 
 def cost(kept_bytes: int) -> str:
-    """What the log says of gradients that are kept."""
+    """Returns the log message about the memory of kept gradients."""
     return f"gradients are kept until the step: {kept_bytes / 2**20:,.1f} MiB on this rank"

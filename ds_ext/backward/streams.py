@@ -1,6 +1,6 @@
-"""Work beside backward: on a GPU on a stream of its own, so that neither waits for the other.
+"""The side stream, on which a GPU reduces and steps gradients in parallel with backward.
 
-On a CPU collectives run in the threads of their process group, and the rest in line.
+On a CPU, collectives run in the threads of their process group, and the rest runs in line.
 """
 
 import contextlib
@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 
-class Beside:
-    """A place for work that runs beside what the device does otherwise, in its own order."""
+class SideStream:
+    """A CUDA stream for work in parallel with the current stream; none without ``overlap``."""
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """Lets this work begin after what was launched so far, which made ``tensors``."""
+        """Waits for the current stream, which has computed ``tensors``."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             for x in tensors:
-                x.record_stream(self.stream)  # their memory is not used again before
+                x.record_stream(self.stream)  # so that their memory is not reused before
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
-        """What is launched within runs beside."""
+        """A context whose launches run on the side stream."""
         if self.stream is None:
             yield
         else:
@@ -34,13 +34,13 @@ class Beside:
                 yield
 
     def join(self) -> None:
-        """Lets what is launched from now on begin after this work; the host waits for nothing."""
+        """Makes the current stream wait for the side stream; the host does not wait."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 def to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Starts to bring ``x`` to the host -> what waits for that alone, and gives it."""
+    """Starts to copy ``x`` to the host -> a function that waits for the copy and returns it."""
     if x.device.type != "cuda":
         return lambda: x.cpu()
     held = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)

@@ -1,8 +1,8 @@
-"""torch's functions that look for gradients in ``.grad``, told that some are taken inside backward.
+"""Wrappers of torch functions that read ``.grad``: zero_grad(), clip_grad_norm_, GradScaler.
 
-Each is replaced once, when a model is first stepped from hooks, and does what it did for all
-parameters that are not. A script may have imported a function before: what is replaced is then
-what it calls.
+They handle parameters whose gradients are used inside backward, and call torch's function for all
+others. Each is installed once, when a model is first stepped from hooks. Where a script may have
+imported a function before, the wrapper replaces a function that it calls.
 """
 
 import copy
@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import owners, settings, sparing
-from ds_ext.backward.rehearsal import nodes
+from ds_ext.backward import foreign_grads, module_hooks, owners, settings
+from ds_ext.backward.autograd_graph import nodes
 
 _lock = threading.Lock()
 
 
 def watch() -> None:
-    """Makes torch's functions ask who steps a parameter; further calls change nothing."""
+    """Installs the wrappers; further calls change nothing."""
     with _lock:
         _watch()
 
 
 @functools.cache
 def _watch() -> None:
-    sparing.watch()
+    foreign_grads.watch()
     for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
         assert function.__closure__ is not None
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
@@ -82,7 +82,7 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Whether an engine steps the model: what clips, and what returns the norm.
+# By whether an engine steps the model: the setting that clips, and the call that returns the norm.
 _BEFOREHAND = {
     True: (
         '"gradient_clipping" or "ds_ext": {"clip_value"} of the config',
@@ -111,27 +111,27 @@ def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scripting(get_hook_stubs: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Leaves our hooks out of what ``torch.jit.script`` makes of a module, as copies do."""
+    """Makes ``torch.jit.script`` ignore our hooks."""
 
     @functools.wraps(get_hook_stubs)
     def call(module: nn.Module) -> Any:
         without = copy.copy(module)
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
             hooks = getattr(module, kind).items()
-            setattr(without, kind, {k: hook for k, hook in hooks if not owners.is_hook(hook)})
+            setattr(without, kind, {k: hook for k, hook in hooks if not module_hooks.is_hook(hook)})
         return get_hook_stubs(without)
 
     return call
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    """The losses that are given to a scaler: one, or nested in lists and tuples."""
+    """The losses given to a scaler: one, or several in nested lists and tuples."""
     if isinstance(outputs, Tensor):
         return [outputs]
     return [x for each in outputs for x in _tensors(each)]
 
 
 def _is_stepped(loss: Tensor) -> bool:
-    """Whether a parameter of the graph of ``loss`` is stepped from hooks."""
+    """Whether hooks step a parameter of the graph of ``loss``."""
     leaves = (getattr(node, "variable", None) for node in nodes(loss))
     return owners.is_stepped(leaf for leaf in leaves if leaf is not None)

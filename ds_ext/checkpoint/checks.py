@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model and its optimizer: asked before anything of it is loaded."""
+"""Checks that a checkpoint fits a model and its optimizer, before anything is loaded."""
 
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ds_ext import hyperparams
 from ds_ext.checkpoint.pieces import Pieces
-from ds_ext.checkpoint.resharding import Own, of_all_ranks, save_groups
+from ds_ext.checkpoint.resharding import OwnedRun, of_all_ranks, save_groups
 from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import RuleOptimizer
@@ -16,18 +16,18 @@ from ds_ext.optimizer import RuleOptimizer
 def check(
     pieces: Pieces,
     optimizer: RuleOptimizer,
-    owned: Mapping[Tensor, Own],
+    owned: Mapping[Tensor, OwnedRun],
     strict: bool,
     names: Iterable[str] | None = None,
 ) -> None:
-    """Checks that weights, groups and state were saved of this optimizer and these parameters.
+    """Checks that weights, groups and state fit this optimizer and its parameters.
 
     Args:
-        pieces: what all ranks saved.
-        optimizer: the one that is to go on from there.
-        owned: what this rank has of each parameter of the model.
+        pieces: the saved state of all ranks.
+        optimizer: the optimizer that will load it.
+        owned: this rank's run of each parameter of the model.
         strict: whether the model and the checkpoint must have the same parameters.
-        names: of the parameters of the whole model; by default those of ``owned``.
+        names: the names of all parameters of the model; by default those of ``owned``.
 
     Raises:
         CheckpointError: naming what differs or is missing.
@@ -40,13 +40,16 @@ def check(
 
 
 def check_weights(
-    pieces: Pieces, owned: Mapping[Tensor, Own], strict: bool, names: Iterable[str] | None = None
+    pieces: Pieces,
+    owned: Mapping[Tensor, OwnedRun],
+    strict: bool,
+    names: Iterable[str] | None = None,
 ) -> None:
     """Checks that the weights of this rank were saved, in the model's shapes; see ``check``.
 
     Raises:
-        CheckpointError: for a weight of another shape or saved in part; if ``strict``, for one
-            that is in the checkpoint or the model alone.
+        CheckpointError: a weight has another shape or is incomplete; or, if ``strict``, it is only
+            in the checkpoint or only in the model.
     """
     missing = []
     for own in owned.values():
@@ -70,7 +73,7 @@ def check_weights(
 
 
 def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
-    """Raises CheckpointError if another optimizer's state was saved."""
+    """Raises CheckpointError if another optimizer saved the state."""
     saved, kind = pieces.saved[0]["optimizer"], type(optimizer).__name__
     if saved != kind:
         raise CheckpointError(
@@ -79,8 +82,10 @@ def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
         )
 
 
-def _check_groups(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
-    """Raises CheckpointError if the groups have other parameters, or rules, than those saved."""
+def _check_groups(
+    pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]
+) -> None:
+    """Raises CheckpointError if groups have other parameters or rules than the saved ones."""
     names: list[list[str]] = [group["params"] for group in save_groups(optimizer, owned)]
     saved: list[list[str]] = [group["params"] for group in pieces.saved[0]["groups"]]
     none: list[str] = []
@@ -103,8 +108,10 @@ def _check_groups(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tenso
             )
 
 
-def _check_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
-    """Raises CheckpointError if not all of a state was saved that the saved groups' rules keep."""
+def _check_state(
+    pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]
+) -> None:
+    """Raises CheckpointError if a state that the saved groups' rules keep is incomplete."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         hypers = optimizer.hypers_of(saved)
         rule = hypers(**{name: saved[name] for name in hyperparams.names(hypers)})

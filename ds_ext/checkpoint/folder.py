@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written aside, described by a manifest, and moved into place when complete.
+"""Checkpoints on disk: written to a temporary folder, and moved into place with a manifest.
 
 FOLDER/latest                       the tag of the newest one
 FOLDER/TAG/ds_ext.json              sizes and checksums of all its files
@@ -17,26 +17,26 @@ from ds_ext.checkpoint.swap import MANIFEST as MANIFEST
 from ds_ext.checkpoint.swap import Draft
 from ds_ext.errors import CheckpointError
 
-VERSION = 4  # of the format: manifest and contents
+VERSION = 4  # of the format of manifest and contents
 
 
 class Checkpoint(NamedTuple):
-    """Where a checkpoint lies: ``engine.load_checkpoint(folder, tag)`` loads it."""
+    """The location of a checkpoint: ``engine.load_checkpoint(folder, tag)`` loads it."""
 
     folder: str
     tag: str
-    steps: int  # that were taken before it was saved
+    steps: int  # before it was saved
 
 
 def path_of(folder: str | Path, tag: object) -> Path:
-    """Returns where the checkpoint ``tag`` belongs.
+    """Returns the path of the checkpoint ``tag``.
 
     Args:
-        folder: what was given to engine.save_checkpoint.
-        tag: a text or a number, with ``/`` for folders in it.
+        folder: the ``save_dir`` of engine.save_checkpoint.
+        tag: a text or a number; ``/`` separates folders.
 
     Raises:
-        ValueError: for a tag that is not a path inside ``folder``, or not a checkpoint's own.
+        ValueError: the tag is no path inside ``folder``, or is a reserved name.
     """
     parts = PurePosixPath(str(tag)).parts
     hidden = any(part == ".." or part.startswith((".incomplete-", ".replaced-")) for part in parts)
@@ -49,10 +49,10 @@ def path_of(folder: str | Path, tag: object) -> Path:
 
 
 def prepare(path: Path) -> Draft:
-    """Makes a folder to write the checkpoint ``path`` in: ``aside``.
+    """Makes a temporary folder, ``aside``, for the files of the checkpoint ``path``.
 
     Raises:
-        CheckpointError: if a file is in the way.
+        CheckpointError: ``path`` is a file.
     """
     try:
         return swap.prepare(path)
@@ -61,7 +61,7 @@ def prepare(path: Path) -> Draft:
 
 
 def describe(path: Path) -> dict[str, int]:
-    """Returns the size in bytes and the CRC-32 of a file, once it is on the disk."""
+    """Writes a file through to the disk; returns its size in bytes and its CRC-32."""
     size, checksum = 0, 0
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -72,17 +72,17 @@ def describe(path: Path) -> dict[str, int]:
 
 
 def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
-    """Moves a checkpoint to where it belongs.
+    """Moves a checkpoint into place.
 
-    A process killed in here leaves the old checkpoint or the new one, complete.
+    If the process is killed meanwhile, the old or the new checkpoint is there and complete.
 
     Args:
-        draft: what ``prepare`` returned.
-        manifest: what it says of itself; its key "files" has what ``describe`` returned of each.
-        is_latest: whether it becomes the one that is loaded without a tag.
+        draft: the result of ``prepare``.
+        manifest: the manifest; its key "files" has the results of ``describe`` by name.
+        is_latest: whether it is loaded if no tag is given.
 
     Raises:
-        CheckpointError: if a file that a rank wrote is not there.
+        CheckpointError: a file that a rank wrote is missing.
     """
     written = draft.aside
     for name, file in manifest["files"].items():
@@ -101,7 +101,7 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file atomically."""
     aside = path.with_name(path.name + ".new")
     with open(aside, "w") as file:
         file.write(text)
@@ -112,10 +112,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def latest(folder: Path) -> str | None:
-    """Returns the tag of the checkpoint that was saved last; None if nothing was ever saved.
+    """Returns the tag of the newest checkpoint; None if nothing was ever saved.
 
     Raises:
-        CheckpointError: if the file that names it is empty.
+        CheckpointError: the file ``latest`` is empty.
     """
     file = folder / "latest"
     if not file.is_file():
@@ -127,10 +127,10 @@ def latest(folder: Path) -> str | None:
 
 
 def find(folder: Path, tag: str) -> Path:
-    """Returns the folder of a checkpoint, wherever a killed process left it.
+    """Returns the folder of a checkpoint, even if a killed process left it elsewhere.
 
     Raises:
-        CheckpointError: if there is none under this tag.
+        CheckpointError: there is no checkpoint of this tag.
     """
     path = swap.find(folder, tag)
     if path is None:
@@ -139,10 +139,10 @@ def find(folder: Path, tag: str) -> Path:
 
 
 def manifest(path: Path) -> dict[str, Any] | None:
-    """Returns what a checkpoint says of itself; None if ds_ext did not write it.
+    """Returns the manifest of a checkpoint; None if ds_ext did not write it.
 
     Raises:
-        CheckpointError: if the manifest is damaged, or of another version of the format.
+        CheckpointError: the manifest is damaged, or has another version of the format.
     """
     if not (path / MANIFEST).is_file():
         return None
@@ -174,15 +174,15 @@ def _checksum(said: dict[str, Any]) -> int:
 
 
 def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> None:
-    """Checks that files are what was written.
+    """Checks the sizes and checksums of files.
 
     Args:
         path: the folder of the checkpoint.
-        files: what ``describe`` returned of each file when it was written.
-        names: those to read.
+        files: the results of ``describe`` after the files were written.
+        names: the files to check.
 
     Raises:
-        CheckpointError: for one that is missing, or has another size or checksum.
+        CheckpointError: a file is missing, or has another size or checksum.
     """
     for name in names:
         file = path / name
@@ -201,7 +201,7 @@ def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -
 
 
 def _others(folder: Path, path: Path) -> str:
-    """What a user can load instead of ``path``: said in an error."""
+    """Advice for an error: the checkpoints that a user can load instead of ``path``."""
     found = [c.tag for c in _complete(folder) if folder / c.tag != path]
     if not found:
         return f"No other complete checkpoint is in {folder}."
@@ -211,14 +211,14 @@ def _others(folder: Path, path: Path) -> str:
 def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     """Returns the newest checkpoint that is complete and undamaged, to resume after a failure.
 
-    It is read once, to verify it.
+    It reads the checkpoint once to verify it.
 
     Args:
-        folder: what was given to engine.save_checkpoint, or the output_dir of HF Trainer, whose
-            ``resume_from_checkpoint`` then takes the result's ``folder``.
+        folder: the ``save_dir`` of engine.save_checkpoint, or the ``output_dir`` of HF Trainer. For
+            Trainer, pass the result's ``folder`` to ``resume_from_checkpoint``.
 
     Returns:
-        Where it lies; None if there is none.
+        Its location; None if there is none.
     """
     trainers = [
         c
@@ -239,10 +239,10 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def _complete(folder: Path) -> list[Checkpoint]:
-    """Checkpoints whose files are all there, newest first; of equally new ones the latest.
+    """Complete checkpoints, newest first. Among equally new ones ``latest`` comes first.
 
-    One in a folder of ``folder`` counts if it was saved under such a tag: another run that was
-    saved to that folder is none of ``folder``'s.
+    A checkpoint in a subfolder counts only if its tag contains that subfolder. Otherwise it belongs
+    to another run that saved to the subfolder.
     """
     found = []
     for tag, path in swap.checkpoints(folder):

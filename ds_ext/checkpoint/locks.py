@@ -1,8 +1,8 @@
 """Locks between jobs that save into one folder. The kernel frees them when a process ends.
 
-``flock`` works on local file systems, and between hosts on NFS, Lustre and GPFS unless they were
-mounted without locks that reach other hosts (``nolock``, ``localflock``). There a lock looks free
-to other hosts, so a free lock of another host counts only once nobody has written for an hour.
+``flock`` works on local file systems. On NFS, Lustre and GPFS it works between hosts, unless they
+are mounted with locks of one host only (``nolock``, ``localflock``). Then a lock looks free to
+other hosts. So a free lock of another host counts only after an hour without a write.
 """
 
 import contextlib
@@ -16,17 +16,17 @@ from typing import TextIO
 
 from ds_ext.errors import CheckpointError
 
-NAME = ".ds_ext.lock"  # of the lock that a job holds while it moves folders
-SECONDS = 60.0  # to wait for it; moving folders takes milliseconds
+NAME = ".ds_ext.lock"  # the lock that a job holds while it moves folders
+SECONDS = 60.0  # the longest wait for it; moving folders takes milliseconds
 STALE = 3600.0  # seconds without a write after which the save of another host counts as dead
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Keeps other jobs from moving folders in ``folder`` meanwhile.
+    """Stops other jobs from moving folders in ``folder`` within the context.
 
     Raises:
-        CheckpointError: if another job does not finish in time.
+        CheckpointError: another job does not finish in time.
     """
     path, until = folder / NAME, time.monotonic() + SECONDS
     while (file := _take(path)) is None:
@@ -39,7 +39,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # first: who waits for this file then makes a new one
+        path.unlink(missing_ok=True)  # first: jobs that wait for it make a new one
         release(file)
 
 
@@ -49,12 +49,12 @@ def hold(path: Path) -> TextIO:
     file.write(_kernel())
     file.flush()
     if not _lock(file):
-        file.truncate(0)  # no locks here: only the time of the last write can tell
+        file.truncate(0)  # no locks here: the last write counts
     return file
 
 
 def release(file: TextIO) -> None:
-    """Unlocks a file, also for processes that were forked meanwhile."""
+    """Unlocks a file, also for processes that were forked since."""
     with contextlib.suppress(OSError):  # there are no locks
         fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
@@ -64,16 +64,16 @@ def is_abandoned(path: Path, writes: Path, now: float) -> bool:
     """Returns whether the job that locked a file has ended.
 
     Args:
-        path: of the lock; a file that is missing is one that nobody has locked.
+        path: the lock file; a missing file is not locked.
         writes: the folder that the job writes.
-        now: by the clock of the file system, in seconds.
+        now: the time of the file system's clock, in seconds.
     """
     try:
         with open(path, "r+") as file:
             kernel = file.read() if _lock(file) else ""
     except FileNotFoundError:
         kernel = ""
-    except (BlockingIOError, PermissionError):  # it lives, or is another user's
+    except (BlockingIOError, PermissionError):  # the job runs, or belongs to another user
         return False
     if kernel == _kernel() or not writes.exists():  # or it was killed before it wrote anything
         return True
@@ -82,7 +82,7 @@ def is_abandoned(path: Path, writes: Path, now: float) -> bool:
 
 
 def _take(path: Path) -> TextIO | None:
-    """The file, locked; None if another process has it, or has just removed it."""
+    """The locked file; None if another process has locked it, or has just removed it."""
     file = open(path, "a")
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         _lock(file)
@@ -93,7 +93,7 @@ def _take(path: Path) -> TextIO | None:
 
 
 def _lock(file: TextIO) -> bool:
-    """Locks a file -> whether there are locks here. Raises BlockingIOError if it is locked."""
+    """Locks a file; returns whether locks are supported. BlockingIOError if it is locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,7 +104,7 @@ def _lock(file: TextIO) -> bool:
 
 
 def _kernel() -> str:
-    """Names the running kernel: its processes see each other's locks on every file system."""
+    """An id of the running kernel. Its processes see each other's locks on every file system."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -1,10 +1,11 @@
-"""A tensor that ranks keep together is saved in pieces, and read again by any number of ranks.
+"""Pieces of sharded tensors, which any number of ranks can read, and names in checkpoints.
 
-A piece is ``{"start", "total", "values"}``: elements [start, start + len(values)) of the ``total``
-that all ranks keep of a tensor, flattened. A rank that loads reads the elements it needs from
-whichever ranks saved them, so the number of ranks and the ZeRO stage may change in between.
+A piece is ``{"start", "total", "values"}``: elements [start, start + len(values)) of a flattened
+tensor that has ``total`` elements on all ranks. A rank that loads reads its elements from the ranks
+that saved them. So the number of ranks and the ZeRO stage may change in between.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,16 +14,17 @@ from torch import Tensor
 
 from ds_ext.ops.state import Part
 
-Saved = Mapping[str, Any]  # what one rank saved, or a part of it
+Saved = Mapping[str, Any]  # the state that one rank saved, or a part of it
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # torch.compile(module) adds it
 
 
 def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
-    """Returns a piece to be saved, which shares no memory with more than itself.
+    """Returns a piece to save, whose memory holds no other elements.
 
     Args:
         values: this rank's elements, in any shape.
-        part: where they lie in what all ranks keep.
-        more: what else is to be saved beside them, such as a shape.
+        part: their position in the tensor of all ranks.
+        more: further values to save, such as a shape.
 
     Raises:
         ValueError: there are more or fewer values than the part has elements.
@@ -40,17 +42,17 @@ def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
 
 
 class Pieces:
-    """What all ranks saved, read a piece at a time: their files may be mapped, not in memory.
+    """Reads pieces that all ranks saved, one at a time. Their files may be memory-mapped.
 
     Args:
-        saved: what each rank saved, by rank; nested under keys, the pieces innermost.
+        saved: the state of each rank, by rank: nested dictionaries of pieces.
     """
 
     def __init__(self, saved: Sequence[Saved]) -> None:
         self.saved = saved
 
     def find(self, *keys: str) -> Iterator[Any]:
-        """Yields what the ranks saved under these keys, for those of them that saved any."""
+        """Yields the values under these keys, of the ranks that saved any."""
         for found in self.saved:
             for key in keys:
                 found = found.get(key, {})
@@ -58,11 +60,11 @@ class Pieces:
                 yield found
 
     def first(self, *keys: str) -> Any:
-        """Returns what the first rank that saved any saved under these keys; None if none did."""
+        """Returns the value under these keys of the first rank that saved one, or None."""
         return next(self.find(*keys), None)
 
     def lacks(self, part: Part, *keys: str) -> bool:
-        """Returns whether elements of a part were not saved, or were saved of another total."""
+        """Returns whether elements of a part are missing, or belong to a tensor of another size."""
         at = part.start
         for found in self._in_order(keys):
             if found["total"] != part.total:
@@ -86,5 +88,33 @@ class Pieces:
         return values
 
     def _in_order(self, keys: tuple[str, ...]) -> list[Saved]:
-        """The pieces under these keys, by where they start."""
+        """The pieces under these keys, in the order of their start."""
         return sorted(self.find(*keys), key=lambda piece: piece["start"])
+
+
+# Names without the prefixes of torch.compile.
+
+
+def plain_name(name: str) -> str:
+    """Returns the name that a parameter or buffer has without torch.compile.
+
+    ``"_orig_mod.layers.0._orig_mod.weight"`` -> ``"layers.0.weight"``.
+    """
+    return _COMPILED.sub("", name)
+
+
+def with_plain_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the result of ``resharding.save`` with plain names."""
+    accumulated = saved["accumulated"]
+    return {
+        **saved,
+        "weights": by_plain_name(saved["weights"]),
+        "state": by_plain_name(saved["state"]),
+        "groups": [{**g, "params": list(map(plain_name, g["params"]))} for g in saved["groups"]],
+        "accumulated": {**accumulated, "gradients": by_plain_name(accumulated["gradients"])},
+    }
+
+
+def by_plain_name(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the same values by plain names."""
+    return {plain_name(name): value for name, value in found.items()}

@@ -1,6 +1,6 @@
-"""Weights, state and groups of an optimizer: what a rank saves, and any number of ranks load.
+"""Saves an optimizer's weights, state and groups, and loads them on any number of ranks.
 
-Everything is plain tensors and numbers under parameters' names; tensors are saved in pieces (see
+Everything is plain tensors and numbers by parameter name. Tensors are saved in pieces (see
 ``pieces``). Weights with a master are saved in fp32.
 """
 
@@ -20,38 +20,38 @@ from ds_ext.ops.state import Part, Parts, State
 from ds_ext.optimizer import RuleOptimizer, host_offload
 
 
-class Own(NamedTuple):
-    """What a rank has of a parameter: its name in checkpoints, its run and where that lies."""
+class OwnedRun(NamedTuple):
+    """A rank's run of a parameter, its position, and the name of the parameter in checkpoints."""
 
     name: str
     run: Tensor  # of the weight, [len(shard)]
     shard: Shard
-    shard_index: int = 0  # which of ``num_shards`` equal parts it is
+    shard_index: int = 0  # the index of the run among ``num_shards`` equal parts
     num_shards: int = 1
-    # of a stack of experts of which other ranks have others: the first one, and the shape of all
+    # for a stack of experts that is spread over ranks: its first expert, and the whole shape
     experts: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what all ranks have together."""
+        """The shape of the whole parameter."""
         return self.experts[1] if self.experts else self.shard.shape
 
     @property
     def part(self) -> Part:
-        """Where the run lies in what all ranks have together."""
+        """The position of the run in the whole parameter."""
         before = self.experts[0] * math.prod(self.shape[1:]) if self.experts else 0
         run = slice(before + self.shard.start, before + self.shard.stop)
         return Part.of(run, math.prod(self.shape))
 
 
-def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
+def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> dict[str, Any]:
     """Returns one rank's weights, and its optimizer's state and groups.
 
-    ``checks.check`` tells whether they fit, ``load_state`` and then ``load_weights`` read them.
+    To load them, call ``checks.check``, ``load_state`` and then ``load_weights``.
 
     Args:
-        optimizer: whose parameters are keys of ``owned``, among others.
-        owned: what this rank has of each parameter that is to be saved.
+        optimizer: the optimizer.
+        owned: this rank's run of each parameter to save, with those of the optimizer.
     """
     optimizer.follow_groups()
     return {
@@ -66,8 +66,8 @@ def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any
 # Weights.
 
 
-def save_weights(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
-    """Returns a piece of each weight, in fp32 if it has a master, with the shape of the whole."""
+def save_weights(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> dict[str, Any]:
+    """Returns a piece of each weight, in fp32 if it has a master, with the whole shape."""
     return {
         own.name: piece(
             optimizer.weights(param, own.run, own.shard), own.part, shape=list(own.shape)
@@ -78,9 +78,9 @@ def save_weights(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[
 
 @torch.no_grad()
 def load_weights(
-    pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]
+    pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]
 ) -> list[str]:
-    """Writes this rank's part of the weights; returns the names of those that were not saved."""
+    """Writes this rank's part of the weights; returns the names of missing ones."""
     missing = []
     for param, own in owned.items():
         if pieces.first("weights", own.name) is None:
@@ -91,13 +91,13 @@ def load_weights(
     return missing
 
 
-# The optimizer's state, which holds what its rule keeps of each parameter, and the step count.
+# The optimizer's state: the step count, and the tensors that a rule keeps for each parameter.
 
 
-def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[str, Any]:
-    """Returns the step count and pieces of the state of each parameter that has been stepped.
+def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> dict[str, Any]:
+    """Returns the step count and pieces of the state of each parameter that was stepped.
 
-    The state of a parameter that is in no group any more is not saved.
+    The state of a parameter that is no longer in a group is not saved.
     """
     saved = {}
     for param, own in owned.items():
@@ -109,10 +109,10 @@ def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> dict[st
 
 
 @torch.no_grad()
-def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> None:
-    """Replaces the optimizer's groups and state by what was saved of this rank's part.
+def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> None:
+    """Replaces this rank's part of the optimizer's groups and state by the saved one.
 
-    Call ``checks.check`` before it, and ``load_weights`` after it, which also sets masters.
+    Call ``checks.check`` before, and ``load_weights``, which also sets masters, after it.
     """
     load_groups(pieces, optimizer)
     optimizer.state.clear()
@@ -125,7 +125,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
 
 
 def _pieces(kept: Mapping[str, Any], parts: Parts, is_writer: bool) -> dict[str, Any]:
-    """The pieces of a state; of what is the same on every rank, if this one is to write it."""
+    """The pieces of a state. Tensors that are equal on all ranks are saved by one writer."""
     saved: dict[str, Any] = {}
     for key, part in parts.items():
         if not isinstance(part, Part):
@@ -138,12 +138,12 @@ def _pieces(kept: Mapping[str, Any], parts: Parts, is_writer: bool) -> dict[str,
 def _read(
     pieces: Pieces,
     parts: Parts,
-    own: Own,
+    own: OwnedRun,
     device: torch.device,
     offload: host_offload.HostOffload | None,
     *above: str,
 ) -> State:
-    """This rank's part of the state that lies under the keys ``above``, ready for a step."""
+    """This rank's part of the state under the keys ``above``, ready for a step."""
     made: State = {}
     for key, part in parts.items():
         if isinstance(part, Part):
@@ -155,11 +155,11 @@ def _read(
     return made
 
 
-# Param groups: their hyper-parameters, and by name which parameters they have.
+# Param groups: their hyper-parameters, and the names of their parameters.
 
 
-def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups with names in the place of parameters."""
+def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups with names instead of parameters."""
     names = optimizer.names or [
         of_all_ranks(owned[p].name for p in group["params"]) for group in optimizer.param_groups
     ]
@@ -169,15 +169,15 @@ def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, Own]) -> list[d
 
 
 def load_groups(pieces: Pieces, optimizer: RuleOptimizer) -> None:
-    """Sets the groups' hyper-parameters to the saved ones; their parameters stay."""
+    """Sets the groups' hyper-parameters to the saved ones, and keeps their parameters."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})
 
 
 def of_all_ranks(names: Iterable[str]) -> list[str]:
-    """Returns names without numbers of deepspeed.moe's experts, which differ between ranks.
+    """Returns unique names without the numbers of deepspeed.moe's experts, which differ by rank.
 
-    Each once: ``["deepspeed_experts.3.w", "deepspeed_experts.4.w"]`` ->
+    ``["deepspeed_experts.3.w", "deepspeed_experts.4.w"]`` ->
     ``["deepspeed_experts.*.w"]``.
     """
     return list(dict.fromkeys(re.sub(r"(?<=\bdeepspeed_experts\.)\d+", "*", n) for n in names))

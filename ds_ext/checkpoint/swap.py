@@ -1,13 +1,13 @@
-"""A checkpoint takes the place of the one before, in two renames; other files there stay.
+"""Replaces a checkpoint folder by a new one in two renames, and keeps other files in it.
 
-FOLDER/.incomplete-TAG.ID/          one that is being written, or was left when that failed
-FOLDER/.incomplete-TAG.ID.lock      locked as long as the job that writes it lives
+FOLDER/.incomplete-TAG.ID/          a checkpoint in progress, or the rest of a failed save
+FOLDER/.incomplete-TAG.ID.lock      locked while the job that writes it runs
 FOLDER/.ds_ext.lock                 locked while a job makes, moves or clears such folders
-FOLDER/.replaced-TAG/               what stood in FOLDER/TAG, until its other files have been
-                                    brought to the new one: a tokenizer, the checkpoint TAG/step1
+FOLDER/.replaced-TAG/               the old FOLDER/TAG, until its other files, such as a tokenizer
+                                    or the checkpoint TAG/step1, have been moved to the new one
 
-Several jobs may save into one folder, under the same tag too: each save has an ID of its own.
-A tag that is a symbolic link stays one: this happens beside the folder that it names.
+Several jobs may save into one folder, even with the same tag: each save has its own ID. If a tag
+is a symbolic link, the folders are next to its target, and the link stays.
 """
 
 import json
@@ -23,7 +23,7 @@ from ds_ext.checkpoint import locks
 
 MANIFEST = "ds_ext.json"
 _INCOMPLETE, _REPLACED = ".incomplete-", ".replaced-"
-# What DeepSpeed's engine calls the files of a checkpoint, whichever optimizer wrote them.
+# The names that DeepSpeed's engine gives the files of a checkpoint of any optimizer.
 _FILE = re.compile(
     r"((bf16_|fp16_)?zero_pp_rank_\d+_|(layer_-?\d+_)?expert_\d+_|expp_rank_\d+_)?"
     r"mp_rank_\d+_(model|optim)_states\.pt"
@@ -31,12 +31,12 @@ _FILE = re.compile(
 
 
 def _place(path: Path) -> Path:
-    """The folder itself, where ``path`` is a link to it."""
+    """The target of ``path`` if that is a link, else ``path``."""
     return path.resolve() if path.is_symlink() else path
 
 
 def _replaced(path: Path) -> Path:
-    """Where what stood in ``path`` lies while a new checkpoint takes its place."""
+    """The path of the old checkpoint while a new one replaces it."""
     place = _place(path)
     return place.parent / (_REPLACED + place.name)
 
@@ -44,17 +44,17 @@ def _replaced(path: Path) -> Path:
 class Draft(NamedTuple):
     """A checkpoint that is being written."""
 
-    path: Path  # where it belongs, perhaps a link
-    place: Path  # the folder itself
-    aside: Path  # where it is written
+    path: Path  # its final path, perhaps a link
+    place: Path  # the target of ``path``
+    aside: Path  # the temporary folder
     lock: TextIO
 
 
 def prepare(path: Path) -> Draft:
-    """Makes the folder to write a checkpoint in, and clears up after processes that were killed.
+    """Makes the temporary folder of a checkpoint, and removes those of killed processes.
 
     Raises:
-        FileExistsError: if a file is in the way.
+        FileExistsError: ``path`` is a file.
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file, not a folder: choose another tag or folder.")
@@ -72,14 +72,14 @@ def prepare(path: Path) -> Draft:
 
 
 def take_place(draft: Draft) -> None:
-    """Moves a checkpoint whose manifest is written to where it belongs.
+    """Moves a checkpoint into place after its manifest was written.
 
-    A process killed in here leaves the old checkpoint or the new one, complete, where ``find``
-    looks for it, and all other files in one of the two folders.
+    If the process is killed meanwhile, ``find`` finds the old or the new checkpoint, complete, and
+    all other files are in one of the two folders.
     """
     place = draft.place
     with locks.exclusive(place.parent):
-        _settle(place)  # another job may have been killed in here
+        _settle(place)  # another job may have been killed meanwhile
         if place.exists():
             place.rename(_replaced(place))
         draft.aside.rename(place)
@@ -88,8 +88,8 @@ def take_place(draft: Draft) -> None:
 
 
 def close(draft: Draft) -> None:
-    """Ends the writing of a checkpoint; removes what was written if it has not taken its place."""
-    shutil.rmtree(draft.aside, ignore_errors=True)  # what stays, the next save clears
+    """Ends a save, and removes the temporary folder if it was not moved into place."""
+    shutil.rmtree(draft.aside, ignore_errors=True)  # the next save removes the rest
     _lock_of(draft.aside).unlink(missing_ok=True)
     locks.release(draft.lock)
 
@@ -99,7 +99,7 @@ def _lock_of(aside: Path) -> Path:
 
 
 def _clear_abandoned(root: Path, now: float) -> None:
-    """Removes what jobs that have ended left incomplete."""
+    """Removes incomplete checkpoints of jobs that have ended."""
     for name in {entry.name.removesuffix(".lock") for entry in root.glob(_INCOMPLETE + "*")}:
         aside = root / name
         if locks.is_abandoned(_lock_of(aside), aside, now):
@@ -108,7 +108,7 @@ def _clear_abandoned(root: Path, now: float) -> None:
 
 
 def find(folder: Path, tag: str) -> Path | None:
-    """Returns the folder of a checkpoint, wherever a killed process left it; None without one."""
+    """Returns the folder of a checkpoint, even if a killed process left it elsewhere; or None."""
     path, parts = folder / tag, Path(tag).parts
     if _checkpoint_files(path):
         return path
@@ -120,12 +120,12 @@ def find(folder: Path, tag: str) -> Path | None:
 
 
 def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields the tags in ``folder``, at any depth, and the folders of the checkpoints under them.
+    """Yields the tags in ``folder``, at any depth, with the folders of their checkpoints.
 
-    Links are followed, but to no folder twice, and to none that ``folder`` lies in.
+    It follows links, but visits no folder twice, and none that contains ``folder``.
     """
     seen = {folder.resolve(), *folder.resolve().parents}
-    told: set[PurePosixPath] = set()
+    seen_tags: set[PurePosixPath] = set()
     waiting = [(PurePosixPath(), folder)]
     while waiting:
         above, path = waiting.pop()
@@ -136,22 +136,22 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
                 if inner.is_dir() and inner.resolve() not in seen:
                     seen.add(inner.resolve())
                     waiting.append((tag, inner))
-            if found is not None and tag not in told and (found / MANIFEST).is_file():
-                told.add(tag)
+            if found is not None and tag not in seen_tags and (found / MANIFEST).is_file():
+                seen_tags.add(tag)
                 yield str(tag), found
 
 
 def _folders(path: Path) -> list[str]:
-    """Names of folders and links in a folder, but for incomplete checkpoints."""
+    """Names of folders and links in a folder, without incomplete checkpoints."""
     try:
         entries = [e.name for e in os.scandir(path) if e.is_dir() or e.is_symlink()]
-    except OSError:  # another user's, or gone meanwhile
+    except OSError:  # it belongs to another user, or was just removed
         return []
     return [name for name in entries if not name.startswith(_INCOMPLETE)]
 
 
 def sync(folder: Path) -> None:
-    """Returns when the entries of a folder are on the disk."""
+    """Writes the entries of a folder through to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -160,7 +160,7 @@ def sync(folder: Path) -> None:
 
 
 def _settle(place: Path) -> None:
-    """Ends an exchange of folders, or undoes it where the new one has not come."""
+    """Completes an exchange of folders, or undoes it if the new one is not there."""
     before = _replaced(place)
     if not before.is_dir():
         return
@@ -168,14 +168,14 @@ def _settle(place: Path) -> None:
         _bring_others(before, place)
         _clear(before)
         return
-    if place.is_dir():  # someone has made it anew
+    if place.is_dir():  # someone has made it again
         _bring_others(place, before)
         place.rmdir()
     before.rename(place)
 
 
 def _bring_others(source: Path, target: Path) -> None:
-    """Moves what no checkpoint wrote; next to a namesake, under its name with a ~."""
+    """Moves files that no checkpoint wrote. If a name is taken, it appends a ~."""
     own = _checkpoint_files(source)
     for entry in list(source.iterdir()):
         if entry.name not in own:
@@ -186,7 +186,7 @@ def _bring_others(source: Path, target: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Removes the files of a checkpoint, its manifest last, and the folder if it is empty then."""
+    """Removes the files of a checkpoint, its manifest last, and then the folder if it is empty."""
     for name in sorted(_checkpoint_files(folder), key=MANIFEST.__eq__):
         (folder / name).unlink()
     if not any(folder.iterdir()):
@@ -198,12 +198,12 @@ def _checkpoint_files(folder: Path) -> set[str]:
     if not folder.is_dir():
         return set()
     try:
-        told = set(json.loads((folder / MANIFEST).read_text())["files"])
+        names = set(json.loads((folder / MANIFEST).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
-        told = set()  # none, or damaged: names have to tell
-    told |= {MANIFEST, MANIFEST + ".new"}
+        names = set()  # no manifest, or a damaged one: use the names
+    names |= {MANIFEST, MANIFEST + ".new"}
     return {
         entry.name
         for entry in folder.iterdir()
-        if (entry.name in told or _FILE.fullmatch(entry.name)) and not entry.is_dir()
+        if (entry.name in names or _FILE.fullmatch(entry.name)) and not entry.is_dir()
     }

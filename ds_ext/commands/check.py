@@ -1,6 +1,7 @@
-"""``python -m ds_ext check``: what a run would refuse of a DeepSpeed config, all of it, in seconds.
+"""``python -m ds_ext check``: lists all problems of a DeepSpeed config within seconds.
 
-By the engine's own checks, without weights, ranks or a device: a model is made of shapes alone.
+It uses the checks of the engine, without weights, ranks or a device. A model is made on the device
+"meta".
 """
 
 import argparse
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ext.config import gradients, offload, refused
-from ds_ext.config.refused import lookup, without_auto
+from ds_ext.config import validation
+from ds_ext.config.parsing import lookup, without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
 from ds_ext.optimizer.model_view import ModelView, at_zero, summary
 from ds_ext.optimizer.param_groups import Grouped
@@ -30,7 +31,7 @@ DESCRIPTION = (
     "also what its optimizer would be for which parameters; no weights are read. Exit code 1 if "
     "anything is wrong."
 )
-# What HF Trainer fills in for "auto"; of these values only the form matters here.
+# Values like those that HF Trainer fills in for "auto". Only their types matter here.
 _FILLED = {
     "optimizer.params.lr": 5e-5,
     "optimizer.params.betas": [0.9, 0.999],
@@ -55,15 +56,15 @@ _DROPPED = (
 
 @dataclass
 class Report:
-    """What a check has found."""
+    """The result of a check."""
 
-    problems: list[str] = field(default_factory=list)  # what a run would refuse, or ignore
-    notes: list[str] = field(default_factory=list)  # what it would do
-    unchecked: list[str] = field(default_factory=list)  # what this could not find out
+    problems: list[str] = field(default_factory=list)  # settings that a run would refuse or ignore
+    notes: list[str] = field(default_factory=list)  # facts about the run
+    unchecked: list[str] = field(default_factory=list)  # settings that need more information
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Notes a ValueError within the context as a problem."""
+        """Records a ValueError within the context as a problem."""
         try:
             yield
         except ValueError as error:
@@ -84,11 +85,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what is found -> 1 if anything is wrong; raises ValueError for a wrong option."""
+    """Prints the report; returns 1 if there is a problem. ValueError for a wrong option."""
     if options.ranks is not None and options.ranks < 1:
         raise ValueError(f"--ranks is {options.ranks}; allowed: a whole number > 0.")
     if options.lora is not None and options.model is None:
-        raise ValueError("--lora is of the adapters of a model: add --model.")
+        raise ValueError("--lora needs a model: add --model.")
     model = None if options.model is None else models.skeleton(models.config(options.model))
     if model is not None and options.lora is not None:
         model = lora.adapted(model, options.lora)
@@ -109,7 +110,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Returns the DeepSpeed config in a file.
 
     Raises:
-        ValueError: there is no such file, it holds no JSON object, or a key twice.
+        ValueError: the file is missing, or holds no JSON object, or holds a key twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,40 +132,38 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) -> Report:
-    """Returns what is wrong with a config, and what it would do.
+    """Returns the problems of a config, and what a run with it would do.
 
     Args:
         config: a DeepSpeed config, in which HF may have to fill in "auto".
-        model: on the device "meta"; None: what depends on the model is not checked.
-        ranks: how many ranks of data parallelism there are to be; None: not known.
+        model: the model on the device "meta"; None to skip the checks that need it.
+        ranks: the number of data-parallel ranks; None if it is not known.
     """
     report = Report()
     config, autos = _filled(config)
     if autos:
         report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
     ours = _optimizer(config, report)
-    report.problems += refused.problems(config)
-    with report.noting():
-        gradients.read(config)
-    with report.noting():
-        offload.check(config, (), ())
-    report.notes += [*refused.without_effect(config), *offload.without_effect(config)]
+    report.notes += validation.ignored(config)
     optimizer = None if ours is None else _groups(config, ours, model, report)
+    states = [] if optimizer is None else _states(config, optimizer)
     report.unchecked += _unchecked(config, model, ranks)
     if importlib.util.find_spec("deepspeed") is None:
+        report.problems += validation.problems(config, states=states)
         report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
     else:
-        from ds_ext.engine import checks
+        from ds_ext.engine import deepspeed_config, schedulers, versions
 
-        report.problems += checks.problems(config, ranks)
+        report.problems += validation.problems(config, versions.INSTALLED, states=states)
+        report.problems += deepspeed_config.problems(config, ranks)
         if ours is None or optimizer is not None:
-            report.problems += checks.schedule(config, optimizer or _others())
+            report.problems += schedulers.problems(config, optimizer or _stand_in())
     report.problems = list(dict.fromkeys(report.problems))
     return report
 
 
 def _filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A config as HF leaves it, and the keys that it fills in."""
+    """A config with values for "auto" like those of HF, and the keys that had "auto"."""
     config, autos = copy.deepcopy(config), []
     for key in (*_FILLED, *_DROPPED):
         *path, last = key.split(".")
@@ -178,7 +177,7 @@ def _filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _optimizer(config: dict[str, Any], report: Report) -> str | None:
-    """The key of our optimizer that a config names, None if it names none."""
+    """The key of our optimizer that a config names, or None."""
     section = config.get("optimizer")
     kind = section.get("type") if isinstance(section, dict) else None
     if section is None:
@@ -200,18 +199,18 @@ def _optimizer(config: dict[str, Any], report: Report) -> str | None:
 def _whose(kind: str) -> str | None:
     if importlib.util.find_spec("deepspeed") is None:
         return named(kind).__name__.lower()
-    from ds_ext.engine import checks
+    from ds_ext.engine import optimizers
 
-    return checks.whose(kind)
+    return optimizers.ours_of_config(kind)
 
 
-def _others() -> torch.optim.Optimizer:
-    """An optimizer that stands for DeepSpeed's or torch's."""
+def _stand_in() -> torch.optim.Optimizer:
+    """A stand-in for an optimizer of DeepSpeed or torch."""
     return torch.optim.AdamW([nn.Parameter(torch.empty(1, dtype=torch.float32, device="meta"))])
 
 
 def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | None) -> Iterator[str]:
-    """What depends on more than is given, of the keys that a config has."""
+    """The keys of a config that need more information than was given."""
     config = without_auto(config)
     named = {
         "optimizer.params.param_groups": 'which parameters each "match" finds',
@@ -225,16 +224,15 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
             yield f"{key}: how DeepSpeed divides the layers of the model; the run tells"
     if lookup(config, "zero_optimization.zero_quantized_weights"):
         yield "zero_optimization.zero_quantized_weights: whether the accelerator has DeepSpeed's op"
-    keys = ("ds_ext.shard_size", "ds_ext.sum_group_size", "sequence_parallel_size")
-    for key in (*keys, "zero_optimization.zero_hpz_partition_size"):
-        if ranks is None and lookup(config, key) not in (None, 0, 1):
+    for key in validation.group_keys(config):
+        if ranks is None:
             yield f"{key}: whether it divides the ranks; give --ranks to check it"
 
 
 def _groups(
     config: dict[str, Any], ours: str, model: nn.Module | None, report: Report
 ) -> RuleOptimizer | None:
-    """Checks an optimizer's params, and what they are for in a model -> it, if they are right."""
+    """Checks the optimizer's params and groups; returns the optimizer if they are right."""
     params = config["optimizer"].get("params") or {}
     if not isinstance(params, dict):
         report.problems.append(f"optimizer.params is {params!r}; allowed: an object.")
@@ -258,22 +256,19 @@ def _groups(
             made = param_groups.of_config(entry, params, view, trained)
         optimizer = kind(made.groups, **made.hypers)
         if view is not None:
-            report.notes += [*_told(made, kind.__name__, view), *_at_zero(optimizer, view)]
-    if optimizer is not None:
-        with report.noting():
-            rules = [optimizer.rule_of(group["params"][0]) for group in optimizer.param_groups]
-            offload.check(config, rules, {_dtype(config)})
+            report.notes += [*_group_notes(made, kind.__name__, view), *_at_zero(optimizer, view)]
     return optimizer
 
 
-def _dtype(config: dict[str, Any]) -> torch.dtype:
-    """What DeepSpeed makes of the weights."""
+def _states(config: dict[str, Any], optimizer: RuleOptimizer) -> list[tuple[Any, torch.dtype]]:
+    """The rule of each param group, and the dtype that DeepSpeed gives the weights."""
     is_16 = lookup(config, "bf16.enabled") or lookup(config, "fp16.enabled")
-    return torch.bfloat16 if is_16 else torch.float32
+    dtype = torch.bfloat16 if is_16 else torch.float32
+    return [(optimizer.rule_of(g["params"][0]), dtype) for g in optimizer.param_groups]
 
 
-def _told(made: Grouped, name: str, view: ModelView) -> Iterator[str]:
-    """Which optimizer is for which parameters."""
+def _group_notes(made: Grouped, name: str, view: ModelView) -> Iterator[str]:
+    """Yields which optimizer steps which parameters."""
     kinds: dict[str, list[str]] = {}
     for group in made.groups:
         names = [view.owners[p][0] for p in group["params"]]
@@ -283,7 +278,7 @@ def _told(made: Grouped, name: str, view: ModelView) -> Iterator[str]:
 
 
 def _at_zero(optimizer: RuleOptimizer, view: ModelView) -> Iterator[str]:
-    """What a run warns of when it sees the weights: adapters that would learn nothing."""
+    """The warning of a run about adapters that would learn nothing."""
     names = [view.owners[p][0] for p in optimizer.group_of if optimizer.is_relative(p)]
     if zeros := [name for name in names if "lora_B" in name]:
         yield at_zero(type(optimizer).__name__, zeros)

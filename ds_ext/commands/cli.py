@@ -11,7 +11,7 @@ from ds_ext.planner import plan
 
 
 class Command(NamedTuple):
-    """A command: what ``--help`` says of it, its options, and what it does with them."""
+    """A command: its help texts, its options, and its function."""
 
     help: str
     description: str
@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells an error in one line, without the usage."""
+    """Prints an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with code 2."""
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _unknown(arguments: list[str], parser: Parser) -> str:
-    """What is said of arguments that a command does not have, with the nearest that it has."""
+    """The message about arguments that a command does not have, with the nearest known option."""
     unknown = next((word for word in arguments if word.startswith("-")), arguments[0])
     near = difflib.get_close_matches(unknown.partition("=")[0], parser.options(), n=1)
     guess = f" Did you mean {near[0]}?" if near else ""
@@ -54,7 +54,7 @@ def _unknown(arguments: list[str], parser: Parser) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command -> exit code; a wrong option ends the process with code 2."""
+    """Runs a command and returns its exit code. A wrong option ends the process with code 2."""
     parser = Parser(prog="python -m ds_ext", description="Fused, sharded optimizers for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"ds_ext {ds_ext.__version__}")
     run.add_launcher_options(parser)

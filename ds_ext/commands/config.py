@@ -1,4 +1,4 @@
-"""``python -m ds_ext config``: a DeepSpeed config of an optimizer, as in the folder configs/."""
+"""``python -m ds_ext config``: prints a DeepSpeed config, like those in the folder configs/."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ DESCRIPTION = (
     "A DeepSpeed config, to be redirected into a file. With --hf, HF Trainer, TRL and accelerate "
     'fill in what is "auto" from their arguments; with --numbers it is for deepspeed.initialize.'
 )
-# Optimizers of DeepSpeed's own that have these names too: the prefix says that ours are meant.
+# DeepSpeed has optimizers of these names too, so ours need the prefix.
 _DEEPSPEED_HAS_TOO = {"adamw", "lion", "muon"}
 
 
@@ -38,19 +38,19 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
 
     Args:
         optimizer: its name, in any case, with or without "ds_ext.".
-        stage: of ZeRO.
-        numbers: whether to write numbers where HF Trainer would fill in "auto": the optimizer's
-            learning rate to begin with (``ds_ext.rates``) and default weight decay, bf16, no
-            clipping, one sample a step and rank.
+        stage: the ZeRO stage.
+        numbers: whether to write numbers instead of "auto", which HF Trainer fills in: the start
+            learning rate of ``ds_ext.rates``, the default weight decay, bf16, no clipping, and one
+            sample per step and rank.
 
     Raises:
-        ValueError: for an optimizer that ds_ext does not have.
+        ValueError: ds_ext does not have the optimizer.
     """
     kind = named(optimizer, "OPTIMIZER")
     name = kind.__name__.lower()
     spelling = REGISTRY[name].spelling
     hypers = kind.hypers()
-    lr: Any = getattr(hypers, "lr", None)  # of a rule of your own
+    lr: Any = getattr(hypers, "lr", None)  # a rule of the user has no entry in RATES
     rate = RATES.get(name, Rate(lr))
 
     def value(number: Any) -> Any:
@@ -77,5 +77,5 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
 
 
 def as_text(config: dict[str, Any]) -> str:
-    """Returns a config as a JSON file has it."""
+    """Returns a config as the text of a JSON file."""
     return json.dumps(config, indent=2) + "\n"

@@ -1,8 +1,8 @@
-"""``python -m ds_ext run``: a program that is not yours, with the optimizers known to DeepSpeed.
+"""``python -m ds_ext run``: runs a program of others in which DeepSpeed knows our optimizers.
 
-This process becomes the program (``exec``), with nothing changed but one folder put first in
-PYTHONPATH. In it is a ``sitecustomize`` module, which Python imports when it starts: here, in what
-the program starts, and in what that starts. It registers a hook for the import of DeepSpeed.
+This process becomes the program (``exec``). Only PYTHONPATH changes: it begins with a folder that
+contains a ``sitecustomize`` module. Python imports that module when it starts, also in all child
+processes. The module registers a hook for the import of DeepSpeed.
 """
 
 import argparse
@@ -27,12 +27,12 @@ CHILDREN = Path(__file__).parent / "children"
 
 
 def add_launcher_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what the launcher ``deepspeed`` puts before all other arguments."""
+    """Adds the argument that the launcher ``deepspeed`` puts before all others."""
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``run``; all that follows them is TARGET and its own arguments."""
+    """Adds the options of ``run``. TARGET and its own arguments follow them."""
     parser.usage = "python -m ds_ext run [-h] [--config FILE] [-m] TARGET [ARGUMENT ...]"
     parser.add_argument(
         "--config",
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
     """Becomes the program.
 
     Raises:
-        ValueError: there is no such program, Python was told to ignore PYTHONPATH, or ``--config``
-            names no optimizer of ds_ext.
+        ValueError: the program does not exist, Python ignores PYTHONPATH, or ``--config`` names no
+            optimizer of ds_ext.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("python -E, -I and -S keep PYTHONPATH or site from the program.")
@@ -69,11 +69,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def environment(given: Mapping[str, str], config: str | None = None) -> dict[str, str]:
-    """Returns an environment in which Python registers the optimizers when it starts.
+    """Returns an environment in which Python registers our optimizers when it starts.
 
     Args:
         given: the environment of this process.
-        config: a file whose optimizer replaces that of the program's DeepSpeed config.
+        config: a DeepSpeed config file whose optimizer replaces that of the program.
 
     Raises:
         ValueError: the file names no optimizer of ds_ext.
@@ -94,7 +94,7 @@ def _checked(config: str) -> str:
 
 
 def _command(target: list[str], is_module: bool, first: list[str]) -> list[str]:
-    """The program and its arguments, of which a launcher's come ``first``."""
+    """The program and its arguments. Those of a launcher come ``first``."""
     if not target:
         raise ValueError("TARGET is missing: a Python file, a command, or -m and a module.")
     name, *rest = target
@@ -112,7 +112,7 @@ def _command(target: list[str], is_module: bool, first: list[str]) -> list[str]:
 
 
 def _flags(argv: list[str]) -> list[str]:
-    """The options that this Python was given itself: what comes before "-m ds_ext"."""
+    """The options of this Python process, which come before "-m ds_ext"."""
     before = argv[1:]
     ends = [i for i, argument in enumerate(before) if argument.startswith("-m")]
     return before[: ends[0]] if ends else []

@@ -1,1 +1,1 @@
-"""What may a DeepSpeed config ask for? Settings read, checked and refused by name."""
+"""What may a DeepSpeed config contain? Its settings are parsed and validated here."""

@@ -1,7 +1,7 @@
-"""``python -m ds_ext run --config FILE``: the optimizer of FILE replaces the program's own.
+"""``python -m ds_ext run --config FILE``: replaces the program's optimizer by that of FILE.
 
-For programs that write their DeepSpeed config in code, as OpenRLHF does. Only a config that names
-an optimizer is changed: engines that do not train have none.
+This is for programs that write their DeepSpeed config in code, such as OpenRLHF. It changes only
+configs that name an optimizer, because other engines do not train.
 """
 
 import functools
@@ -10,20 +10,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "DS_EXT_CONFIG"  # set by ``run --config``, the path of FILE
+VARIABLE = "DS_EXT_CONFIG"  # the path of FILE, set by ``run --config``
 
 
 def apply(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a program's config with the section "optimizer" of FILE, and "ds_ext" if it has one.
+    """Returns a program's config with the sections "optimizer" and, if any, "ds_ext" of FILE.
 
-    A value "auto" in FILE's ``optimizer.params`` means the value that the program's own config has
-    under the same key.
+    The value "auto" in FILE's ``optimizer.params`` means the value of the program's own config.
 
     Args:
         config: the DeepSpeed config that the program passes to ``deepspeed.initialize``.
 
     Raises:
-        ValueError: FILE says "auto" for a parameter that the program does not set.
+        ValueError: FILE has "auto" for a parameter that the program does not set.
     """
     path = os.environ.get(VARIABLE)
     if not path or not isinstance(config, dict) or "optimizer" not in config:
@@ -43,10 +42,13 @@ def apply(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_object(optimizer: object) -> None:
-    """Raises ValueError if the program makes its optimizer itself, which no config replaces.
+    """Checks that the program does not make its optimizer itself, which no config can replace.
 
     Args:
-        optimizer: what the program passes to ``deepspeed.initialize``, or None.
+        optimizer: the optimizer that the program passes to ``deepspeed.initialize``, or None.
+
+    Raises:
+        ValueError: it makes one.
     """
     path = os.environ.get(VARIABLE)
     if path and optimizer is not None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ds_ext.distributed.lost import explained
 from ds_ext.distributed.placement import Group
+from ds_ext.distributed.rank_failure import explained
 from ds_ext.errors import CheckpointError
 
 T = TypeVar("T")

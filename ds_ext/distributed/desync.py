@@ -16,7 +16,7 @@ from ds_ext.distributed import consensus
 from ds_ext.distributed.placement import Group
 
 
-class Order:
+class OrderCheck:
     """Compares what the ranks of ``group`` come to, and raises RuntimeError on all of them.
 
     ``ahead``: a bucket may be sent before it is known to be alike, but is not waited for.

@@ -53,7 +53,7 @@ def lying_as(param: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
-class Lying(NamedTuple):
+class DTensorLocation(NamedTuple):
     """Where a DTensor lies, as this rank sees it."""
 
     shard: Shard  # which elements of the whole parameter it holds
@@ -61,22 +61,22 @@ class Lying(NamedTuple):
     dim: int | None  # of the mesh, if that alone cuts it
 
 
-def lying(param: "DTensor") -> Lying:
+def locate(param: "DTensor") -> DTensorLocation:
     """Returns where a parameter lies.
 
     Raises:
         ValueError: it is laid out in a way of which no runs can be made.
     """
-    return _lying(tuple(param.shape), param.device_mesh, tuple(param.placements), dist.get_rank())
+    return _locate(tuple(param.shape), param.device_mesh, tuple(param.placements), dist.get_rank())
 
 
 @functools.lru_cache(4096)
-def _lying(
+def _locate(
     shape: tuple[int, ...],
     mesh: "DeviceMesh",
     placements: tuple[Any, ...],
     rank: int,
-) -> Lying:
+) -> DTensorLocation:
     _check(shape, mesh, placements)
     at = tuple((mesh.mesh == rank).nonzero().flatten().tolist())
     assert at, "the parameter is on a mesh that this rank is not part of"
@@ -85,15 +85,15 @@ def _lying(
     ranks = tuple(one_copy.flatten().tolist())
     dim = cutting[0] if len(cutting) == 1 else None
     if not cutting:
-        return Lying(Shard.whole(shape), ranks, None)
+        return DTensorLocation(Shard.whole(shape), ranks, None)
     if dim is not None and _cut_dim(placements[dim]) == 0:
-        return Lying(rows_of(shape, at[dim], mesh.size(dim)), ranks, dim)
+        return DTensorLocation(rows_of(shape, at[dim], mesh.size(dim)), ranks, dim)
     sizes = [mesh.size(i) for i in cutting]
     cuts = [placements[i] for i in cutting]
     parts = list(itertools.product(*map(range, sizes)))
     boxes = tuple(_boxes(shape, _held(shape, sizes, cuts, part)) for part in parts)
     own = parts.index(tuple(at[i] for i in cutting))
-    return Lying(Shard.of_split(shape, Split(boxes), own, 0), ranks, dim)
+    return DTensorLocation(Shard.of_split(shape, Split(boxes), own, 0), ranks, dim)
 
 
 def _check(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]) -> None:
@@ -165,7 +165,7 @@ def _boxes(shape: Sequence[int], held: Sequence[range]) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
-class Held(Placement):
+class DTensorPlacement(Placement):
     """DTensors of which a rank holds a part alone, whose gradients torch has reduced already.
 
     Args:
@@ -189,7 +189,7 @@ class Held(Placement):
 
     def shard(self, param: Tensor) -> Shard:
         """Which elements of the whole parameter this rank holds."""
-        return lying(param).shard  # type: ignore[arg-type]
+        return locate(param).shard  # type: ignore[arg-type]
 
     def run(self, param: Tensor) -> Tensor:
         """This rank's part of the weight, [len(shard)], to be updated in place."""
@@ -228,21 +228,21 @@ class Placements:
 
     def __init__(self, world: int | None = None) -> None:
         self.world = world
-        self.made: dict[tuple[object, ...], Held] = {}
+        self.made: dict[tuple[object, ...], DTensorPlacement] = {}
 
-    def of(self, param: "DTensor") -> Held:
+    def of(self, param: "DTensor") -> DTensorPlacement:
         """Returns a parameter's placement."""
-        lies = lying(param)
+        lies = locate(param)
         world = self.world or param.device_mesh.size()
         is_boxed = lies.shard.split is not None
         key = lies.ranks, world, is_boxed, param.device.type
         if key not in self.made:
             group = _group(param, lies)
-            self.made[key] = Held(group, world // len(lies.ranks), is_boxed)
+            self.made[key] = DTensorPlacement(group, world // len(lies.ranks), is_boxed)
         return self.made[key]
 
 
-def _group(param: "DTensor", lies: Lying) -> Group:
+def _group(param: "DTensor", lies: DTensorLocation) -> Group:
     """The group over which the sums of a parameter's parts are added up."""
     if len(lies.ranks) == 1:
         return None

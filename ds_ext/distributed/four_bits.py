@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_ext.distributed import groups
-from ds_ext.distributed.lost import explained
 from ds_ext.distributed.placement import Group, size_of
+from ds_ext.distributed.rank_failure import explained
 
 SIZE = 256  # elements that share a scale
 LEAST, MOST = -8, 7  # codes
@@ -68,19 +68,19 @@ class FourBits:
         self.inside, self.across = groups.divided(group, size)
         self.size, self.hosts = size, size_of(group) // size
 
-    def begin(self, flats: Sequence[Tensor], runs: Sequence[Tensor]) -> "Sum":
+    def begin(self, flats: Sequence[Tensor], runs: Sequence[Tensor]) -> "FourBitSum":
         """Begins to sum ``flats``, each [ranks · n], over the ranks into ``runs``, each [n].
 
         ``runs`` may be views of ``flats``; they are written when the sum is waited for.
         """
-        return Sum(self, flats, runs)
+        return FourBitSum(self, flats, runs)
 
     def num_bytes(self, runs: Sequence[Tensor]) -> int:
         """Returns the bytes that a rank hands to collectives for the sum of such runs."""
         return sum(num_bytes(len(run)) for run in runs) * self.hosts * (self.size + 1)
 
 
-class Sum(dist.Work):
+class FourBitSum(dist.Work):
     """A sum on its way; see ``FourBits.begin``."""
 
     def __init__(self, how: FourBits, flats: Sequence[Tensor], runs: Sequence[Tensor]) -> None:

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import dtensors, groups
 from ds_ext.distributed.layout import Agreement, Layout
-from ds_ext.distributed.lost import explained
 from ds_ext.distributed.placement import Group, size_of
+from ds_ext.distributed.rank_failure import explained
 
 
 def cuts(model: nn.Module) -> bool:
@@ -33,7 +33,7 @@ def group_of(model: nn.Module) -> Group:
     return groups.of_ranks(tuple(sorted(ranks))) if len(ranks) > 1 else None
 
 
-class Units(Layout):
+class FSDP2Layout(Layout):
     """The layout of a model of DTensors; ``group`` are all ranks that have it.
 
     Args:

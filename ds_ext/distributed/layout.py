@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups, two_levels
-from ds_ext.distributed.lost import explained
 from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, size_of
+from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard
 
 

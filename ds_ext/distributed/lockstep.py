@@ -11,7 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops.triton import launches, memory
+from ds_ext.ops.executors.triton import memory
+from ds_ext.ops.executors.triton.waiting import together
 
 Sums: TypeAlias = tuple[Tensor, ...]
 Rule = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
@@ -45,7 +46,7 @@ def lockstep(rules: Iterable[Rule]) -> Flat:
 def _advance_all(answered: Iterable[tuple[Rule, Sums | None]]) -> list[tuple[Rule, Sums]]:
     """Sends each rule its totals -> those that have not ended, and what they ask for next."""
     waiting = []
-    with launches.together() as next_rule:
+    with together() as next_rule:
         for rule, totals in answered:
             sums = _advance(rule, totals)
             next_rule()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.distributed.lost import explained
+from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard, Split
 
 Group: TypeAlias = "dist.ProcessGroup | None"

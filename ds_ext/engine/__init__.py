@@ -1,6 +1,6 @@
-"""What does DeepSpeed want? The only folder that imports it, or reads what it sets."""
+"""What does DeepSpeed want? The only package that imports it, or reads attributes that it sets."""
 
-import deepspeed  # noqa: F401  first of all: its import patches it, by modules of this folder
+import deepspeed  # noqa: F401  first: importing it patches it, with modules of this package
 
 from ds_ext.engine import versions
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointFunction
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -15,41 +14,40 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
-from ds_ext.backward import rehearsal, start
+from ds_ext.backward import startup_log
+from ds_ext.backward.autograd_graph import nodes
 from ds_ext.backward.gradients import FusedBackward
-from ds_ext.config import gradients, offload, refused
+from ds_ext.config import parsing, validation
 from ds_ext.distributed import consensus
-from ds_ext.distributed.layout import Layout
 from ds_ext.engine import (
-    absent,
-    autotp,
     expert_parallel,
-    leftovers,
+    hook_cleanup,
     pipeline,
     safe_access,
     settings,
+    unsupported_api,
 )
-from ds_ext.engine.autotp import unpartitioned_shape
 from ds_ext.engine.checkpoint_contents import Contents, stepped
-from ds_ext.engine.layouts import layout_of
-from ds_ext.engine.log import log, show, warn
-from ds_ext.engine.moved_states import MovedStates
-from ds_ext.engine.zero3 import Partitions
+from ds_ext.engine.layouts import layout_of, share_time_limit
+from ds_ext.engine.messages import log, show, warn
+from ds_ext.engine.offload_states import OffloadedStates
+from ds_ext.engine.parameters import unpartitioned_shape
+from ds_ext.engine.zero3 import Zero3Layout
 from ds_ext.optimizer import RuleOptimizer, host_offload
 from ds_ext.optimizer.host_offload import HostOffload
 
 
 class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no types
-    """DeepSpeed's protocol of a ZeRO optimizer, spoken for an optimizer that steps inside backward.
+    """Implements DeepSpeed's ZeRO optimizer protocol for an optimizer that steps inside backward.
 
-    An engine has it as ``engine.optimizer``, at every ZeRO stage.
+    It is ``engine.optimizer`` at every ZeRO stage.
 
     Args:
         engine: its engine, with the model on its device.
-        optimizer: the one that is stepped, checked by ``refusals``.
+        optimizer: the optimizer, checked by ``validation.validate``.
 
     Raises:
-        ValueError: for settings and parameters that cannot be trained together.
+        ValueError: the settings and parameters cannot be trained together.
     """
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
@@ -58,10 +56,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.optimizer = optimizer
         self.module = engine.module
         self.layout = layout_of(engine)
-        self.dp_process_group = self.layout.copy_group  # by which DeepSpeed names files
-        _share_time_limit(self.layout)
+        self.dp_process_group = self.layout.copy_group  # DeepSpeed names files by it
+        share_time_limit(self.layout)
         config = settings.effective(engine)
-        how = gradients.read(config, engine.monitor.enabled, pipeline.keeps(engine))
+        how = parsing.gradients(config, engine.monitor.enabled, pipeline.gradients_kept_for(engine))
         self._prepare_optimizer(config["zero_optimization"].get("offload_optimizer"))
         self.fused = FusedBackward(
             engine.module,
@@ -70,42 +68,41 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             replace(how, average=engine.gradient_average, overlap=bool(engine.zero_overlap_comm())),
             self._comm_dtype,
             self._is_boundary,
+            on_replaced=self._leave,
+            on_discarded=self._discarded,
+            rerun_context=self._unseen_by_engine,
         )
-        self.fused.leave = self._leave
-        self.fused.unseen = self._unseen_by_engine
-        self.fused.discarded = self._discarded
-        self.moved = MovedStates(self.fused)
+        self.offloaded = OffloadedStates(self.fused)
         self.loss_scaler = settings.loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
-        self._entered = -1  # the last backward pass from outputs of the engine, by autograd's count
+        self._entered = -1  # autograd's id of the last backward pass of the engine
         self._rehearsing = False
-        self._can_repeat = False  # whether a graph of the model was seen to run backward twice
+        self._can_repeat = False  # whether a graph was found that can run backward twice
         self._take_over_from_engine()
-        leftovers.hide_from_copies(engine)
-        safe_access.give(self.fused)
+        hook_cleanup.hide_from_copies(engine)
+        safe_access.attach(self.fused)
 
-    def tell(self) -> None:
-        """Says in the log how the engine trains, once its scheduler is known to fit."""
+    def log_start(self) -> None:
+        """Logs how the engine trains. It is called after the scheduler was checked."""
         config, how = settings.effective(self.engine), self.fused.how
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         if pipeline.is_pipeline(self.engine):
             where += f", the first of {self.engine.module.num_pipeline_stages()} stages"
-        show(start.line(self.optimizer, self.layout, how, where))
-        for line in gradients.report(how, config):
+        show(startup_log.line(self.optimizer, self.layout, how, where))
+        for line in parsing.log_lines(how, config):
             log(f"{type(self.optimizer).__name__}: {line}")
-        told = config | settings.effective(self.engine)
-        for line in (*refused.without_effect(told), *offload.without_effect(told)):
+        for line in validation.ignored(config):
             log(line)
-        warnings = consensus.gathered(list(start.warnings(self.optimizer, self.layout)))
+        warnings = consensus.gathered(list(startup_log.warnings(self.optimizer, self.layout)))
         for warning in dict.fromkeys(itertools.chain(*warnings)):
             warn(warning)
 
     def _prepare_optimizer(self, section: dict[str, Any] | None) -> None:
-        """Tells the optimizer of its parameters what only the engine knows."""
+        """Gives the optimizer what only the engine knows: offload, numbers, experts."""
         optimizer = self.optimizer
-        optimizer.offload = HostOffload.from_config(section or {})
-        optimizer.index_parameters()  # DeepSpeed may have replaced those of experts
+        optimizer.set_offload(HostOffload.from_config(section or {}))
+        optimizer.index_parameters()  # DeepSpeed may have replaced expert parameters
         if pipeline.is_pipeline(self.engine):
             pipeline.number(self.engine, optimizer)
         places = {p: expert_parallel.place(p) for p in self.layout.names}
@@ -113,7 +110,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
 
     def _take_over_from_engine(self) -> None:
-        """Switches off the engine's and ZeROOptimizer's own scaling, reduction and clipping."""
+        """Switches off the scaling, reduction and clipping of the engine and ZeROOptimizer."""
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
         self.engine.torch_autocast_z0_gradscaler = None
@@ -129,43 +126,45 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     defaults = property(lambda self: self.optimizer.defaults)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, which says what to use where DeepSpeed's optimizers have it."""
-        raise absent.attribute(name)
+        """Raises AttributeError, with advice for attributes of DeepSpeed's own optimizers."""
+        raise unsupported_api.attribute(name)
 
     def get_lr(self) -> float:
         """Returns the learning rate of the first param group."""
         return cast(float, self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Makes ``lr`` the learning rate of all param groups from the next step on."""
+        """Sets the learning rate of all param groups, from the next step on."""
         for group in self.param_groups:
             group["lr"] = lr
 
     def backward(self, loss: Tensor, **_: Any) -> None:
-        """Raises RuntimeError: it is the engine's that is to be called."""
-        raise RuntimeError(absent.BACKWARD)
+        """Raises RuntimeError: callers have to use ``engine.backward``."""
+        raise RuntimeError(unsupported_api.BACKWARD)
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Does nothing, for ``engine.allreduce_gradients()``: they are reduced inside backward."""
+        """Does nothing: ``engine.allreduce_gradients()`` is not needed, backward reduces them."""
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:
-        """What gathers the parameters at stage 3; trainers that generate take its hooks off for it.
+        """DeepSpeed's object that gathers the parameters at stage 3.
+
+        Trainers remove its hooks while they generate.
 
         Raises:
-            AttributeError: at other stages, where DeepSpeed's own optimizers have none either.
+            AttributeError: at other stages, as with DeepSpeed's own optimizers.
         """
-        if isinstance(self.layout, Partitions):
+        if isinstance(self.layout, Zero3Layout):
             return self.layout.offload
         raise AttributeError("optimizer.parameter_offload is there at zero_optimization.stage 3.")
 
     def _comm_dtype(self, param: Tensor) -> torch.dtype:
-        """What the gradient of a parameter is reduced in."""
+        """The dtype in which the gradient of a parameter is reduced."""
         engine = self.engine
         if engine.torch_autocast_enabled():
             return cast(torch.dtype, get_comm_dtype(param))
         if param.dtype == torch.float64 and engine._config.communication_data_type is None:
-            return torch.float64  # DeepSpeed's choice is fp32 for all but 16 bits
+            return torch.float64  # DeepSpeed would choose fp32
         return cast(torch.dtype, engine.communication_data_type)
 
     def _is_boundary(self) -> bool:
@@ -173,31 +172,31 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         return bool(engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt)
 
     def needs_scaler(self) -> bool:
-        """Returns whether a loss has to be multiplied before it is run backward."""
+        """Returns whether a loss must be multiplied by the loss scale before backward."""
         return bool(self.loss_scale != 1)
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Returns the loss times the loss scale, on which gradients were measured if need be.
+        """Returns the loss times the loss scale, after the measuring pass if clipping needs one.
 
-        Called by engine.backward and engine.scale before they run, or return, it backward.
+        ``engine.backward`` and ``engine.scale`` call it.
         """
         self.fused.check_owner()
         loss = self.loss_scaler.scale_loss(value)
-        self.fused.loss_scale = self.loss_scale
+        self.fused.reader.loss_scale = self.loss_scale
         if self.fused.must_measure:
             self._check_can_repeat(loss)
-            self.fused.rehearse(loss)
+            self.fused.measure_norm(loss)
         return loss
 
     def _check_can_repeat(self, loss: Tensor) -> None:
-        """Raises RuntimeError, in the first step, if the graph cannot be run backward twice."""
+        """Raises RuntimeError in the first step if the graph cannot run backward twice."""
         if not self._can_repeat:
             _refuse_to_repeat(loss)
             self._can_repeat = True
 
     @contextlib.contextmanager
     def _unseen_by_engine(self, loss: Tensor) -> Iterator[None]:
-        """A backward pass of ``loss`` within is not taken for the one that ends in a step."""
+        """Hides a backward pass of ``loss`` within the context from the engine's hooks."""
         state = self._backward_hook_state
         hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
         self._rehearsing = True
@@ -209,22 +208,22 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._tell_of_second_pass(loss)
 
     def _tell_of_second_pass(self, loss: Tensor) -> None:
-        """Makes the engine's hooks run in the next backward pass too, not in a graph's first."""
+        """Makes the engine's hooks also run in the second backward pass of a graph."""
         self._backward_hook_state.post_backward_callback_queued = False
         loss.register_hook(self._announce)
 
     def _announce(self, grad: Tensor) -> None:
-        """A hook, which returns no other gradient."""
+        """A gradient hook that does not change the gradient."""
         self.queue_post_backward_callback()
 
     def backward_prologue(self) -> None:
-        """Called when a backward pass begins from outputs of the engine.
+        """The engine calls it when a backward pass begins.
 
         Raises:
-            RuntimeError: for a loss that has to be multiplied by the loss scale and was not.
+            RuntimeError: the loss was not multiplied by the loss scale.
         """
         self.fused.check_owner()
-        self.fused.loss_scale = self.loss_scale  # a stage of a pipeline may have no loss
+        self.fused.reader.loss_scale = self.loss_scale  # a stage of a pipeline may have no loss
         engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
         if self.needs_scaler() and not (scaled or self._rehearsing):
@@ -234,32 +233,32 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             )
 
     def enter_backward(self) -> None:
-        """Called for each forward pass of the engine that a backward pass reaches.
+        """The engine calls it for each forward pass that a backward pass reaches.
 
         DeepSpeed calls ``exit_backward`` once for each backward pass. So only the first of these
-        calls counts: after a loss of two forward passes the depth would stay 1, which is how
-        ``_discarded`` knows a backward pass that was abandoned.
+        calls counts. Otherwise the depth would stay 1 after a loss of two forward passes, and
+        ``_discarded`` would take that for an abandoned backward pass.
         """
         task = torch._C._current_graph_task_id()
         if task != self._entered:
             self._entered = task
-            self._backward_active_depth = 0  # more, if the last backward pass was abandoned
+            self._backward_active_depth = 0  # it is more after an abandoned backward pass
             self.clear_backward_seen_flag()
             super().enter_backward()
 
     def backward_epilogue(self, **_: Any) -> None:
-        """Called when a backward pass has ended, of engine.backward(loss) or loss.backward()."""
+        """The engine calls it after engine.backward(loss) or loss.backward()."""
         self.fused.finish()
         self.layout.end_backward()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Nothing is left to do where the caller manages accumulation: ``step`` ends it."""
+        """Does nothing: ``step`` ends the accumulation that the caller manages."""
 
     def step(self, closure: None = None) -> None:
-        """Ends a step, most of which was made in backward; a second call changes nothing.
+        """Ends a step. Backward has made most of it. A second call has no effect.
 
         Raises:
-            ValueError: for a ``closure``.
+            ValueError: a ``closure`` was given.
         """
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
@@ -277,11 +276,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._write_events()
 
     def metrics(self) -> dict[str, float]:
-        """Returns what is known of the last step: see docs/settings.md, "Step metrics"."""
+        """Returns the metrics of the last step: see docs/settings.md, "Step metrics"."""
         return self.fused.metrics | {"loss_scale": self.loss_scale}
 
     def measure_updates(self) -> None:
-        """Makes ``metrics`` tell the RMS of updates and weights from the next step on."""
+        """Adds the RMS of updates and weights to ``metrics``, from the next step on."""
         self.fused.measure_updates()
 
     def _write_events(self) -> None:
@@ -293,10 +292,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             engine.monitor.write_events(events)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Gives the optimizer further parameters.
+        """Adds parameters to the optimizer.
 
         Raises:
-            ValueError: for one that is not part of the engine's module.
+            ValueError: one of them is not part of the engine's module.
         """
         self.optimizer.add_param_group(param_group)
         if pipeline.is_pipeline(self.engine):
@@ -307,7 +306,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.optimizer.zero_grad(set_to_none)
 
     def _discarded(self, had_begun: bool) -> None:
-        """A step in progress was dropped, perhaps in the middle of a backward pass."""
+        """Resets the engine after a step was dropped, perhaps in the middle of a backward pass."""
         state = self._backward_hook_state
         if not had_begun and not state.backward_active_depth:
             return  # between steps, or between forward and backward
@@ -316,11 +315,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.layout.discard()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
         if settings.counts_micro_batches(engine) and engine.micro_steps % steps:
-            log("zero_grad() discards the micro-batches of this step so far: it begins anew")
+            log("zero_grad() discards the micro-batches of this step so far: the step starts again")
             engine.micro_steps -= engine.micro_steps % steps
         engine._unmanaged_backward_count = 0
 
-    # For zero_to_fp32.py: runs of one parameter by all ranks are what it puts together.
+    # For zero_to_fp32.py, which joins the runs of one parameter from all ranks.
     round_robin_bit16_groups = property(lambda self: [[p] for p in stepped(self.fused)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,16 +331,16 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         raise RuntimeError("the optimizer is loaded by engine.load_checkpoint, with the weights.")
 
     def checkpoint_event_prologue(self) -> None:
-        """Called before weights are saved or loaded: nothing is gathered then."""
+        """The engine calls it before it saves or loads weights. Partitions gathered ones."""
         self.empty_partition_cache()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Called after DeepSpeed has loaded weights: gathers what stays gathered."""
+        """The engine calls it after it has loaded weights. Gathers persistent parameters."""
         self.layout.end_step()
 
     def empty_partition_cache(self) -> None:
         """Partitions the parameters that ZeRO-3 has gathered."""
-        if isinstance(self.layout, Partitions):
+        if isinstance(self.layout, Zero3Layout):
             self.layout.offload.empty_partition_cache()
 
     def offload_states(
@@ -351,47 +350,33 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves weights, states and kept gradients to the host: see ``MovedStates.offload``.
+        """Moves weights, states and kept gradients to the host: see ``OffloadedStates.offload``.
 
-        Copies to the host are waited for, ``non_blocking`` or not.
+        It waits for the copies, even if ``non_blocking`` is set.
         """
         self.fused.check_owner()
-        self.moved.offload(include, device, pin_memory)
+        self.offloaded.offload(include, device, pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves back to the device what ``offload_states`` has moved, and waits for that."""
-        self.moved.reload()
+        """Moves everything back to the device and waits for the copies."""
+        self.offloaded.reload()
 
     def destroy(self) -> None:
-        """Takes our hooks and attributes off the model."""
+        """Removes our hooks and attributes from the model."""
         self.fused.remove()
-        safe_access.take(self.fused)
-        if isinstance(self.layout, Partitions):
+        safe_access.detach(self.fused)
+        if isinstance(self.layout, Zero3Layout):
             self.layout.offload.destroy()
 
     def _leave(self) -> None:
-        """Takes all hooks off the model, so that it does not hold on to this engine."""
+        """Removes all hooks from the model, so that it does not keep this engine alive."""
         self.destroy()
-        leftovers.leave(self.engine)
-
-
-def _share_time_limit(layout: Layout) -> None:
-    """Makes the layout's groups wait as long as the group of all ranks was told to.
-
-    DeepSpeed makes its groups with torch's default, half an hour.
-    """
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    distributed: Any = dist  # set_timeout is new in torch 2.15, which warns of its older name
-    set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in layout.groups | expert_parallel.exchanges() | autotp.exchanges():
-        limit = everyone._get_backend(layout.device).options._timeout
-        set_timeout(limit, group)
+        hook_cleanup.remove_hooks(self.engine)
 
 
 def _refuse_to_repeat(loss: Tensor) -> None:
     """Raises RuntimeError if the graph of ``loss`` cannot be run backward twice."""
-    for node in rehearsal.nodes(loss):
+    for node in nodes(loss):
         if getattr(node, "_forward_cls", None) is CheckpointFunction:
             raise RuntimeError(
                 "gradient_clipping: deepspeed.checkpointing forgets its inputs in the first "

@@ -1,47 +1,77 @@
-"""What DeepSpeed's tensor parallelism (AutoTP) tells of a parameter, and of its layers."""
+"""The part of each parameter that AutoTP, DeepSpeed's tensor parallelism, gives to this rank.
 
+AutoTP's layers describe their parameters for universal checkpoints: the shape of the whole
+parameter, and for each rank the pieces that lie one after another in its memory.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-from deepspeed.checkpoint import constants
-from deepspeed.module_inject import layers
-from deepspeed.module_inject.layers import TensorParallel_Layer
-from deepspeed.utils import groups
-from torch import Tensor, nn
+from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap, contiguous_split_map
+from torch import Tensor
 
-# What is a linear layer, and what an embedding, with tensor parallelism or without. DeepSpeed has
-# these embeddings since 0.19.8, before which ``versions`` refuses tensor parallelism.
-LINEARS = (nn.Linear, TensorParallel_Layer)
-_SPLIT = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
-EMBEDDINGS = (nn.Embedding, *(getattr(layers, name) for name in _SPLIT if hasattr(layers, name)))
-_DESCRIPTION = getattr(constants, "DS_AUTOTP_UC_META", "")
+from ds_ext.distributed.placement import TensorParallelShard
+from ds_ext.engine import parameters
+from ds_ext.ops.shard import Box, Split
 
 
-def exchanges() -> set[dist.ProcessGroup]:
-    """Returns the group whose ranks add up what each of their layers gives, if there is one."""
-    group = groups._TENSOR_MODEL_PARALLEL_GROUP
-    return set() if group is None else {group}
+def tensor_parallel_shards(
+    names: Mapping[Tensor, str], rank: int, ranks: int
+) -> dict[Tensor, TensorParallelShard]:
+    """Returns the shards of the parameters that tensor parallelism has split.
+
+    Args:
+        names: the names of all parameters.
+        rank: this rank's number in the tensor-parallel group.
+        ranks: the number of parts into which data parallelism cuts each shard.
+
+    Raises:
+        ValueError: a layer does not describe its division, or in an unsupported way.
+    """
+    found = {}
+    for param, name in names.items():
+        described = parameters.description(param)
+        if described is None or not parameters.is_divided(param):
+            if described is None and getattr(param, "tensor_model_parallel", False):
+                raise ValueError(_unknown(name, "its layer does not say how"))
+            continue
+        made = _map(described, name)
+        boxes = tuple(
+            tuple(_box(piece, made, r, name) for piece in pieces if piece.numel)
+            for r, pieces in sorted(made.pieces_by_rank.items())
+        )
+        found[param] = TensorParallelShard(made.logical_shape, Split(boxes, ranks), rank)
+    return found
 
 
-def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Returns the shape that a parameter has without ZeRO-3 and tensor parallelism."""
-    told = described(param)
-    if told and told["logical_shape"]:
-        return tuple(told["logical_shape"])
-    return unpartitioned_shape(param)
+def _map(described: dict[str, Any], name: str) -> ParamAffineMap:
+    """The position of each rank's elements in the whole parameter."""
+    conversion = described["conversion"]
+    if "affine_map" in conversion:
+        return ParamAffineMap.from_dict(conversion["affine_map"])
+    shape, sizes, at = (
+        described[key] for key in ("logical_shape", "partition_sizes", "partition_dim")
+    )
+    if not shape or not sizes or at is None:  # only DeepSpeed's sliced embeddings have them
+        raise ValueError(_unknown(name, conversion["unsupported_reason"] or "it says nothing"))
+    return contiguous_split_map(shape, sizes, at)
 
 
-def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
-    """Returns the shape that a parameter has on this rank without ZeRO-3."""
-    return tuple(getattr(param, "ds_shape", param.shape))
+def _box(piece: AffinePiece, made: ParamAffineMap, rank: int, name: str) -> Box:
+    """A piece as a box of the whole matrix."""
+    own, cols = made.shard_shapes[rank], made.logical_shape[-1]
+    if len(own) > 2 or (len(own) == 2 and piece.shape[1] != own[1]):
+        raise ValueError(_unknown(name, "by columns of several parts, or in three dimensions"))
+    if len(piece.locations) > 1 or piece.scale != 1:
+        raise ValueError(_unknown(name, "a part of it is on several ranks, or scaled"))
+    row, col = divmod(piece.source_offset, cols)  # a vector has one row
+    rows, n = (1, *piece.shape)[-2:]
+    return Box(row, rows, col, n)
 
 
-def described(param: Tensor) -> dict[str, Any] | None:
-    """Returns what the layer of a parameter says of its division, None if nothing."""
-    return getattr(param, _DESCRIPTION, None) or None
-
-
-def is_divided(param: Tensor) -> bool:
-    """Returns whether ranks have different parts of a parameter, by what its layer says."""
-    told = described(param)
-    return told is not None and not told["conversion"]["replicated"]
+def _unknown(name: str, how: str) -> str:
+    return (
+        f"tensor_parallel.autotp_size: {name} is divided in a way that ds_ext cannot add up "
+        f"statistics over ({how}). Keep its layer whole by tensor_parallel.partition_config, or "
+        "remove tensor_parallel."
+    )

@@ -1,13 +1,15 @@
-"""What a checkpoint of an engine holds: each part has a function to save and one to load it.
+"""The contents of an engine's checkpoint: each part has a function to save and one to load it.
 
 | part                                   | saved by             | loaded by                   |
 |----------------------------------------|----------------------|-----------------------------|
 | weights; the optimizer's state, groups | ``resharding.save_`` | ``resharding.load_``        |
 | gradients between micro-batches        | ``save_gradients``   | ``load_gradients``          |
 | loss scaler, norm, skipped steps       | ``save_scaler``      | ``load_scaler``             |
-| buffers; counts, schedules; the user's | DeepSpeed            | ``deepspeed_contents.load_``|
+| buffers                                | DeepSpeed            | ``load_buffers``            |
+| steps, samples, schedules, data order  | DeepSpeed            | ``load_counts``             |
+| the user's ``client_state``            | DeepSpeed            | ``client_state``            |
 
-``save`` returns the first three, with what DeepSpeed's script zero_to_fp32.py reads of them.
+``save`` returns the first three, plus the entries that DeepSpeed's zero_to_fp32.py reads.
 """
 
 from typing import Any
@@ -18,23 +20,22 @@ from torch import Tensor, nn
 
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.checkpoint import checks, resharding
-from ds_ext.checkpoint.names import plain
-from ds_ext.checkpoint.pieces import Pieces, Saved, piece
-from ds_ext.checkpoint.resharding import Own
+from ds_ext.checkpoint.pieces import Pieces, Saved, by_plain_name, piece, plain_name
+from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import size_of
 from ds_ext.engine import expert_parallel, settings
-from ds_ext.engine.log import log
-from ds_ext.engine.zero3 import Partitions
+from ds_ext.engine.messages import log
+from ds_ext.engine.zero3 import Zero3Layout
 from ds_ext.errors import CheckpointError
 from ds_ext.optimizer.model_view import summary
 
 
-def owned(layout: Layout) -> dict[Tensor, Own]:
-    """Returns what this rank has of every parameter of the model."""
+def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
+    """Returns this rank's run of every parameter of the model."""
     return {
-        p: Own(
-            plain(name),
+        p: OwnedRun(
+            plain_name(name),
             layout.run(p),
             layout.shard(p),
             layout.of[p].shard_index,
@@ -46,15 +47,15 @@ def owned(layout: Layout) -> dict[Tensor, Own]:
 
 
 def stepped(fused: FusedBackward) -> list[Tensor]:
-    """Returns the optimizer's parameters, in order, but for those without elements."""
+    """Returns the optimizer's parameters in order, without empty ones."""
     return [p for p in fused.optimizer.number_of if fused.layout.shard(p).numel]
 
 
 class Contents:
-    """This rank's part of the checkpoints of an engine.
+    """Saves and loads this rank's part of an engine's checkpoints.
 
     Args:
-        engine: whose micro-batches are counted.
+        engine: the engine.
         fused: its gradients, layout and optimizer.
         scaler: its loss scaler.
     """
@@ -68,10 +69,10 @@ class Contents:
         self.layout = fused.layout
         self.optimizer = fused.optimizer
         self.owned = owned(fused.layout)
-        self.names = [plain(weight.name) for weight in fused.layout.weights]  # on all ranks
+        self.names = [plain_name(weight.name) for weight in fused.layout.weights]  # on all ranks
 
     def save(self) -> dict[str, Any]:
-        """Returns what ``load`` reads of all ranks; frozen weights are in DeepSpeed's file."""
+        """Returns the state that ``load`` reads. Frozen weights are in DeepSpeed's file."""
         saved = resharding.save(self.optimizer, self._to_be_saved())
         return {
             **saved,
@@ -81,40 +82,40 @@ class Contents:
         }
 
     def check(self, pieces: Pieces, strict: bool) -> None:
-        """Checks that ``load`` can be called, with nothing changed.
+        """Checks that ``load`` can succeed, without changing anything.
 
         Args:
-            pieces: what ``save`` returned on all ranks.
+            pieces: the results of ``save`` on all ranks.
             strict: whether the model and the checkpoint must have the same parameters.
 
         Raises:
-            CheckpointError: naming what does not fit the model, its optimizer or the engine.
+            CheckpointError: something does not fit the model, its optimizer or the engine.
         """
         checks.check(pieces, self.optimizer, self.owned, strict, self.names)
         self.check_gradients(pieces)
 
     def load(self, pieces: Pieces) -> None:
-        """Puts back what ``save`` returned; other ranks do not have the weights yet."""
+        """Loads results of ``save``. The caller publishes the weights to other ranks."""
         resharding.load_state(pieces, self.optimizer, self.owned)
         self.load_scaler(pieces.saved[0])
         self.load_gradients(pieces)
         self.load_weights(pieces)
 
     def load_without_state(self, pieces: Pieces) -> None:
-        """Puts back the weights alone; the optimizer's state starts anew."""
+        """Loads only the weights, and resets the optimizer's state."""
         self.optimizer.state.clear()
         self.fused.begin_with({})
         self.load_weights(pieces)
 
     def load_weights(self, pieces: Pieces) -> None:
-        """Puts back the weights, and tells of those that were not saved."""
+        """Loads the weights, and logs those that were not saved."""
         missing = resharding.load_weights(pieces, self.optimizer, self.owned)
         if missing:
             names = summary(missing)
             log(f"not in the checkpoint, left as they were: {names}")
 
-    def _to_be_saved(self) -> dict[Tensor, Own]:
-        """What this rank has of trained weights, and of frozen ones where ranks have different."""
+    def _to_be_saved(self) -> dict[Tensor, OwnedRun]:
+        """This rank's runs of trained weights, and of frozen ones that differ between ranks."""
         if self.engine.autotp_size() > 1 or self.engine.has_moe_layers:
             return self.owned
         trained, elsewhere = self.optimizer.group_of, self.layout.saved_elsewhere
@@ -124,13 +125,13 @@ class Contents:
             if (p in trained or p.requires_grad) and p not in elsewhere
         }
 
-    # Gradients that wait for the rest of their step's micro-batches: sums over ranks, each of which
-    # has a mean loss, times the loss scale.
+    # Gradients that wait for the rest of their step's micro-batches: sums of the gradients of each
+    # rank's mean loss, times the loss scale.
 
     def save_gradients(self) -> dict[str, Any]:
-        """Returns pieces of kept gradients, and what they are sums of."""
+        """Returns pieces of kept gradients, and the numbers that scale them."""
         gradients = {}
-        for param, run in self.fused.tally.kept.items():
+        for param, run in self.fused.state.kept.items():
             own = self.owned[param]
             values = run.g[: len(own.shard)]
             gradients[own.name] = piece(values, own.part)
@@ -144,10 +145,10 @@ class Contents:
         }
 
     def check_gradients(self, pieces: Pieces) -> None:
-        """Checks that a step can be resumed from gradients that were saved in the midst of it.
+        """Checks that a step can be resumed from gradients of some of its micro-batches.
 
         Raises:
-            CheckpointError: if so many micro-batches cannot be done here, or if some are missing.
+            CheckpointError: the number of micro-batches does not fit, or gradients are missing.
         """
         done, of = pieces.saved[0]["accumulated"]["passes"]
         steps = self.engine.gradient_accumulation_steps()
@@ -163,7 +164,7 @@ class Contents:
                 raise CheckpointError(f"this checkpoint lacks some of {own.name}'s gradient.")
 
     def load_gradients(self, pieces: Pieces) -> None:
-        """Begins a step with the saved gradients, as if these ranks had summed them."""
+        """Begins a step with the saved gradients, rescaled for these ranks."""
         saved = pieces.saved[0]["accumulated"]
         factor = self.scaler.loss_scale / saved["loss_scale"]
         if self.fused.how.average:
@@ -179,35 +180,35 @@ class Contents:
 
     @property
     def _grad_divisor(self) -> int:
-        """How many mean losses a gradient is summed over, but for tensor parallelism."""
+        """The number of mean losses in a summed gradient, without tensor parallelism."""
         return self.layout.world // int(self.engine.sequence_parallel_size)
 
-    # The loss scaler, and what clipping by the norm before and users know of steps.
+    # The loss scaler, the norm of the last step, and the number of skipped steps.
 
     def save_scaler(self) -> dict[str, Any]:
-        """Returns the numbers that the next step begins with, the same on every rank."""
+        """Returns the numbers that the next step needs, equal on every rank."""
         return {
             "loss_scaler": {k: v for k, v in vars(self.scaler).items() if k != "dtype"},
-            "previous_norm": self.fused.previous_norm,
+            "previous_norm": self.fused.clipping.previous_norm,
             "skipped_steps": self.fused.skipped_steps,
         }
 
     def load_scaler(self, saved: Saved) -> None:
-        """Puts back what ``save_scaler`` returned; another kind of scaler stays as it is."""
+        """Loads the result of ``save_scaler``. A loss scaler of another type does not change."""
         if saved["loss_scaler"].keys() <= vars(self.scaler).keys():
             vars(self.scaler).update(saved["loss_scaler"])
         else:
-            log("the loss scale is not that of the checkpoint, which had another kind of it")
-        self.fused.previous_norm = saved["previous_norm"]
+            log("the loss scale is not loaded: the checkpoint has another type of loss scaler")
+        self.fused.clipping.previous_norm = saved["previous_norm"]
         self.fused.skipped_steps = saved["skipped_steps"]
 
-    # What DeepSpeed's script zero_to_fp32.py reads: the same weights once more, without names.
+    # DeepSpeed's script zero_to_fp32.py reads the same weights without names.
 
     def _for_zero_to_fp32(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The runs of stepped parameters, which share memory with ``weights``: saved once."""
+        """The runs of stepped parameters, in the memory of ``weights``, so they are saved once."""
         if self.layout.is_part:
-            return {}  # it knows no pipelines, whose layers DeepSpeed saves whole
-        is_padded = isinstance(self.layout, Partitions)
+            return {}  # the script does not support pipelines
+        is_padded = isinstance(self.layout, Zero3Layout)
         runs = []
         for param in stepped(self.fused):
             own = self.owned[param]
@@ -222,3 +223,58 @@ class Contents:
             "partition_count": 1 if stage == 0 else size_of(self.layout.copy_group),
             "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
         }
+
+
+# The parts that DeepSpeed's engine saves in the model's file.
+
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+_KEYS = {
+    *_COUNTS,
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
+    *("dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_autoep_layers"),
+    "sparse_tensor_module_names",  # in DeepSpeed before 0.19.8
+}
+
+
+def load_buffers(module: nn.Module, model: Saved) -> None:
+    """Loads the entries of the module's state dict that are not parameters.
+
+    Args:
+        module: the engine's module.
+        model: the content of the model's file.
+    """
+    params = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    own_names = {plain_name(name): name for name in module.state_dict()}
+    saved = by_plain_name(model["module"]).items()
+    buffers = {own_names.get(k, k): v for k, v in saved if k not in params}
+    module.load_state_dict(buffers, strict=False)
+
+
+def load_counts(
+    engine: DeepSpeedEngine, model: Saved, passes: tuple[int, int], with_scheduler: bool
+) -> None:
+    """Loads step counts, schedules and the order of samples.
+
+    Args:
+        engine: the engine, whose counts are set.
+        model: the content of the model's file.
+        passes: the number of finished micro-batches of a step, and the number of all.
+        with_scheduler: whether to load the learning-rate scheduler.
+    """
+    if with_scheduler and engine.lr_scheduler is not None and model.get("lr_scheduler"):
+        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
+    if engine.random_ltd_enabled() and model.get("random_ltd"):
+        engine.random_ltd_scheduler.load_state_dict(model["random_ltd"])
+    if model.get("data_sampler") and engine.training_dataloader is not None:
+        engine.training_dataloader.data_sampler.load_state_dict(model["data_sampler"])
+    for name in _COUNTS:
+        setattr(engine, name, model[name])
+    (done, of), steps = passes, engine.gradient_accumulation_steps()
+    engine.micro_steps = engine.global_steps * steps + done * steps // of
+
+
+def client_state(model: Saved) -> dict[str, Any]:
+    """Returns the ``client_state`` that was given to ``engine.save_checkpoint``."""
+    return {key: value for key, value in model.items() if key not in _KEYS}

@@ -1,7 +1,7 @@
-"""Files of a checkpoint: written by DeepSpeed and described by us; verified and mapped to be read.
+"""The files of a checkpoint: DeepSpeed writes them, this module describes and memory-maps them.
 
-DeepSpeed's own code writes them, so that its tools read them: one with the model by each rank of
-model parallelism (or by every rank, at stage 3), one with the optimizer by every rank.
+DeepSpeed's own code writes them, so its tools can read them. Each rank of model parallelism (at
+stage 3 every rank) writes a file with the model, and every rank a file with the optimizer.
 """
 
 import re
@@ -15,18 +15,17 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from ds_ext.checkpoint import folder
-from ds_ext.checkpoint.names import plain, with_plain_names
-from ds_ext.checkpoint.pieces import Pieces, Saved
-from ds_ext.engine.trusted import load
+from ds_ext.checkpoint.pieces import Pieces, Saved, plain_name, with_plain_names
+from ds_ext.engine.safe_unpickling import load
 from ds_ext.errors import CheckpointError
 
-Files = dict[str, dict[str, int]]  # the files that a rank has written: sizes and checksums
+Files = dict[str, dict[str, int]]  # sizes and checksums of files, by name
 
 
 class Writer:
-    """DeepSpeed's checkpoint engine while it saves: notes files, and errors instead of raising.
+    """Replaces DeepSpeed's checkpoint engine during a save: records files and errors.
 
-    A rank that raised would leave the others waiting in DeepSpeed's barriers.
+    It does not raise, because the other ranks would then wait in DeepSpeed's barriers.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -55,7 +54,7 @@ class Writer:
         """Returns the files that this rank has written.
 
         Raises:
-            Exception: the first that was raised in writing one.
+            Exception: the first error of this rank.
         """
         if self.error is not None:
             raise self.error
@@ -86,11 +85,11 @@ class Writer:
 
 
 def _not_to_be_converted(model: dict[str, Any], is_partitioned: bool) -> dict[str, Any]:
-    """A model's file with what makes DeepSpeed's ds_to_universal end at once, and say why.
+    """Adds entries to a model's file with which DeepSpeed's ds_to_universal ends with an error.
 
-    Its path for stages 1 and 2 quotes reasons why tensor parallelism cannot be converted. Its path
-    for stage 3 quotes the number that two layers of experts share; a model with DeepSpeed's experts
-    is left as it is.
+    For stages 1 and 2 the script prints the reasons why tensor parallelism cannot be converted. For
+    stage 3 it prints the id that two layers of experts share. A model with DeepSpeed's experts does
+    not change.
     """
     unsupported = getattr(constants, "AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS", None)
     if unsupported is None:  # an older DeepSpeed
@@ -113,7 +112,7 @@ _WHY_NOT = {
 
 
 def listed(written: Sequence[Files]) -> dict[str, Any]:
-    """Returns what a manifest says of the files that each rank has written."""
+    """Returns the manifest's entries about the files that each rank has written."""
     return {
         "model_files": [n for files in written for n in files if _is_model(n)],
         "state_files": [n for files in written for n in files if _holds_state(n, files)],
@@ -123,11 +122,11 @@ def listed(written: Sequence[Files]) -> dict[str, Any]:
 
 
 class Opened(NamedTuple):
-    """The files of a checkpoint, mapped."""
+    """The memory-mapped files of a checkpoint."""
 
-    model: Saved  # the file of the model that is for this rank
-    saved: list[Saved]  # what our optimizers saved, by rank; none if they were DeepSpeed's
-    pieces: Pieces  # of these, and of weights that are in DeepSpeed's own files alone
+    model: Saved  # this rank's file of the model
+    saved: list[Saved]  # states of our optimizers, by rank; empty if DeepSpeed's saved
+    pieces: Pieces  # of ``saved``, and of weights in DeepSpeed's own files
 
 
 def open_files(
@@ -137,17 +136,17 @@ def open_files(
     names: set[str],
     layers: Mapping[int, str],
 ) -> Opened:
-    """Maps the files of a checkpoint.
+    """Memory-maps the files of a checkpoint.
 
     Args:
         path: its folder.
-        manifest: what ds_ext wrote of it; None if it was DeepSpeed's own optimizers that saved.
-        rank: of this process among those of data parallelism.
+        manifest: the manifest of ds_ext; None if DeepSpeed's own optimizers saved it.
+        rank: the data-parallel rank of this process.
         names: plain names of the model's parameters.
-        layers: what names of parameters begin with, by layer of a PipelineModule, or nothing.
+        layers: the prefix of names by layer of a PipelineModule; empty for other models.
 
     Raises:
-        CheckpointError: if a file is damaged or there is none.
+        CheckpointError: a file is damaged, or there is none.
     """
     if manifest is not None:
         model_files, layer_files = manifest["model_files"], manifest.get("layer_files", [])
@@ -176,7 +175,7 @@ def open_files(
         weights = [_frozen_weights(model, r, wanted) for r, model in enumerate(models)]
     else:
         for file in path.glob("*.pt"):
-            load(file)  # DeepSpeed's function would run what is in it
+            load(file)  # raises for unsafe pickles, which DeepSpeed's function would run
         whole = get_fp32_state_dict_from_zero_checkpoint(
             str(path.parent), path.name, lazy_mode=True
         )
@@ -186,7 +185,7 @@ def open_files(
 
 
 def _of_layers(path: Path, files: Sequence[str], layers: Mapping[int, str]) -> dict[str, Any]:
-    """The weights and buffers of all layers of a pipeline, by their names in the model."""
+    """The weights and buffers of all layers of a pipeline, by name in the model."""
     found = {}
     for name in files:
         match = _LAYER.fullmatch(name)
@@ -201,26 +200,26 @@ _LAYER = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")  # of a PipelineMod
 
 
 def _is_model(name: str) -> bool:
-    """Whether a file is of the model's weights, and not of one expert's or layer's."""
+    """Whether a file holds the model's weights, not those of one expert or layer."""
     is_part = re.match(r"(layer_-?\d+_)?expert_\d+_", name) or _LAYER.fullmatch(name)
     return name.endswith("model_states.pt") and not is_part
 
 
 def _holds_state(name: str, files: Mapping[str, Any]) -> bool:
-    """Whether a rank's optimizer is in this file: in the model's, where there is no other."""
+    """Whether a file holds optimizer state: the model's file does if there is no other."""
     if any("optim_states" in other for other in files):
         return "optim_states" in name
     return not _LAYER.fullmatch(name)
 
 
 def _state_in(path: Path) -> Saved:
-    """What ``Contents.save`` returned on a rank, in the file where DeepSpeed has put it."""
+    """The result of ``Contents.save`` on a rank, from the file that holds it."""
     found = load(path)
     return with_plain_names(found.get("optimizer_state_dict") or found["optimizer"])
 
 
 def _refuse_unfinished(path: Path, optimizer: Any) -> None:
-    """Raises CheckpointError if ds_ext wrote the files after all."""
+    """Raises CheckpointError if ds_ext wrote the files but no manifest."""
     files = [load(file) for file in path.glob("*_rank_0_*optim_states.pt")]
     optimizers = [optimizer, *(file["optimizer_state_dict"] for file in files)]
     if any(isinstance(o, dict) and "ds_ext" in o for o in optimizers):
@@ -228,8 +227,8 @@ def _refuse_unfinished(path: Path, optimizer: Any) -> None:
 
 
 def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """Those of whole tensors that are wanted, by plain name: a piece each."""
-    own_names = {plain(name): name for name in found}
+    """A piece for each wanted tensor of ``found``, by plain name."""
+    own_names = {plain_name(name): name for name in found}
     pieces = {}
     for name in wanted & own_names.keys():
         values = found[own_names[name]]
@@ -239,9 +238,9 @@ def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]
 
 
 def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]:
-    """Those that are wanted of weights cut into equal parts, by plain name: one rank's pieces."""
+    """One rank's pieces of wanted frozen weights, by plain name. All parts are equally long."""
     found = model["frozen_param_fragments"] or {}
-    own_names = {plain(name): name for name in found}
+    own_names = {plain_name(name): name for name in found}
     pieces = {}
     for name in wanted & own_names.keys():
         values, shape = found[own_names[name]], model["frozen_param_shapes"][own_names[name]]

@@ -1,8 +1,8 @@
-"""Which experts a rank has under DeepSpeed's expert parallelism, and which ranks have the same.
+"""The experts that a rank has under DeepSpeed's expert parallelism, and the ranks that share them.
 
-``deepspeed.moe`` gives each expert parameters of its own, numbered anew on each rank; AutoEP stacks
-those of a rank in one. Both mark them. All experts have one numbering here, so that what is saved
-of them does not depend on how many ranks they are spread over.
+``deepspeed.moe`` gives each expert its own parameters, and numbers them from 0 on each rank. AutoEP
+stacks the experts of a rank in one parameter. Both mark these parameters. Here all experts of a
+model are numbered, so that checkpoints do not depend on the number of ranks.
 """
 
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ from torch import distributed as dist
 from ds_ext.distributed.placement import Group
 from ds_ext.engine.parameters import deepspeed_parameter
 
-# Where AutoEP notes what it has divided; a DeepSpeed before 0.19.8 notes nothing.
+# The attribute in which AutoEP describes a divided parameter, since DeepSpeed 0.19.8.
 _AUTOEP = getattr(constants, "DS_AUTOEP_UC_META", "")
 
 
 def is_expert(param: Tensor) -> bool:
-    """Returns whether a parameter is of experts that only some ranks may have."""
+    """Returns whether a parameter belongs to experts that only some ranks may have."""
     return getattr(param, "allreduce", True) is False
 
 
 def refuse_spread_experts(model: nn.Module) -> None:
-    """Checks that every rank has the same experts, as ``fuse_into_backward`` takes for granted.
+    """Checks that every rank has the same experts, which ``fuse_into_backward`` requires.
 
     Raises:
-        ValueError: for experts that are spread, of which only an engine knows which rank has which.
+        ValueError: experts are spread over ranks. Only an engine knows which rank has which.
     """
     if any(map(is_expert, model.parameters())):
         raise ValueError(
@@ -40,30 +40,30 @@ def refuse_spread_experts(model: nn.Module) -> None:
 
 
 def group(param: Tensor) -> Group:
-    """Returns the ranks that have the same experts as this one."""
+    """Returns the ranks that have the same experts as this rank."""
     name = deepspeed_parameter(param).group_name
     return cast(Group, groups._get_expert_data_parallel_group(name))
 
 
 def gradient_factor(param: Tensor, tensor_size: int) -> int:
-    """Returns how many times the gradient of its losses the gradient of an expert is.
+    """Returns the factor by which the gradient of an expert is too large.
 
-    Ranks of tensor parallelism have the same tokens, of which each sends experts a part; then they
-    gather what the experts give. The gradient of that, which is the same on all of them, AutoEP
-    adds up over them in backward; deepspeed.moe takes it from one.
+    Tensor-parallel ranks have the same tokens. Each sends a part of them to the experts, and then
+    they gather the outputs. The gradient of the outputs is equal on all these ranks. In backward
+    AutoEP adds it up over them. deepspeed.moe takes it from one rank.
 
     Args:
-        param: of an expert.
-        tensor_size: ranks of tensor parallelism.
+        param: a parameter of an expert.
+        tensor_size: the number of tensor-parallel ranks.
     """
     return 1 if place(param) is None else tensor_size
 
 
 def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
-    """Returns names of parameters that are the same on whichever rank an expert is.
+    """Returns names of parameters in which experts have their number in the whole model.
 
     Args:
-        found: the names of parameters on this rank, where ``deepspeed.moe`` counts its experts.
+        found: names in which ``deepspeed.moe`` numbers the experts of this rank.
         module: the model.
     """
     made = dict(found)
@@ -80,20 +80,20 @@ def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
 
 
 def exchanges() -> set[dist.ProcessGroup]:
-    """Returns the groups whose ranks send each other tokens."""
+    """Returns the groups of ranks that exchange tokens."""
     return set(groups._get_expert_parallel_group_dict().values())
 
 
 def place(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """Returns where a stack of experts that AutoEP has divided lies in the whole stack.
+    """Returns the position of a stack of experts that AutoEP has divided.
 
     Returns:
-        The number of its first expert, and the shape [experts, ...] of all; None for another
-        parameter.
+        The number of its first expert, and the shape [experts, ...] of the whole stack; None for
+        other parameters.
     """
-    told = getattr(param, _AUTOEP, None)
-    if told is None:
+    described = getattr(param, _AUTOEP, None)
+    if described is None:
         return None
-    own = list(told[constants.AUTOEP_PARAM_LOCAL_EXPERTS])
+    own = list(described[constants.AUTOEP_PARAM_LOCAL_EXPERTS])
     assert own == list(range(own[0], own[0] + len(own))), "experts that do not follow each other"
-    return own[0], tuple(told[constants.AUTOEP_PARAM_LOGICAL_SHAPE])
+    return own[0], tuple(described[constants.AUTOEP_PARAM_LOGICAL_SHAPE])

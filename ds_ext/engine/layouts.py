@@ -1,48 +1,56 @@
-"""Where each parameter of an engine lies: by ZeRO stage, tensor parallelism and experts.
+"""The placement of each parameter: by ZeRO stage, tensor parallelism and experts.
 
-| parameters                  | stage 0         | stages 1, 2     | stage 3                |
-|-----------------------------|-----------------|-----------------|------------------------|
-| all but the following       | Replicated(d)   | Sharded(d)      | Partitioned(d)         |
-| experts spread over ranks   | Replicated(e)   | Sharded(e)      | Partitioned(e)         |
-| split by tensor parallelism | Replicated(d)*t | Sharded(d)*all  | Partitioned(d)*all     |
-| left whole by it            | Replicated(all) | Sharded(all)    | Partitioned(d, t)      |
-| with ``ds_ext.shard_size``  | refused         | Sharded(s, c)   | Partitioned(s, c)      |
-| gradients in 4 bits         | refused         | refused         | InFourBits(d)          |
+| parameters                      | stage 0         | stages 1, 2    | stage 3               |
+|---------------------------------|-----------------|----------------|-----------------------|
+| by default                      | Replicated(d)   | Sharded(d)     | Zero3Placement(d)     |
+| experts spread over ranks       | Replicated(e)   | Sharded(e)     | Zero3Placement(e)     |
+| split by tensor parallelism     | Replicated(d)*t | Sharded(d)*all | Zero3Placement(d)*all |
+| not split by tensor parallelism | Replicated(all) | Sharded(all)   | Zero3Placement(d, t)  |
+| with ``ds_ext.shard_size``      | refused         | Sharded(s, c)  | Zero3Placement(s, c)  |
+| gradients in 4 bits             | refused         | refused        | FourBitPlacement(d)   |
 
-Gradients are summed over the groups in brackets: d are the ranks of data parallelism (those of a
-sequence too), e those of them that have the same experts, t those of tensor parallelism, s those
-that hold one copy together and c those that hold the same part of each copy. A rule's partial sums
-are added up over the group after the asterisk, else over the first one in brackets, but at stage 0
-over none. A second group in brackets is of copies, which are updated alike.
+Gradients are summed over the groups in parentheses. d: the data-parallel ranks, including those
+that share a sequence. e: those of them with the same experts. t: the tensor-parallel ranks. s: the
+ranks that hold one replica together. c: the ranks that hold the same part of each replica. A rule's
+partial sums are added up over the group after the asterisk, or over the first group in parentheses.
+At stage 0 without an asterisk they are not added up. The second group in parentheses holds
+replicas, which make the same update.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor
 
-from ds_ext.config import gradients
+from ds_ext.config import parsing
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Placement, Replicated, Sharded, everyone, size_of
-from ds_ext.engine import copies, expert_parallel, hosts, pipeline, quantized_gradients, zero3
-from ds_ext.engine.zero3 import Partitioned, Partitions
+from ds_ext.engine import (
+    expert_parallel,
+    pipeline,
+    quantized_gradients,
+    replica_groups,
+    settings,
+    zero3,
+)
+from ds_ext.engine.zero3 import Zero3Layout, Zero3Placement
 
 Kind: TypeAlias = type[Replicated] | type[Sharded]
 PlacementOf: TypeAlias = Callable[[Tensor], Placement]
 
-_CUT: dict[int, type[Sharded]] = {1: Sharded, 2: Sharded, 3: Partitioned}
+_CUT: dict[int, type[Sharded]] = {1: Sharded, 2: Sharded, 3: Zero3Placement}
 _BY_STAGE: dict[int, Kind] = {0: Replicated, **_CUT}
 
 
 def layout_of(engine: DeepSpeedEngine) -> Layout:
-    """Returns the layout of an engine's parameters, which it partitions at stage 3.
+    """Returns the layout of an engine's parameters. At stage 3 it partitions them.
 
     Raises:
-        ValueError: for a model or ways of parallelism for which there is none.
+        ValueError: the model or the kinds of parallelism are not supported.
     """
     if pipeline.is_pipeline(engine):
         kind = _BY_STAGE[int(engine.zero_optimization_stage())]
@@ -54,10 +62,10 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
 
 
 def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
-    """The layout of a model of which every rank has all layers."""
+    """The layout of a model whose layers are on every rank."""
     names = expert_parallel.names(engine.param_names, engine.module)
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
-    cut = copies.cut(group, copies.shard_size(engine.config))
+    cut = replica_groups.divide(group, replica_groups.shard_size(engine.config))
     offload = zero3.partition(engine, cut) if stage == 3 else None
     kind, losses = _BY_STAGE[stage], _num_losses(engine)
     tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
@@ -73,24 +81,40 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
     if offload is None:
         return Layout(group, names, placement_of, cut.shards)
     overlap = bool(engine.zero_overlap_comm())
-    return Partitions(offload, group, names, placement_of, overlap, cut.shards)
+    return Zero3Layout(offload, group, names, placement_of, overlap, cut.shards)
+
+
+def share_time_limit(layout: Layout) -> None:
+    """Gives the layout's groups the timeout of the default process group.
+
+    DeepSpeed makes its groups with torch's default timeout, half an hour.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    distributed: Any = dist  # torch 2.15 adds set_timeout, and warns about the older name
+    set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    tensor_parallel = groups._TENSOR_MODEL_PARALLEL_GROUP
+    exchanges = expert_parallel.exchanges() | ({tensor_parallel} - {None})
+    for group in layout.groups | exchanges:
+        limit = everyone._get_backend(layout.device).options._timeout
+        set_timeout(limit, group)
 
 
 def _sum_group_size(engine: DeepSpeedEngine) -> int:
-    """Ranks that add up a rule's sums before they are added up across such groups; 0: all."""
-    size = gradients.section_of(engine.config).sum_group_size
-    return hosts.num_ranks("ds_ext.sum_group_size", "host") if size == "host" else size
+    """The size of groups that add up a rule's sums first; 0 for one group of all ranks."""
+    size = parsing.section(engine.config).sum_group_size
+    return settings.ranks_per_host("ds_ext.sum_group_size", "host") if size == "host" else size
 
 
 def _alike(placement: Placement) -> PlacementOf:
-    """The first row of the table, or the last."""
+    """The same placement for all parameters."""
     return lambda param: placement
 
 
 def _with_experts(
     dense: PlacementOf, kind: Kind, group: Group, losses: int, tensor_size: int
 ) -> PlacementOf:
-    """The second row, beside what ``dense`` gives the other parameters."""
+    """The placements of experts. Other parameters get that of ``dense``."""
 
     @functools.cache
     def experts(own: Group, grad_divisor: int) -> Placement:
@@ -100,7 +124,7 @@ def _with_experts(
         own = expert_parallel.group(param) if expert_parallel.is_expert(param) else group
         if own is group or (tensor_size == 1 and size_of(own) == size_of(group)):
             return dense(param)
-        # Tokens of all ranks have come to these experts: their gradients are of all losses.
+        # These experts get tokens from all ranks, so their gradients come from all losses.
         return experts(own, losses * expert_parallel.gradient_factor(param, tensor_size))
 
     return placement_of
@@ -109,11 +133,11 @@ def _with_experts(
 def _with_tensor_parallelism(
     kind: Kind, group: Group, tensor_group: Group, losses: int, names: Mapping[Tensor, str]
 ) -> PlacementOf:
-    """The next two rows: what is left whole is the same on all ranks of tensor parallelism."""
-    from ds_ext.engine import autotp_shards  # needs DeepSpeed 0.19.8, as tensor parallelism does
+    """The placements under tensor parallelism. Unsplit parameters are equal on all its ranks."""
+    from ds_ext.engine import autotp  # needs DeepSpeed 0.19.8, like tensor parallelism
 
     is_replicated = kind is Replicated
-    shards = autotp_shards.tensor_parallel_shards(
+    shards = autotp.tensor_parallel_shards(
         names, dist.get_rank(tensor_group), 1 if is_replicated else size_of(group)
     )
     split = kind(
@@ -122,20 +146,20 @@ def _with_tensor_parallelism(
         statistics_group=tensor_group if is_replicated else everyone(),
         tensor_parallel_shards=shards,
     )
-    # Gradients are averaged over these copies too, for else what differs (dropout, or a sum in
-    # another order) would lead them apart.
+    # Gradients are averaged over the replicas of unsplit parameters too. Otherwise dropout or the
+    # order of a sum would make them differ.
     divisor = losses * size_of(tensor_group)
-    if kind is Partitioned:
-        whole: Placement = Partitioned(group, divisor, copies=tensor_group)
+    if kind is Zero3Placement:
+        whole: Placement = Zero3Placement(group, divisor, copies=tensor_group)
     else:
         whole = kind(everyone(), divisor)
     return lambda param: split if param in shards else whole
 
 
 def _num_losses(engine: DeepSpeedEngine) -> int:
-    """How many mean losses a gradient is summed over: a sequence's ranks have parts of one.
+    """The number of mean losses in a summed gradient. Ranks that share a sequence have one loss.
 
-    Raises ValueError if DeepSpeed does not sum over these ranks.
+    Raises ValueError if DeepSpeed does not sum over the ranks of a sequence.
     """
     size, group = int(engine.sequence_parallel_size), engine.seq_data_parallel_group
     if size > 1:

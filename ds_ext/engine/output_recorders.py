@@ -1,7 +1,7 @@
-"""transformers' register of what models record, as DeepSpeed's AutoEP asks it: by name.
+"""Lets DeepSpeed's AutoEP look up transformers' registry of recorded outputs by class name.
 
-From transformers 5.23 on it can be asked by model alone, and DeepSpeed 0.19.8, which asks by the
-name of a class, ends in a TypeError.
+Since transformers 5.23 the registry accepts only models as keys. DeepSpeed 0.19.8 uses the name of
+a class, which raises a TypeError.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ _REGISTER = "_CAN_RECORD_REGISTRY"
 
 
 class _Register(dict[str, Any]):
-    """A copy of the register that can be asked by model and, as a dict, by the name of a class."""
+    """A copy of the registry that accepts models and, like a dict, names of classes."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         if isinstance(key, str):
@@ -24,10 +24,10 @@ class _Register(dict[str, Any]):
 
 @contextlib.contextmanager
 def readable_by_name() -> Iterator[None]:
-    """Lets AutoEP ask the register by name within the context, if it could not.
+    """Lets AutoEP look up the registry by name within the context, if it cannot already.
 
-    AutoEP takes back what it writes there, once the model's hooks are installed: the register
-    itself stays as it is.
+    AutoEP removes its entries after the model's hooks are installed. So the original registry does
+    not change.
     """
     module = sys.modules.get(_MODULE)
     register = getattr(module, _REGISTER, None)

@@ -1,10 +1,20 @@
-"""What DeepSpeed sets on parameters, by its own names and with types."""
+"""The attributes that DeepSpeed sets on parameters: ZeRO-3 partitions, and AutoTP's divisions."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from deepspeed.checkpoint import constants
+from deepspeed.module_inject import layers
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from torch import Tensor, nn
+
+# The types of linear layers and embeddings, with and without tensor parallelism. DeepSpeed has
+# these embeddings since 0.19.8. Before that ``config.validation`` refuses tensor parallelism.
+LINEARS = (nn.Linear, TensorParallel_Layer)
+_SPLIT = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
+EMBEDDINGS = (nn.Embedding, *(getattr(layers, name) for name in _SPLIT if hasattr(layers, name)))
+_DESCRIPTION = getattr(constants, "DS_AUTOTP_UC_META", "")
 
 
 class DeepSpeedParameter(Protocol):
@@ -13,12 +23,36 @@ class DeepSpeedParameter(Protocol):
     ds_shape: torch.Size  # of the whole parameter
     ds_tensor: Tensor  # this rank's run, [ceil(numel / ranks)], the tail padded
     ds_secondary_tensor: Tensor | None  # hpZ's second copy
-    ds_process_group: Any  # the ranks among which it is cut
+    ds_process_group: Any  # the ranks that share the parameter
     ds_persist: bool  # whether it stays gathered between steps
     all_gather_coalesced: Callable[..., Any]  # gathers any parameters, and returns a handle
-    group_name: str  # of its ranks, where it belongs to an expert
+    group_name: str  # the name of the expert group, if it belongs to an expert
 
 
 def deepspeed_parameter(param: Tensor) -> DeepSpeedParameter:
-    """Returns the same parameter, typed as one that has DeepSpeed's attributes."""
+    """Returns the same parameter, typed as one with DeepSpeed's attributes."""
     return cast(DeepSpeedParameter, param)
+
+
+def whole_shape(param: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a parameter without ZeRO-3 and tensor parallelism."""
+    described = description(param)
+    if described and described["logical_shape"]:
+        return tuple(described["logical_shape"])
+    return unpartitioned_shape(param)
+
+
+def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a parameter on this rank without ZeRO-3."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def description(param: Tensor) -> dict[str, Any] | None:
+    """Returns how AutoTP has divided a parameter, or None if its layer does not say."""
+    return getattr(param, _DESCRIPTION, None) or None
+
+
+def is_divided(param: Tensor) -> bool:
+    """Returns whether AutoTP has given ranks different parts of a parameter."""
+    described = description(param)
+    return described is not None and not described["conversion"]["replicated"]

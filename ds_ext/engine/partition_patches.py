@@ -1,7 +1,7 @@
-"""What DeepSpeed is taught of how ZeRO-3 cuts and gathers parameters, noted as in patches.py.
+"""Patches the methods that partition and gather ZeRO-3's parameters.
 
-Parameters of no dimension, groups of ranks that each cut the whole model, and collectives that an
-older DeepSpeed does not wait for.
+They support 0-d parameters and groups of ranks that each hold a replica, and wait for collectives
+that an older DeepSpeed does not wait for.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext.engine import copies, versions
+from ds_ext.engine import replica_groups, versions
+from ds_ext.engine.monkeypatch import Method, replaces
 from ds_ext.engine.parameters import deepspeed_parameter
-from ds_ext.engine.replacing import Method, replaces
 
-# 0-d parameters, which DeepSpeed 0.19 broadcasts as bytes, and as which they have no view.
+# 0-d parameters. DeepSpeed 0.19 broadcasts parameters as bytes, which a 0-d tensor does not allow.
 
 
 @replaces(DeepSpeedEngine)
@@ -30,9 +30,9 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> None:
 def _zero_init_param(original: Method, init: Init, param: Tensor) -> None:
     shape = param.shape
     with _as_vectors([param]):
-        copies.tell_copies(param, init.ds_process_group, 0)
+        replica_groups.broadcast_to_replicas(param, init.ds_process_group, 0)
         original(init, param)
-    deepspeed_parameter(param).ds_shape = shape  # in which it is gathered
+    deepspeed_parameter(param).ds_shape = shape  # the shape after a gather
 
 
 @replaces(GatheredParameters, "_exit" if hasattr(GatheredParameters, "_exit") else "__exit__")
@@ -42,7 +42,7 @@ def _exit(original: Method, gathered: GatheredParameters, *error: Any) -> None:
         if gathered.modifier_of_all is not None:
             for param in params:
                 group = deepspeed_parameter(param).ds_process_group
-                copies.tell_copies(param, group, gathered.modifier_of_all)
+                replica_groups.broadcast_to_replicas(param, group, gathered.modifier_of_all)
         original(gathered, *error)
 
 
@@ -51,23 +51,23 @@ def _exit(original: Method, gathered: GatheredParameters, *error: Any) -> None:
 
 @replaces(Init, "__init__")
 def cut(original: Method, *args: Any, **kwargs: Any) -> None:
-    """Cuts among the ranks of ``ds_ext.shard_size`` where the caller names no group."""
+    """Partitions among the ranks of ``ds_ext.shard_size`` if the caller names no group."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     is_named = given.get("data_parallel_group") or given.get("sequence_data_parallel_group")
     if not is_named and given.get("enabled", True):
         config = given.get("config_dict_or_path") or given.get("config")
-        given["data_parallel_group"] = copies.group_for(config, given.get("mpu"))
+        given["data_parallel_group"] = replica_groups.shard_group_for(config, given.get("mpu"))
     original(**given)
 
 
 @replaces(GatheredParameters, "__init__")
 def gather(original: Method, gathered: GatheredParameters, *args: Any, **kwargs: Any) -> None:
-    """Notes which of all ranks modifies parameters; DeepSpeed means one of each group."""
+    """Records the global rank that modifies parameters. DeepSpeed uses one rank of each group."""
     given = inspect.signature(original).bind(gathered, *args, **kwargs).arguments
     if not isinstance(given["params"], Tensor):
         given["params"] = list(given["params"])
     params = given["params"]
-    size = copies.size_for([params] if isinstance(params, Tensor) else params)
+    size = replica_groups.replicated_shard_size([params] if isinstance(params, Tensor) else params)
     modifier = given.get("modifier_rank")
     gathered.modifier_of_all = None
     if size and modifier is not None:
@@ -75,8 +75,8 @@ def gather(original: Method, gathered: GatheredParameters, *args: Any, **kwargs:
     original(**given)
 
 
-# What DeepSpeed before 0.19.8 does not wait for on a CPU: all but the last of several collectives,
-# which gloo ends in any order.
+# Before 0.19.8 DeepSpeed waits only for the last of several collectives. On a CPU gloo completes
+# them in any order.
 
 
 @replaces(Init)
@@ -96,5 +96,5 @@ def _as_vectors(params: Iterable[Tensor]) -> Iterator[None]:
         param.data = param.data.view(1)
     yield
     for param in scalars:
-        if param.numel():  # not partitioned meanwhile
+        if param.numel():  # not partitioned within the context
             param.data = param.data.view(())

@@ -1,8 +1,8 @@
-"""What DeepSpeed's engine is taught when it is imported: one decorated function a method.
+"""Patches DeepSpeed's engine when it is imported: one decorated function for each method.
 
-That our names are optimizers, that they are built from the JSON config and driven by
-``ZeroAdapter``, not by DeepSpeed's own ZeRO optimizers, whose fp32 copies of weights and gradients
-are what we exist to avoid; what is refused; how checkpoints are saved and loaded.
+The patched engine accepts the names of our optimizers, builds them from the JSON config, and drives
+them with ``ZeroAdapter``. DeepSpeed's own ZeRO optimizers would keep fp32 copies of weights and
+gradients. Other patches refuse settings, and save and load checkpoints.
 """
 
 import functools
@@ -10,7 +10,6 @@ import inspect
 from typing import Any
 
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
@@ -18,64 +17,62 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from pydantic import ValidationError
 
-from ds_ext.backward import fuse, owners, rehearsal, sparing
+from ds_ext.backward import foreign_grads, fuse, norm_prepass, owners
 from ds_ext.config import override
-from ds_ext.distributed import consensus
-from ds_ext.distributed.lost import explained
+from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine import (
-    absent,
-    build,
-    callers,
-    checks,
+    deepspeed_config,
     expert_parallel,
-    leftovers,
-    names,
-    op_builds,
+    hook_cleanup,
+    messages,
+    optimizers,
     output_recorders,
-    partition_patches,  # noqa: F401  notes its own in PATCHES
+    partition_patches,  # noqa: F401  adds its own to PATCHES
     pipeline,
-    refusals,
     save_load,
-    sequences,
+    schedulers,
+    sequence_parallel,
     tiled,
-    tracebacks,
+    trainer_checks,
+    unsupported_api,
+    validation,
 )
 from ds_ext.engine.adapter import ZeroAdapter
-from ds_ext.engine.log import log
-from ds_ext.engine.replacing import PATCHES, Method, replaces
+from ds_ext.engine.messages import log
+from ds_ext.engine.monkeypatch import PATCHES, Method, replaces
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules import base
 
 
 def register() -> None:
-    """Makes DeepSpeedEngine build and drive our optimizers; calling it again changes nothing."""
+    """Makes DeepSpeedEngine build and drive our optimizers. Further calls have no effect."""
     if getattr(DeepSpeedEngine, "_ds_ext", False):
         return
     DeepSpeedEngine._ds_ext = True
-    base.subscribe(names.tell_deepspeed)
-    # What DeepSpeed asks of its own FusedLamb (a dynamic loss scale) is not asked of ours.
+    base.subscribe(optimizers.register_name)
+    # DeepSpeed requires a dynamic loss scale for its own FusedLamb. Ours does not need one.
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     fuse.REFUSALS.append(expert_parallel.refuse_spread_experts)
     tiled.register()
-    rehearsal.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear layer
+    norm_prepass.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear
     for patch in PATCHES:
         patch.apply()
 
 
 @replaces(OpBuilder)
 def jit_load(original: Method, builder: OpBuilder, *args: Any, **kwargs: Any) -> Any:
-    """Announces what takes long in the first run of a machine."""
-    op_builds.announce(builder.name)
+    """Announces a build, which takes minutes in the first run on a machine."""
+    messages.announce_build(builder.name)
     return original(builder, *args, **kwargs)
 
 
-# How an engine is built.
+# Building an engine.
 
 
 @replaces(DeepSpeedConfig, "__init__")
 def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kwargs: Any) -> None:
-    """Tells of keys and values that are wrong as ``check`` does, on one line a key."""
-    with tracebacks.shown_once((ValueError, AssertionError)):
+    """Reports wrong keys and values as ``check`` does, with one line for each key."""
+    with messages.traceback_once((ValueError, AssertionError)):
         try:
             taken = override.apply(given)
             if taken is not given:
@@ -83,9 +80,9 @@ def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kw
                 _tell_replaced(own, ours)
             original(config, taken, *args, **kwargs)
         except ValidationError as error:
-            raise ValueError("\n".join(checks.in_words(error))) from None
+            raise ValueError("\n".join(deepspeed_config.in_words(error))) from None
         except DeepSpeedConfigError as error:
-            raise DeepSpeedConfigError(checks.with_advice(str(error))) from None
+            raise DeepSpeedConfigError(deepspeed_config.with_advice(str(error))) from None
 
 
 @functools.cache
@@ -98,28 +95,24 @@ def _tell_replaced(own: str, ours: str) -> None:
 def _configure_with_arguments(
     original: Method, engine: DeepSpeedEngine, args: Any, mpu: Any
 ) -> None:
-    sequences.forget()
-    engine._ds_ext_mpu = mpu  # in the place of which AutoTP puts its own
+    sequence_parallel.reset()
+    engine._ds_ext_mpu = mpu  # AutoTP replaces it by its own
     original(engine, args, mpu)
 
 
 @replaces(DeepSpeedEngine)
 def _is_supported_optimizer(original: Method, engine: DeepSpeedEngine, name: str) -> Any:
-    with tracebacks.shown_once():
-        names.refuse_unknown(name)
+    with messages.traceback_once():
+        optimizers.refuse_unknown(name)
     return original(engine, name)
 
 
 @replaces(DeepSpeedEngine)
 def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, model: Any) -> None:
-    # Ranks that differ are refused before they wait for each other.
-    if isinstance(model, PipelineModule):
-        refusals.agree_on_stages(engine, model)
-    else:
-        consensus.agree(refusals.facts(engine, model))
-    if refusals.is_ours(engine):
-        with tracebacks.shown_once():
-            sequences.complete(engine, engine._ds_ext_mpu)
+    validation.check_ranks(engine, model)  # before ranks that differ wait for each other
+    if optimizers.is_ours(engine):
+        with messages.traceback_once():
+            sequence_parallel.add_groups(engine, engine._ds_ext_mpu)
     owners.check_finished(model.parameters())
     with explained():
         original(engine, model)
@@ -130,28 +123,28 @@ def _configure_optimizer(
     original: Method, engine: DeepSpeedEngine, client: Any, *args: Any, **kwargs: Any
 ) -> None:
     try:
-        with tracebacks.shown_once(), explained():  # ZeRO-3 cuts the model here, on all ranks
-            callers.refuse_dropped(client)
+        with messages.traceback_once(), explained():  # ZeRO-3 partitions the model here
+            trainer_checks.refuse_dropped(client)
             if isinstance(client, RuleOptimizer):
-                pipeline.keep_groups(engine, client)
+                pipeline.stash_groups(engine, client)
             else:
                 override.refuse_object(client)
             original(engine, client, *args, **kwargs)
     except Exception:
-        leftovers.leave(engine)  # or the model could not be used any more
+        hook_cleanup.remove_hooks(engine)  # so that the model can be used again
         raise
 
 
 @replaces(DeepSpeedEngine)
 def _configure_basic_optimizer(original: Method, engine: DeepSpeedEngine, params: list[Any]) -> Any:
-    names.tell_whose(engine.optimizer_name())
-    ours = names.ours(engine.optimizer_name())
+    optimizers.log_owner(engine.optimizer_name())
+    ours = optimizers.ours(engine.optimizer_name())
     if ours:
-        callers.refuse_ignored()
+        trainer_checks.refuse_ignored()
     if not ours:
         return original(engine, params)
-    optimizer = build.optimizer_of(engine, params, ours)
-    pipeline.keep_groups(engine, optimizer)
+    optimizer = optimizers.optimizer_of(engine, params, ours)
+    pipeline.stash_groups(engine, optimizer)
     return optimizer
 
 
@@ -161,8 +154,8 @@ def _do_optimizer_sanity_check(
 ) -> Any:
     ours = isinstance(basic_optimizer, RuleOptimizer)
     if ours:
-        pipeline.put_groups_back(basic_optimizer)
-        pipeline.on_all_stages(engine, lambda: refusals.refuse(engine, basic_optimizer))
+        pipeline.restore_groups(basic_optimizer)
+        pipeline.on_all_stages(engine, lambda: validation.validate(engine, basic_optimizer))
     wrapper = ZERO_OPTIMIZATION if ours else original(engine, basic_optimizer)
     owners.take_over(p for p in engine.module.parameters() if p.requires_grad)
     return wrapper
@@ -176,7 +169,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
 
 @replaces(DeepSpeedEngine)
 def zero_force_ds_cpu_optimizer(original: Method, engine: DeepSpeedEngine) -> Any:
-    """Lets DeepSpeed offload the state of an optimizer object of ours, not of its own alone."""
+    """Lets DeepSpeed accept offload with an optimizer object of ours, not only with its own."""
     return not isinstance(engine.client_optimizer, RuleOptimizer) and original(engine)
 
 
@@ -193,7 +186,7 @@ if hasattr(DeepSpeedEngine, "_configure_expert_parallel"):  # DeepSpeed 0.18 has
 
 @replaces(DeepSpeedEngine)
 def _scheduler_from_config(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
-    # DeepSpeed's schedulers look inside its optimizers for torch's, torch's own do not.
+    # DeepSpeed's schedulers unwrap its optimizers; torch's schedulers do not.
     ours = isinstance(optimizer, ZeroAdapter)
     return original(engine, optimizer.optimizer if ours else optimizer)
 
@@ -202,8 +195,8 @@ def _scheduler_from_config(original: Method, engine: DeepSpeedEngine, optimizer:
 def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
     original(engine)
     if isinstance(engine.optimizer, ZeroAdapter):
-        refusals.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
-        engine.optimizer.tell()
+        schedulers.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
+        engine.optimizer.log_start()
 
 
 @replaces(DeepSpeedEngine)
@@ -211,16 +204,16 @@ def _take_model_step(
     original: Method, engine: DeepSpeedEngine, lr_kwargs: dict[str, Any] | None
 ) -> None:
     if isinstance(engine.optimizer, ZeroAdapter) and engine.lr_scheduler is not None:
-        refusals.check_metrics(engine.lr_scheduler, lr_kwargs or {})
+        schedulers.check_metrics(engine.lr_scheduler, lr_kwargs or {})
     original(engine, lr_kwargs)
 
 
-# Gradients that are not in ``.grad``, checkpoints, compiling, and connections that are lost.
+# Gradients, checkpoints, compiling, and lost connections.
 
 
 @replaces(DeepSpeedEngine)
 def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
-    """Drops gradients that wait in buckets, or are kept, too."""
+    """Also drops gradients that wait in buckets or are kept."""
     original(engine)
     if isinstance(engine.optimizer, ZeroAdapter):
         engine.optimizer.zero_grad()
@@ -228,9 +221,9 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
 
 @replaces(DeepSpeedEngine)
 def get_global_grad_norm(original: Method, engine: DeepSpeedEngine) -> Any:
-    """Sees whom the norm is for."""
+    """Warns if accelerate asks for the norm to clip gradients by another value."""
     if isinstance(engine.optimizer, ZeroAdapter):
-        callers.tell_unclipped(engine.optimizer.fused.how.max_norm)
+        trainer_checks.warn_unclipped(engine.optimizer.fused.how.max_norm)
     return original(engine)
 
 
@@ -238,23 +231,23 @@ if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):  # DeepSpeed 0.18 has no
 
     @replaces(DeepSpeedEngine)
     def coalesce_grad_reduction(original: Method, engine: DeepSpeedEngine) -> Any:
-        """Refuses what would keep whole gradients on each rank."""
+        """Refuses to keep full gradients on each rank."""
         if isinstance(engine.optimizer, ZeroAdapter):
-            raise RuntimeError(absent.COALESCE)
+            raise RuntimeError(unsupported_api.COALESCE)
         return original(engine)
 
 
 @replaces(DeepSpeedEngine)
 def clip_fp32_gradients(original: Method, engine: DeepSpeedEngine) -> None:
-    """Refuses to clip gradients that are used."""
+    """Refuses to clip gradients that were already used."""
     if isinstance(engine.optimizer, ZeroAdapter):
-        raise RuntimeError(absent.CLIP)
+        raise RuntimeError(unsupported_api.CLIP)
     original(engine)
 
 
 @replaces(DeepSpeedEngine)
 def backward(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-    """Refuses the learning rate that HF Trainer and LOMO's own scripts hand to backward."""
+    """Refuses the learning rate that HF Trainer and LOMO's own scripts pass to backward."""
     if isinstance(engine.optimizer, ZeroAdapter) and "learning_rate" in kwargs:
         raise TypeError(
             "engine.backward() takes no learning_rate: parameters are stepped by that of their "
@@ -266,15 +259,15 @@ def backward(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: An
 
 @replaces(DeepSpeedEngine)
 def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
-    """Refuses a measuring pass where DeepSpeed's own optimizer would take it for one of a step."""
-    if sparing.measured() is not None and not isinstance(engine.optimizer, ZeroAdapter):
-        raise RuntimeError(absent.MEASURED_BESIDE)
+    """Refuses a measuring pass through an engine of DeepSpeed, which would count it as a step."""
+    if foreign_grads.measured() is not None and not isinstance(engine.optimizer, ZeroAdapter):
+        raise RuntimeError(unsupported_api.MEASURED_BESIDE)
     original(engine)
 
 
 @replaces(DeepSpeedEngine)
 def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-    """Saves a checkpoint that is complete, or is not there."""
+    """Saves a complete checkpoint, or none."""
     if not isinstance(engine.optimizer, ZeroAdapter):
         return original(engine, *args, **kwargs)
     return save_load.save_checkpoint(original, engine, *args, **kwargs)
@@ -282,21 +275,21 @@ def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwa
 
 @replaces(DeepSpeedEngine)
 def is_first_weights_partition_group(original: Method, engine: DeepSpeedEngine) -> Any:
-    """Tells DeepSpeed whether this rank writes weights that ZeRO-3 cuts: those of one copy do."""
+    """Returns whether this rank writes ZeRO-3 partitions. Only the ranks of one replica do."""
     ours = isinstance(engine.optimizer, ZeroAdapter)
     return original(engine) and not (ours and engine.optimizer.layout.is_further_copy)
 
 
 @replaces(DeepSpeedEngine)
 def load_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-    """Loads a checkpoint of any number of ranks and any ZeRO stage."""
+    """Loads a checkpoint that was saved with any number of ranks and any ZeRO stage."""
     ours = isinstance(engine.optimizer, ZeroAdapter)
     return (save_load.load_checkpoint if ours else original)(engine, *args, **kwargs)
 
 
 @replaces(PipelineEngine, "__init__")
 def make_pipeline(original: Method, engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
-    """Keeps the engine from averaging gradients, which are averaged inside backward."""
+    """Stops the engine from averaging gradients, because they are averaged inside backward."""
     original(engine, *args, **kwargs)
     if isinstance(engine.optimizer, ZeroAdapter):
         engine.pipeline_enable_backward_allreduce = False
@@ -307,7 +300,7 @@ def make_pipeline(original: Method, engine: PipelineEngine, *args: Any, **kwargs
 def _explained(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(engine.optimizer, ZeroAdapter):
         return original(engine, *args, **kwargs)
-    engine.optimizer.moved.check()
+    engine.optimizer.offloaded.check()
     with explained():
         return original(engine, *args, **kwargs)
 
@@ -318,7 +311,7 @@ def compile(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any
     given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     if isinstance(engine.optimizer, ZeroAdapter) and given.get("compiled_autograd_enabled"):
         raise ValueError(
-            "engine.compile(compiled_autograd_enabled=True) replaces the backward pass, in the "
-            "hooks of which ds_ext steps: leave it out; the forward pass may be compiled."
+            "engine.compile(compiled_autograd_enabled=True) replaces the backward pass, and "
+            "ds_ext steps in its hooks: leave it out. The forward pass may be compiled."
         )
     original(engine, *args, **kwargs)

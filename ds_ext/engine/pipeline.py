@@ -1,9 +1,9 @@
-"""DeepSpeed's PipelineModule: what a stage, which has some of the layers, knows of the others.
+"""DeepSpeed's PipelineModule: names, param groups and layout of a stage with some of the layers.
 
-Layers are named by their number among all layers, so that names do not depend on the stages. All
-parameters of a ``TiedLayerSpec`` are one on all stages that have it, as they are in one process;
-DeepSpeed ties those alone that ``tied_weight_attr`` names. Param groups are made of the whole
-model: parameters of other stages have stand-ins without memory.
+A layer is named by its number in the whole model, so names do not depend on the stages. All
+parameters of a ``TiedLayerSpec`` are shared by the stages that have it, as in one process.
+DeepSpeed ties only those that ``tied_weight_attr`` names. Param groups are made for the whole
+model, with empty stand-ins for the parameters of other stages.
 """
 
 import functools
@@ -18,18 +18,18 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_ext.checkpoint.names import plain
+from ds_ext.checkpoint.pieces import plain_name
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Weight
+from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Group, Placement, size_of
-from ds_ext.distributed.stages import Stage, Tie
-from ds_ext.engine import copies, versions
+from ds_ext.engine import replica_groups, versions
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.param_groups import ParamGroup
 
 T = TypeVar("T")
-_TIED = "tied_modules."  # what names of tied parameters begin with
+_TIED = "tied_modules."  # the prefix of tied parameters
 
 
 def is_pipeline(engine: DeepSpeedEngine) -> bool:
@@ -41,12 +41,12 @@ def refuse(engine: DeepSpeedEngine) -> None:
     """Checks that ds_ext can train an engine's PipelineModule.
 
     Raises:
-        ValueError: naming what excludes it.
+        ValueError: naming the setting that excludes it.
     """
     versions.refuse_old_pipelines()
     if any(kind.__name__ == "DualPipeVModule" for kind in type(engine.module).__mro__):
         raise ValueError(
-            "ds_ext does not support DualPipeVModule, two stages of which lie on each rank: use "
+            "ds_ext does not support DualPipeVModule, which puts two stages on each rank: use "
             "PipelineModule."
         )
     stage = int(engine.zero_optimization_stage())
@@ -55,7 +55,7 @@ def refuse(engine: DeepSpeedEngine) -> None:
             f"zero_optimization.stage = {stage}: DeepSpeed's PipelineModule takes stage 0 or 1."
         )
     others = {
-        copies.KEY: bool(copies.shard_size(engine.config)),
+        replica_groups.KEY: bool(replica_groups.shard_size(engine.config)),
         'a "model" axis of its topology': engine.module.topology().get_dim("model") > 1,
         "tensor_parallel.autotp_size": engine.autotp_size() > 1,
         "sequence_parallel_size": engine.sequence_parallel_size > 1,
@@ -65,20 +65,23 @@ def refuse(engine: DeepSpeedEngine) -> None:
         raise ValueError(f"ds_ext does not support PipelineModule with {asked[0]} yet: remove it.")
 
 
-def keeps(engine: DeepSpeedEngine) -> str:
-    """Returns what needs gradients to be kept until the step, by name; "" if nothing does."""
+def gradients_kept_for(engine: DeepSpeedEngine) -> str:
+    """Returns "PipelineModule" if it needs gradients to be kept until the step, else ""."""
     return "PipelineModule" if is_pipeline(engine) else ""
 
 
 def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
-    """Returns what ``action`` returns. All ranks of a pipeline call it.
+    """Runs an action that may fail on one stage only. All ranks of a pipeline call it.
 
     Args:
-        engine: of any model.
-        action: what may fail on one stage alone. It has no collectives.
+        engine: an engine of any model.
+        action: the action, without collectives.
+
+    Returns:
+        The result of the action.
 
     Raises:
-        ValueError: on the ranks of all stages, if it fails on one.
+        ValueError: on the ranks of all stages, if the action fails on one.
     """
     return consensus.together(action, ValueError) if is_pipeline(engine) else action()
 
@@ -86,8 +89,8 @@ def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
 # Param groups.
 
 
-class Told(NamedTuple):
-    """What a stage tells of one of its parameters."""
+class ParameterInfo(NamedTuple):
+    """The properties of a parameter that its stage sends to all stages."""
 
     name: str
     is_trained: bool
@@ -97,73 +100,74 @@ class Told(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WholeModel(ModelView):
-    """The parameters of all stages: this one's own, and stand-ins for the others'."""
+class PipelineModelView(ModelView):
+    """The parameters of all stages. Those of other stages are stand-ins."""
 
-    told: Mapping[Tensor, Told] = field(default_factory=dict)
+    info: Mapping[Tensor, ParameterInfo] = field(default_factory=dict)
 
     @property
     def names(self) -> dict[Tensor, str]:
         """The name of each parameter."""
-        return {p: told.name for p, told in self.told.items()}
+        return {p: info.name for p, info in self.info.items()}
 
     @functools.cached_property
     def owners(self) -> dict[Tensor, tuple[str, nn.Module]]:
-        """The name of each parameter; for a module of another stage stands the model."""
+        """The name and module of each parameter. On other stages the module is the model."""
         return {p: (name, self.module) for p, name in self.names.items()}
 
     def dims(self, param: Tensor) -> int:
-        """The dimensions of a parameter, of one expert where it stacks them."""
-        return self.told[param].dims
+        """The number of dimensions of a parameter, or of one expert in a stack."""
+        return self.info[param].dims
 
     def decays(self, param: Tensor) -> bool:
-        """Whether weight decay is for a parameter."""
-        return self.told[param].decays
+        """Whether weight decay applies to a parameter."""
+        return self.info[param].decays
 
     def role(self, param: Tensor) -> str:
-        """What a parameter is: see ``ModelView``."""
-        return self.told[param].role
+        """The role of a parameter: see ``ModelView``."""
+        return self.info[param].role
 
 
-def whole_model(own: ModelView) -> WholeModel:
-    """Returns the view of a model of which this rank has a stage. All ranks call it.
+def whole_model(own: ModelView) -> PipelineModelView:
+    """Returns the view of the whole model. All ranks call it.
 
     Args:
-        own: the view of the stage.
+        own: the view of this rank's stage.
     """
     params = {name: p for p, (name, _) in own.owners.items()}
     mine = [
-        Told(name, p.requires_grad, own.dims(p), own.decays(p), own.role(p))
+        ParameterInfo(name, p.requires_grad, own.dims(p), own.decays(p), own.role(p))
         for name, p in params.items()
     ]
-    found = {told.name: told for of_rank in consensus.gathered(mine) for told in of_rank}
-    told_of: dict[Tensor, Told] = {}
+    found = {info.name: info for of_rank in consensus.gathered(mine) for info in of_rank}
+    info_of: dict[Tensor, ParameterInfo] = {}
     for name in in_order([list(found)]):
         param = params.get(name)
         if param is None:
             absent = torch.empty(0, dtype=torch.float32, device="meta")
             param = nn.Parameter(absent, found[name].is_trained)
-        told_of[param] = found[name]
-    return WholeModel(own.module, own.linears, own.embeddings, own.shape, told_of)
+        info_of[param] = found[name]
+    return PipelineModelView(own.module, own.linears, own.embeddings, own.shape, info_of)
 
 
 def in_order(names: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the names that stages have, each once, as one stage would have them: tied first."""
+    """Returns the names of all stages, each once, in the order of a single stage: tied first."""
     found = dict.fromkeys(name for some in names for name in some)
     return sorted(found, key=lambda name: not name.startswith(_TIED))
 
 
-def whole_params(model: WholeModel, params: Sequence[Any]) -> list[Any]:
-    """Returns what is to be stepped on any stage. All ranks call it.
+def whole_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
+    """Returns the parameters, or groups of them, of all stages. All ranks call it.
 
     Args:
-        model: of all stages.
-        params: parameters of this one, or groups of them, alike on all stages but for these.
+        model: the view of the whole model.
+        params: the parameters of this stage, or groups of them. Groups may differ between stages
+            only in their parameters.
 
     Raises:
         ValueError: the stages have different groups.
     """
-    by_name = {told.name: p for p, told in model.told.items()}
+    by_name = {info.name: p for p, info in model.info.items()}
     groups = [x for x in params if isinstance(x, dict)]
     others = [x for x in params if not isinstance(x, dict)]
     keys = [_keys(group) for group in groups]
@@ -180,7 +184,7 @@ def whole_params(model: WholeModel, params: Sequence[Any]) -> list[Any]:
 
 
 def _keys(group: ParamGroup) -> dict[str, Any]:
-    """What a group has beside its parameters, in the same order on all ranks."""
+    """The keys and values of a group except its parameters, in an order equal on all ranks."""
     return {key: group[key] for key in sorted(group.keys() - {"params"})}
 
 
@@ -204,18 +208,18 @@ def _merged(
 
 
 def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
-    """Returns groups of a whole model with the parameters of this stage, of which may be none."""
+    """Returns the groups with only the parameters of this stage. A group may be empty."""
     return [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in groups]
 
 
-def keep_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Notes groups of which this stage may have no parameters: DeepSpeed takes them out."""
+def stash_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
+    """Saves the groups of this stage, because DeepSpeed removes empty ones."""
     if is_pipeline(engine):
         _groups[optimizer] = list(optimizer.param_groups)
 
 
-def put_groups_back(optimizer: RuleOptimizer) -> None:
-    """Makes the groups those that ``keep_groups`` has noted, if it has noted any."""
+def restore_groups(optimizer: RuleOptimizer) -> None:
+    """Restores the groups that ``stash_groups`` has saved, if any."""
     if optimizer in _groups:
         optimizer.param_groups[:] = _groups.pop(optimizer)
 
@@ -224,7 +228,7 @@ _groups: WeakKeyDictionary[RuleOptimizer, list[ParamGroup]] = WeakKeyDictionary(
 
 
 def number(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Gives parameters the numbers that they would have on one stage. All ranks call it.
+    """Numbers parameters as in a pipeline of one stage. All ranks call it.
 
     Raises:
         ValueError: the stages have different param groups.
@@ -233,10 +237,10 @@ def number(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
 
 
 def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Takes up edits of ``param_groups`` since the last step. All ranks of any model call it.
+    """Applies edits of ``param_groups`` since the last step. All ranks of any model call it.
 
     Raises:
-        ValueError: on all ranks; a new parameter cannot be stepped, or the stages of a pipeline
+        ValueError: on all ranks, if a new parameter cannot be stepped or the stages of a pipeline
             have different numbers of groups.
     """
     consensus.together(optimizer.follow_groups, ValueError)
@@ -245,8 +249,8 @@ def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
 
 
 def _number(engine: DeepSpeedEngine, optimizer: RuleOptimizer, keys: list[dict[str, Any]]) -> None:
-    """The same, with the keys that the groups must have alike on all stages."""
-    names = {p: plain(name) for p, name in engine.param_names.items()}
+    """The same. ``keys`` of the groups must be equal on all stages."""
+    names = {p: plain_name(name) for p, name in engine.param_names.items()}
     merged = _merged(keys, [group["params"] for group in optimizer.param_groups], names)
     if merged is None:
         raise ValueError(
@@ -256,15 +260,15 @@ def _number(engine: DeepSpeedEngine, optimizer: RuleOptimizer, keys: list[dict[s
     optimizer.number_among(names, merged)
 
 
-# Where parameters lie.
+# The layout.
 
 
-def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> Stage:
+def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> PipelineLayout:
     """Returns the layout of this rank's stage.
 
     Args:
-        engine: of a PipelineModule.
-        kind: how parameters are spread over the ranks of a stage.
+        engine: an engine of a PipelineModule.
+        kind: makes the placement of parameters from the ranks of a stage.
     """
     group: Group = engine.seq_data_parallel_group
     names: Mapping[Tensor, str] = engine.param_names
@@ -277,7 +281,7 @@ def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> St
         made.num_replicas *= stages
         return made
 
-    return Stage(
+    return PipelineLayout(
         group,
         names,
         lambda param: placement(stages_of.get(param, 1)),
@@ -288,7 +292,7 @@ def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> St
 
 
 def _ties(module: PipelineModule) -> list[Tie]:
-    """The tied layers that other stages have too, in the same order on all ranks."""
+    """The tied layers that are also on other stages, in the same order on all ranks."""
     return [
         Tie(own["group"], list(own["module"].parameters()))
         for own in module.tied_comms.values()
@@ -297,22 +301,23 @@ def _ties(module: PipelineModule) -> list[Tie]:
 
 
 def _weights(names: Mapping[Tensor, str], stage: int) -> list[Weight]:
-    """The parameters of all stages, of which this rank's has some.
+    """The parameters of all stages.
 
-    Raises ValueError on all ranks if stages have one that is not tied, or differ in a tied one.
+    Raises ValueError on all ranks if an untied parameter is on several stages, or stages differ in
+    a tied one.
     """
     own = [(Weight(name, p.numel(), p.dtype), p.requires_grad) for p, name in names.items()]
     found: dict[str, tuple[int, tuple[Weight, bool]]] = {}
     everyone = consensus.gathered((stage, own))
-    for there, told in ((there, told) for there, of_rank in everyone for told in of_rank):
-        name = told[0].name
-        first, known = found.setdefault(name, (there, told))
+    for there, info in ((there, info) for there, of_rank in everyone for info in of_rank):
+        name = info[0].name
+        first, known = found.setdefault(name, (there, info))
         if first != there and not name.startswith(_TIED):
             raise ValueError(
                 f"{name} is on several stages and not tied: put it into a layer, or a "
                 "TiedLayerSpec."
             )
-        if known != told:
+        if known != info:
             raise ValueError(
                 f"{name} is tied, and its stages differ in its size, dtype or requires_grad: make "
                 "them alike."
@@ -324,9 +329,9 @@ def _weights(names: Mapping[Tensor, str], stage: int) -> list[Weight]:
 
 
 def layer_names(engine: DeepSpeedEngine) -> dict[int, str]:
-    """Returns what names of a layer's parameters begin with, by its number, of all layers.
+    """Returns the prefix of parameter names for each layer number.
 
-    Nothing for a model that is no PipelineModule.
+    It is empty if the model is no PipelineModule.
     """
     specs = enumerate(engine.module._layer_specs if is_pipeline(engine) else ())
     return {

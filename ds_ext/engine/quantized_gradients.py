@@ -1,7 +1,7 @@
-"""ZeRO++'s quantized gradients (qgZ): those of matrices are summed over hosts in 4 bits.
+"""ZeRO++'s quantized gradients (qgZ): gradients of matrices are summed over hosts in 4 bits.
 
-DeepSpeed's own needs CUDA kernels, reads gradients as fp16 whatever they are, and leaves sizes that
-do not divide to a plain reduce-scatter. Here it is made of torch's operations (four_bits.py).
+DeepSpeed's implementation needs CUDA kernels, reads gradients of any dtype as fp16, and uses a
+plain reduce-scatter for sizes that do not divide. This one uses torch operations (four_bits.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ds_ext.distributed.four_bits import SIZE, FourBits
 from ds_ext.distributed.placement import Group, Placement, size_of
-from ds_ext.engine import hosts
-from ds_ext.engine.log import log
+from ds_ext.engine import settings
+from ds_ext.engine.messages import log
 from ds_ext.engine.parameters import deepspeed_parameter
-from ds_ext.engine.zero3 import Partitioned
+from ds_ext.engine.zero3 import Zero3Placement
 
 KEY = "zero_optimization.zero_quantized_gradients"
 # Measured by tests/unit/test_four_bits.py.
@@ -24,13 +24,13 @@ WHAT_IT_COSTS = (
 )
 
 
-class InFourBits(Partitioned):
-    """Parameters of which a rank holds its run alone, and whose gradients are summed in 4 bits.
+class FourBitPlacement(Zero3Placement):
+    """The placement of ZeRO-3 parameters whose gradients are summed in 4 bits.
 
     Args:
         group: the ranks.
         grad_divisor: see ``Placement``.
-        host_size: ranks of a host.
+        host_size: the number of ranks on a host.
     """
 
     def __init__(self, group: Group, grad_divisor: int, host_size: int) -> None:
@@ -39,7 +39,7 @@ class InFourBits(Partitioned):
 
     @property
     def groups(self) -> set[Group]:
-        """The groups that its collectives run over."""
+        """The groups of its collectives."""
         return super().groups | {self.four_bits.inside, self.four_bits.across}
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
@@ -52,30 +52,30 @@ class InFourBits(Partitioned):
 def placements(
     group: Group, grad_divisor: int, names: Mapping[Tensor, str]
 ) -> Callable[[Tensor], Placement]:
-    """Returns what gives a parameter's placement, where gradients are to be quantized.
+    """Returns a function from a parameter to its placement, with quantized gradients.
 
     Args:
-        group: the ranks of data parallelism, those of a host next to one another.
+        group: the data-parallel ranks; those of a host are consecutive.
         grad_divisor: see ``Placement``.
-        names: of all parameters.
+        names: the names of all parameters.
 
     Raises:
-        ValueError: where ranks of a host are not known, or do not divide all.
+        ValueError: the number of ranks of a host is unknown, or does not divide all ranks.
     """
     exact, size, ranks = (
-        Partitioned(group, grad_divisor),
-        hosts.num_ranks(KEY, True),
+        Zero3Placement(group, grad_divisor),
+        settings.ranks_per_host(KEY, True),
         size_of(group),
     )
     if ranks <= size:
-        log(f"{KEY}: gradients are summed as they are, for all {ranks} ranks are of one host")
+        log(f"{KEY}: gradients are summed exactly, because all {ranks} ranks are on one host")
         return lambda param: exact
     if size == 1 or ranks % size:
         raise ValueError(
             f"{KEY} = True sums inside hosts and then across them, but this one has {size} of the "
             f"{ranks} ranks: start the same number, 2 or more, on each host, or remove it."
         )
-    rounded = InFourBits(group, grad_divisor, size)
+    rounded = FourBitPlacement(group, grad_divisor, size)
     matrices = {p for p in names if _is_rounded(p, ranks)}
     log(
         f"{KEY}: gradients of {len(matrices)} of {len(names)} parameters are summed in 4 bits, "
@@ -85,6 +85,6 @@ def placements(
 
 
 def _is_rounded(param: Tensor, ranks: int) -> bool:
-    """Not vectors, as in DeepSpeed, and not what is less than a scale's elements for each rank."""
+    """Whether a gradient is quantized. Vectors and small matrices are not, as in DeepSpeed."""
     shape = deepspeed_parameter(param).ds_shape
     return len(shape) > 1 and shape.numel() >= SIZE * ranks

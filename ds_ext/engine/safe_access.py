@@ -1,8 +1,8 @@
-"""What ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` read and write under an engine of ours.
+"""Implements ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` for our optimizers.
 
-These functions look for methods and attributes that DeepSpeed's own ZeRO optimizers put on
-parameters; ``give`` puts there what leads to a parameter's run, its kept gradient and its state.
-The ``full`` ones are collectives: all ranks call them for the same parameters in the same order.
+These functions call methods and attributes that DeepSpeed's ZeRO optimizers set on parameters.
+``attach`` sets attributes that read and write a parameter's run, kept gradient and state. The
+``full`` functions are collectives: all ranks call them for the same parameters in the same order.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 from ds_ext.backward.gradients import FusedBackward
-from ds_ext.engine.state_access import StateAccess
-from ds_ext.engine.wholes import Wholes
-from ds_ext.engine.zero3 import Partitioned
+from ds_ext.engine.full_tensors import FullTensors, StateAccess
+from ds_ext.engine.zero3 import Zero3Placement
 
 
 class _Method:
-    """A method of ``access`` as an attribute of one parameter, with which it is not saved."""
+    """A method of ``access`` bound to a parameter. Pickles of the parameter do not contain it."""
 
     def __init__(self, access: "Access", name: str, param: Tensor, place: int) -> None:
         self.access = access
         self.method = getattr(access, name)
         self.param = param
-        self.place = place  # of the parameter among the method's arguments
+        self.place = place  # the position of the parameter in the arguments
 
     def __call__(self, *args: Any) -> Any:
         return self.method(*args[: self.place], self.param, *args[self.place :])
@@ -34,72 +33,72 @@ class _Method:
 
 
 class Access:
-    """Values, gradients and states of an engine's parameters, whole or this rank's part.
+    """Reads and writes values, gradients and states of parameters, full or this rank's part.
 
-    Methods have the names, and those for ZeRO-3 the order of arguments, by which DeepSpeed calls
-    them. Values are in fp32, or fp64 where the parameter is. ``optim_state_key`` names a state, as
-    in ``StateAccess``, which says what it raises; without one it is the weight that is meant.
-    Every getter returns None for a frozen parameter, as DeepSpeed's do.
+    DeepSpeed defines the names of the methods, and the argument order of those for ZeRO-3. Values
+    are in fp32, or fp64 for fp64 parameters. ``optim_state_key`` names a state; see ``StateAccess``
+    for its errors. Without it a method reads or writes the weight. Every getter returns None for a
+    frozen parameter, as in DeepSpeed.
     """
 
     def __init__(self, fused: FusedBackward) -> None:
         self.fused = fused
         self.layout = fused.layout
         self.optimizer = fused.optimizer
-        self.wholes = Wholes(fused.layout)
+        self.full_tensors = FullTensors(fused.layout)
         self.states = StateAccess(fused.layout, fused.optimizer)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # it is not saved with a parameter
+        return type(None), ()  # pickles of parameters do not contain it
 
     # Weights and states.
 
     def get_full_hp_param(self, param: Tensor, optim_state_key: str | None = None) -> Tensor | None:
-        """Returns the whole weight or state; no state of a parameter that no optimizer has."""
+        """Returns the full weight or state; None if no optimizer has the parameter."""
         if not param.requires_grad:
             return None
         if optim_state_key is not None:
             return self.states.full(param, optim_state_key)
-        return self.wholes.gather(param, self._weights(param))
+        return self.full_tensors.gather(param, self._weights(param))
 
     def set_full_hp_param(
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Makes ``value`` the weight or state; a weight counts from the next forward pass on.
+        """Sets the weight or state. The next forward pass uses a new weight.
 
         Raises:
-            ValueError: for a value of another size.
+            ValueError: the value has another size.
         """
         if optim_state_key is not None:
             self.states.set_full(param, optim_state_key, value)
         else:
-            self._set_weights(param, self.wholes.cut(param, value))
+            self._set_weights(param, self.full_tensors.cut(param, value))
 
     def get_local_fp32_param(
         self, param: Tensor, optim_state_key: str | None = None
     ) -> Tensor | None:
-        """Returns this rank's partition of the weight or its state, as padded as DeepSpeed's."""
+        """Returns this rank's partition of the weight or state, padded as in DeepSpeed."""
         if not param.requires_grad:
             return None
         if optim_state_key is not None:
             return self.states.local(param, optim_state_key)
-        return self.wholes.pad(param, self._weights(param))
+        return self.full_tensors.pad(param, self._weights(param))
 
     def set_local_hp_param(
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Makes ``value`` this rank's partition of the weight or state. All ranks call it together.
+        """Sets this rank's partition of the weight or state. All ranks call it together.
 
         Raises:
-            ValueError: for a value of another size.
+            ValueError: the value has another size.
         """
         if optim_state_key is not None:
             self.states.set_local(param, optim_state_key, value)
         else:
-            self._set_weights(param, self.wholes.unpad(param, value))
+            self._set_weights(param, self.full_tensors.unpad(param, value))
 
     def _weights(self, param: Tensor) -> Tensor:
-        """This rank's run of the weight, on the device: [len(shard)] of its own memory."""
+        """A copy of this rank's run of the weight, [len(shard)], on the device."""
         run, shard = self.layout.run(param), self.layout.shard(param)
         values = self.optimizer.weights(param, run, shard)
         return values.to(self.layout.device, _wide(values.dtype), copy=True)
@@ -110,49 +109,49 @@ class Access:
         layout.publish([param])
         layout.end_step()
 
-    # Gradients: the mean over all ranks and micro-batches so far, without the loss scale. All of
-    # these raise RuntimeError where none is kept of any parameter.
+    # Gradients: the mean over all ranks and micro-batches so far, without the loss scale. All
+    # methods raise RuntimeError if no gradients are kept.
 
     def get_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
-        """Returns the whole mean gradient; None if the parameter has none."""
+        """Returns the full mean gradient; None if the parameter has none."""
         run = self._gradient(param)
-        return None if run is None else self.wholes.gather(param, run)
+        return None if run is None else self.full_tensors.gather(param, run)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Tensor) -> None:
-        """Makes ``value`` the gradient that ``engine.step()`` will use.
+        """Sets the gradient that ``engine.step()`` will use.
 
         Raises:
-            RuntimeError: if the parameter got no gradient in this step.
-            ValueError: for a value of another size.
+            RuntimeError: the parameter got no gradient in this step.
+            ValueError: the value has another size.
         """
-        self._set_gradient(param, self.wholes.cut(param, value))
+        self._set_gradient(param, self.full_tensors.cut(param, value))
 
     def get_local_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
         """Returns this rank's partition of the mean gradient; None if there is none."""
         run = self._gradient(param)
-        return None if run is None else self.wholes.pad(param, run)
+        return None if run is None else self.full_tensors.pad(param, run)
 
     def set_local_grad_for_param(self, value: Tensor, param: Tensor) -> None:
-        """Makes ``value`` this rank's partition of the gradient that ``engine.step()`` will use.
+        """Sets this rank's partition of the gradient that ``engine.step()`` will use.
 
         Raises:
-            RuntimeError: if the parameter got no gradient in this step.
-            ValueError: for a value of another size.
+            RuntimeError: the parameter got no gradient in this step.
+            ValueError: the value has another size.
         """
-        self._set_gradient(param, self.wholes.unpad(param, value))
+        self._set_gradient(param, self.full_tensors.unpad(param, value))
 
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, Tensor], Tensor], params: list[Tensor]
     ) -> None:
-        """Puts ``update(gradient, param)`` in the place of the gradients of ``params``."""
+        """Replaces the gradient of each parameter by ``update(gradient, param)``."""
         for param in params:
             gradient = self.get_fp32_grad_for_param(param)
             if gradient is not None:
                 self.set_fp32_grad_for_param(update(gradient, param), param)
 
     def _check_gradients(self, param: Tensor) -> bool:
-        """Whether a parameter has a gradient. RuntimeError where none is kept of any."""
-        kept = self.fused.tally.kept
+        """Whether a parameter has a gradient. RuntimeError if no gradients are kept."""
+        kept = self.fused.state.kept
         if not kept and param in self.optimizer.group_of and param.requires_grad:
             raise RuntimeError(
                 f"there is no gradient of {self.layout.name(param)}: "
@@ -168,14 +167,14 @@ class Access:
         return param in kept
 
     def _factor(self, param: Tensor) -> float:
-        """What makes a kept gradient the mean gradient of the loss."""
-        return self.fused.unscale(self.layout.of[param])
+        """The factor from a kept gradient to the mean gradient of the loss."""
+        return self.fused.reader.unscale(self.layout.of[param])
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         """This rank's run of the mean gradient; None if the parameter has none."""
         if not param.requires_grad or not self._check_gradients(param):
             return None
-        g = self.fused.tally.kept[param].g[: len(self.layout.shard(param))]
+        g = self.fused.state.kept[param].g[: len(self.layout.shard(param))]
         return g.to(_wide(g.dtype)) * self._factor(param)
 
     def _set_gradient(self, param: Tensor, run: Tensor) -> None:
@@ -186,12 +185,12 @@ class Access:
         self.fused.replace_kept(param, run.to(self.layout.device) / self._factor(param))
 
 
-def give(fused: FusedBackward) -> None:
-    """Puts on an engine's parameters what ``deepspeed.utils.safe_*`` look for."""
+def attach(fused: FusedBackward) -> None:
+    """Sets the attributes that ``deepspeed.utils.safe_*`` use on an engine's parameters."""
     access = Access(fused)
     for param, placement in fused.layout.of.items():
         found: dict[str, object] = {"_z3_optimizer": access}
-        if not isinstance(placement, Partitioned):
+        if not isinstance(placement, Zero3Placement):
             found = {
                 "_hp_mapping": access,
                 "get_full_hp_param": _Method(access, "get_full_hp_param", param, 0),
@@ -203,8 +202,8 @@ def give(fused: FusedBackward) -> None:
             setattr(param, name, value)
 
 
-def take(fused: FusedBackward) -> None:
-    """Takes off what ``give`` has put there, but where another engine has put its own."""
+def detach(fused: FusedBackward) -> None:
+    """Removes the attributes that ``attach`` has set, except those that another engine has set."""
     for param in fused.layout.names:
         for name, value in list(vars(param).items()):
             access = value.access if isinstance(value, _Method) else value
@@ -213,5 +212,5 @@ def take(fused: FusedBackward) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for floating point values of fewer bits; others as they are."""
+    """fp32 for smaller floating point dtypes; any other dtype itself."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

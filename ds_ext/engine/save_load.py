@@ -1,15 +1,15 @@
-"""engine.save_checkpoint and engine.load_checkpoint: a checkpoint is complete, or it is not there.
+"""engine.save_checkpoint and engine.load_checkpoint, which write complete checkpoints or none.
 
-| saving, on all ranks together                 | loading, on all ranks together            |
-|-----------------------------------------------|-------------------------------------------|
-| the folder is named, and made aside           | the folder is found                       |
-| ``Contents.save``, and what DeepSpeed saves   | the manifest is read and files verified   |
-| files are written, and checksums noted        | files are mapped                          |
-| the manifest is written                       | ``Contents.check``                        |
-| the folder is moved into place                | ``Contents.load``, and what DeepSpeed saved|
+| saving, on all ranks together                      | loading, on all ranks together          |
+|----------------------------------------------------|-----------------------------------------|
+| choose the folder, and make a temporary one        | find the folder                         |
+| ``Contents.save``, and the parts of DeepSpeed      | read the manifest and verify the files  |
+| write the files, and compute checksums             | map the files                           |
+| write the manifest                                 | ``Contents.check``                      |
+| move the folder into place                         | ``Contents.load``, and DeepSpeed's parts|
 
-What fails on one rank raises on every rank, in saving before the checkpoint that is there is
-touched, in loading before anything is changed.
+An error on one rank raises on every rank. Saving raises before it changes an older checkpoint, and
+loading raises before it changes the engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +21,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_ext.backward.gradients import FusedBackward
 from ds_ext.checkpoint import checks, folder, swap
 from ds_ext.distributed import consensus
-from ds_ext.engine import checkpoint_files, deepspeed_contents, pipeline
+from ds_ext.engine import checkpoint_contents, checkpoint_files, pipeline
 from ds_ext.engine.checkpoint_contents import Contents
 from ds_ext.engine.checkpoint_files import Files, Opened, Writer
-from ds_ext.engine.log import log, warn
+from ds_ext.engine.messages import log, warn
 from ds_ext.errors import CheckpointError
 
 T = TypeVar("T")
@@ -39,24 +39,24 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Saves a checkpoint by DeepSpeed's own ``save_checkpoint``, whose other arguments it has.
+    """Saves a checkpoint with DeepSpeed's own ``save_checkpoint``, and with its arguments.
 
     Args:
         original: DeepSpeed's method.
-        engine: whose model, optimizer and counts are saved.
+        engine: the engine, with its model, optimizer and counts.
         save_dir: a folder on a file system that all ranks share.
-        tag: the name of a folder in it; by default, of the step.
-        client_state: what ``load_checkpoint`` is to return.
-        save_latest: whether it becomes the one that is loaded without a tag.
-        exclude_frozen_parameters: whether weights that are not trained are left out.
+        tag: the name of a folder in it; by default "global_step" and the step.
+        client_state: a dictionary that ``load_checkpoint`` will return.
+        save_latest: whether ``load_checkpoint`` loads this checkpoint without a tag.
+        exclude_frozen_parameters: whether to leave out frozen weights.
 
     Returns:
         True.
 
     Raises:
         CheckpointError: on every rank, if one could not write.
-        RuntimeError: between ``backward`` and ``step``, if weights have been stepped.
-        ValueError: for a tag that is no name; for tags that differ between ranks, if
+        RuntimeError: between ``backward`` and ``step``, if weights were already updated.
+        ValueError: the tag is no name, or ranks give different tags and
             ``checkpoint.tag_validation`` is "Fail".
     """
     _check_complete(engine.optimizer.fused)
@@ -98,18 +98,18 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Loads a checkpoint that any number of ranks have saved, at any ZeRO stage.
+    """Loads a checkpoint that was saved by any number of ranks, at any ZeRO stage.
 
-    One that was saved with DeepSpeed's own optimizers gives its weights and counts alone.
+    From a checkpoint of DeepSpeed's own optimizers it loads only weights and counts.
 
     Args:
-        engine: whose model, optimizer and counts are set.
-        load_dir: what ``save_dir`` was.
-        tag: which checkpoint; by default the latest.
+        engine: the engine, whose model, optimizer and counts are set.
+        load_dir: the ``save_dir`` of ``save_checkpoint``.
+        tag: the name of the checkpoint; by default the latest.
         load_module_strict: whether the model and the checkpoint must have the same parameters.
-        load_optimizer_states: whether the optimizer is to go on from there, or to start anew.
-        load_lr_scheduler_states: the same of the learning-rate scheduler.
-        load_module_only: whether neither is loaded, nor the counts.
+        load_optimizer_states: whether to load the optimizer's state or to start it from zero.
+        load_lr_scheduler_states: whether to load the learning-rate scheduler.
+        load_module_only: whether to load only weights and buffers.
         custom_load_fn: must be None.
 
     Returns:
@@ -117,9 +117,9 @@ def load_checkpoint(
         was ever saved in ``load_dir``.
 
     Raises:
-        CheckpointError: on every rank, before anything is changed, for one that is damaged or of
-            another model or optimizer.
-        ValueError: for a ``custom_load_fn`` or a tag that is no name.
+        CheckpointError: on every rank, before anything is changed, if the checkpoint is damaged or
+            belongs to another model or optimizer.
+        ValueError: there is a ``custom_load_fn``, or the tag is no name.
     """
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: ds_ext reads weights in pieces; remove custom_load_fn.")
@@ -129,7 +129,7 @@ def load_checkpoint(
     if tag is None:
         log(f"there is no checkpoint in {load_dir}: nothing is loaded")
         return None, None
-    folder.path_of(load_dir, tag)  # raises for what is no tag
+    folder.path_of(load_dir, tag)  # raises if the tag is no name
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
     path = consensus.together(lambda: folder.find(Path(load_dir), tag), CheckpointError)
     contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
@@ -146,11 +146,11 @@ def load_checkpoint(
         consensus.together(
             lambda: _load_counts(engine, opened, load_lr_scheduler_states), CheckpointError
         )
-    return str(path), deepspeed_contents.client_state(opened.model)
+    return str(path), checkpoint_contents.client_state(opened.model)
 
 
 def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], T]) -> T | None:
-    """Does something on the first rank; if it fails there, raises CheckpointError on all ranks."""
+    """Runs an action on the first rank. If it fails, raises CheckpointError on all ranks."""
     is_first = engine.global_rank == 0
     return consensus.together(lambda: action() if is_first else None, CheckpointError)
 
@@ -159,14 +159,14 @@ def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], T]) -> T | None
 
 
 def _check_complete(fused: FusedBackward) -> None:
-    """Raises RuntimeError if weights have been stepped in a step that has not ended."""
-    tally = fused.tally
-    if tally.used_up or (tally.square is not None and not tally.kept):
+    """Raises RuntimeError if a step has updated weights and has not ended."""
+    state = fused.state
+    if state.used_up or (state.square is not None and not state.kept):
         raise RuntimeError("save_checkpoint came after backward and before engine.step().")
 
 
 def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
-    """The folder of a checkpoint that is to be saved, the same on all ranks."""
+    """The folder of the checkpoint to save, equal on all ranks."""
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
     tag = _common(engine, tag)
@@ -176,26 +176,26 @@ def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
 
 
 def _common(engine: DeepSpeedEngine, tag: str | None) -> str | None:
-    """The first rank's tag; ``checkpoint.tag_validation`` says whether others may differ."""
+    """The first rank's tag. ``checkpoint.tag_validation`` decides whether others may differ."""
     tags = consensus.gathered(None if tag is None else str(tag))
     if len(set(tags)) > 1 and engine.checkpoint_tag_validation_enabled():
-        told = ", ".join(map(repr, tags[:4])) + ", …" * (len(tags) > 4)
+        names = ", ".join(map(repr, tags[:4])) + ", …" * (len(tags) > 4)
         if engine.checkpoint_tag_validation_fail():
             raise ValueError(
-                f"the ranks give different tags: {told}. Give all ranks the same tag, or set "
+                f"the ranks give different tags: {names}. Give all ranks the same tag, or set "
                 'checkpoint.tag_validation to "Warn" or "Ignore" to use that of rank 0.'
             )
-        warn(f"the ranks give different tags ({told}): that of rank 0 is used on all of them")
+        warn(f"the ranks give different tags ({names}): that of rank 0 is used on all of them")
     return tags[0]
 
 
 def _relative(aside: Path, save_dir: str) -> str:
-    """The tag by which DeepSpeed writes aside: in ``save_dir``, or beside what a link names."""
+    """The tag with which DeepSpeed writes into the temporary folder ``aside``."""
     return str(aside.relative_to(save_dir) if aside.is_relative_to(save_dir) else aside)
 
 
 def _manifest(engine: DeepSpeedEngine, tag: str, written: Sequence[Files]) -> dict[str, Any]:
-    """What a checkpoint says of itself, of the files that each rank has written."""
+    """The manifest of a checkpoint, from the files that each rank has written."""
     return {
         "ds_ext": folder.VERSION,
         "tag": tag,
@@ -212,7 +212,7 @@ def _manifest(engine: DeepSpeedEngine, tag: str, written: Sequence[Files]) -> di
 
 
 def _latest(load_dir: str) -> str | None:
-    """The tag saved last, the same on all ranks; None if nothing was ever saved."""
+    """The newest tag, equal on all ranks; None if nothing was ever saved."""
     tag = consensus.together(lambda: folder.latest(Path(load_dir)), CheckpointError)
     seen = consensus.gathered(tag)
     if other := [rank for rank, found in enumerate(seen) if found != seen[0]]:
@@ -224,7 +224,7 @@ def _latest(load_dir: str) -> str | None:
 
 
 def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
-    """The manifest, once this rank's share of the files is verified; None if there is none."""
+    """The manifest, after this rank has verified its share of the files; None if there is none."""
     manifest, layout = folder.manifest(path), engine.optimizer.layout
     saved = (manifest or {}).get("tensor_parallel", 1)
     size = max(1, engine.autotp_size())
@@ -241,14 +241,14 @@ def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
 
 
 def _opened(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) -> Opened:
-    """The files, mapped."""
+    """The memory-mapped files."""
     names = {own.name for own in contents.owned.values()}
     layers = pipeline.layer_names(contents.engine)
     return checkpoint_files.open_files(path, manifest, contents.layout.rank, names, layers)
 
 
 def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -> None:
-    """Raises CheckpointError for what does not fit the model or the optimizer."""
+    """Raises CheckpointError if the checkpoint does not fit the model or the optimizer."""
     if with_state:
         contents.check(opened.pieces, strict)
     else:
@@ -256,25 +256,25 @@ def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -
 
 
 def _load(contents: Contents, opened: Opened, with_state: bool, path: Path) -> None:
-    """Puts back weights and buffers, and the optimizer's state or none."""
+    """Loads weights and buffers, and with ``with_state`` the optimizer's state."""
     contents.engine.optimizer.checkpoint_event_prologue()
     if with_state:
         contents.load(opened.pieces)
     else:
         contents.load_without_state(opened.pieces)
         kind = type(contents.optimizer).__name__
-        log(f"{path}: weights are taken, the state of {kind} starts anew")
-    deepspeed_contents.load_buffers(contents.engine.module, opened.model)
+        log(f"{path}: only weights are loaded, the state of {kind} starts from zero")
+    checkpoint_contents.load_buffers(contents.engine.module, opened.model)
 
 
 def _publish(contents: Contents) -> None:
-    """Brings loaded runs to the ranks that hold the whole parameter."""
+    """Sends loaded runs to the ranks that hold the full parameter."""
     layout = contents.layout
     layout.publish(layout.names)
     layout.end_step()
 
 
 def _load_counts(engine: DeepSpeedEngine, opened: Opened, with_scheduler: bool) -> None:
-    """Puts back steps and schedules, within the step whose micro-batches had begun."""
+    """Loads step counts and schedules, also in the middle of a step's micro-batches."""
     done, of = opened.saved[0]["accumulated"]["passes"] if opened.saved else (0, 1)
-    deepspeed_contents.load_counts(engine, opened.model, (done, of), with_scheduler)
+    checkpoint_contents.load_counts(engine, opened.model, (done, of), with_scheduler)

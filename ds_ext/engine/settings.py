@@ -1,16 +1,18 @@
-"""Settings of an engine that have several spellings in its config, or that DeepSpeed derives."""
+"""Settings of an engine that its config does not state directly: spellings, defaults, launchers."""
 
+import os
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
 
-from ds_ext.config.refused import without_auto
+from ds_ext.config.parsing import without_auto
+from ds_ext.distributed import consensus
 
 
 def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Returns an engine's config, with what DeepSpeed derives or spells in more than one way."""
+    """Returns an engine's config, with the values that DeepSpeed derives or spells in two ways."""
     config: dict[str, Any] = without_auto(engine._config._param_dict)
     zero = config.get("zero_optimization", {})
     return config | {
@@ -21,15 +23,41 @@ def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def counts_micro_batches(engine: DeepSpeedEngine) -> bool:
-    """Returns whether the engine itself counts micro-batches; before DeepSpeed 0.19.4 all do."""
-    told = getattr(engine, "managed_gradient_accumulation", None)
-    return told is None or bool(told())
+    """Returns whether the engine counts micro-batches. Before DeepSpeed 0.19.4 all engines do."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return managed is None or bool(managed())
 
 
 def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
-    """Returns DeepSpeed's scaler for fp16 weights; for fp16 autocast, one with torch's settings."""
+    """Returns DeepSpeed's loss scaler; for fp16 autocast, one with torch's default settings."""
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
         return DynamicLossScaler(2.0**16, 2000, 2.0**-24, 1, False, raise_error_at_min_scale=False)
     dtype = torch.float16 if engine.fp16_enabled() else torch.float32
     dynamic, args = engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
     return CreateLossScaler(dtype, engine.loss_scale(), dynamic, args)
+
+
+def ranks_per_host(key: str, value: object) -> int:
+    """Returns the number of ranks on each host. All ranks call it.
+
+    Args:
+        key: the setting that needs the number.
+        value: the value of that setting.
+
+    Raises:
+        ValueError: on all ranks, if the launcher did not set it on one of them, or if hosts have
+            different numbers of ranks.
+    """
+    variables = map(os.environ.get, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
+    sizes = consensus.gathered(next(filter(None, variables), ""))
+    if not all(sizes):
+        raise ValueError(
+            f"{key} = {value!r}: neither LOCAL_WORLD_SIZE nor LOCAL_SIZE, which launchers set and "
+            "which tell the number of ranks of a host, is in the environment: set LOCAL_WORLD_SIZE."
+        )
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"{key} = {value!r} needs the same number of ranks on each host, but "
+            f"LOCAL_WORLD_SIZE is {', '.join(dict.fromkeys(sizes))}: start as many on each."
+        )
+    return int(sizes[0])

@@ -1,8 +1,8 @@
-"""DeepSpeed's tiled functions, which run backward by themselves, a tile of the sequence at a time.
+"""Supports DeepSpeed's tiled functions, which run backward for one tile of the sequence at a time.
 
-Of the weights in them each tile brings a part of the gradient: it is taken when it is whole.
-``TiledFusedLogitsLoss`` has it in forward, where it waits for the backward pass to be multiplied by
-what the loss was multiplied by, which DeepSpeed does with the gradient of its input alone.
+Each tile adds a part of a weight's gradient. ds_ext uses the gradient when all tiles have added
+theirs. ``TiledFusedLogitsLoss`` computes gradients in forward. There they wait for the backward
+pass, which multiplies them by the gradient of the loss. DeepSpeed does that only for its input.
 """
 
 import functools
@@ -18,12 +18,12 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 )
 from torch import Tensor, nn
 
-from ds_ext.backward import owners, sparing
+from ds_ext.backward import foreign_grads, owners
 from ds_ext.backward.gradients import FusedBackward
 
 
-class Waiting(NamedTuple):
-    """The gradient that a loss has of a weight before anybody multiplied that loss."""
+class DeferredGradient(NamedTuple):
+    """A weight's gradient that is not multiplied by the gradient of the loss yet."""
 
     owner: FusedBackward
     param: Tensor
@@ -32,14 +32,14 @@ class Waiting(NamedTuple):
 
 
 def register() -> None:
-    """Makes the functions right where one of our optimizers has the weights."""
+    """Wraps the functions so that they work with our optimizers."""
     for function in (SequenceTiledCompute, TiledMLP):
         _take_when_whole(function)
     _wait_for_backward(TiledFusedLogitsLoss)
 
 
 def _take_when_whole(function: Any) -> None:
-    """For functions that run forward again in backward."""
+    """Wraps a function that runs forward again in backward."""
     forward, backward = function.forward, function.backward
 
     @functools.wraps(forward)
@@ -60,7 +60,7 @@ def _take_when_whole(function: Any) -> None:
 
 
 def _wait_for_backward(function: Any) -> None:
-    """For a loss that runs backward in forward."""
+    """Wraps a loss that runs backward in forward."""
     forward, backward = function.forward, function.backward
 
     @functools.wraps(forward)
@@ -72,7 +72,7 @@ def _wait_for_backward(function: Any) -> None:
         for param, owner in left:
             grad, param.grad = param.grad, None
             assert grad is not None
-            ctx.waiting.append(Waiting(owner, param, grad, param in called))
+            ctx.waiting.append(DeferredGradient(owner, param, grad, param in called))
         return loss
 
     @functools.wraps(backward)
@@ -82,18 +82,18 @@ def _wait_for_backward(function: Any) -> None:
         if ctx.waiting is None:
             raise RuntimeError(f"the graph of a {function.__name__} was run backward once more.")
         (factor,) = grads
-        measured = sparing.measured()
+        measured = foreign_grads.measured()
         is_last = measured is None
         for owner, param, grad, is_called in ctx.waiting:
             if not is_last and owner is not measured:
                 continue
             grad = grad.mul_(factor) if is_last else grad * factor
             owner.buckets.join(param, grad)
-            if is_called and owner.buckets.uses.count[param] == 1:  # nothing else brings a part
+            if is_called and owner.buckets.uses.count[param] == 1:  # no other call adds a part
                 owner.buckets.take(param)
         if is_last:
             ctx.waiting = None
-        # By itself it would multiply in place what it has saved.
+        # The original would multiply its saved gradient in place.
         found = backward(ctx, torch.ones_like(factor))
         return tuple(None if g is None else g * factor for g in found)
 
@@ -101,7 +101,7 @@ def _wait_for_backward(function: Any) -> None:
 
 
 def _owners(args: Iterable[Any]) -> list[FusedBackward]:
-    """Who steps the weights among a function's arguments, or in modules or lists among them."""
+    """The owners of the weights in a function's arguments, including modules and lists."""
     params: list[Tensor] = []
     for arg in args:
         if isinstance(arg, nn.Module):
@@ -114,7 +114,7 @@ def _owners(args: Iterable[Any]) -> list[FusedBackward]:
 
 @contextmanager
 def _set_aside(found: list[FusedBackward]) -> Iterator[list[tuple[Tensor, FusedBackward]]]:
-    """Leaves gradients where autograd adds them up; at the end, lists of whose parameters."""
+    """Leaves gradients in ``.grad`` within the context; then lists the parameters that have one."""
     left: list[tuple[Tensor, FusedBackward]] = []
     with ExitStack() as stack:
         aside = [(owner, stack.enter_context(owner.buckets.set_aside())) for owner in found]
@@ -124,7 +124,7 @@ def _set_aside(found: list[FusedBackward]) -> Iterator[list[tuple[Tensor, FusedB
 
 @contextmanager
 def _counted_once(found: list[FusedBackward]) -> Iterator[set[Tensor]]:
-    """Counts all calls of a module within as one; at the end, lists its parameters."""
+    """Counts all calls of a module within the context as one; then lists its parameters."""
     called: set[Tensor] = set()
     counts = [(owner.buckets.uses.count, owner.buckets.uses.count.copy()) for owner in found]
     yield called

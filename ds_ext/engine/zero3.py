@@ -1,4 +1,4 @@
-"""ZeRO-3: DeepSpeed keeps a run of each parameter on each rank, and gathers them when needed."""
+"""ZeRO-3: each rank keeps a run of each parameter, and DeepSpeed gathers them when needed."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,23 +12,23 @@ from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_ext.backward.owners import Hook
-from ds_ext.distributed.desync import Order
+from ds_ext.backward.module_hooks import Hook
+from ds_ext.distributed.desync import OrderCheck
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Group, Placement, Sharded
-from ds_ext.engine import copies, leftovers, quantized
-from ds_ext.engine.copies import Cut
+from ds_ext.engine import hook_cleanup, quantized_weights, replica_groups
 from ds_ext.engine.parameters import deepspeed_parameter
+from ds_ext.engine.replica_groups import ReplicaGroups
 
-# DeepSpeed counts the uses of each module down to know when to gather and to release it.
+# DeepSpeed counts down the uses of each module to know when to gather and release it.
 _COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 
-class Partitioned(Sharded):
-    """Parameters of which a rank holds its run alone, ``ds_tensor`` less the padding."""
+class Zero3Placement(Sharded):
+    """The placement of parameters whose rank holds only its run: ``ds_tensor`` without padding."""
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
-        """Returns the shape that DeepSpeed gathers a parameter in."""
+        """Returns the shape of a gathered parameter."""
         return tuple(deepspeed_parameter(param).ds_shape)
 
     def run(self, param: Tensor) -> Tensor:
@@ -36,23 +36,23 @@ class Partitioned(Sharded):
         return deepspeed_parameter(param).ds_tensor[: len(self.shard(param))]
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Does nothing: no other rank holds the weight, but for what ``end_step`` gathers.
+        """Does nothing: ``Zero3Layout.end_step`` gathers the weights that other ranks hold.
 
-        What was gathered before is another tensor, unless DeepSpeed had nothing to gather.
+        With one rank DeepSpeed does not gather, and the whole weight is the run.
         """
         if self.num_shards == 1:
             Placement.publish(self, params)
 
 
-class Partitions(Layout):
+class Zero3Layout(Layout):
     """The layout of a model whose parameters DeepSpeed has partitioned.
 
     Args:
-        offload: what partitions and gathers them.
-        group: the ranks of data parallelism.
-        names: of all parameters.
-        placement_of: gives a parameter's placement.
-        overlap: whether gradients are reduced while backward goes on.
+        offload: DeepSpeed's object that partitions and gathers them.
+        group: the data-parallel ranks.
+        names: the names of all parameters.
+        placement_of: returns a parameter's placement.
+        overlap: whether gradients are reduced while backward continues.
         copy_group: see ``Layout``.
     """
 
@@ -67,38 +67,38 @@ class Partitions(Layout):
     ) -> None:
         self.offload = offload
         super().__init__(group, names, placement_of, copy_group)
-        # Gloo, which sums on a CPU, ends a process that is sent more than it waits for.
+        # Gloo, the CPU backend, ends a process that gets more messages than it waits for.
         ahead = overlap and self.device.type != "cpu"
-        self.order = Order(offload.module, self.names, self.host_group, ahead)
+        self.order = OrderCheck(offload.module, self.names, self.host_group, ahead)
         self.order.watch_first_pass(offload.get_param_coordinator())
-        self.updated: set[Tensor] = set()  # in this step
+        self.updated: set[Tensor] = set()  # weights that this step has updated
 
     def hook(self) -> list[RemovableHandle]:
-        """Looks at parameters before DeepSpeed gathers them, which overwrites data put there."""
+        """Checks shapes before DeepSpeed gathers parameters, which would overwrite resized ones."""
         hook = Hook(lambda *_: self.refuse_resized() if torch.is_grad_enabled() else None)
         return [self.offload.module.register_forward_pre_hook(hook, prepend=True)]
 
     def may_have(self, param: Tensor, shape: torch.Size) -> bool:
-        """Whether a parameter is gathered, or is partitioned and has no elements here."""
+        """Whether ``shape`` is that of a gathered or a partitioned (empty) parameter."""
         return param.numel() == 0 or param.shape == deepspeed_parameter(param).ds_shape
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
-        """Returns ZeRO-3's leaf modules, whose parameters arrive together, used or not."""
+        """Returns ZeRO-3's leaf modules. Their gradients arrive together, even if unused."""
         leaves = [m for m in module.modules() if z3_leaf_module(m)]
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        """Finds that all that waits is ready: ranks have gathered the same parameters together.
+        """Returns that all gradients are ready, because ranks gather parameters together.
 
         Raises:
-            RuntimeError: on all ranks, where they have not.
+            RuntimeError: on all ranks, if they did not gather the same parameters.
         """
         self.bytes_sent += self.order.check_gradients(waiting, ended)
         return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Restores DeepSpeed's counts after a backward pass whose graph is run once more."""
+        """Restores DeepSpeed's counts after a backward pass whose graph will run again."""
         modules = [m.__dict__ for m in self.offload.module.modules()]
         counts = [{k: m[k] for k in _COUNTS if k in m} for m in modules]
         try:
@@ -109,34 +109,34 @@ class Partitions(Layout):
             _release_leftovers(self.offload)
 
     def stored(self) -> list[Tensor]:
-        """The partitions, after what is gathered was given up."""
+        """Releases gathered parameters and returns the partitions."""
         self.offload.empty_partition_cache()
         for param in self.params:
             deepspeed_parameter(param).ds_secondary_tensor = None
         return [deepspeed_parameter(param).ds_tensor for param in self.params]
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Notes which weights were updated, of which other ranks may hold gathered copies."""
+        """Records updated weights, because other ranks may hold gathered copies of them."""
         self.updated.update(params)
         super().publish(params)
 
     def end_backward(self) -> None:
-        """Partitions what is still gathered."""
-        # A module fed by no-grad inputs gets no post-backward hook: its weight is still gathered.
+        """Partitions parameters that are still gathered."""
+        # A module whose inputs need no gradient has no post-backward hook and stays gathered.
         _release_leftovers(self.offload)
 
     def discard(self) -> None:
-        """Partitions what a failed backward pass has left gathered, and forgets its modules."""
+        """Partitions parameters that a failed backward pass left gathered, and resets counts."""
         for m in self.offload.module.modules():
             m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
         _release_leftovers(self.offload)
         self.end_step()
 
     def end_step(self) -> None:
-        """Brings the parameters that ZeRO-3 keeps gathered up to date with their partitions.
+        """Gathers the parameters that ZeRO-3 keeps gathered, from their updated partitions.
 
-        And forgets hpZ's second copies of what was updated: the next forward pass makes new ones.
-        Not before all is partitioned, which would make them of what is still gathered and old.
+        It also drops hpZ's second copies of updated weights; the next forward pass makes new ones.
+        It does so after partitioning, which would make them again from old gathered weights.
         """
         self.offload.partition_all_parameters()
         for param in self.updated:
@@ -148,24 +148,24 @@ class Partitions(Layout):
 
 
 def _release_leftovers(offload: DeepSpeedZeRoOffload) -> None:
-    """Partitions what a backward pass has left gathered; before DeepSpeed 0.19.4, all."""
+    """Partitions parameters that backward left gathered; before DeepSpeed 0.19.4, all of them."""
     release = getattr(offload, "release_backward_leftovers", offload.partition_all_parameters)
     release()
 
 
-def partition(engine: DeepSpeedEngine, cut: Cut) -> DeepSpeedZeRoOffload:
-    """Partitions the engine's model; returns what gathers and prefetches its parameters.
+def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOffload:
+    """Partitions the engine's model; returns DeepSpeed's object that gathers its parameters.
 
     Args:
-        engine: whose model it is.
-        cut: the ranks that hold one copy of it together.
+        engine: the engine.
+        cut: the ranks that hold one replica together.
 
     Raises:
-        ValueError: if another engine still gathers them, or for groups that do not fit.
+        ValueError: another engine still gathers the parameters, or the groups do not fit.
     """
-    leftovers.refuse_module_hooks(engine)
-    copies.refuse_other_cut(engine.module.named_parameters(), cut)
-    # What an engine before this one kept gathered, this one may not keep up to date.
+    hook_cleanup.refuse_module_hooks(engine)
+    replica_groups.refuse_other_groups(engine.module.named_parameters(), cut)
+    # This engine may not update parameters that an earlier engine kept gathered.
     for param in engine.module.parameters():
         if hasattr(param, "ds_persist"):
             param.ds_persist = False
@@ -191,12 +191,12 @@ def partition(engine: DeepSpeedEngine, cut: Cut) -> DeepSpeedZeRoOffload:
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
-    quantized.spare(offload, engine.module.parameters())
+    quantized_weights.exclude_unquantizable(offload, engine.module.parameters())
     return offload
 
 
 def _secondary_group(engine: DeepSpeedEngine) -> Group:
-    """The ranks that hold a second copy of the weights together: ZeRO++ hpZ, usually a host's."""
+    """The ranks that hold a second copy of the weights (ZeRO++ hpZ), usually those of a host."""
     world = dist.get_world_size()
     size = engine.zero_hpz_partition_size()
     if size <= 1:

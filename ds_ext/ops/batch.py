@@ -1,7 +1,7 @@
-"""Many parameters that are stepped as one: what a rule sees of them instead of one tensor each.
+"""Many parameters that are stepped as one: pure data, which rules get instead of single tensors.
 
-A batch stands where a ``Shard`` does, ``Runs`` and ``Weights`` where a tensor does, and numbers
-that each parameter has of its own are vectors [n]. ``batched`` has the passes over a batch.
+A ``Batch`` stands where a ``Shard`` does, ``Runs`` and ``Weights`` where a tensor does, and numbers
+that each parameter has of its own are vectors [n]. ``executors.tables`` makes the passes.
 """
 
 import functools
@@ -15,17 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.formulas import Formula
-from ds_ext.ops.native.table import KNOWN, Table
+from ds_ext.ops.expressions import Kept, Source
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.sources import Kept, Source
-from ds_ext.ops.triton import devices
-from ds_ext.ops.triton.known import KnownSums
-from ds_ext.ops.triton.launcher import Squares
-from ds_ext.ops.triton.passes import Table as KernelTable
 
 Pointers: TypeAlias = NDArray[np.int64]
-AnyTable: TypeAlias = Table | KernelTable
+Geometry: TypeAlias = tuple[int, int, int, int, int]  # start, elements, matrices, rows, columns
 CPU = torch.device("cpu")
 MASTER = frozenset({"master", "marks"})  # what a state holds that is of its weight's master
 
@@ -40,7 +34,7 @@ class Runs:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.squares: Flat | Squares | None = None
+        self.squares: Any = None
 
     @functools.cached_property
     def pointers(self) -> Pointers:
@@ -100,40 +94,6 @@ class Placed:
     tensors: object
 
 
-class KnownSquares:
-    """The sums of squares of weights as they were last written, which need not be read for them.
-
-    They hold for runs that lie where they did and that no operation of torch has written to since;
-    of what writes past torch's version counters (``param.data``), a few dozen weights tell.
-    """
-
-    def __init__(self, n: int) -> None:
-        self._values = np.full((n, KNOWN), -1, dtype=np.float32)
-        self._where: Pointers | None = None
-        self._versions: list[int] = []
-        self.are_wanted = False  # by a rule
-        step = self._values.strides[0]
-        self.pointers: Pointers = self._values.ctypes.data + step * np.arange(n)
-
-    def check(self, runs: Runs) -> None:
-        """Forgets those of runs that were written to since ``note``."""
-        versions = [x._version for x in runs.tensors]
-        if self._where is None or not np.array_equal(self._where, runs.pointers):
-            self._values[:, 0] = -1
-        elif versions != self._versions:
-            for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)):
-                if now != then:
-                    self._values[i, 0] = -1
-
-    def forget(self) -> None:
-        """Takes the next step to know nothing."""
-        self._where = None
-
-    def note(self, runs: Runs) -> None:
-        """Takes the runs to be as a pass has left them, after torch was told of all writes."""
-        self._where, self._versions = runs.pointers, [x._version for x in runs.tensors]
-
-
 @dataclass(frozen=True)
 class Weights:
     """The weights of a batch, and how they are written: as ``Kept``, for each."""
@@ -144,14 +104,11 @@ class Weights:
     key: NDArray[np.uint32] | None = None  # [n]
     # Of two sums for each: on a CPU in fp64, which writing adds to; else in fp32, written to.
     measured: "Runs | Flat | None" = None
-    known: "Known | None" = None
+    known: Any = None  # the cached norms of the weights, of the executor
 
     def kept(self) -> Kept:
         """Returns what this is to a kernel: it has what a ``Kept`` has, of each."""
         return cast(Kept, self)
-
-
-Known: TypeAlias = KnownSquares | KnownSums  # on a CPU, on a GPU
 
 
 class Batch:
@@ -180,14 +137,11 @@ class Batch:
         sizes = [(s.numel, s.rows, s.cols) for s in shards]
         sizes_of_each = torch.tensor(sizes, dtype=torch.float32, device=CPU).t().contiguous()
         self.numel, self.rows, self.cols = sizes_of_each.to(device).unbind()
-        whole = [(0, s.numel, s.mats, s.rows, s.cols) for s in shards]
-        self.whole = new_table(whole, [0] * len(shards), device)
+        self.whole_geometries = [(0, s.numel, s.mats, s.rows, s.cols) for s in shards]
         boxes = [_box(s) for s in shards]
-        geometries = [geometry for geometry, *_ in boxes]
-        self.starts = np.array([start for start, *_ in geometries], dtype=np.int64)
-        if firsts is None:
-            firsts = [s.start for s in shards]
-        self.own = new_table(geometries, firsts, device)
+        self.geometries = [geometry for geometry, *_ in boxes]
+        self.starts = np.array([start for start, *_ in self.geometries], dtype=np.int64)
+        self.noise_firsts = [s.start for s in shards] if firsts is None else firsts
         row_skips = np.array([row for _, row, _ in boxes])
         col_skips = np.array([col for *_, col in boxes])
         self.own_row_firsts = self.row_firsts + row_skips
@@ -211,27 +165,6 @@ class Batch:
     def rms(self, square_sum: Any) -> Any:
         """Returns the roots of the mean squares, [n], from sums over whole parameters, [n]."""
         return (square_sum / self.numel).sqrt()
-
-    def known(self) -> Known:
-        """Returns what is kept of sums of squares of weights, from step to step."""
-        if isinstance(self.own, KernelTable):
-            return self.own.known()
-        return KnownSquares(len(self))
-
-    def numbers(self, values: Tensor) -> Any:
-        """Returns numbers of each parameter, [n], as rules take them: passes compute on a GPU."""
-        return Formula.given(values) if devices.take(self.device) else values
-
-
-def new_table(
-    geometries: Sequence[tuple[int, int, int, int, int]],
-    firsts: Sequence[int],
-    device: torch.device,
-) -> AnyTable:
-    """Returns a table of runs on a device, which makes passes over them."""
-    if devices.take(device):
-        return KernelTable(geometries, firsts, device)
-    return Table(geometries, firsts)
 
 
 def kind(shard: Shard) -> tuple[bool, bool, bool]:
@@ -260,7 +193,7 @@ def _offsets(sizes: list[int]) -> tuple[NDArray[np.int64], int]:
     return ends - np.array(sizes, dtype=np.int64), int(ends[-1])
 
 
-def _box(shard: Shard) -> tuple[tuple[int, int, int, int, int], int, int]:
+def _box(shard: Shard) -> tuple[Geometry, int, int]:
     """Start, elements, matrices, rows and columns of a run as that of a matrix of its own, and
     the first row and column of that in the whole one.
     """

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_ext.ops import passes, scratch
-from ds_ext.ops.lazy import root
+from ds_ext.ops import expressions, scratch
+from ds_ext.ops.expressions import root
 from ds_ext.ops.shard import Block, groups_of
 from ds_ext.ops.state import Part
 
@@ -131,7 +131,7 @@ class Companded:
             "scale": Part.of(groups_of(run, SIZE), -(-total // SIZE), torch.int16),
         }
 
-    def opened(self, kept: dict[str, Tensor]) -> passes.WritableRun:
+    def opened(self, kept: dict[str, Tensor]) -> expressions.WritableRun:
         """Returns the values of what ``keeps`` declared, to be read and written."""
         return SignedGroups(kept) if self.signed else SquareGroups(kept)
 

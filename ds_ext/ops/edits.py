@@ -16,17 +16,9 @@ from torch import Tensor
 
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches
 
 GROUP = 256  # elements
 INFINITE = 0x7F80  # the bits of a bf16 infinity; those of a NaN are more
-
-
-def marks(run: Tensor) -> Tensor:
-    """The marks of a 16-bit run [n], on its device -> [ceil(n / GROUP)] int16."""
-    out = room(run)
-    _mark_(run, out)
-    return out
 
 
 def room(run: Tensor) -> Tensor:
@@ -34,15 +26,13 @@ def room(run: Tensor) -> Tensor:
     return torch.empty(-(-len(run) // GROUP), dtype=torch.int16, device=run.device)
 
 
-@launches.tried(launches.mark_)
-def _mark_(run: Tensor, out: Tensor) -> None:
+def mark_(run: Tensor, out: Tensor) -> None:
     """out ← the marks of a run."""
     for b in scratch.blocks(Shard.whole((len(run),))):
         found = _hashes(run[b.run])
         out[b.run.start // GROUP :][: len(found)] = found
 
 
-@launches.tried(launches.mend_)
 def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> None:
     """Drops, in place, what is left in ``residual``, [n] int16 or int8, of weights that changed.
 

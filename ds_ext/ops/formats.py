@@ -11,15 +11,15 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops import passes
 from ds_ext.ops.batch import Batch
+from ds_ext.ops.expressions import Extended, Gradient, Readable, Writable, accumulator, flat, read
 from ds_ext.ops.shard import Shard, outward
 from ds_ext.ops.state import Part, Parts
 
 Sums: TypeAlias = tuple[Tensor, ...]
 Edges: TypeAlias = Generator[Sums, Sums, tuple[Tensor, Tensor]]
 # A weight, its gradient, and the geometry of both.
-Completed: TypeAlias = Generator[Sums, Sums, tuple[passes.Writable, passes.Readable, Shard]]
+Completed: TypeAlias = Generator[Sums, Sums, tuple[Writable, Readable, Shard]]
 
 
 class Format(Protocol):
@@ -34,7 +34,7 @@ class Format(Protocol):
         """Returns what is kept of the values ``run`` of ``total``, which are whole groups."""
         ...
 
-    def opened(self, kept: Any) -> passes.Writable:
+    def opened(self, kept: Any) -> Writable:
         """Returns the values of what ``keeps`` declared, to be read and written."""
         ...
 
@@ -68,7 +68,7 @@ def keeps(format_: Format, shard: Shard) -> Part | Parts:
     return format_.keeps(outward(shard.start, shard.stop, format_.size, total), total)
 
 
-def whole_groups(p: passes.Writable, g: passes.Gradient, shard: Shard, size: int) -> Completed:
+def whole_groups(p: Writable, g: Gradient, shard: Shard, size: int) -> Completed:
     """A run of a weight and of its gradient as whole groups, and their geometry as a vector's.
 
     In one round, of the groups of ``size`` elements that cuts go through, if there are such. Of
@@ -80,24 +80,28 @@ def whole_groups(p: passes.Writable, g: passes.Gradient, shard: Shard, size: int
     before, after = yield from _others(g, shard, size)
     n = len(shard)
     whole = Shard.whole((len(before) + n + len(after),))
-    return passes.Extended(before, p, n, after), passes.Extended(before, g, n, after), whole
+    return (
+        Extended(before, p, n, after),
+        Extended(before, g, n, after),
+        whole,
+    )
 
 
-def _others(g: passes.Gradient, shard: Shard, size: int) -> Edges:
+def _others(g: Gradient, shard: Shard, size: int) -> Edges:
     """The elements before and after a run that other ranks have of its first and last group.
 
     In one round.
     """
     shared = sorted({at // size for cuts in shard.cuts for at in cuts if at % size})
-    dtype = passes.accumulator(g.dtype)
+    dtype = accumulator(g.dtype)
     before = after = torch.zeros(0, dtype=dtype, device=g.device)
     edges = torch.zeros(len(shared), size, dtype=dtype, device=g.device)
     ends = {shard.start // size, (shard.stop - 1) // size} & set(shared) if len(shard) else set()
     for group in ends:
         start, stop = max(group * size, shard.start), min((group + 1) * size, shard.stop)
-        own = passes.flat(slice(start - shard.start, stop - shard.start))
+        own = flat(slice(start - shard.start, stop - shard.start))
         row = edges[shared.index(group)]
-        row[start - group * size : stop - group * size] = passes.read(g, own).reshape(-1)
+        row[start - group * size : stop - group * size] = read(g, own).reshape(-1)
     (edges,) = yield (edges,)
     run = outward(shard.start, shard.stop, size, shard.numel)
     if run.start < shard.start:

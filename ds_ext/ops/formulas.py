@@ -1,12 +1,15 @@
 """Numbers of a batch, one for each parameter, that a pass computes where it needs them.
 
-On a GPU sums over ranks are known to the device alone. What a rule makes of them, as ``lr ·
-RMS(p)``, is a ``Formula`` that goes to the kernel: no operation of torch is launched for it.
+On a GPU only the device knows sums over ranks. A rule's scalars, such as ``lr · RMS(p)``, are a
+``Formula`` that goes to the kernel: no operation of torch is launched for them.
 """
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 # What a formula is, without its numbers: ("given", which), or (operation, what it is of, …).
@@ -18,7 +21,7 @@ class Formula:
     """An operation on formulas and numbers, with the names and the rounding that torch has.
 
     Attributes:
-        name: "given", "mul", "div", "sqrt", "at_least", "at_most", "gt", "and" or "where".
+        name: "given", or one of ``OPERATIONS``.
         of: what it is of: formulas and floats; where it is given a tensor [n] of the device.
     """
 
@@ -36,6 +39,52 @@ class Formula:
         assert self.name == "given"
         values: Tensor = self.of[0]
         return values
+
+    def __add__(self, other: Any) -> "Formula":
+        return Formula("add", (self, other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "Formula":
+        return Formula("sub", (self, other))
+
+    def __rsub__(self, other: Any) -> "Formula":
+        return Formula("sub", (other, self))
+
+    def __neg__(self) -> "Formula":
+        return Formula("sub", (0.0, self))
+
+    def __abs__(self) -> "Formula":
+        return self.where(self > 0.0, -self)
+
+    abs = __abs__
+
+    def __pow__(self, exponent: int | float) -> "Formula":
+        """Returns a power of ±1/2, or a whole one, as products, which round as torch's do not."""
+        if exponent < 0:
+            return 1.0 / self**-exponent
+        if exponent == 0.5:
+            return self.sqrt()
+        assert exponent == int(exponent) > 0, f"a formula has no power {exponent}"
+        found = self
+        for _ in range(int(exponent) - 1):
+            found = found * self
+        return found
+
+    def square(self) -> "Formula":
+        """Returns the square."""
+        return self * self
+
+    def reciprocal(self) -> "Formula":
+        """Returns 1 / the number."""
+        return 1.0 / self
+
+    def rsqrt(self) -> "Formula":
+        """Returns 1 / the square root."""
+        return 1.0 / self.sqrt()
+
+    def __lt__(self, other: Any) -> "Formula":
+        return Formula("gt", (other, self))
 
     def __mul__(self, other: Any) -> "Formula":
         return Formula("mul", (self, other))
@@ -68,11 +117,44 @@ class Formula:
         """Returns the number where a condition holds, and the other one elsewhere."""
         return Formula("where", (condition, self, other))
 
+    def minimum(self, other: Any) -> "Formula":
+        """Returns the smaller number."""
+        return Formula("at_most", (self, other))
+
+    def maximum(self, other: Any) -> "Formula":
+        """Returns the larger number."""
+        return Formula("at_least", (self, other))
+
+    def evaluated(self) -> Tensor:
+        """Returns the numbers, [n], computed by torch's operations."""
+        if self.name == "given":
+            return self.values
+        return OPERATIONS[self.name](*(_evaluated(x) for x in self.of))
+
     def taken_apart(self, numbers: list[Tensor | float]) -> Structure:
         """Returns its structure; adds the numbers that it is of, each tensor once, to a list."""
         if self.name == "given":
             return _taken_apart(self.values, numbers)
         return self.name, *(_taken_apart(x, numbers) for x in self.of)
+
+
+# How torch computes each operation; kernels/table.py has the same for kernels.
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "sqrt": torch.sqrt,
+    "at_least": lambda x, bound: x.where(~(x < bound), bound),
+    "at_most": lambda x, bound: x.where(~(x > bound), bound),
+    "gt": operator.gt,
+    "and": operator.and_,
+    "where": torch.where,
+}
+
+
+def _evaluated(x: Any) -> Any:
+    return x.evaluated() if isinstance(x, Formula) else x
 
 
 def _taken_apart(x: Any, numbers: list[Tensor | float]) -> Structure:

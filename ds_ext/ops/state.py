@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, Union
 import torch
 from torch import Tensor
 
-from ds_ext.ops import passes
+from ds_ext.ops.expressions import accumulator
 from ds_ext.ops.shard import Shard
 
 
@@ -73,7 +73,7 @@ def zeros(parts: Parts, p: Tensor, stream: int = 0) -> State:
     made: State = {}
     for key, part in parts.items():
         if isinstance(part, Part):
-            dtype = part.dtype or passes.accumulator(p.dtype)
+            dtype = part.dtype or accumulator(p.dtype)
             fill = stream if part.is_stream else 0
             made[key] = torch.full(part.shape, fill, dtype=dtype, device=p.device)
         else:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch
+from ds_ext.ops.expressions import Kept
 from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.shard import Block
-from ds_ext.ops.sources import Kept
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ext.hyperparams import Size
-from ds_ext.ops import batched, edits, scratch
+from ds_ext.ops import edits, passes, scratch
 from ds_ext.ops.batch import MASTER as MASTER
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.rounding import ROUND, key, keys
@@ -61,7 +61,7 @@ def weight(
     Other ranks have ``before`` elements of it, which precede the shard's.
     """
     if marked := _prepare(p, s, how):
-        edits.mend_(*marked)
+        passes.mend_([marked])
     if "master" in s:
         return _with_master(p, s)
     if p.dtype not in ROUND or how.weight_update == "nearest":
@@ -76,13 +76,13 @@ def prepare_all(
     of_each = zip(runs, states, hows, strict=True)
     found = [_prepare(p, s, how) for p, s, how in of_each if p.dtype in ROUND or "master" in s]
     if marked := [x for x in found if x is not None]:
-        batched.mend_all_(marked)
+        passes.mend_(marked, are_batched=True)
 
 
 def _prepare(
     p: Tensor, s: dict[str, Any], how: Writing
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Makes a master, drops it or makes it anew in another form -> what ``edits.mend_`` takes.
+    """Makes a master, drops it or makes it anew in another form -> what ``passes.mend_`` takes.
 
     Marks are dropped until ``mark`` is called after the step.
     """
@@ -111,7 +111,7 @@ def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
             s["marks"] = edits.room(p)
             marked.append((p, s["marks"]))
     if marked:
-        batched.mark_all(marked)
+        passes.mark_(marked, are_batched=True)
 
 
 def weights(
@@ -131,7 +131,14 @@ def weights(
 def mark(p: Tensor, s: dict[str, Any]) -> None:
     """Notes in the state ``s`` that its master belongs to what the run ``p`` is now."""
     if _needs_marks(s):
-        s["marks"] = edits.marks(p)
+        s["marks"] = marks(p)
+
+
+def marks(run: Tensor) -> Tensor:
+    """Returns the fingerprints of a 16-bit run [n], on its device, [ceil(n / GROUP)] int16."""
+    out = edits.room(run)
+    passes.mark_([(run, out)])
+    return out
 
 
 def master_parts(s: Mapping[str, Any], n: int) -> dict[str, Part]:
@@ -187,7 +194,7 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
         return p
     if _needs_marks(s):
         s = {"master": s["master"].clone(), "marks": s.get("marks")}
-        edits.mend_(p, s["master"], s["marks"])
+        passes.mend_([(p, s["master"], s["marks"])])
     held = _with_master(p, s)
     new = torch.empty(len(p), dtype=torch.float32, device="cpu")
     for b in scratch.blocks(shard):

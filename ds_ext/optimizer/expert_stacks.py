@@ -1,8 +1,8 @@
-"""Parameters [experts, ...] that stack experts: each of these is stepped as a parameter of its own.
+"""Parameters [experts, ...] that stack experts: each expert is stepped as a parameter of its own.
 
-Hugging Face's fused experts, DeepSpeed's AutoEP and the like keep all experts of a layer in one
-tensor. An expert has its own statistics, RMS, norm and basis: its rule runs on the part of the
-rank's run that lies in it, be that empty, and its state is kept under its number.
+Hugging Face's fused experts, DeepSpeed's AutoEP and others keep all experts of a layer in one
+tensor. An expert has its own statistics, RMS, norm and basis. Its rule steps the part of the rank's
+run that lies in the expert, which may be empty. Its state is kept under its number.
 """
 
 import functools
@@ -16,23 +16,23 @@ from ds_ext.ops import Gradient
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, State
 
-EXPERTS = "experts"  # the key of their states in that of their parameter
+EXPERTS = "experts"  # the key of their states in the state of the parameter
 
 
 Shape: TypeAlias = tuple[int, ...]
 
 
 def plain_shape(param: Tensor) -> Shape:
-    """The shape of a parameter that this process holds whole."""
+    """Returns the shape of a parameter that this process holds whole."""
     return tuple(param.shape)
 
 
 def find(module: nn.Module, shape: Callable[[Tensor], Shape] = plain_shape) -> set[Tensor]:
-    """The parameters that stack experts; ``shape`` tells that of a whole parameter.
+    """Returns the parameters that stack experts; ``shape`` returns the shape of a whole parameter.
 
-    Those of three dimensions or more in a module that counts their first as ``num_experts``, or,
-    if it counts none, whose name or class ends in "experts"; never a convolution's. And the biases
-    beside them that have two dimensions, the first of the same size.
+    A stack has three dimensions or more, and its module has a ``num_experts`` equal to the first.
+    If the module has no ``num_experts``, its name or class must end in "experts". Convolutions have
+    no stacks. A bias of such a module is a stack if it has two dimensions, with the same first one.
     """
     found: set[Tensor] = set()
     for name, owner in module.named_modules():
@@ -57,7 +57,7 @@ def _holds_experts(name: str, owner: nn.Module, size: int) -> bool:
 
 @functools.lru_cache(4096)
 def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
-    """For each expert: where its elements lie in a run of the stack, and its own shard of them."""
+    """Returns, for each expert, the slice of its elements in a run of the stack, and its shard."""
     assert shard.split is None, "experts that tensor parallelism divides"
     count, *own = shard.shape
     n = shard.numel // count if count else 0
@@ -72,12 +72,12 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
 
 
 def keeps(rule: Any, shard: Shard, first: int = 0) -> Parts:
-    """What ``rule`` keeps of a stack, whose experts are numbered from ``first``."""
+    """Returns the state that ``rule`` declares for a stack; experts are numbered from ``first``."""
     return {EXPERTS: {str(i): rule.keeps(own) for i, (_, own) in enumerate(split(shard), first)}}
 
 
 def check_state(optimizer: str, param: Tensor, state: State, stacked: bool) -> None:
-    """Raises ValueError for a state by expert of a parameter that is no stack, and the reverse."""
+    """Raises ValueError if a stack's state is not nested by expert, or another state is."""
     if (EXPERTS in state) != stacked:
         raise ValueError(
             f"{optimizer}: the state of a parameter of shape {tuple(param.shape)} was made with"
@@ -88,7 +88,7 @@ def check_state(optimizer: str, param: Tensor, state: State, stacked: bool) -> N
 
 
 def part(g: Gradient, run: slice) -> Gradient:
-    """Some elements of a run of gradients."""
+    """Returns some elements of a run of gradients."""
     if isinstance(g, Tensor):
         return g[run]
     assert isinstance(g.x, Tensor)

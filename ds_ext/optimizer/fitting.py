@@ -1,111 +1,128 @@
-"""Whether what is kept of a parameter is what its rule declares: its keys, shapes and dtypes.
+"""Makes states, and checks that they have the keys, shapes and dtypes that their rule declares.
 
-Passes over memory take their sizes from the parameter. So every state is checked where it comes in:
-when it is loaded, and when a step first finds it beside a run of these sizes and dtypes (``plans``
-tells at each step whether they are still the same).
+Passes over memory take their sizes from the parameter, so a state of another size would make them
+read or write out of bounds. A state is checked when it is loaded, and when a step first uses it
+with a run of given sizes and dtypes. Later steps compare it with what was checked (``plans``).
 """
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.distributed.dtensors import is_dtensor
+from ds_ext.distributed.layout import Layout
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, zeros
-from ds_ext.optimizer import spread_state, unfit
+from ds_ext.optimizer import dtensor_state, validation
 from ds_ext.optimizer.group_rules import GroupRules
-
-if TYPE_CHECKING:
-    from ds_ext.optimizer.rule_optimizer import RuleOptimizer
-    from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.param_table import ParamTable
+from ds_ext.optimizer.run_updates import RunUpdate
 
 State = dict[str, Any]
 
 
 class Misfit(Exception):
-    """What differs between a state and what its rule declares, in words."""
+    """Says how a state differs from what its rule declares."""
 
 
-def make(optimizer: "RuleOptimizer", u: "RunUpdate", state: State) -> None:
+def make(table: ParamTable, u: RunUpdate, state: State) -> None:
     """Makes the state of a run that has none yet.
 
     Raises:
-        ValueError: the rule is not for parameters of this shape.
+        ValueError: the rule cannot step parameters of this shape.
     """
-    unfit.refuse_shape(optimizer, u.param, u.shard)
-    parts = optimizer.keeps(u.param, u.shard, optimizer.rule_of(u.param))
-    state.update(zeros(parts, u.p, optimizer.number_of[u.param]), step=0)
+    validation.refuse_shape(table, u.param, u.shard)
+    parts = table.keeps(u.param, u.shard, table.rule_of(u.param))
+    state.update(zeros(parts, u.p, table.number_of[u.param]), step=0)
 
 
-def check(optimizer: "RuleOptimizer", u: "RunUpdate", state: State) -> None:
-    """Casts and moves a state to what a run needs.
+def check(table: ParamTable, u: RunUpdate, state: State) -> None:
+    """Checks the sizes of a run; casts its state and moves it to the gradient's device.
 
     Raises:
-        ValueError: the run has another size than its parameter's part, or its state does not fit.
+        ValueError: weight or gradient have another size than the shard, or the state does not fit.
     """
     n, sizes = len(u.shard), (u.p.numel(), u.g.numel())
     if sizes != (n, n):
         raise ValueError(
-            f"{type(optimizer).__name__}: {name(optimizer, u.param)} has {sizes[0]} elements and "
+            f"{type(table).__name__}: {table.name(u.param)} has {sizes[0]} elements and "
             f"its gradient {sizes[1]}, and {n} are to be stepped. Compute the gradients anew after "
             "parameters were given other data."
         )
-    check_kept(optimizer, u.param, u.shard, state, u.p.dtype, u.g.device)
+    check_kept(table, u.param, u.shard, state, u.p.dtype, u.g.device)
 
 
 def check_kept(
-    optimizer: "RuleOptimizer",
+    table: ParamTable,
     param: Tensor,
     shard: Shard,
     state: State,
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> None:
-    """Casts a state, and moves it to ``device`` if that is given.
+    """Casts a state to the dtypes that its rule declares, and moves it to ``device`` if given.
 
     Args:
-        optimizer: of the parameter.
+        table: the table of the parameter's optimizer.
         param: the parameter.
-        shard: which elements of it are stepped here.
-        state: what is kept of them, changed in place.
+        shard: which elements of it this process steps.
+        state: their state, changed in place.
         dtype: of the weights.
-        device: where the state is to lie; None: where it is.
+        device: where to put the state; None: where it is.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: a key is missing, or a tensor has another shape or kind of dtype.
     """
-    parts = optimizer.keeps(param, shard, optimizer.rule_of(param))
+    parts = table.keeps(param, shard, table.rule_of(param))
     try:
         fit(parts, state, len(shard), dtype, device)
     except Misfit as why:
         raise ValueError(
-            f"{type(optimizer).__name__}: the state of {name(optimizer, param)} does not fit it: "
+            f"{type(table).__name__}: the state of {table.name(param)} does not fit it: "
             f"{why}. If the parameter was resized, or its state edited, begin the state anew: "
             "del optimizer.state[param]."
         ) from None
 
 
-def read(optimizer: "RuleOptimizer", state_dict: Mapping[str, Any]) -> dict[Any, State]:
-    """Returns copies of the states of a state dict, by their number, as their rules keep them.
+def check_model(table: ParamTable, layout: Layout) -> None:
+    """Checks that hooks can step all parameters of an optimizer inside backward.
+
+    Raises:
+        ValueError: a parameter is not part of the model of ``layout``, or its shape or state does
+            not fit its rule.
+    """
+    strange = sum(p not in layout.names for p in table.group_of)
+    if strange:
+        raise ValueError(
+            f"{strange} of the optimizer's parameters are not in the model: pass the module "
+            "that holds all of them."
+        )
+    for param in table.group_of:
+        shard = layout.shard(param)
+        validation.refuse_shape(table, param, shard)
+        if state := table.state.get(param):
+            check_kept(table, param, shard, state, param.dtype, None)
+
+
+def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
+    """Returns copies of a state dict's states, by parameter number, as the rules declare them.
 
     Args:
-        optimizer: the one that is to go on with them; it is not changed.
-        state_dict: what ``state_dict()`` returned, on any ranks.
+        table: the table of the optimizer that loads them; it is not changed.
+        state_dict: what ``state_dict()`` returned, on any number of ranks.
 
     Raises:
         ValueError: they are of another optimizer, or of parameters of other shapes.
     """
-    kind, params = type(optimizer).__name__, optimizer.params()
+    kind, params = type(table).__name__, table.params()
     groups = state_dict["param_groups"]
-    unfit.refuse_saved_groups(optimizer, groups)
-    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
-        return {}  # which torch refuses
-    of_saved = GroupRules(optimizer.rule)
+    validation.refuse_saved_groups(table, groups)
+    of_saved = GroupRules(table.rule)
     rule_of = [of_saved.of(row, group) for row, group in enumerate(groups) for _ in group["params"]]
     ids = itertools.chain(*(group["params"] for group in groups))
     found: dict[Any, State] = {}
@@ -113,15 +130,15 @@ def read(optimizer: "RuleOptimizer", state_dict: Mapping[str, Any]) -> dict[Any,
         given = state_dict["state"].get(i)
         if not given:
             continue
-        unfit.refuse_states(optimizer, {param: given}, optimizer.stacks)
-        shard = optimizer.shard(param)
-        parts = optimizer.keeps(param, shard, rule)
-        state = _copied(spread_state.own(optimizer, param, given, parts))
+        validation.refuse_states(table, {param: given}, table.stacks)
+        shard = table.shard(param)
+        parts = table.keeps(param, shard, rule)
+        state = _copied(dtensor_state.own(table, param, given, parts))
         try:
             fit(parts, state, len(shard), param.dtype, param.device, copy=True)
         except Misfit as why:
             raise ValueError(
-                f"not a state of {kind} for these parameters: that of {name(optimizer, param)} "
+                f"not a state of {kind} for these parameters: that of {table.name(param)} "
                 f"does not fit it: {why}. Nothing was loaded."
             ) from None
         found[i] = state
@@ -136,20 +153,20 @@ def fit(
     device: torch.device | None,
     copy: bool = False,
 ) -> None:
-    """Makes a state in place what a rule declares, by casts between floating dtypes and moves.
+    """Casts and moves a state in place to what a rule declares; casts only floating dtypes.
 
-    A master of a weight that has another dtype now is dropped. Other keys are left alone.
+    If the weight now has another dtype, its master is dropped. Undeclared keys do not change.
 
     Args:
         parts: what the rule declares.
-        state: "step", what is kept beside the weight, and what the rule keeps.
+        state: "step", the master of the weight if it has one, and the rule's state.
         n: elements of the run.
         dtype: of its weights.
-        device: where the state is to lie; None: where it is.
-        copy: whether its tensors are to be in memory of their own.
+        device: where to put the state; None: where it is.
+        copy: whether to copy tensors that fit already.
 
     Raises:
-        Misfit: it cannot be made so.
+        Misfit: a key is missing, or a tensor has another shape or kind of dtype.
     """
     step = _number_of_steps(state)
     if state["step"] is not step:
@@ -158,7 +175,7 @@ def fit(
     _fit(parts, state, *like)
     master = state.get("master")
     if isinstance(master, Tensor) and master.dtype == torch.int16 and dtype == torch.float16:
-        weight_update.drop(state)  # the lower half of a bf16 weight, which is no more
+        weight_update.drop(state)  # the lower half of a weight that was bf16
     for key, part in weight_update.master_parts(state, n).items():
         state[key] = _fitted(part, state[key], *like, key)
 
@@ -171,7 +188,7 @@ def _fit(
     copy: bool,
     *above: str,
 ) -> None:
-    """The same of what lies under the keys ``above``."""
+    """Fits the part of a state under the keys ``above``."""
     if not isinstance(state, dict):
         raise Misfit(
             f"{'.'.join(above)} is {type(state).__name__}, and {', '.join(parts)} are kept"
@@ -188,7 +205,7 @@ def _fit(
 def _fitted(
     part: Part, x: Any, dtype: torch.dtype, device: torch.device | None, copy: bool, *keys: str
 ) -> Tensor:
-    """A tensor of a state as it is declared: itself, if it is so."""
+    """Returns a tensor with the declared dtype on ``device``: itself, if it fits already."""
     wanted = part.dtype or ops.accumulator(dtype)
     if not isinstance(x, Tensor) or is_dtensor(x):
         raise Misfit(f"{'.'.join(keys)} is {type(x).__name__}, no tensor of this process")
@@ -222,15 +239,3 @@ def _lacks(key: str) -> str:
 def _copied(value: Any) -> Any:
     """A state whose dicts are copies."""
     return {k: _copied(x) for k, x in value.items()} if isinstance(value, Mapping) else value
-
-
-def name(optimizer: "RuleOptimizer", param: Tensor) -> str:
-    """Returns the name of a parameter, or what else tells it from others."""
-    if optimizer.fused is not None:
-        return optimizer.fused.name(param)
-    group = optimizer.group_of[param]
-    at = next(i for i, p in enumerate(group["params"]) if p is param)
-    names = group.get("param_names")
-    if names:
-        return str(names[at])
-    return f"parameter {at} of group {optimizer.row_of[param]}, of shape {[*param.shape]},"

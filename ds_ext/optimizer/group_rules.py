@@ -1,4 +1,4 @@
-"""The rule of each param group, made of the hyper-parameters that the group has now."""
+"""Makes the rule of each param group from the group's current hyper-parameters."""
 
 import functools
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from ds_ext import hyperparams, rules
 from ds_ext.ops import weight_update
 
-# What a group of another rule takes of the optimizer's hyper-parameters where it has none.
+# The optimizer's hyper-parameters that are defaults for groups of other rules, too.
 SHARED = ("lr", "weight_decay", *hyperparams.names(weight_update.Writing))
 
 
@@ -20,23 +20,23 @@ def hypers_of(rule: type[rules.Rule]) -> type:
 
 
 class GroupRules:
-    """Makes the rule of a param group, anew and checked when a scheduler or a user changed it.
+    """Makes, checks and caches rules; makes a new rule after a scheduler or user edits a group.
 
     Args:
-        rule: of groups that have no "type".
+        rule: the rule of groups without a "type".
     """
 
     def __init__(self, rule: type[rules.Rule]) -> None:
         self.rule = rule
-        self._made: dict[int, tuple[type, list[Any], Any]] = {}  # by rows: class, values, rule
+        self._made: dict[int, tuple[type, list[Any], Any]] = {}  # by position: class, values, rule
 
     def complete(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a new group with all of its hyper-parameters, and its "type" if it has another.
+        """Returns a copy of a group with all hyper-parameters, and "type" if it has another rule.
 
         Args:
-            group: Its parameters, hyper-parameters, and what others than the optimizer read.
-            defaults: The optimizer's hyper-parameters, which the group has otherwise; of those
-                only what all rules have in common if its type is another.
+            group: parameters, hyper-parameters, and keys that other code reads.
+            defaults: the optimizer's hyper-parameters. A group of another rule takes only those
+                that all rules have in common.
 
         Raises:
             ValueError: an unknown type, or as of ``hyperparams.check``; or a key looks like a
@@ -59,16 +59,15 @@ class GroupRules:
         return {**others, "type": rule.__name__, **checked}
 
     def hypers(self, group: Mapping[str, Any]) -> type:
-        """Returns the class of a group's rules, a dataclass of hyper-parameters."""
+        """Returns the class of a group's rule, a dataclass of hyper-parameters."""
         return hypers_of(rules.named(group["type"]).rule if "type" in group else self.rule)
 
     def of(self, row: int, group: Mapping[str, Any]) -> Any:
         """Returns the rule of a group.
 
         Args:
-            row: the group's number in ``param_groups``.
-            group: its hyper-parameters, among others. Scalars of NumPy and tensors of one element
-                count as their numbers.
+            row: the position of the group in ``param_groups``.
+            group: the group. NumPy scalars and tensors of one element count as numbers.
 
         Raises:
             ValueError: a value is not allowed, as of ``hyperparams.check``.
@@ -83,7 +82,7 @@ class GroupRules:
                 "add_param_group, which fills in what is not given."
             ) from None
         made = self._made.get(row)
-        # also where a value is NaN, which differs from itself
+        # A NaN differs from itself, so it is checked each time.
         if made is None or made[0] is not hypers or made[1] != values:
             given = dict(zip(names, values, strict=True))
             checked = hyperparams.check(hypers, given, f"param_groups[{row}]")
@@ -92,7 +91,7 @@ class GroupRules:
 
 
 def _plain(value: Any) -> Any:
-    """A value that strict checks understand, and that nobody changes in place."""
+    """An immutable value that strict checks accept."""
     if isinstance(value, list):
         return tuple(value)
     return value.item() if hasattr(value, "item") else value

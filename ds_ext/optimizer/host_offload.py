@@ -1,11 +1,11 @@
-"""Offload: weights and states that lie in the host's memory between steps.
+"""Offload: weights and states lie in the host's memory between steps.
 
-Weights (``offload_param``: ZeRO-3's runs, which DeepSpeed puts there) and states
-(``offload_optimizer``) are copied to the device of their gradient, stepped there, and copied back.
-A step by the host would move less, a gradient's 2 bytes for each bf16 weight instead of 4, but
-passes over memory several times where a GPU hides that behind the copies; and it sums in another
-order, so that it would not end with the bits of a run without offload, as this does.
-``python -m benchmarks offload`` measures both. Only what a bucket needs is copied at a time.
+Weights (``offload_param``: DeepSpeed puts ZeRO-3's runs there) and states (``offload_optimizer``)
+are copied to the device of their gradient, stepped there, and copied back, one bucket at a time. A
+step on the host would copy less: 2 bytes of gradient per bf16 weight instead of 4. But it needs
+several passes over memory, which a GPU hides behind the copies. It would also add up in another
+order, while this gives the same bits as a run without offload. ``python -m benchmarks offload``
+measures both.
 """
 
 from collections.abc import Mapping
@@ -18,39 +18,39 @@ from torch import Tensor
 from ds_ext.ops.state import State
 
 HOST = torch.device("cpu")
-SMALL = 2**17  # bytes of a state that stays on the device: to ask for a copy takes as long
+SMALL = 2**17  # bytes of a tensor that stays on the device: launching its copy takes as long
 
 
 @dataclass(frozen=True)
 class HostOffload:
-    """Where states lie between steps if they are offloaded: the host's memory.
+    """Stores states in the host's memory between steps.
 
     Attributes:
-        pin_memory: whether that memory is pinned, so that the host does not wait for copies.
+        pin_memory: whether the memory is pinned, so that the host does not wait for copies.
     """
 
     pin_memory: bool
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any]) -> "HostOffload | None":
-        """Returns what ``zero_optimization.offload_optimizer`` asks for.
+        """Reads ``zero_optimization.offload_optimizer``.
 
         Args:
             section: that section of a DeepSpeed config.
 
         Returns:
-            None unless its ``device`` is "cpu". Memory is pinned if there is a GPU to copy to.
+            None unless ``device`` is "cpu". Memory is pinned by default if there is a GPU.
         """
         if section.get("device") != "cpu":
             return None
         return cls(section.get("pin_memory", True) and torch.cuda.is_available())
 
     def to_host(self, x: Tensor, stored: Tensor | None = None) -> Tensor:
-        """Returns ``x`` as it is stored between steps: on the host, if it is not ``SMALL``.
+        """Returns ``x`` as it is stored between steps: on the host, unless it is ``SMALL``.
 
         Args:
-            x: part of a state, on any device.
-            stored: what was stored of it before, which is overwritten if it fits.
+            x: a tensor of a state, on any device.
+            stored: the tensor stored before, which is overwritten if shape and dtype fit.
         """
         if x is stored or x.nbytes < SMALL:
             return x
@@ -59,7 +59,7 @@ class HostOffload:
         return stored.copy_(x, non_blocking=True)
 
     def store_state(self, state: State, stepped: State) -> None:
-        """Overwrites ``state``, which lies on the host, by its copy that was stepped."""
+        """Overwrites the stored ``state`` by its copy that was stepped."""
         for key in state.keys() - stepped.keys():
             del state[key]
         for key, x in stepped.items():
@@ -70,7 +70,7 @@ class HostOffload:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Returns ``x`` or its copy on ``device``; the host waits only for copies to itself."""
+    """Returns ``x`` or its copy on ``device``; only copies to the host are synchronous."""
     return x if x.device == device else x.to(device, non_blocking=device.type != HOST.type)
 
 
@@ -85,17 +85,17 @@ def state_to_device(state: State, device: torch.device) -> State:
 
 
 def store(x: Tensor, device: torch.device, offload: HostOffload | None) -> Tensor:
-    """Returns part of a state where it lies between steps.
+    """Returns a tensor of a state where it lies between steps.
 
     Args:
-        x: the part, on any device.
-        device: that of the parameter.
-        offload: where states lie; None for ``device``, where small parts are in any case.
+        x: the tensor, on any device.
+        device: of the parameter.
+        offload: stores the state; None: it lies on ``device``, as small tensors always do.
     """
     return to_device(x, device) if offload is None or x.nbytes < SMALL else offload.to_host(x)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until copies from ``device`` to the host have ended, which any code may then read."""
+    """Waits for copies from ``device`` to the host, so that any code may read them."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Where each parameter stands in ``param_groups``, and whether these were edited since."""
+"""An index of ``param_groups``, which detects edits of the groups."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ ParamGroup = dict[str, Any]
 
 
 class Index:
-    """The group of each parameter, as ``param_groups`` was when the index was made.
+    """The group of each parameter at the time the index was made.
 
     Args:
-        groups: The param groups.
-        numbers: Numbers of parameters, where other ranks have other parameters; the rest are
+        groups: the param groups.
+        numbers: numbers of parameters, if ranks have different parameters. Other parameters are
             numbered in the order of the groups.
 
     Attributes:
-        groups: The param groups, in order.
-        group_of: The param group of each parameter. If several groups have it, the first one.
-        row_of: The position of that group in ``groups``.
-        number_of: The number of each parameter, the same on every rank.
+        groups: the param groups, in order.
+        group_of: the param group of each parameter; the first one, if several groups have it.
+        row_of: the position of that group in ``groups``.
+        number_of: the number of each parameter, the same on every rank.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], numbers: Mapping[Tensor, int]) -> None:
@@ -42,7 +42,7 @@ class Index:
     def is_of(self, groups: Sequence[ParamGroup]) -> bool:
         """Returns whether ``groups`` are the same dicts, with the same parameters in order.
 
-        It compares identities only, which takes some 20 ns a parameter.
+        Compares identities only, which takes about 20 ns per parameter.
         """
         if len(groups) != len(self.groups):
             return False

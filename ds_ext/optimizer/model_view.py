@@ -1,4 +1,4 @@
-"""A model as param groups are made of it: whose its parameters are, and what role they have."""
+"""The owner and role of each parameter of a model, by which param groups are made."""
 
 import functools
 import re
@@ -18,13 +18,13 @@ Types: TypeAlias = tuple[type[nn.Module], ...]
 
 @dataclass(frozen=True)
 class ModelView:
-    """What a model tells of its parameters.
+    """Names, modules and roles of a model's parameters.
 
     Args:
         module: the model.
         linears: the classes of linear layers.
         embeddings: the classes of embeddings.
-        shape: tells the shape of a whole parameter, of which this process may hold a part.
+        shape: returns the shape of a whole parameter, which this process may hold a part of.
     """
 
     module: nn.Module
@@ -34,7 +34,7 @@ class ModelView:
 
     @functools.cached_property
     def owners(self) -> dict[Tensor, tuple[str, nn.Module]]:
-        """The name of each parameter and the module it belongs to, the first of several."""
+        """The name of each parameter and the module it belongs to; the first, if shared."""
         owners: dict[Tensor, tuple[str, nn.Module]] = {}
         for prefix, owner in self.module.named_modules():
             for name, param in owner.named_parameters(prefix, recurse=False):
@@ -47,21 +47,21 @@ class ModelView:
         return expert_stacks.find(self.module, self.shape)
 
     def dims(self, param: Tensor) -> int:
-        """The dimensions of a parameter, of one expert where it stacks them."""
+        """Returns the dimensions of a parameter, or of one expert of a stack."""
         return len(self.shape(param)) - (param in self.stacked)
 
     def decays(self, param: Tensor) -> bool:
-        """Whether weight decay is for a parameter: for no norm, bias or other vector."""
+        """Returns whether a parameter has weight decay: not if it is a norm, bias or vector."""
         if param not in self.owners or self.dims(param) < 2:
             return False
         name, owner = self.owners[param]
         return "norm" not in type(owner).__name__.lower() and not name.endswith("bias")
 
     def role(self, param: Tensor) -> str:
-        """What a parameter is: "linear", a layer's or expert's matrix, or of another role.
+        """Returns the role of a parameter.
 
-        That is "head", the output's matrix, also if it is tied to an embedding; "embedding"; or
-        "other".
+        It is "linear" for the matrix of a linear layer or expert; "head" for the output's matrix,
+        even if tied to an embedding; "embedding"; or "other".
         """
         if param not in self.owners or self.dims(param) != 2:
             return "other"
@@ -88,7 +88,7 @@ class ModelView:
 
 
 def finds(pattern: str, name: str) -> bool:
-    """Whether a pattern is found in the name of a parameter, or of its module (for "...$").
+    """Returns whether a pattern is found in a parameter's name, or its module's (for "...$").
 
     Raises:
         re.error, TypeError: it is no regular expression.
@@ -97,7 +97,7 @@ def finds(pattern: str, name: str) -> bool:
 
 
 def summary(names: Iterable[str]) -> str:
-    """Parameter names with their layer numbers left out: "layers.*.q_proj.weight (30), ..."."""
+    """Returns names with "*" for layer numbers: "layers.*.q_proj.weight (30), ..."."""
     counts = Counter(re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name) for name in names)
     return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
 

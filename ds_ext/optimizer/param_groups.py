@@ -1,8 +1,8 @@
-"""Param groups made of a model and of what a config says: "params" of its section "optimizer".
+"""Makes param groups from a model and "params" of a config's section "optimizer".
 
-Which weights decay; ``param_groups``, entries with a regular expression on names and keys of their
-own, a "type" among them; and, of a rule that is not for all parameters, ``target_modules`` and
-``others``, the keys of the rest.
+Groups are divided by weight decay; by ``param_groups``, whose entries match names and have keys of
+their own, such as "type"; and, if a rule is not for all parameters, by ``target_modules``. The
+other parameters get the keys of ``others``.
 """
 
 import difflib
@@ -27,10 +27,10 @@ SECTION = "optimizer.params"
 
 
 class Grouped(NamedTuple):
-    """What an optimizer is made of."""
+    """The arguments of an optimizer."""
 
     groups: list[ParamGroup]
-    hypers: dict[str, Any]  # all of them, for groups that do not say otherwise
+    hypers: dict[str, Any]  # all hyper-parameters, the defaults of groups
 
 
 def of_config(
@@ -39,15 +39,15 @@ def of_config(
     """Returns the groups and hyper-parameters that a config asks for.
 
     Args:
-        entry: what is registered of the optimizer's rule.
+        entry: the registry's entry of the optimizer's rule.
         given: "params" of the config's section "optimizer".
-        model: whose parameters are stepped.
-        params: the parameters to train, or groups of them, which then are split further.
+        model: the model.
+        params: the parameters to train, or groups of them, which are then split further.
         where: the section of the config, for messages; "" for arguments in Python.
 
     Raises:
-        ValueError: a key is unknown or its value wrong, or it is not clear how a parameter is to
-            be stepped; it names the key.
+        ValueError: a key is unknown or its value wrong, or it is not clear how to step a
+            parameter; the message names the key.
     """
     rest = dict(given)
     entries = rest.pop("param_groups", None)
@@ -65,7 +65,7 @@ def of_config(
 
 
 def problems(entry: Entry, given: Keys) -> list[str]:
-    """Returns what is wrong with a config's keys, as far as it is seen without a model."""
+    """Returns errors in a config's keys, as far as they can be found without a model."""
     rest = dict(given)
     entries = rest.pop("param_groups", None)
     others = rest.pop("others", None) if entry.roles else None
@@ -85,10 +85,10 @@ def problems(entry: Entry, given: Keys) -> list[str]:
 
 
 def stand_ins(entry: Entry, given: Keys) -> Grouped:
-    """Returns the groups that a config may make of a model, each of one matrix without storage.
+    """Returns the groups that a config may make, each with one matrix without storage.
 
     Args:
-        entry: what is registered of the optimizer's rule.
+        entry: the registry's entry of the optimizer's rule.
         given: "params" of the config's section "optimizer", without ``problems``.
     """
     rest = dict(given)
@@ -104,7 +104,7 @@ def stand_ins(entry: Entry, given: Keys) -> Grouped:
 
 
 def _named(entry: Entry, groups: Sequence[ParamGroup], decay: float) -> list[ParamGroup]:
-    """Gives groups names of their own for metrics: "AdaLomo", "AdaLomo_no_decay", "lora_"."""
+    """Gives groups unique names for metrics: "AdaLomo", "AdaLomo_no_decay", "lora_"."""
     names: Counter[str] = Counter()
     made = []
     for group in groups:
@@ -118,8 +118,8 @@ def _named(entry: Entry, groups: Sequence[ParamGroup], decay: float) -> list[Par
 def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) -> list[ParamGroup]:
     """Splits parameters into one group with weight decay and one without.
 
-    Norms, biases and whatever else has fewer than two dimensions are not decayed; an expert has
-    those of one of its stack.
+    Norms, biases and other parameters with fewer than two dimensions do not decay. For a stack, the
+    dimensions of one expert count.
     """
     decayed = [p for p in params if model.decays(p)]
     chosen = set(decayed)
@@ -136,13 +136,13 @@ def matched_groups(
     entries: Any,
     where: str = SECTION,
 ) -> list[ParamGroup]:
-    """Splits groups by ``entries``, of which at most one is for each parameter.
+    """Splits groups by ``entries``; at most one entry may match a parameter.
 
-    An entry is {"match": a regular expression that is found in names, "type": another rule's, and
-    hyper-parameters of that rule}. What none matches stays as it is.
+    An entry is {"match": a regular expression that is searched in names, "type": another rule, and
+    hyper-parameters of that rule}. Parameters without a match stay in their group.
 
     Raises:
-        ValueError: a key is wrong, an expression matches nothing, or two the same parameter.
+        ValueError: a key is wrong, an expression matches nothing, or two match one parameter.
     """
     trained = [p for group in groups for p in group["params"] if p in model.owners]
     chosen: dict[Tensor, int] = {}
@@ -168,20 +168,20 @@ def role_groups(
     others: Any = None,
     where: str = SECTION,
 ) -> list[ParamGroup]:
-    """Splits groups into what a rule is for and the rest; groups with a "type" stay as they are.
+    """Splits groups into the rule's own matrices and the rest; groups with a "type" do not change.
 
     Args:
-        entry: of the rule.
-        model: whose parameters they are.
-        groups: of parameters.
-        target_modules: a regular expression or a list of them, of which one is found somewhere in
-            the name of a matrix; a plain part of a name is one too. "all-linear" is the weight of
-            every linear layer but the output head, and the matrices of stacked experts.
-        others: keys for the rest, beside those that the rule is registered with.
+        entry: the registry's entry of the rule.
+        model: the model.
+        groups: of its parameters.
+        target_modules: regular expressions, one or a list, that are searched in the names of
+            matrices; a plain part of a name is one too. "all-linear" selects the weights of all
+            linear layers except the output head, and the matrices of stacked experts.
+        others: keys for the rest, in addition to those that the rule is registered with.
         where: the section of the config, for messages; "" for arguments in Python.
 
     Raises:
-        ValueError: ``target_modules`` names no matrix that is trained, or a key is wrong.
+        ValueError: ``target_modules`` matches no trained matrix, or a key is wrong.
     """
     free = [group for group in groups if "type" not in group]
     matrices = [p for g in free for p in g["params"] if p in model.owners and model.dims(p) == 2]
@@ -199,7 +199,7 @@ def role_groups(
 
 
 def _as_groups(params: Sequence[Any]) -> list[ParamGroup]:
-    """Groups of parameters, or a mixed list of these, as groups."""
+    """Parameters, groups, or a list of both, as groups."""
     groups: list[ParamGroup] = []
     for x in params:
         if isinstance(x, dict):
@@ -212,9 +212,9 @@ def _as_groups(params: Sequence[Any]) -> list[ParamGroup]:
 
 
 def _split(groups: Sequence[ParamGroup], keys_of: Callable[[Tensor], Keys]) -> list[ParamGroup]:
-    """Splits groups by the keys that parameters are to have beside their group's.
+    """Splits groups by the keys that parameters add to their group's.
 
-    In the order in which these are met, those without any first.
+    The new groups are in order of first occurrence; parameters without keys come first.
     """
     split: list[ParamGroup] = []
     for group in groups:
@@ -231,7 +231,7 @@ def _entry(i: int, where: str) -> str:
 
 
 def _entries_of(entries: Any, where: str = SECTION) -> list[Any]:
-    """The entries of ``param_groups``; ValueError for what is no list of them."""
+    """The entries of ``param_groups``; ValueError if it is no list of entries."""
     if not isinstance(entries, list) or not entries:
         key = hyperparams.joined(where, "param_groups")
         raise ValueError(f"{key} is {entries!r}; allowed: a list of {_ENTRY}.")
@@ -239,7 +239,7 @@ def _entries_of(entries: Any, where: str = SECTION) -> list[Any]:
 
 
 def _entry_keys(entry: Entry, i: int, given: Any, where: str = SECTION) -> Keys:
-    """The keys of entry number ``i`` but for "match", all checked; ValueError for wrong ones."""
+    """The checked keys of entry number ``i``, without "match"; ValueError for wrong keys."""
     where = _entry(i, where)
     if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
         raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
@@ -248,7 +248,7 @@ def _entry_keys(entry: Entry, i: int, given: Any, where: str = SECTION) -> Keys:
 
 
 def _checked(entry: Entry, given: Keys, where: str) -> Keys:
-    """The keys of a group, all checked; ValueError for wrong ones."""
+    """The checked keys of a group; ValueError for wrong keys."""
     keys = {k: v for k, v in given.items() if k != "type"}
     rule = named(given["type"], f"{where}.type").rule if "type" in given else entry.rule
     checked = hyperparams.check(hypers_of(rule), keys, where)
@@ -256,7 +256,7 @@ def _checked(entry: Entry, given: Keys, where: str) -> Keys:
 
 
 def _rest(entry: Entry, others: Any, where: str = SECTION) -> Keys:
-    """The keys of what a rule is not for: those it is registered with, and those a config adds."""
+    """The keys of the remaining parameters: those of the registry, and those of the config."""
     registered = entry.roles["other"]
     if others is None:
         return registered
@@ -270,7 +270,7 @@ def _rest(entry: Entry, others: Any, where: str = SECTION) -> Keys:
 def _matched(
     pattern: str, params: list[Tensor], model: ModelView, where: str, what: str = "parameter"
 ) -> list[Tensor]:
-    """The parameters in whose names ``pattern`` is found; ValueError if there are none."""
+    """The parameters whose names match ``pattern``; ValueError if there are none."""
     names = {p: model.owners[p][0] for p in params}
     _compiled(pattern, where)
     found = [p for p, name in names.items() if finds(pattern, name)]
@@ -286,7 +286,7 @@ def _matched(
 
 
 def _targets(targets: Any, matrices: list[Tensor], model: ModelView, where: str) -> list[Tensor]:
-    """The matrices that ``target_modules`` names."""
+    """The matrices that ``target_modules`` selects."""
     if targets == "all-linear":
         linear = [p for p in matrices if model.role(p) == "linear"]
         if not linear:
@@ -306,7 +306,7 @@ def _targets_key(entry: Entry, where: str = SECTION) -> str:
 
 
 def _patterns(targets: Any, where: str) -> Sequence[str]:
-    """The regular expressions of ``target_modules``; ValueError for what is none."""
+    """The regular expressions of ``target_modules``; ValueError if one is invalid."""
     patterns = [targets] if isinstance(targets, str) else targets
     if not patterns or not isinstance(patterns, list | tuple) or "" in patterns:
         raise ValueError(
@@ -318,7 +318,7 @@ def _patterns(targets: Any, where: str) -> Sequence[str]:
 
 
 def _compiled(pattern: Any, where: str) -> None:
-    """Raises ValueError for what is no regular expression."""
+    """Raises ValueError if ``pattern`` is no regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError):

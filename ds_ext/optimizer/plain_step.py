@@ -1,89 +1,63 @@
-"""A step without hooks: parameters are stepped by their ``grad``.
+"""The step without hooks: parameters are stepped by their ``grad``, bucket by bucket.
 
-This process holds them whole; of DTensors it holds a part, and sums travel.
+This process holds parameters whole. It holds a part of a DTensor, whose sums travel between ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ds_ext import rules
-from ds_ext.distributed import dtensors
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import unfit
+from ds_ext.optimizer import fitting, validation
+from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 from ds_ext.optimizer.run_updates import RunUpdate
 
-if TYPE_CHECKING:
-    from ds_ext.optimizer.rule_optimizer import RuleOptimizer
-
-# Elements of parameters that are taken together, at least: the host's time is by bucket.
+# Elements of a bucket, at least. Host time is spent per bucket.
 TOGETHER = 2**28
-# The same of rules that are batched: between rounds they hold no matrices, as the others do, but
-# sums over rows and columns, and on a GPU up to 1/6 byte an element of tiles' parts of these.
+# The same if all rules are batched. Between rounds they hold row and column sums instead of
+# matrices, and on a GPU up to 1/6 byte per element for the partial sums of tiles.
 IN_BATCHES = 2**30
-# Or sums over rows and columns of them, in memory that is made for the bucket: convolutions have
-# nearly as many as elements.
+# Or row and column sums of a bucket, which take memory: convolutions have nearly as many as
+# elements.
 STATISTICS = 2**23
 
 
-AllReduce: TypeAlias = Callable[[Tensor], None]
-
-
-class Whereabouts:
-    """Where the parameters of an optimizer lie, found when they are first stepped."""
-
-    def __init__(self) -> None:
-        self._placements = dtensors.Placements()
-
-    def of(self, param: Tensor) -> Placement | None:
-        """Returns the placement of a DTensor; None of what this process holds whole."""
-        return self._placements.of(param) if dtensors.is_dtensor(param) else None
-
-    def shard(self, param: Tensor) -> Shard:
-        """Returns which elements of a parameter this process holds."""
-        placement = self.of(param)
-        return Shard.whole(param.shape) if placement is None else placement.shard(param)
-
-    def by_sums(
-        self, params: Iterable[Tensor]
-    ) -> list[tuple[AllReduce | None, Placement | None, list[Tensor]]]:
-        """Parameters whose sums travel alike, with what adds them up; alike on all ranks."""
-        found: dict[Placement | None, list[Tensor]] = {}
-        for param in params:
-            found.setdefault(self.of(param), []).append(param)
-        return [(None if at is None else at.all_reduce, at, some) for at, some in found.items()]
-
-
-def step(optimizer: "RuleOptimizer") -> None:
+def step(optimizer: BucketOptimizer) -> None:
     """Steps all parameters of an optimizer that have a gradient.
 
     Raises:
-        ValueError: a hyper-parameter was set to a value that is not allowed, or a parameter cannot
-            be stepped. No weight has moved.
+        ValueError: a hyper-parameter was set to a value that is not allowed, or a parameter or its
+            state cannot be stepped. No weight has changed.
     """
     optimizer.check_param_groups()
     stepped = [p for p in optimizer.number_of if p.grad is not None]
-    unfit.refuse_complex(optimizer, stepped)
-    for param in stepped:
-        if not optimizer.state.get(param):
-            unfit.refuse_shape(optimizer, param, optimizer.whereabouts.shard(param))
+    validation.refuse_complex(optimizer, stepped)
     kinds = {optimizer.hypers_of(group) for group in optimizer.param_groups}
     together = IN_BATCHES if all(rules.entry_of(k).is_batched for k in kinds) else TOGETHER
-    for all_reduce, placement, params in optimizer.whereabouts.by_sums(stepped):
+    is_one_bucket = sum(p.numel() for p in stepped) < together  # is checked before it is stepped
+    by_placement: dict[Placement | None, list[Tensor]] = {}  # in the same order on all ranks
+    for param in stepped:
+        shard, state = optimizer.local_shard(param), optimizer.state.get(param)
+        if not state:
+            validation.refuse_shape(optimizer, param, shard)
+        elif not is_one_bucket:
+            fitting.check_kept(optimizer, param, shard, state, param.dtype, None)
+        by_placement.setdefault(optimizer.placement(param), []).append(param)
+    for placement, params in by_placement.items():
         for updates in buckets(params, together, placement):
-            optimizer.update(updates, all_reduce)
+            optimizer.update(updates, None if placement is None else placement.all_reduce)
             if placement is None:
                 write_back(updates)
-            optimizer.settle()
+            optimizer.commit_weight_norms()
 
 
 def buckets(
     params: Iterable[Tensor], together: int = TOGETHER, placement: Placement | None = None
 ) -> Iterator[list[RunUpdate]]:
-    """Yields the updates of those of ``params`` that have a gradient, as many as go together."""
+    """Yields the updates of those ``params`` that have a gradient, in buckets."""
     bucket: list[RunUpdate] = []
     elements = statistics = 0
     for param in params:
@@ -107,7 +81,7 @@ def buckets(
 
 
 def write_back(updates: Sequence[RunUpdate]) -> None:
-    """Copies what was stepped to the weights whose runs are copies: those not contiguous."""
+    """Copies stepped runs to weights that are not contiguous, whose runs are copies."""
     for param, p, *_ in updates:
         if not param.is_contiguous():
             param.copy_(p.view_as(param))

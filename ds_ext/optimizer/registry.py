@@ -34,6 +34,6 @@ def named(name: str, key: str = "optimizer.type") -> type[RuleOptimizer]:
     """Returns the optimizer that a config names, in any case, with or without "ds_ext.".
 
     Raises:
-        ValueError: there is none; it tells the ``key`` of the config and what may have been meant.
+        ValueError: there is none; the message has the config's ``key`` and the nearest name.
     """
     return _optimizer_of(rules.named(name, key).rule)

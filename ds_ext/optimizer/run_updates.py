@@ -1,4 +1,4 @@
-"""What a step takes of one parameter: this rank's run of the weight and of the gradient."""
+"""Runs to step: this rank's run of a weight and its gradient, moved to one device."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -20,13 +20,13 @@ class RunUpdate(NamedTuple):
     p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
     g: ops.Gradient  # the same run of the gradient
     shard: Shard  # which elements of the whole parameter the run is
-    num_replicas: int = 1  # ranks that update this run and count it in the sizes of updates
+    num_replicas: int = 1  # ranks that step the same run and count it in the update statistics
 
 
 class StagedRun(NamedTuple):
-    """A run and its state on the device of the gradient, where they are stepped.
+    """A run and its state on the device of the gradient.
 
-    Those that are stored elsewhere, by ZeRO's offload, are copies until ``write_back``.
+    If ZeRO's offload stores them elsewhere, they are copies until ``write_back``.
     """
 
     stored: RunUpdate
@@ -43,7 +43,7 @@ class StagedRun(NamedTuple):
         return cls(u, state, u if p is u.p else u._replace(p=p), staged)
 
     def write_back(self, offload: HostOffload | None) -> None:
-        """Overwrites the weight and the state that are stored elsewhere by those stepped."""
+        """Copies the stepped weight and state to where they are stored."""
         if self.update.p is not self.stored.p:
             self.stored.p.copy_(self.update.p, non_blocking=True)
         if offload is not None:
@@ -51,7 +51,7 @@ class StagedRun(NamedTuple):
 
 
 def by_device(updates: Iterable[RunUpdate]) -> list[list[RunUpdate]]:
-    """Returns the updates of each device that gradients are on."""
+    """Returns the updates divided by the device of their gradients."""
     found: dict[torch.device, list[RunUpdate]] = {}
     for u in updates:
         found.setdefault(u.g.device, []).append(u)

@@ -1,1 +1,1 @@
-"""What fits? The bytes of an optimizer on each rank, computed before a run."""
+"""What fits? Computes the bytes of an optimizer on each rank before a run."""

@@ -1,8 +1,8 @@
-"""What activations take: the model itself is run forward and backward, on tensors without storage.
+"""Counts the memory of activations: runs the model forward and backward on fake tensors.
 
-Autograd keeps and frees what it would keep and free, so that the count is that of a real run of the
-same modules: with whatever a model does of its own, and with checkpointing as transformers has it.
-Attention is torch's fused one, which keeps no scores. Scratch inside of an operator is not seen.
+Autograd keeps and frees the same tensors as in a real run, so the count includes everything that
+the modules do, and checkpointing as in transformers. Attention is torch's fused one, which keeps no
+scores. Temporary memory inside operators is not counted.
 """
 
 import logging
@@ -16,38 +16,38 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from ds_ext.planner import models
-from ds_ext.planner.live import Watch
+from ds_ext.planner.live_memory import LiveMemory
 
 ATTENTION = "ds_ext_planned"
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a rank computes at once."""
+class MicroBatch:
+    """The size of a rank's micro-batch."""
 
     rows: int  # train_micro_batch_size_per_gpu
     tokens: int  # of each row
-    checkpointing: bool  # each layer is computed again in backward
+    checkpointing: bool  # whether layers are computed again in backward
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """What becomes of gradients: they are kept until a bucket is full, or for good."""
+class GradientLifetime:
+    """How long gradients live: until their bucket is full, or until the end of the step."""
 
-    bucket: int | None  # elements; None: all are kept
-    ahead: bool = False  # a bucket is freed when the next one is full
+    bucket: int | None  # elements; None to keep all
+    ahead: bool = False  # whether a bucket is freed only when the next one is full
 
 
-class Waiting:
-    """The gradients that are held."""
+class HeldGradients:
+    """The gradients that are alive."""
 
-    def __init__(self, how: Gradients) -> None:
+    def __init__(self, how: GradientLifetime) -> None:
         self.how = how
         self.bucket: list[Tensor] = []
         self.sent: list[Tensor] = []
 
     def take(self, param: Tensor) -> None:
-        """Takes the gradient of a parameter, as a hook does."""
+        """Moves the gradient of a parameter into the bucket, as a hook."""
         assert param.grad is not None
         self.bucket.append(param.grad)
         param.grad = None
@@ -60,25 +60,25 @@ class Waiting:
 def peak(
     config: Any,
     dtype: torch.dtype,
-    batch: Batch,
-    gradients: Gradients,
+    batch: MicroBatch,
+    gradients: GradientLifetime,
     adapt: Callable[[nn.Module], None] | None = None,
 ) -> int:
-    """Returns the most bytes that a forward and a backward pass hold beside the weights.
+    """Returns the peak bytes of a forward and a backward pass, without the weights.
 
     Args:
-        config: of a language model, of transformers.
-        dtype: that of weights and activations.
-        batch: what one rank computes at once.
-        gradients: what becomes of gradients, which count while they are held.
-        adapt: changes the model in place, such as by adapters.
+        config: the transformers config of a language model.
+        dtype: the dtype of weights and activations.
+        batch: the micro-batch of one rank.
+        gradients: how long gradients live, which count too.
+        adapt: changes the model in place, for example by adding adapters.
 
     Raises:
-        ValueError: the model cannot be run so.
+        ValueError: the model cannot run on fake tensors.
     """
     attention = _attention()
-    torch_tells = logging.getLogger("torch._subclasses.fake_tensor")
-    torch_tells.disabled = True  # it logs the traceback of an error that is told below
+    fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
+    fake_tensor_logger.disabled = True  # it logs the traceback of an error that is reported below
     try:
         with FakeTensorMode(), torch.device("cpu"):
             model: Any = models.build(config, dtype=dtype, attn_implementation=attention).train()
@@ -89,22 +89,22 @@ def peak(
             tokens = torch.zeros(batch.rows, batch.tokens, dtype=torch.long, device="cpu")
             return _peak(model, tokens, gradients)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
-        told = str(error).partition("\n")[0]
+        text = str(error).partition("\n")[0]
         raise ValueError(
-            f"--seq: activations of {type(config).__name__} cannot be counted ({told}): leave it "
+            f"--seq: activations of {type(config).__name__} cannot be counted ({text}): leave it "
             "out."
         ) from error
     finally:
-        torch_tells.disabled = False
+        fake_tensor_logger.disabled = False
 
 
-def _peak(model: Any, tokens: Tensor, gradients: Gradients) -> int:
-    """The same for a model and tokens without storage."""
-    waiting = Waiting(gradients)
+def _peak(model: Any, tokens: Tensor, gradients: GradientLifetime) -> int:
+    """The same for a model and tokens that are fake tensors."""
+    waiting = HeldGradients(gradients)
     for param in model.parameters():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(waiting.take)
-    with Watch([*model.parameters(), *model.buffers()]) as watch:
+    with LiveMemory([*model.parameters(), *model.buffers()]) as watch:
         weights: int = watch.now
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     most: int = watch.most
@@ -112,7 +112,7 @@ def _peak(model: Any, tokens: Tensor, gradients: Gradients) -> int:
 
 
 def _checkpoint(model: Any) -> None:
-    """Turns checkpointing on, which transformers is about to rename."""
+    """Turns checkpointing on, by its new or old name in transformers."""
     how = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
@@ -121,7 +121,7 @@ def _checkpoint(model: Any) -> None:
 
 
 def _attention() -> str:
-    """The name, to transformers, of attention that is causal by itself and needs no mask."""
+    """Registers causal attention without a mask in transformers; returns its name."""
     from transformers import AttentionInterface
 
     def attention(

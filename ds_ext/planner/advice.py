@@ -1,21 +1,21 @@
-"""One line at the end of a plan: what to take."""
+"""The advice at the end of a plan: which optimizer to use."""
 
 from collections.abc import Mapping, Sequence
 
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner.memory import Memory
-from ds_ext.planner.rows import GIB, Plan, Row
+from ds_ext.planner.memory import MemoryUse
+from ds_ext.planner.rows import GIB, MemoryPlan, Row
 from ds_ext.rates import advice as rate
 
 MOST_RANKS = 1024
 
 
-def advice(plan: Plan, table: Mapping[str, Memory]) -> str:
-    """Returns what to take of a table: AdamW where it fits, else AdamW's steps in less memory.
+def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
+    """Returns which optimizer to use: AdamW if it fits, else one that needs less memory.
 
     Args:
-        plan: its rows are those of the table.
-        table: label -> memory.
+        plan: the plan of the table.
+        table: the memory of each row, by label.
     """
     asked = plan.asked
     theirs = next(row for row in plan.rows if row.label.startswith("AdamW, DeepSpeed"))
@@ -30,19 +30,19 @@ def advice(plan: Plan, table: Mapping[str, Memory]) -> str:
     if not asked.cards:
         named = ", ".join(f"{row.label} {size(row)}" for row in reversed(candidates))
         rates = "; ".join(f"{row.label.partition(',')[0]} {_rate(row)}" for row in candidates[1:])
-        return f"Per rank: {named}. --memory 24,80 tells what fits.\nLearning rates: {rates}."
-    told = []
+        return f"Per rank: {named}. --memory 24,80 shows what fits.\nLearning rates: {rates}."
+    lines = []
     for card in asked.cards:
         row = next((c for c in candidates if table[c.label].total <= card * GIB), None)
         if row is None:
-            told.append(_more(plan, least, card))
+            lines.append(_more(plan, least, card))
         else:
-            told.append(f"{card:g} GiB: {_take(row, candidates)} Learning rate: {_rate(row)}.")
-    return "\n".join(told)
+            lines.append(f"{card:g} GiB: {_take(row, candidates)} Learning rate: {_rate(row)}.")
+    return "\n".join(lines)
 
 
 def _rate(row: Row) -> str:
-    """Where to begin with the learning rate: "start at 1e-3, try 5e-4 and 2e-3"."""
+    """The advice for the learning rate: "start at 1e-3, try 5e-4 and 2e-3"."""
     return rate(row.optimizer.__name__ if row.optimizer else "AdamW") or "as its paper says"
 
 
@@ -50,12 +50,12 @@ def _take(row: Row, candidates: Sequence[Row]) -> str:
     if row is candidates[0]:
         return f"AdamW itself fits ({row.label}); take less only for larger batches."
     if row is not candidates[-1]:
-        return f"{row.label} takes AdamW's steps in what AdamW does not fit."
-    return f"{row.label}, which needs least, fits."
+        return f"{row.label} makes AdamW's steps in less memory, and fits."
+    return f"{row.label}, which needs the least memory, fits."
 
 
-def _more(plan: Plan, least: Row, card: float) -> str:
-    """What would help where nothing fits."""
+def _more(plan: MemoryPlan, least: Row, card: float) -> str:
+    """The advice if nothing fits."""
     asked, ranks = plan.asked, plan.asked.ranks
     while ranks < MOST_RANKS:
         ranks *= 2

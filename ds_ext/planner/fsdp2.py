@@ -1,9 +1,9 @@
-"""Bytes that one rank holds where PyTorch's FSDP2 cuts a model, by layers and the rest.
+"""Memory of one rank with PyTorch's FSDP2, applied to each layer and then to the model.
 
-``fully_shard`` is applied to each layer and then to the model, as docs/guides/fsdp2.md has it. A
-rank has as many whole rows of each parameter as every other, the last ones fewer; what holds
-weights is padded alike. The rest of the model, embedding and head, is gathered all through a step
-and its gradients are reduced when backward ends. Not counted: the weights that are gathered.
+docs/guides/fsdp2.md shows these calls of ``fully_shard``. Each rank has the same number of whole
+rows of each parameter, except the last ranks. Buffers are padded to equal sizes. Embedding and head
+stay gathered during a step, and their gradients are reduced at the end of backward. Gathered
+weights are not counted.
 """
 
 import math
@@ -18,9 +18,9 @@ from torch import Tensor
 from ds_ext.distributed import dtensors
 from ds_ext.ops import weight_update
 from ds_ext.planner import memory
-from ds_ext.planner.memory import Memory, Shapes
+from ds_ext.planner.memory import MemoryUse, Shapes
 
-LAYER = re.compile(r"(.*?\.)?\d+\.")  # as the names of a layer's parameters begin
+LAYER = re.compile(r"(.*?\.)?\d+\.")  # the prefix of a layer's parameters
 
 
 def ours(
@@ -30,15 +30,15 @@ def ours(
     dtype: torch.dtype,
     bucket: int,
     accumulates: bool = False,
-) -> Memory:
-    """Returns the memory of a rule that steps parts as FSDP2 reduces their gradients.
+) -> MemoryUse:
+    """Returns the memory of a rule that steps parameters while FSDP2 reduces their gradients.
 
     Args:
         rule: an instance of ``RuleOptimizer.hypers``; or one for each parameter, by name.
-        shapes: the model's parameters.
-        ranks: how many hold the parts of one copy.
-        dtype: that of weights, and of gradients on their way.
-        bucket: elements of parts that are stepped together.
+        shapes: the shapes of the model's parameters.
+        ranks: the number of ranks that share one replica.
+        dtype: the dtype of weights, and of gradients before the reduction.
+        bucket: the number of elements that are stepped together.
         accumulates: whether this rank's parts of gradients are kept until the step, in fp32.
     """
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
@@ -56,22 +56,22 @@ def ours(
         memory.most_held(init, rules, shapes, ranks, dtype, dtensors.rows_of)
         for init in (state, master)
     ]
-    return Memory(size * n, held[0], size * on_their_way(shapes) + kept, held[1])
+    return MemoryUse(size * n, held[0], size * on_their_way(shapes) + kept, held[1])
 
 
-def torchs_adamw(shapes: Shapes, ranks: int, dtype: torch.dtype) -> Memory:
-    """The same of torch's AdamW, whose moments are of the weights' dtype, by ``.grad``."""
+def torchs_adamw(shapes: Shapes, ranks: int, dtype: torch.dtype) -> MemoryUse:
+    """The same for torch's AdamW, which keeps ``.grad`` and moments in the weights' dtype."""
     n, size = parts(shapes, ranks), dtype.itemsize
-    return Memory(size * n, 2 * size * n, size * (on_their_way(shapes) + n), 0)
+    return MemoryUse(size * n, 2 * size * n, size * (on_their_way(shapes) + n), 0)
 
 
 def parts(shapes: Shapes, ranks: int) -> int:
-    """Elements of a rank's parts: whole rows, padded to those of the first rank."""
+    """Elements of a rank's parts: whole rows, padded to the number of the first rank."""
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes.values())
 
 
 def units(shapes: Shapes) -> list[int]:
-    """Elements of each unit, that of what is in no layer first."""
+    """Elements of each FSDP2 unit. The first unit contains all parameters outside of layers."""
     found = Counter({"": 0})
     for name, shape in shapes.items():
         layer = LAYER.match(name)
@@ -80,10 +80,10 @@ def units(shapes: Shapes) -> list[int]:
 
 
 def on_their_way(shapes: Shapes) -> int:
-    """The most elements of whole gradients in backward.
+    """The peak elements of full gradients in backward.
 
-    Those of a layer and the copy that is reduced of it, or of the layer before, beside what has
-    come of the rest; at its end those of the rest and their copy.
+    During backward: a layer's gradients, the copy that is reduced, and the gradients outside of
+    layers. At the end: the gradients outside of layers and their copy.
     """
     rest, *layers = units(shapes)
     return max(rest + 2 * max(layers, default=0), 2 * rest + max(layers, default=0))

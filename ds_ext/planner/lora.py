@@ -1,6 +1,6 @@
-"""LoRA beside full fine-tuning: adapters of the linear layers, stepped by AdamW in DeepSpeed.
+"""The memory of LoRA: adapters of the linear layers, trained by AdamW in DeepSpeed.
 
-Hu et al., arXiv 2106.09685, as PEFT does it with ``target_modules="all-linear"``: y = W x + B A x.
+Hu et al., arXiv 2106.09685, as in PEFT with ``target_modules="all-linear"``: y = W x + B A x.
 """
 
 from dataclasses import replace
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.planner import memory
-from ds_ext.planner.memory import Memory, Shapes
+from ds_ext.planner.memory import MemoryUse, Shapes
 
 _CONFIG = "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """A linear layer that is frozen, beside which an adapter of rank ``rank`` is trained.
+    """A frozen linear layer with a trained adapter of rank ``rank``.
 
-    Its parameters have the names that PEFT gives them.
+    Its parameters have the same names as in PEFT.
     """
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
@@ -32,13 +32,13 @@ class Adapted(nn.Module):
         self.lora_B = nn.ModuleDict({"default": up})
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output and the adapter's, [..., out]."""
+        """Returns the sum of the outputs of layer and adapter, [..., out]."""
         found: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
         return found
 
 
 def adapt(model: Any, rank: int) -> None:
-    """Freezes a model and puts adapters beside its linear layers, all but the output head."""
+    """Freezes a model and adds adapters to its linear layers, except the output head."""
     model.requires_grad_(False)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for owner in list(model.modules()):
@@ -50,15 +50,15 @@ def adapt(model: Any, rank: int) -> None:
 
 
 def adapted(model: nn.Module, how: str) -> nn.Module:
-    """Returns a model as PEFT would adapt it, with the names of its parameters.
+    """Returns a model with adapters, with the parameter names of PEFT.
 
     Args:
-        model: on the device "meta"; changed in place.
-        how: a rank, of adapters for all linear layers; or the folder of an adapter_config.json of
-            PEFT, which then makes the adapters itself, of any kind.
+        model: the model on the device "meta"; changed in place.
+        how: the rank of adapters for all linear layers; or the folder of PEFT's
+            adapter_config.json, with which PEFT makes adapters of any kind.
 
     Raises:
-        ValueError: it is neither, or PEFT is missing.
+        ValueError: ``how`` is neither, or PEFT is missing.
     """
     if how.isdecimal() and int(how):
         adapt(model, int(how))
@@ -81,15 +81,15 @@ def adapted(model: nn.Module, how: str) -> nn.Module:
 
 def lora(
     model: nn.Module, rank: int, stage: int, ranks: int, dtype: torch.dtype, bucket: int
-) -> Memory:
+) -> MemoryUse:
     """Returns the memory of LoRA on the rank that holds most.
 
     Args:
-        model: on the device "meta"; adapted in place.
-        rank: of the adapters.
+        model: the model on the device "meta"; adapted in place.
+        rank: the rank of the adapters.
         stage: the ZeRO stage.
-        ranks: how many ranks of data parallelism there are.
-        dtype: that of weights and gradients.
+        ranks: the number of data-parallel ranks.
+        dtype: the dtype of weights and gradients.
         bucket: reduce_bucket_size, in elements.
     """
     frozen: Shapes = memory.shapes_of(model)

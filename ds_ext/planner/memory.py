@@ -1,10 +1,10 @@
-"""Bytes that one rank holds of weights, optimizer state, gradients and masters of weights.
+"""Memory of one rank: weights, optimizer state, gradients and master weights.
 
-Ours come from the rules: their state is made of tensors without storage, so that this arithmetic
-cannot drift from the code; masters come from ``precision`` alike. The rank is the one that holds
-most. Beside ours: AdamW in DeepSpeed and Megatron-LM's distributed optimizer. Activations are
-counted by activations.py. Not counted: the weights that ZeRO-3 gathers for computing, blocks of
-scratch (on a CPU, 8 MiB at most), and what the allocator wastes.
+For our optimizers the rules make their state on the device "meta", so this arithmetic always agrees
+with the code. Master weights are counted in the same way. The rank is the one with the most memory.
+For comparison there are AdamW in DeepSpeed and Megatron-LM's distributed optimizer. activations.py
+counts activations. Not counted: weights that ZeRO-3 gathers for computing, scratch blocks (at most
+8 MiB on a CPU), and memory that the allocator wastes.
 """
 
 import math
@@ -23,33 +23,33 @@ from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload
 
 
 class Stack(tuple[int, ...]):
-    """The shape of a parameter whose first dimension counts experts."""
+    """The shape of a parameter whose first dimension is the number of experts."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Makes what a rule keeps beside a run, of a stack or not.
+# Makes the state of a run, which may belong to a stack of experts.
 Init = Callable[[Any, Tensor, Shard, bool], Any]
 
 # DeepSpeed's defaults, in elements.
 PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
 SUB_GROUP = 10**9  # zero_optimization.sub_group_size: the most that one step of AdamW takes
 
-FIRST = 16  # ranks that are looked at for the one that holds most
+FIRST = 16  # the number of ranks among which the one with the most memory is searched
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes on one rank."""
 
     weights: float
     state: float
-    gradients: float  # the most that are alive at once
-    master: float  # what weights of 16 bits lack to fp32: a copy, or the lower half
-    activations: float = 0.0  # what they add to the most that is alive at once, if counted
+    gradients: float  # the peak in a step
+    master: float  # fp32 copies of 16-bit weights, or their lower halves
+    activations: float = 0.0  # their part of the peak, if counted
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all parts."""
         return self.weights + self.state + self.gradients + self.master + self.activations
 
 
@@ -62,24 +62,24 @@ def ours(
     bucket: int,
     accumulates: bool = False,
     offloads: Collection[str] = (),
-) -> Memory:
-    """Returns the memory of a rule on the rank that holds most.
+) -> MemoryUse:
+    """Returns the memory of a rule on the rank with the most memory.
 
     Args:
         rule: an instance of ``RuleOptimizer.hypers``; or one for each parameter, by name.
-        shapes: the model's parameters.
-        stage: the ZeRO stage; None for a plain ``step()`` on whole gradients.
-        ranks: how many ranks of data parallelism there are.
-        dtype: that of weights and gradients.
+        shapes: the shapes of the model's parameters.
+        stage: the ZeRO stage; None for a plain ``step()`` on full gradients.
+        ranks: the number of data-parallel ranks.
+        dtype: the dtype of weights and gradients.
         bucket: reduce_bucket_size, in elements.
         accumulates: whether this rank's runs of gradients are kept until the step, in fp32.
-        offloads: of "param" (stage 3) and "optimizer", what lies on the host, and on the device
-            only as much of it as a bucket takes.
+        offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host, and
+            only the part of one bucket is on the device.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
-    if stage == 3:  # overlap_comm: the bucket before is on its way
+    if stage == 3:  # overlap_comm: the previous bucket is still being reduced
         in_flight = min(in_flight + max(bucket, _largest(shapes)), elements(shapes))
     visiting = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))  # a bucket's share
     whole = _weights(shapes, stage, ranks)
@@ -97,7 +97,7 @@ def ours(
         stays = most_held(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
         return stays + visiting * (most - stays)
 
-    return Memory(
+    return MemoryUse(
         weights=weights * dtype.itemsize,
         state=held(state),
         gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
@@ -106,12 +106,12 @@ def ours(
 
 
 def state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
-    """Returns what a rule keeps of a run, which may be of stacked experts, as tensors."""
+    """Returns the state tensors of a run, which may belong to a stack of experts."""
     return zeros(expert_stacks.keeps(rule, shard) if stacked else rule.keeps(shard), p)
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """Shapes of a model's parameters by name, tied ones once."""
+    """Returns the shapes of a model's parameters by name, tied ones once."""
     stacked = expert_stacks.find(model)
     return {
         name: (Stack if param in stacked else tuple)(param.shape)
@@ -119,25 +119,25 @@ def shapes_of(model: nn.Module) -> Shapes:
     }
 
 
-def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: int) -> Memory:
+def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: int) -> MemoryUse:
     """AdamW under DeepSpeed 0.19 with its defaults, all but ``bucket``.
 
-    The terms of the ZeRO paper (arXiv 1910.02054, section 3.1), and what DeepSpeed adds: for the
-    step an fp32 copy of a rank's gradients, from stage 1 on fp32 copies of fp32 weights too
-    (stage 3 compares a device with its name, which are never equal), and buckets.
+    The terms are those of the ZeRO paper (arXiv 1910.02054, section 3.1), plus what DeepSpeed adds:
+    an fp32 copy of a rank's gradients for the step; from stage 1 on also fp32 copies of fp32
+    weights (stage 3 compares a device with its name, which are never equal); and buckets.
     """
     n, size = elements(shapes), dtype.itemsize
     run: float = n / ranks if stage else n
     gradients: float
-    if stage == 0:  # in the step; fp32 needs no copy
+    if stage == 0:  # the peak is in the step; fp32 needs no copy
         gradients = 4 * n if size == 4 else size * n + 4 * n
-    elif stage == 1:  # when backward ends, all are there, and then move to a bucket or the run
+    elif stage == 1:  # at the end of backward, all are alive and move to a bucket or the run
         gradients = size * (n + max(run, bucket))
-    elif stage == 2:  # in backward, the last gradient on its way; or in the step
+    elif stage == 2:  # in backward before the last reduction, or in the step
         gradients = max(size * (run + bucket + _largest(shapes)), 4 * run)
-    else:  # in the step, by sub-groups; grad_partitions_flat_buffer and the bucket's are kept
+    else:  # in the step, by sub-groups; grad_partitions_flat_buffer and the bucket stay
         gradients = size * (run + bucket) + 4 * min(run, SUB_GROUP)
-    return Memory(
+    return MemoryUse(
         weights=size * (run if stage == 3 else n),  # nothing is gathered in the step
         state=8 * run,
         gradients=gradients,
@@ -145,20 +145,21 @@ def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: in
     )
 
 
-def megatron(shapes: Shapes, ranks: int, params: str, grads: str) -> Memory:
-    """Megatron-LM's distributed optimizer with Adam: bytes per parameter from its documentation.
+def megatron(shapes: Shapes, ranks: int, params: str, grads: str) -> MemoryUse:
+    """Returns the memory of Megatron-LM's distributed optimizer with Adam, by its documentation.
 
-    fp16 with fp16 gradients 4 + 16/d, bf16 with fp32 gradients 6 + 12/d, fp32 8 + 8/d.
+    Bytes per parameter: fp16 with fp16 gradients 4 + 16/d, bf16 with fp32 gradients 6 + 12/d, fp32
+    8 + 8/d.
     Source: Megatron-LM's API guide, "dist_optimizer".
     """
     n = elements(shapes)
-    # weights, gradients; and divided by the ranks: moments, fp32 gradients, fp32 weights
+    # weights, gradients; then those divided by the ranks: moments, fp32 gradients, fp32 weights
     size, gradient, moments, copy, master = {
         ("fp16", "fp16"): (2, 2, 8, 4, 4),
         ("bf16", "fp32"): (2, 4, 8, 0, 4),
         ("fp32", "fp32"): (4, 4, 8, 0, 0),
     }[params, grads]
-    return Memory(
+    return MemoryUse(
         weights=size * n,
         state=moments * n / ranks,
         gradients=gradient * n + copy * n / ranks,
@@ -167,12 +168,12 @@ def megatron(shapes: Shapes, ranks: int, params: str, grads: str) -> Memory:
 
 
 def elements(shapes: Shapes) -> int:
-    """Parameters of a model, counted by element."""
+    """Returns the number of elements of a model's parameters."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
-    """Elements kept by a rank: all, or its padded runs and whole copies of small parameters."""
+    """Weight elements of a rank: all, or its padded runs and full copies of small parameters."""
     if stage != 3:
         return elements(shapes)
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -180,9 +181,9 @@ def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
 
 
 def _in_flight(shapes: Shapes, ranks: int, bucket: int) -> int:
-    """The most gradient elements alive in backward: those in the bucket, and one that arrives.
+    """The peak gradient elements in backward: the bucket, and one gradient that arrives.
 
-    The one that arrives is copied where it has to be padded to equal parts for all ranks.
+    The arriving gradient is copied if it must be padded to equal parts for all ranks.
     """
     n = elements(shapes)
     most = 0
@@ -204,17 +205,18 @@ def most_held(
     dtype: torch.dtype,
     run_of: Callable[[tuple[int, ...], int, int], Shard] = Shard.of_rank,
 ) -> int:
-    """Returns the bytes that the rank holds which holds most of what ``init`` makes.
+    """Returns the bytes that ``init`` makes on the rank with the most memory.
 
-    The first ranks have the longest runs; which of them holds most depends on the rows they share.
+    The first ranks have the longest runs. Which of them has the most memory depends on the rows
+    that runs share.
 
     Args:
-        init: makes what belongs to a run.
-        rules: of each parameter, by name.
-        shapes: the model's parameters.
-        cut: how many runs each parameter is cut into.
-        dtype: that of weights.
-        run_of: gives the run of a shape that a rank has, of so many.
+        init: makes the state of a run.
+        rules: the rule of each parameter, by name.
+        shapes: the shapes of the model's parameters.
+        cut: the number of runs of each parameter.
+        dtype: the dtype of weights.
+        run_of: returns the run of a shape on a rank, from the number of runs.
     """
     counts = Counter(
         (rules[name], tuple(shape), isinstance(shape, Stack)) for name, shape in shapes.items()
@@ -232,7 +234,7 @@ def most_held(
 
 
 def _small(state: Any) -> Any:
-    """What of a state stays on the device when states are offloaded."""
+    """The part of a state that stays on the device when states are offloaded."""
     if isinstance(state, Mapping):
         return {key: _small(x) for key, x in state.items()}
     return state if state.nbytes < host_offload.SMALL else ()
@@ -244,12 +246,12 @@ def rules_of(
     """Returns the rule of each parameter of a model, by name.
 
     Args:
-        optimizer: the class.
-        model: on any device, "meta" among them.
-        params: "params" of the config's section "optimizer".
+        optimizer: the optimizer class.
+        model: the model on any device, for example "meta".
+        params: the "optimizer.params" of a config.
 
     Raises:
-        ValueError: as of ``RuleOptimizer.for_model``.
+        ValueError: see ``RuleOptimizer.for_model``.
     """
     made = optimizer.for_model(model, **params)
     return {name: made.rule_of(param) for name, param in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Models by name: those known here, and any that transformers can read; made without storage."""
+"""Models by name: known ones and all that transformers can read, on the device "meta"."""
 
 import difflib
 import os
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Configurations as published with the weights, in the keys of their config.json. What is missing is
-# the default of transformers. Gemma 3's are of the language model without the images' tower.
+# Configurations as published with the weights, with the keys of config.json. Missing keys have the
+# defaults of transformers. Gemma 3's are of the language model without the images' tower.
 _LLAMA_2 = {"model_type": "llama", "vocab_size": 32000}
 _LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 _QWEN_3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -78,12 +78,12 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 }
 _ALIASES = {"llama-7b": "llama-2-7b", "llama-13b": "llama-2-13b", "llama-70b": "llama-2-70b"}
 _ALIASES |= {"llama-3-8b": "llama-3.1-8b", "llama-3.1-70b": "llama-3.3-70b"}
-# What names on the Hub have beside that of the architecture.
+# Endings of names on the Hub after the architecture.
 _ENDINGS = re.compile(r"[-_.](instruct|it|chat|base|pt|hf|v\d[\d.]*|\d{4})$")
 
 
 def known(name: str) -> str | None:
-    """Returns which of ``KNOWN`` a name means, however it is written; None if none.
+    """Returns the key in ``KNOWN`` that a name means in any spelling, or None.
 
     "llama2-7b", "Llama 2 7B" and "meta-llama/Llama-2-7b-hf" mean "llama-2-7b".
     """
@@ -103,13 +103,13 @@ _PLAIN = {_plain(name): name for name in KNOWN} | {_plain(k): v for k, v in _ALI
 
 
 def config(model: str) -> Any:
-    """Returns the configuration of transformers that ``--model`` names.
+    """Returns the transformers config that ``--model`` names.
 
     Args:
-        model: a folder, a config.json, a name that ``known`` knows, or one on the Hub.
+        model: a folder, a config.json, a known name, or a name on the Hub.
 
     Raises:
-        ValueError: there is none, or transformers is missing.
+        ValueError: there is no such model, or transformers is missing.
     """
     is_path = os.path.exists(model)
     name = None if is_path else known(model)
@@ -136,11 +136,11 @@ def config(model: str) -> Any:
 
 
 def build(config: Any, **options: Any) -> nn.Module:
-    """Returns the model of a configuration on the current default device.
+    """Returns the model of a config on the current default device.
 
     Args:
-        config: of transformers.
-        **options: of its ``from_config``, such as ``dtype`` and ``attn_implementation``.
+        config: a config of transformers.
+        **options: arguments of ``from_config``, such as ``dtype`` and ``attn_implementation``.
     """
     import transformers
 
@@ -153,6 +153,6 @@ def build(config: Any, **options: Any) -> nn.Module:
 
 
 def skeleton(config: Any) -> nn.Module:
-    """Returns the model of a configuration on the device "meta"."""
+    """Returns the model of a config on the device "meta"."""
     with torch.device("meta"):
         return build(config)

@@ -1,4 +1,4 @@
-"""What is asked of ``plan``, on the command line and by a DeepSpeed config."""
+"""The options of ``plan``, from the command line and from a DeepSpeed config."""
 
 import argparse
 import json
@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from ds_ext.backward.settings import BUCKET_SIZE
-from ds_ext.config import gradients, offload
-from ds_ext.config.refused import without_auto
+from ds_ext.config import parsing, validation
+from ds_ext.config.parsing import without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
-from ds_ext.planner.activations import Batch
+from ds_ext.planner.activations import MicroBatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
-FSDP2 = "fsdp2"  # in the place of a stage
+FSDP2 = "fsdp2"  # instead of a stage
 ALL = "all"
-# The key of a config that sets an option.
+# The config keys of options.
 KEYS = {
     "stage": "zero_optimization.stage",
     "shard_size": "ds_ext.shard_size",
@@ -29,48 +29,48 @@ KEYS = {
     "offload_param": "zero_optimization.offload_param",
     "offload_optimizer": "zero_optimization.offload_optimizer",
 }
-# Optimizers that a config may name and that are DeepSpeed's own there, whatever ours are called.
+# Names that mean DeepSpeed's own optimizers in a config, even if ours have the same name.
 DEEPSPEEDS = frozenset("adagrad adam adamw lion muadam muadamw muon musgd".split())
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What to plan."""
+class PlanOptions:
+    """The options of a plan."""
 
     model: str | None
     ranks: int
-    shard_size: int  # ranks that hold one copy of what ZeRO cuts; 0: all
+    shard_size: int  # ranks of one replica; 0 for all
     pipeline_stages: int  # 1: no pipeline
     optimizer: str  # a name, or "all"
     params: Mapping[str, Any]  # optimizer.params
-    stage: str | None  # of ``STAGES``, or FSDP2; None: all of one optimizer, 3 of all
+    stage: str | None  # of ``STAGES``, or FSDP2; None: all stages of one optimizer, stage 3 of all
     dtype: str
     bucket: int  # elements
     accumulates: bool
     offload_param: bool
     offload_optimizer: bool
     lora: int | None  # rank
-    batch: Batch | None
+    batch: MicroBatch | None
     cards: tuple[float, ...]  # GiB
     picture: Path | None
-    of_config: frozenset[str] = frozenset()  # options that the config has set
+    of_config: frozenset[str] = frozenset()  # options that come from the config
 
     def spelled(self, option: str) -> str:
-        """Returns what the user wrote to set an option: a key of the config, or a flag."""
+        """Returns the config key or the flag with which the user set an option."""
         if option in self.of_config:
             return f"--config: {KEYS[option]}"
         return "--" + option.replace("_", "-")
 
     @property
     def optimizers(self) -> list[type[RuleOptimizer]]:
-        """Those that are asked for."""
+        """The optimizers to plan."""
         if self.optimizer == ALL:
             return list(OPTIMIZERS.values())
         return [named(self.optimizer, self.spelled("optimizer"))]
 
     @property
     def stages(self) -> list[int | None]:
-        """The one asked for; else all of one optimizer, and ZeRO-3 of all, and beside FSDP2."""
+        """The given stage; else all stages of one optimizer, or ZeRO-3 of all."""
         if self.stage == FSDP2:
             return [3]
         if self.stage:
@@ -83,7 +83,7 @@ class Asked:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``plan``; those that are not given are None."""
+    """Adds the options of ``plan``. Missing ones are None."""
     add: Callable[..., Any] = parser.add_argument
     known = ", ".join(models.KNOWN)
     add(
@@ -131,11 +131,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
 
-def read(options: argparse.Namespace) -> Asked:
-    """Returns what is asked, by options and by the config that they name.
+def read(options: argparse.Namespace) -> PlanOptions:
+    """Returns the options of the command line, completed by those of ``--config``.
 
     Raises:
-        ValueError: the config or ``--params`` cannot be read, or options contradict one another.
+        ValueError: the config or ``--params`` cannot be read, or options contradict each other.
     """
     given = {} if options.config is None else _of_config(options.config)
 
@@ -146,14 +146,14 @@ def read(options: argparse.Namespace) -> Asked:
         return getattr(options, name) if is_flag(name) else given.get(name, default)
 
     if options.model is None and not options.memory:
-        raise ValueError("--model is missing; or give --memory, and the largest that fits is told.")
+        raise ValueError("--model is missing; or give --memory to get the largest that fits.")
     rows, tokens = pick("batch", None), options.seq
     if tokens is None and (options.batch or options.checkpointing):
-        raise ValueError("--batch and --checkpointing are of activations: add --seq TOKENS.")
-    batch = None if tokens is None else Batch(rows or 1, tokens, options.checkpointing)
+        raise ValueError("--batch and --checkpointing are for activations: add --seq TOKENS.")
+    batch = None if tokens is None else MicroBatch(rows or 1, tokens, options.checkpointing)
     params = given.get("params", {}) if options.params is None else _object(options.params)
     optimizer = pick("optimizer", ALL)
-    asked = Asked(
+    asked = PlanOptions(
         model=options.model,
         ranks=options.ranks,
         shard_size=pick("shard_size", 0),
@@ -185,8 +185,8 @@ def read(options: argparse.Namespace) -> Asked:
     return asked
 
 
-def _check_groups(asked: Asked) -> None:
-    """Raises ValueError for groups of ranks that cannot be."""
+def _check_groups(asked: PlanOptions) -> None:
+    """Raises ValueError if ``--shard-size`` is impossible."""
     if not asked.shard_size:
         return
     if asked.ranks % asked.shard_size:
@@ -201,8 +201,8 @@ def _check_groups(asked: Asked) -> None:
         )
 
 
-def _check_pipeline(asked: Asked) -> None:
-    """Raises ValueError for what a pipeline does not have, or what is not counted of one."""
+def _check_pipeline(asked: PlanOptions) -> None:
+    """Raises ValueError for options that a pipeline does not support."""
     if asked.stage not in (None, "0", "1"):
         raise ValueError(f"--pipeline-stages: ZeRO has stages 0 and 1 there, not {asked.stage}.")
     if asked.batch is not None:
@@ -214,7 +214,7 @@ def _check_pipeline(asked: Asked) -> None:
 
 
 def _of_config(path: Path) -> dict[str, Any]:
-    """The options that a DeepSpeed config stands for; "auto" stands for none."""
+    """The options in a DeepSpeed config. A key with "auto" sets none."""
     try:
         config = without_auto(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -224,13 +224,13 @@ def _of_config(path: Path) -> dict[str, Any]:
     optimizer, zero = config.get("optimizer") or {}, config.get("zero_optimization") or {}
     try:
         _check_values(config)
-        how = gradients.read(config)
+        how = parsing.gradients(config)
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
     found = {
         "stage": str(zero.get("stage", 0)),
         "bucket": how.bucket_size,
-        "shard_size": gradients.section_of(config).shard_size,
+        "shard_size": parsing.section(config).shard_size,
         "accumulate": how.policy == "sharded",
         "batch": config.get("train_micro_batch_size_per_gpu"),
         "dtype": _dtype(config),
@@ -247,7 +247,7 @@ _SECTIONS = ("optimizer", "zero_optimization", "bf16", "fp16")
 
 
 def _check_values(config: dict[str, Any]) -> None:
-    """Raises ValueError for values of the keys that are read here, and by nobody else."""
+    """Raises ValueError for wrong values of keys that only ``plan`` checks."""
     for key in _SECTIONS:
         if not isinstance(config.get(key) or {}, dict):
             raise ValueError(f"{key} is {config[key]!r}; allowed: a section such as {{}}.")
@@ -263,12 +263,13 @@ def _check_values(config: dict[str, Any]) -> None:
         is_on = (config.get(key) or {}).get("enabled", False)
         if not isinstance(is_on, bool):
             raise ValueError(f"{key}.enabled is {is_on!r}; allowed: true or false.")
-    # Of the devices alone: an option may replace the stage.
-    offload.check(config | {"zero_optimization": zero | {"stage": 3}}, (), ())
+    # At stage 3 both offload sections are checked. The option --stage may replace the stage.
+    zero3 = {"zero_optimization": zero | {"stage": 3}}
+    validation.raise_first(validation.offload_problems(zero3))
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype of weights that a config names; None if a trainer is to fill it in."""
+    """The dtype of weights in a config; None if a trainer will fill it in."""
     sections = {key: config.get(key) for key in ("bf16", "fp16")}
     for key, section in sections.items():
         if isinstance(section, dict) and section.get("enabled") is True:

@@ -1,13 +1,13 @@
-"""``python -m ds_ext plan``: what an optimizer holds on each rank, before a run."""
+"""``python -m ds_ext plan``: prints the memory of an optimizer on each rank before a run."""
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 
-from ds_ext.planner import models, options, picture
+from ds_ext.planner import models, options, plot
 from ds_ext.planner.advice import advice
-from ds_ext.planner.memory import Memory
-from ds_ext.planner.options import DTYPES, FSDP2, Asked
-from ds_ext.planner.rows import GIB, Plan
+from ds_ext.planner.memory import MemoryUse
+from ds_ext.planner.options import DTYPES, FSDP2, PlanOptions
+from ds_ext.planner.rows import GIB, MemoryPlan
 
 UNITS = {"GiB": GIB, "MiB": 2**20}
 
@@ -15,19 +15,19 @@ add_options = options.add_options
 
 
 def run(given: argparse.Namespace) -> None:
-    """Prints what is asked; raises ValueError, naming the option, for what cannot be."""
+    """Prints the plan. Raises ValueError, naming the option, if an option is impossible."""
     asked = options.read(given)
     if asked.model is None:
         print("\n".join(_largest_models(asked)))
         return
-    plan = Plan(asked, asked.model)
+    plan = MemoryPlan(asked, asked.model)
     table = {row.label: plan.total(row, asked.batch) for row in plan.rows}
     unit = "GiB" if max(row.total for row in table.values()) >= GIB else "MiB"
     title = f"{asked.model}: {plan.n_of_model:,} parameters in {_where(asked)}"
     if asked.pipeline_stages > 1:
         title += f" of each of {asked.pipeline_stages} stages, the largest of {plan.n:,} parameters"
     if asked.picture:
-        picture.draw(table, parts(asked), asked, asked.picture, title, unit, UNITS[unit])
+        plot.draw(table, parts(asked), asked, asked.picture, title, unit, UNITS[unit])
     print(f"{title}; {unit} per rank\n")
     print("\n".join(_aligned(_cells(plan, table, unit))))
     print("\n" + _not_counted(asked, plan.n, unit))
@@ -36,17 +36,17 @@ def run(given: argparse.Namespace) -> None:
     print("\n" + advice(plan, table))
 
 
-def parts(asked: Asked) -> tuple[str, ...]:
-    """Returns the parts of memory that are counted."""
+def parts(asked: PlanOptions) -> tuple[str, ...]:
+    """Returns the names of the counted parts of memory."""
     found = ("weights", "state", "gradients", "master")
     return (*found, "activations") if asked.batch else found
 
 
-def _where(asked: Asked) -> str:
-    """The dtype, ranks and batch that are asked for."""
+def _where(asked: PlanOptions) -> str:
+    """The dtype, ranks and batch of the plan in words."""
     where = f"{asked.dtype} on {asked.ranks} data-parallel rank{'s'[: asked.ranks > 1]}"
     if asked.shard_size:
-        where += f", {asked.shard_size} to each copy of what ds_ext cuts"
+        where += f", {asked.shard_size} for each copy that ds_ext divides"
     if asked.batch is None:
         return where
     rows, tokens = asked.batch.rows, asked.batch.tokens
@@ -54,8 +54,8 @@ def _where(asked: Asked) -> str:
     return where + (", checkpointing" if asked.batch.checkpointing else "")
 
 
-def _cells(plan: Plan, table: Mapping[str, Memory], unit: str) -> list[list[str]]:
-    """The table as text, row by row; what fits which card in its last columns."""
+def _cells(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str) -> list[list[str]]:
+    """The cells of the table, row by row. The last columns say which row fits which card."""
     asked = plan.asked
     columns = (*parts(asked), "total")
     lines = [["", *columns, "bytes/param", *(f"in {card:g} GiB" for card in asked.cards)]]
@@ -80,29 +80,29 @@ def _aligned(lines: Sequence[Sequence[str]]) -> Iterable[str]:
         yield f"{label:<{widths[0]}}  " + "  ".join(aligned)
 
 
-def _not_counted(asked: Asked, n: int, unit: str) -> str:
-    """What the table leaves out, and what its columns mean."""
+def _not_counted(asked: PlanOptions, n: int, unit: str) -> str:
+    """The text below the table: what is not counted, and the meaning of columns."""
     live = min(n, 10**9) * DTYPES[asked.dtype].itemsize / UNITS[unit]
-    told = (
+    text = (
         "Not counted: the weights that ZeRO-3 gathers for computing, up to "
         f"{live:.2f} {unit} (stage3_max_live_parameters,\n10^9 by default). Gradients are the most "
         f"alive at once, in buckets of {asked.bucket:,} elements\n(--bucket), AdamW's too. "
     )
     if asked.stage == FSDP2:
-        told += (
+        text += (
             "FSDP2 gathers two layers, and embedding and head\nall the time, not counted either. "
         )
     if asked.batch is None:
-        return told + "Activations are not counted: --seq TOKENS counts them."
-    return told + (
+        return text + "Activations are not counted: --seq TOKENS counts them."
+    return text + (
         "Activations are what they add to the peak, by a forward and a\nbackward pass of the model "
         "on tensors without storage, with fused attention."
     )
 
 
-def _largest_models(asked: Asked) -> list[str]:
-    """Lines that tell, for each optimizer and card, the largest of ``models.KNOWN`` that fits."""
-    plans = sorted((Plan(asked, name) for name in models.KNOWN), key=lambda plan: -plan.n)
+def _largest_models(asked: PlanOptions) -> list[str]:
+    """The table of the largest model of ``models.KNOWN`` that fits, by optimizer and card."""
+    plans = sorted((MemoryPlan(asked, name) for name in models.KNOWN), key=lambda plan: -plan.n)
     rows = [{row.label: row for row in plan.rows} for plan in plans]
     lines = [["", *(f"in {card:g} GiB" for card in asked.cards)]]
     for label in rows[0]:

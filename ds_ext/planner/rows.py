@@ -1,4 +1,4 @@
-"""The rows of a plan: each optimizer at each stage, and what it holds with any batch."""
+"""The rows of a plan: the memory of each optimizer at each stage, with any micro-batch."""
 
 import copy
 import functools
@@ -8,37 +8,37 @@ from typing import Any
 
 from torch import nn
 
-from ds_ext.config import offload
+from ds_ext.config import validation
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.planner import activations, fsdp2, known, lora, memory, models, options, stages
-from ds_ext.planner.activations import Batch, Gradients
-from ds_ext.planner.memory import Memory
-from ds_ext.planner.options import DTYPES, Asked
+from ds_ext.planner import activations, cached_norms, fsdp2, lora, memory, models, options, stages
+from ds_ext.planner.activations import GradientLifetime, MicroBatch
+from ds_ext.planner.memory import MemoryUse
+from ds_ext.planner.options import DTYPES, PlanOptions
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Row:
-    """What an optimizer holds on a rank."""
+    """The memory of an optimizer on a rank."""
 
     label: str
-    held: Memory  # without activations
-    gradients: Gradients = Gradients(0)  # what becomes of them in backward
-    kept: float = 0.0  # bytes of others, which are there all through backward
-    lora: int = 0  # rank of the adapters that are trained, if only they are
-    optimizer: type[RuleOptimizer] | None = None  # of ours
+    held: MemoryUse  # without activations
+    gradients: GradientLifetime = GradientLifetime(0)  # how long they live in backward
+    kept: float = 0.0  # bytes of further gradients, which stay during all of backward
+    lora: int = 0  # the rank of adapters, if only they are trained
+    optimizer: type[RuleOptimizer] | None = None  # if it is ours
 
 
-class Plan:
-    """The rows of a model.
+class MemoryPlan:
+    """The plan of one model.
 
     Args:
-        asked: what to plan.
-        name: the model, as ``--model`` names it.
+        asked: the options.
+        name: the value of ``--model``.
     """
 
-    def __init__(self, asked: Asked, name: str) -> None:
+    def __init__(self, asked: PlanOptions, name: str) -> None:
         self.asked, self.name = asked, name
         self.dtype = DTYPES[asked.dtype]
         self.config = models.config(name)
@@ -48,30 +48,30 @@ class Plan:
         if asked.pipeline_stages > 1:
             self.shapes = stages.largest(self.model, self.shapes, asked.pipeline_stages)
         self.n = memory.elements(self.shapes)
-        self._peaks: dict[tuple[Batch, Gradients, int], int] = {}
+        self._peaks: dict[tuple[MicroBatch, GradientLifetime, int], int] = {}
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """Ours, LoRA if it is asked for, then AdamW in DeepSpeed and Megatron-LM."""
+        """Our optimizers, LoRA if it is asked for, then AdamW in DeepSpeed and Megatron-LM."""
         found = [row for optimizer in self.asked.optimizers for row in self._ours(optimizer)]
         return [*found, *self._lora(), *self._adamw(), *self._megatron()]
 
-    def on(self, ranks: int) -> "Plan":
-        """Returns the plan of one copy on so many ranks; activations are not found anew."""
+    def on(self, ranks: int) -> "MemoryPlan":
+        """Returns the plan of one replica on another number of ranks. It reuses activations."""
         other = copy.copy(self)
         other.__dict__.pop("rows", None)
         other.asked = replace(self.asked, ranks=ranks, shard_size=0)
         return other
 
-    def total(self, row: Row, batch: Batch | None) -> Memory:
-        """Returns what a row holds with the activations of a batch, if one is given."""
+    def total(self, row: Row, batch: MicroBatch | None) -> MemoryUse:
+        """Returns the memory of a row, with activations if a micro-batch is given."""
         if batch is None:
             return row.held
         more = self._peak(row, batch) + row.kept - row.held.gradients
         return replace(row.held, activations=max(0.0, more))
 
-    def _peak(self, row: Row, batch: Batch) -> int:
-        """Bytes of activations and gradients in backward: the same for many rows."""
+    def _peak(self, row: Row, batch: MicroBatch) -> int:
+        """Bytes of activations and gradients in backward, which many rows share."""
         key = (batch, row.gradients, row.lora)
         if key not in self._peaks:
             self._peaks[key] = activations.peak(
@@ -83,8 +83,8 @@ class Plan:
             )
         return self._peaks[key]
 
-    def largest_batch(self, row: Row, batch: Batch, card: float) -> int:
-        """Returns the most rows that fit ``card`` GiB, 0 if none; from one and two rows' need."""
+    def largest_batch(self, row: Row, batch: MicroBatch, card: float) -> int:
+        """Returns how many rows of a batch fit ``card`` GiB, by the memory of one and two rows."""
         if row.held.total > card * GIB:  # in the step
             return 0
         room = card * GIB - (row.held.total - row.held.gradients) - row.kept
@@ -108,29 +108,29 @@ class Plan:
             ranks = asked.shard_size if stage and asked.shard_size else asked.ranks
             of = (rules, self.shapes, stage, ranks, self.dtype, asked.bucket)
             held = memory.ours(*of, asked.accumulates, offloads)
-            noted = known.known_sums(rules, self.shapes, stage, ranks, self.dtype)
+            noted = cached_norms.num_bytes(rules, self.shapes, stage, ranks, self.dtype)
             held = replace(held, state=held.state + noted)
             kept = held.gradients - memory.ours(*of).gradients
-            waiting = Gradients(None if stage is None else asked.bucket, ahead=stage == 3)
+            waiting = GradientLifetime(None if stage is None else asked.bucket, ahead=stage == 3)
             yield Row(label, held, waiting, kept, optimizer=optimizer)
 
     def _by_fsdp2(self, optimizer: type[RuleOptimizer], rules: Mapping[str, Any]) -> Row:
-        """Ours, stepped as FSDP2 reduces gradients."""
+        """One of our optimizers with FSDP2."""
         asked, ranks = self.asked, self.asked.shard_size or self.asked.ranks
         held = fsdp2.ours(rules, self.shapes, ranks, self.dtype, asked.bucket, asked.accumulates)
         waiting, kept = self._waiting(held)
         return Row(f"{optimizer.__name__}, FSDP2", held, waiting, kept, optimizer=optimizer)
 
-    def _waiting(self, held: Memory) -> tuple[Gradients, float]:
-        """What becomes of gradients in backward: by layers, beside those that stay."""
+    def _waiting(self, held: MemoryUse) -> tuple[GradientLifetime, float]:
+        """How long gradients live in backward with FSDP2, and the bytes of those that stay."""
         most = max(fsdp2.units(self.shapes)[1:], default=1)
-        return Gradients(most, ahead=True), held.gradients - 2 * most * self.dtype.itemsize
+        return GradientLifetime(most, ahead=True), held.gradients - 2 * most * self.dtype.itemsize
 
     def _offloads(self, rules: Mapping[str, Any]) -> list[str]:
-        """What lies on the host; ValueError where DeepSpeed's setting would be refused."""
+        """The offloaded parts. ValueError if the engine would refuse the setting."""
         asked = self.asked
         kinds = dict.fromkeys(rules.values())
-        has_state = any(offload.has_state(rule, self.dtype) for rule in kinds)
+        has_state = any(validation.has_state(rule, self.dtype) for rule in kinds)
         if asked.offload_optimizer and not has_state and asked.optimizer != options.ALL:
             name = type(next(iter(kinds))).__name__
             raise ValueError(f"{asked.spelled('offload_optimizer')}: {name} has next to no state.")
@@ -146,16 +146,16 @@ class Plan:
             yield Row(label, lora.lora(skeleton, rank, *of), lora=rank)
 
     def _adamw(self) -> Iterator[Row]:
-        """AdamW in DeepSpeed: the gradients of its stages 2 and 3 are cut between ranks."""
+        """AdamW in DeepSpeed, whose stages 2 and 3 partition gradients."""
         asked, size = self.asked, self.dtype.itemsize
         for stage in sorted({stage or 0 for stage in asked.stages}):
             held = memory.adamw(self.shapes, stage, asked.ranks, self.dtype, asked.bucket)
             label = f"AdamW, DeepSpeed ZeRO-{stage}"
             if stage < 2:
-                yield Row(label, held, Gradients(None))
+                yield Row(label, held, GradientLifetime(None))
             else:
                 runs = size * (self.n / asked.ranks + asked.bucket)
-                yield Row(label, held, Gradients(asked.bucket), runs)
+                yield Row(label, held, GradientLifetime(asked.bucket), runs)
         if asked.stage == options.FSDP2:
             held = fsdp2.torchs_adamw(self.shapes, asked.shard_size or asked.ranks, self.dtype)
             yield Row("AdamW, torch, FSDP2", held, *self._waiting(held))

@@ -1,7 +1,7 @@
-"""The stages of a pipeline: a language model's layers are cut so that stages are about as large.
+"""Divides a language model's layers into pipeline stages of about the same size.
 
-As DeepSpeed's ``partition_method="parameters"`` cuts them, with the embedding as a first layer and
-the norm and the head as a last one. A tied head is on the last stage too.
+It divides them like DeepSpeed's ``partition_method="parameters"``. The embedding is the first
+layer, and the norm and the head are the last one. A tied head is also on the last stage.
 """
 
 import re
@@ -16,15 +16,15 @@ _LAYER = re.compile(r"^(.*?\blayers|.*?\bh|.*?\bblocks)\.(\d+)\.")
 
 
 def largest(model: nn.Module, shapes: Shapes, stages: int) -> Shapes:
-    """Returns the parameters of the stage that has most.
+    """Returns the parameters of the largest stage.
 
     Args:
         model: a language model of transformers, on any device.
-        shapes: of its parameters, tied ones once.
-        stages: how many there are.
+        shapes: the shapes of its parameters, tied ones once.
+        stages: the number of stages.
 
     Raises:
-        ValueError: the model has no layers that can be told by name, or fewer than stages.
+        ValueError: the names of the model show no layers, or fewer layers than stages.
     """
     ends = [getattr(model, f"get_{end}_embeddings")() for end in ("input", "output")]
     first, last = (getattr(end, "weight", None) for end in ends)
@@ -36,11 +36,11 @@ def layers(shapes: Shapes, is_tied: bool) -> list[Shapes]:
     """Returns a model's parameters layer by layer, in the order of its forward pass.
 
     Args:
-        shapes: of all parameters, by name, as a language model of transformers has them.
+        shapes: the shapes of all parameters of a language model of transformers, by name.
         is_tied: whether the head is the embedding's matrix.
 
     Raises:
-        ValueError: no layers are found by name.
+        ValueError: the names show no layers.
     """
     numbers = {name: int(found[2]) for name in shapes if (found := _LAYER.match(name))}
     if not numbers:
@@ -57,7 +57,7 @@ def layers(shapes: Shapes, is_tied: bool) -> list[Shapes]:
 
 
 def cut(layers: Sequence[Shapes], stages: int) -> list[Shapes]:
-    """Returns the parameters of each stage: runs of layers, the largest of them least.
+    """Returns the parameters of each stage, such that the largest stage is as small as possible.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -73,7 +73,7 @@ def cut(layers: Sequence[Shapes], stages: int) -> list[Shapes]:
         middle = (low + high) // 2
         low, high = (low, middle) if len(_runs(sizes, middle)) <= stages else (middle + 1, high)
     ends = _runs(sizes, low)
-    while len(ends) < stages:  # an own stage for the last layer of one that has several
+    while len(ends) < stages:  # split off the last layer of a stage with several
         ends = sorted({*ends, next(i for i in range(len(layers) - 1, 0, -1) if i not in ends)})
     starts = [0, *ends[:-1]]
     return [
@@ -83,7 +83,7 @@ def cut(layers: Sequence[Shapes], stages: int) -> list[Shapes]:
 
 
 def _runs(sizes: Sequence[int], most: int) -> list[int]:
-    """Where runs end that are filled up to ``most`` elements one after the other."""
+    """The ends of runs that are filled one after another with at most ``most`` elements."""
     ends, held = [], 0
     for i, size in enumerate(sizes):
         if held + size > most:

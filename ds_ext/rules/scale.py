@@ -53,8 +53,8 @@ class SCALE:
     def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
         m: ops.Readable = g
         if self.momentum:
+            ops.lerp_(s["m"], g, 1 - self.momentum, shard)
             m = s["m"]
-            ops.lerp_(m, g, 1 - self.momentum, shard)
         x = ops.unit_quotient(m, shard, g)
         if self.norm_axis == "column":
             (sums,) = yield ops.matrix_square_sums(x, shard, g)[1:]

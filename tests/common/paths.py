@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 
-from ds_ext.ops.native import library, table
-from ds_ext.ops.triton import devices
-from ds_ext.optimizer import verdict
+from ds_ext.ops.executors.native import library, table
+from ds_ext.ops.executors.triton import devices
+from ds_ext.optimizer import first_round
 
-_comes_first = verdict._comes_first
+_comes_first = first_round._comes_first
 
 
 def use(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
@@ -19,7 +19,7 @@ def use(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     assert not is_native or library.load() is not None, "no C++ compiler"
     monkeypatch.setattr(devices, "DEVICES", {"cpu"} if path == "kernels" else set())
     monkeypatch.setattr(table, "is_there", lambda: is_native)
-    monkeypatch.setattr(verdict, "_comes_first", _by_ops)
+    monkeypatch.setattr(first_round, "_comes_first", _by_ops)
 
 
 @functools.wraps(_comes_first)

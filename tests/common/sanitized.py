@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ds_ext.ops.native import library, table
+from ds_ext.ops.executors.native import library, table
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, fitting, plans
 from ds_ext.rules import REGISTRY
 from tests.common.hypers import SIMULATED

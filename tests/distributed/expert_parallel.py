@@ -15,7 +15,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 import ds_ext
-from ds_ext.engine import autotp
+from ds_ext.engine import parameters
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import authors, by_role
 from tests.common.ranks import shared_folder
@@ -233,7 +233,7 @@ def train(run: Run) -> dict[str, Any]:
         "after": {n: rebuilt(p, p.detach().clone()) for n, p in own.items()},
         "steps": {n: state[p]["step"] for n, p in own.items() if p.requires_grad},
         "norms": norms,
-        "divided": [n for n, p in own.items() if autotp.is_divided(p)],
+        "divided": [n for n, p in own.items() if parameters.is_divided(p)],
         "metrics": engine.optimizer.metrics(),
         "streams": by_role.streams_of(engine.optimizer, {p: n for n, p in own.items()}),
     }

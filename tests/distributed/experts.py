@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, Mix
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
-from ds_ext.engine import autotp, expert_parallel
+from ds_ext.engine import expert_parallel, parameters
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks
 from tests.common import authors, by_role
 from tests.common.hypers import FOR_ALL
@@ -204,7 +204,7 @@ def train(run: Run) -> dict[str, Any]:
         "kept": {len(optimizer.state[p].get(expert_stacks.EXPERTS, ())) for p in stacked(model)},
         "norm": (engine if run.stage is None else engine.optimizer.fused).norm,
         "streams": streams_of(model, optimizer),
-        "divided": [n for n, p in model.named_parameters() if autotp.is_divided(p)],
+        "divided": [n for n, p in model.named_parameters() if parameters.is_divided(p)],
     }
 
 
@@ -250,7 +250,7 @@ def streams_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def stacked(model: nn.Module) -> set[torch.Tensor]:
     """The parameters that stack experts, partitioned or not."""
-    return expert_stacks.find(model, autotp.unpartitioned_shape)
+    return expert_stacks.find(model, parameters.unpartitioned_shape)
 
 
 def by_matrix(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -150,7 +150,7 @@ def accumulate(
             loss = model(models.batch(micro * step + i, world)[rank], step=step)
             fused.backward(loss / micro)
             moved.append(not torch.equal(held, local(model)))
-            twice |= bool(fused.tally.kept.keys() & fused.buckets.parts)
+            twice |= bool(fused.state.kept.keys() & fused.buckets.parts)
         optimizer.step()
         norms.append(fused.norm)
     after = whole(model)

@@ -299,7 +299,7 @@ def _lend(engine: deepspeed.DeepSpeedEngine, x: Tensor) -> dict[str, Any]:
     engine.offload_states(include=["optim_states"])
     part = where(engine)
     engine.offload_states()
-    held = [run.g for run in engine.optimizer.fused.tally.kept.values()]
+    held = [run.g for run in engine.optimizer.fused.state.kept.values()]
     found = {
         "before": before,
         "part": part,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ds_ext
 from tests.common import fused_losses
 from tests.distributed.training import whole
-from tests.unit.test_rehearsal import Normed
+from tests.unit.test_norm_prepass import Normed
 
 CLIP = 0.05
 

@@ -5,6 +5,9 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -57,6 +60,60 @@ def in_engine(stage: int, policy: str) -> dict[str, Any]:
     after = whole(model) if stage == 3 else dict(model.named_parameters())
     same = {n: p.shape == before[n].shape and p.equal(before[n]) for n, p in after.items()}
     return {"told": told, "same": same, "rank": dist.get_rank()}
+
+
+def in_pipeline() -> None:
+    """Resizes a weight of the first of two stages; the second raises when the first is gone."""
+    layers = [LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.Linear, 8, 3)]
+    net = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}},
+    }
+    engine = deepspeed.initialize(model=net, config=config)[0]
+    data = [(torch.randn(5, 4), torch.randn(5, 3))]
+    engine.train_batch(iter(data * 2))
+    own = net.forward_funcs[0].weight
+    if engine.is_first_stage():
+        own.data = torch.randn(8, 4 + 2, generator=torch.Generator().manual_seed(1))
+        data = [(torch.randn(5, 6), torch.randn(5, 3))]
+    before = own.clone()
+    try:
+        engine.train_batch(iter(data * 2))
+    finally:
+        print("moved" if not own.equal(before) else "as it was", flush=True)
+
+
+class Routed(Words):
+    """Experts of DeepSpeed, one on each of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(6, nn.Linear(6, 6), num_experts=2, ep_size=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.moe(self.embed(x).unsqueeze(0))[0]).square().mean()
+
+
+def in_experts(stage: int) -> dict[str, Any]:
+    """Resizes a weight of a model with experts that ranks divide among themselves."""
+    model = Routed()
+    config = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": stage}}
+    groups = [{"params": list(model.parameters()), "name": "all"}]
+    optimizer = ds_ext.AdaLomo(split_params_into_different_moe_groups_for_optimizer(groups))
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def step() -> None:
+        engine.backward(engine(torch.arange(ROWS)))
+        engine.step()
+
+    step()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    model.embed.weight.data = torch.randn(MORE, 6, generator=torch.Generator().manual_seed(1))
+    told = refused(step)
+    moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    return {"told": told, "moved": moved}
 
 
 def in_fsdp2(fused: bool) -> dict[str, Any]:

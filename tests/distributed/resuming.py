@@ -167,6 +167,24 @@ def elsewhere(
     return whole(engine)
 
 
+def frozen(source: str, kind: str, stage: int, numbers: range) -> dict[str, torch.Tensor]:
+    """Steps of a run in which some parameters are frozen at steps 2 and 3; saved after step 2.
+
+    Begins with step 0, or goes on from the checkpoint, as ``numbers`` say.
+    """
+    engine = start(kind, stage, seed=8 if numbers.start else 7)
+    if numbers.start:
+        engine.load_checkpoint(source)
+    before = whole(engine)
+    for step in numbers:
+        for i, p in enumerate(engine.module.parameters()):
+            p.requires_grad_(i % 3 != 1 or step not in (2, 3))
+        steps(engine, range(step, step + 1))
+        if step == 2 and not numbers.start:
+            engine.save_checkpoint(source)
+    return {"before": before, "after": whole(engine)}
+
+
 HALF = {"bf16": {"enabled": True}}
 BITS = {
     "stochastic": ({"weight_update": "stochastic", "seed": 3}, HALF),
@@ -235,7 +253,7 @@ def accumulate(folder: str, stage: int, way: str) -> dict[str, Any]:
     if way == "write":
         advance(first, 0, 4)
         first.save_checkpoint(folder)
-        results["kept"] = len(first.optimizer.fused.tally.kept)
+        results["kept"] = len(first.optimizer.fused.state.kept)
         advance(first, 4, 9)
     second = start("came", stage, 8, **(more | clip))
     second.load_checkpoint(folder)

@@ -56,4 +56,4 @@ def test_one_host_sums_as_they_are():
         for n, update in got["expected"]["moved"].items():
             assert torch.equal(got["found"]["moved"][n], update)
     (told,) = worlds.once(2, four_bits.both, "adalomo", 0.0, 1, 2)[0]["found"]["said"]
-    assert "all 2 ranks are of one host" in told
+    assert "all 2 ranks are on one host" in told

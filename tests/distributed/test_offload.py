@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ext.config import offload
+from ds_ext.config import validation
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from ds_ext.optimizer.host_offload import HostOffload
 from ds_ext.planner import memory
@@ -213,6 +213,10 @@ def test_an_optimizer_without_state_is_refused_on_every_rank():
         assert "offload_optimizer.device" in told and "AdaLomo" in told
 
 
+def refuse(given: dict[str, Any], rule: Any, dtype: torch.dtype) -> None:
+    validation.raise_first(validation.problems(given, states=[(rule, dtype)]))
+
+
 def config(name: str, stage: int = 3, **section: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, name: {"device": "cpu", **section}}}
 
@@ -228,7 +232,7 @@ REFUSED = [
 @pytest.mark.parametrize("given, words", REFUSED)
 def test_what_cannot_be_done_is_refused_by_name(given, words):
     with pytest.raises(ValueError) as caught:
-        offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
+        refuse(given, OPTIMIZERS["lamb"].hypers(), torch.float32)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -252,14 +256,14 @@ WITHOUT_EFFECT = [
 
 @pytest.mark.parametrize("given", GRANTED)
 def test_what_can_be_done_passes(given):
-    offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
-    assert list(offload.without_effect(given)) == []
+    refuse(given, OPTIMIZERS["lamb"].hypers(), torch.float32)
+    assert list(validation.ignored(given)) == []
 
 
 @pytest.mark.parametrize("given, words", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_accepted_and_told_of(given, words):
-    offload.check(given, [OPTIMIZERS["lamb"].hypers()], [torch.float32])
-    (line,) = offload.without_effect(given)
+    refuse(given, OPTIMIZERS["lamb"].hypers(), torch.float32)
+    (line,) = validation.ignored(given)
     assert "no effect" in line and all(word in line for word in words)
 
 
@@ -269,15 +273,15 @@ def test_states_are_offloaded_where_there_are_any(optimizer):
     hypers = OPTIMIZERS[optimizer].hypers
     has_state = optimizer not in ("lomo", "adalomo", "adafactor", "scale", "sinkgd")
     if has_state:
-        offload.check(given, [hypers()], [torch.float32])
+        refuse(given, hypers(), torch.float32)
     else:
         with pytest.raises(ValueError, match=r"offload_optimizer.* next to nothing to offload"):
-            offload.check(given, [hypers()], [torch.bfloat16])
+            refuse(given, hypers(), torch.bfloat16)
     master = hypers(weight_update="master")
-    assert offload.has_state(master, torch.bfloat16)
-    assert offload.has_state(master, torch.float32) == has_state
+    assert validation.has_state(master, torch.bfloat16)
+    assert validation.has_state(master, torch.float32) == has_state
     if optimizer == "adafactor":
-        assert offload.has_state(hypers(beta1=0.9), torch.float32)
+        assert validation.has_state(hypers(beta1=0.9), torch.float32)
 
 
 @pytest.mark.parametrize("optimizer, how", params(SAVED, SAVED[:1]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
-from ds_ext.engine import trusted
+from ds_ext.engine import safe_unpickling
 from tests import worlds
 from tests.common.choose import params
 from tests.distributed import pickled_jobs as jobs
@@ -48,7 +48,7 @@ def test_how_to_load_a_class_of_ones_own_is_said(tmp_path):
 @pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(2.0**16, 2, 3, 1, 2, False)])
 def test_deepspeeds_loss_scalers_are_loaded(tmp_path, scaler):
     torch.save({"loss_scaler": scaler}, tmp_path / "x.pt")
-    found = trusted.load(tmp_path / "x.pt")["loss_scaler"]
+    found = safe_unpickling.load(tmp_path / "x.pt")["loss_scaler"]
     assert type(found) is type(scaler) and vars(found) == vars(scaler)
 
 

@@ -60,7 +60,7 @@ ZERO = "zero_optimization."
 # What is asked for, by its name in the support matrix if it has one: setting, and what to do.
 TOLD = {
     "quantized weights": (ZERO + "zero_quantized_weights", "cpu", "remove it"),
-    "quantized weights below stage 3": (ZERO + "zero_quantized_weights", "stage is 2", "remove it"),
+    "quantized weights below stage 3": (ZERO + "zero_quantized_weights", "it is 2", "remove it"),
     "quantized weights with hpz": (ZERO + "zero_quantized_weights", "hpz_partition_size = 3"),
     "quantized frozen weights": (ZERO + "zero_quantized_nontrainable_weights", "remove it"),
     "4 bits below stage 3": (ZERO + "zero_quantized_gradients", "stage 3", "remove it"),

@@ -21,3 +21,18 @@ def test_states_of_dtensors_are_checked(fused):
     for found in worlds.run(2, resizing.in_fsdp2, fused):
         assert "ValueError: not a state of AdaLomo for these parameters" in found["told"]
         assert "does not fit it: v.row has the shape [1, 3]" in found["edited"]
+
+
+def test_a_stage_of_a_pipeline_refuses_them_and_the_other_ends_with_it():
+    first, second = worlds.fresh(2, resizing.in_pipeline)
+    assert "0.weight has the shape [8, 6] now" in first.output
+    for ended in (first, second):
+        assert ended.code == 1 and "as it was" in ended.output
+        assert ended.seconds < 60
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_with_experts_refuses_them(stage):
+    for found in worlds.run(2, resizing.in_experts, stage):
+        assert "embed.weight has the shape [16, 6] now" in found["told"]
+        assert found["moved"] == ["embed.weight"]

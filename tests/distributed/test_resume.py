@@ -64,6 +64,16 @@ def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
         assert error(got[0], whole["after"], whole["before"]) <= EXACT
 
 
+@pytest.mark.parametrize("kind, stage", params([("came", 3), ("adamw", 2), ("galore", 0)], []))
+def test_parameters_that_were_frozen_when_saved_keep_their_state(folder, kind, stage):
+    """2 -> 3 ranks, 2 -> 1: frozen at the save and one step longer, then trained again."""
+    at = folder("frozen", kind, stage)
+    whole = worlds.once(2, resuming.frozen, at, kind, stage, range(6))[0]
+    for ranks in (3, 1):
+        got = worlds.run(ranks, resuming.frozen, at, kind, (stage + 1) % 4, range(3, 6))[0]
+        assert error(got["after"], whole["after"], whole["before"]) <= EXACT
+
+
 @pytest.mark.parametrize("way, kind, stage", params(IN_BITS, QUICK_BITS))
 def test_weights_of_16_bits_and_their_masters_bit_for_bit(way, kind, stage):
     for got in worlds.once(2, resuming.bits, way, kind, stage):
@@ -128,5 +138,5 @@ def test_weights_of_a_model_trained_by_deepspeeds_adamw(folder, dtype, stage):
     (got,) = worlds.once(1, resuming.from_adamw, folder("adamw", stage, dtype), stage, dtype)
     assert same(trained, got["weights"])
     assert got["states"] == 0
-    told = f"{got['path']}: weights are taken, the state of CAME starts anew"
+    told = f"{got['path']}: only weights are loaded, the state of CAME starts from zero"
     assert any(told in line for line in got["said"])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ds_ext.engine import autotp, autotp_shards
+from ds_ext.engine import autotp, parameters
 from tests import worlds
 from tests.common.choose import params
 from tests.distributed import tensor_parallel
@@ -61,7 +61,7 @@ class Described:
     """A parameter whose layer says what it is given."""
 
     def __init__(self, meta):
-        setattr(self, autotp._DESCRIPTION, meta)
+        setattr(self, parameters._DESCRIPTION, meta)
         self.tensor_model_parallel = True
 
 
@@ -82,7 +82,7 @@ class Described:
 )
 def test_what_is_not_known_to_be_divided_how_is_refused(meta, why):
     with pytest.raises(ValueError, match=f"autotp_size: conv.weight .*{why}"):
-        autotp_shards.tensor_parallel_shards({Described(meta): "conv.weight"}, 0, 2)
+        autotp.tensor_parallel_shards({Described(meta): "conv.weight"}, 0, 2)
 
 
 @pytest.mark.parametrize("how", ["columns of parts", "shared", "scaled"])
@@ -96,4 +96,4 @@ def test_pieces_that_are_no_boxes_are_refused(how):
     }[how]()
     meta = {"conversion": {"replicated": False, "affine_map": made.to_dict()}}
     with pytest.raises(ValueError, match="partition_config"):
-        autotp_shards.tensor_parallel_shards({Described(meta): "w"}, 0, 2)
+        autotp.tensor_parallel_shards({Described(meta): "w"}, 0, 2)

@@ -30,7 +30,7 @@ def test_a_gan_as_usual(policy, detach, is_checkpointed):
         optimizers[1].zero_grad()
         two_models.discriminating(g, d, step, 0, detach).backward()
         if not is_checkpointed:
-            assert bool(fused[1].tally.kept) == (policy == "sharded" or not detach)
+            assert bool(fused[1].state.kept) == (policy == "sharded" or not detach)
         optimizers[1].step()
         optimizers[0].zero_grad()
         two_models.generating(g, d, step, 0).backward()

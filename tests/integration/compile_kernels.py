@@ -12,8 +12,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ds_ext.ops.triton import kernels, tables
-from ds_ext.ops.triton.specs import Spec
+from ds_ext.ops.executors.triton import kernels, tables
+from ds_ext.ops.executors.triton.specs import Spec
 
 TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
 EIGHT = (kernels.IS_ADAM8_STEP.value, kernels.IS_SIGN8_STEP.value)

@@ -145,7 +145,7 @@ def test_options_have_defaults_of_their_own_choices(module):
 
 def test_tensors_are_counted_from_when_they_are_made_until_they_are_freed():
     kept = torch.zeros(100)
-    with memory.Watch([kept, kept.view(10, 10)]) as watch:
+    with memory.LiveMemory([kept, kept.view(10, 10)]) as watch:
         assert watch.now == watch.most == 400
         a = torch.ones(1000)
         assert watch.now == 4400
@@ -161,7 +161,7 @@ def test_tensors_are_counted_from_when_they_are_made_until_they_are_freed():
 
 def test_what_needs_no_memory_of_its_own_is_not_counted():
     kept = torch.ones(100)
-    with memory.Watch([kept]) as watch:
+    with memory.LiveMemory([kept]) as watch:
         kept.mul_(2).add_(1)
         torch.mul(kept, 3, out=kept)
         parts = [kept.view(10, 10).t(), kept[3:], kept.detach(), *kept.split(30)]
@@ -175,7 +175,7 @@ def test_what_needs_no_memory_of_its_own_is_not_counted():
 
 
 def test_a_storage_that_grows_counts_as_it_is():
-    with memory.Watch([]) as watch:
+    with memory.LiveMemory([]) as watch:
         x = torch.ones(100)
         x.resize_(300)
         assert watch.now == 1200
@@ -183,7 +183,7 @@ def test_a_storage_that_grows_counts_as_it_is():
 
 def test_backward_is_watched():
     w, c = torch.ones(1000, requires_grad=True), torch.ones(1000)
-    with memory.Watch([w, c]) as watch:
+    with memory.LiveMemory([w, c]) as watch:
         loss = (w * c).sum()  # the product is freed: nothing saves it
         assert (watch.now, watch.most) == (8004, 12004)
         loss.backward()  # the gradient of the loss, and the product that becomes that of w

@@ -16,7 +16,7 @@ import transformers
 import ds_ext
 from ds_ext.commands.cli import main
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import fsdp2, known, memory, models
+from ds_ext.planner import cached_norms, fsdp2, memory, models
 from ds_ext.rules import REGISTRY
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     expected = {}
     for stage in (None, *range(4)):
         ours = memory.ours(rule, SHAPES, stage, 3, torch.float32, 100)
-        noted = known.known_sums(rule, SHAPES, stage, 3, torch.float32)
+        noted = cached_norms.num_bytes(rule, SHAPES, stage, 3, torch.float32)
         how = "plain step()" if stage is None else f"ZeRO-{stage}"
         expected[f"{kind}, {how}"] = replace(ours, state=ours.state + noted)
     for stage in range(4):
@@ -222,7 +222,7 @@ def test_other_models_than_language_models(tmp_path, capsys):
 
 REFUSED = [
     (["--model", "lama-7b"], "--model lama-7b: no such folder or file, and no known model. Did"),
-    (["--batch", "2"], "--batch and --checkpointing are of activations: add --seq TOKENS"),
+    (["--batch", "2"], "--batch and --checkpointing are for activations: add --seq TOKENS"),
     (["--config", "nowhere.json"], "--config nowhere.json: "),
     (["--model", "."], "--model .: no configuration of transformers"),
     ([], "--model is missing; or give --memory"),

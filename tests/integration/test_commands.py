@@ -16,7 +16,7 @@ import transformers
 from ds_ext.commands import config as configs
 from ds_ext.commands import run
 from ds_ext.commands.cli import main
-from ds_ext.engine import names
+from ds_ext.engine import optimizers
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.choose import params
 from tests.distributed import unusual
@@ -235,7 +235,7 @@ def test_configs_are_those_of_the_folder(name, capsys):
 def test_every_config_is_accepted_and_names_our_optimizer(stage, numbers, tmp_path, capsys):
     for name in OPTIMIZERS:
         made = configs.make(name, stage, numbers)
-        assert names.ours(made["optimizer"]["type"].lower()) == name
+        assert optimizers.ours(made["optimizer"]["type"].lower()) == name
         assert made["zero_optimization"]["stage"] == stage
         text = configs.as_text(made)
         assert ("auto" in text) is not numbers
@@ -420,7 +420,7 @@ ONE_CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 GROUP = {"match": "head", "type": "AdamW", "lr": 1e-4}
 WITHOUT_MODEL = {
-    "no state to offload": (OFFLOADED, ["next to nothing to offload, for AdaLomo"]),
+    "no state to offload": (OFFLOADED, ["next to nothing to offload. With these settings AdaLomo"]),
     "state of some parameters": (OFFLOADED | optimizer(param_groups=[GROUP]), []),
     "a match": (
         optimizer(param_groups=[GROUP | {"match": "(head"}]),

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from ds_ext import ops
-from ds_ext.ops import edits
+from ds_ext.ops import passes
+from ds_ext.ops.executors.triton import sizes, tables
+from ds_ext.ops.executors.triton.specs import Spec
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import sizes, tables
-from ds_ext.ops.triton.specs import Spec
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.meter import Meter
+from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 from ds_ext.optimizer.run_updates import RunUpdate
-from ds_ext.optimizer.verdict import Told, Verdict
+from ds_ext.optimizer.update_stats import UpdateStats
 from tests.common import needs, paths
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL
@@ -57,10 +57,10 @@ def asked_for(monkeypatch) -> list:
                     step(name, dtype, mode, shapes)
     for dtype, modes in MODES.items():
         for mode in modes:
-            step("lomo", dtype, mode, ALIGNED, Meter(1))
+            step("lomo", dtype, mode, ALIGNED, UpdateStats(1))
         for name, shapes in itertools.product(("adalomo", "sinkgd"), WIDE):
             step(name, dtype, "nearest", shapes)
-    edits.mend_(torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int16), None)
+    passes.mend_([(torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int16), None)])
     return found
 
 
@@ -102,20 +102,23 @@ def step(name, dtype, mode, shapes, meter=None):
     """
     params = [torch.nn.Parameter(torch.ones(s, dtype=dtype)) for s in (*shapes, shapes[0])]
     optimizer = OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode)
-    optimizer.meter = meter
+    optimizer.update_stats = meter
     shards = [Shard.whole(tuple(p.shape)) for p in params]
     shards[-1] = Shard(tuple(params[-1].shape), 0, params[-1].numel() // 8 * 4, 16)
     runs = [torch.ones(len(s), dtype=dtype) for s in shards]
-    first = optimizer.shows_first(dict(zip(params, shards, strict=True)))
+    first = optimizer.first_round_checks(dict(zip(params, shards, strict=True)))
     votes = {p: torch.ones(()) for p in params if p not in first}
-    for bound, judge in ((1.0, None), (None, Verdict(first, votes, Told(len(params))))):
+    for bound, judge in (
+        (1.0, None),
+        (None, GradCheck(first, votes, DeviceGradFlags(len(params)))),
+    ):
         updates = [
             RunUpdate(p, run, ops.Scaled(run, 0.5, bound), s)
             for p, s, run in zip(params, shards, runs, strict=True)
         ]
         with torch.no_grad():
             optimizer.update(updates, lambda total: None, judge)
-            optimizer.settle()
+            optimizer.commit_weight_norms()
 
 
 @pytest.mark.parametrize("which", params(["one", "every"], []))

@@ -10,10 +10,10 @@ import transformers
 import ds_ext
 from benchmarks import memory as measured
 from ds_ext.commands.cli import main
-from ds_ext.engine.names import _DEEPSPEEDS, _TAKEN_OVER
+from ds_ext.engine.optimizers import _DEEPSPEEDS, _TAKEN_OVER
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import activations, lora, memory, models, options
-from ds_ext.planner.activations import Batch, Gradients
+from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from tests.common.choose import params
 from tests.integration.test_cli import CONFIG, HEADS, SIZES, plan
 
@@ -131,8 +131,8 @@ def test_the_total_is_that_of_a_real_step(name, checkpointing, folder, capsys):
 def test_checkpointing_computes_again_what_it_does_not_keep():
     def of(layers, checkpointing):
         config = small(num_hidden_layers=layers)
-        batch = Batch(1, 64, checkpointing)
-        return activations.peak(config, torch.float32, batch, Gradients(0))
+        batch = MicroBatch(1, 64, checkpointing)
+        return activations.peak(config, torch.float32, batch, GradientLifetime(0))
 
     kept, again = of(9, False) - of(5, False), of(9, True) - of(5, True)
     assert again == 4 * 64 * 64 * 4  # its input alone of each layer
@@ -141,13 +141,15 @@ def test_checkpointing_computes_again_what_it_does_not_keep():
 
 def test_gradients_that_wait_count():
     def of(gradients):
-        return activations.peak(small(), torch.float32, Batch(1, 8, False), gradients)
+        return activations.peak(small(), torch.float32, MicroBatch(1, 8, False), gradients)
 
     config = small()
     n = memory.elements(memory.shapes_of(models.skeleton(config)))
-    all_of_them, none = of(Gradients(None)), of(Gradients(0))
+    all_of_them, none = of(GradientLifetime(None)), of(GradientLifetime(0))
     assert all_of_them > 4 * n > none
-    assert none < of(Gradients(30_000)) < of(Gradients(30_000, ahead=True)) < all_of_them
+    assert (
+        none < of(GradientLifetime(30_000)) < of(GradientLifetime(30_000, ahead=True)) < all_of_them
+    )
 
 
 @pytest.mark.parametrize("name", params([*KINDS], ["qwen3_moe"]))
@@ -155,7 +157,7 @@ def test_activations_of_other_kinds_of_models(name):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 301, "intermediate_size": 96}
     config = transformers.AutoConfig.for_model(name, **sizes, **KINDS[name])
     one, two = (
-        activations.peak(config, torch.bfloat16, Batch(rows, 64, False), Gradients(0))
+        activations.peak(config, torch.bfloat16, MicroBatch(rows, 64, False), GradientLifetime(0))
         for rows in (2, 4)
     )
     assert 1.5 < two / one < 2.1
@@ -164,7 +166,7 @@ def test_activations_of_other_kinds_of_models(name):
 def test_a_model_that_cannot_be_run_is_told():
     config = transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
     with pytest.raises(ValueError, match="--seq: activations of ViTConfig cannot be counted"):
-        activations.peak(config, torch.float32, Batch(1, 8, False), Gradients(0))
+        activations.peak(config, torch.float32, MicroBatch(1, 8, False), GradientLifetime(0))
 
 
 def test_lora_trains_adapters_alone():
@@ -239,8 +241,8 @@ def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsy
     "cards, told",
     [
         ("80", "80 GiB: AdamW itself fits (AdamW, DeepSpeed ZeRO-3)"),
-        ("12", "12 GiB: FlashAdamW, ZeRO-3 takes AdamW's steps in what AdamW does not fit."),
-        ("6", "6 GiB: LOMO, ZeRO-3, which needs least, fits."),
+        ("12", "12 GiB: FlashAdamW, ZeRO-3 makes AdamW's steps in less memory, and fits."),
+        ("6", "6 GiB: LOMO, ZeRO-3, which needs the least memory, fits."),
         ("3", "3 GiB: nothing fits; LOMO, ZeRO-3 would on 8 ranks."),
         ("0.1", "0.1 GiB: nothing fits on 1024 ranks either; try"),
     ],
@@ -266,7 +268,7 @@ def test_a_copy_is_cut_among_the_ranks_of_a_group(folder, tmp_path, capsys):
     _, spread = plan(capsys, *options, "--ranks", 16)
     assert alone["CAME, ZeRO-3"] == copies["CAME, ZeRO-3"] == by_config["CAME, ZeRO-3"]
     assert copies["CAME, ZeRO-3"] != spread["CAME, ZeRO-3"]
-    assert "on 16 data-parallel ranks, 4 to each copy" in text
+    assert "on 16 data-parallel ranks, 4 for each copy" in text
 
 
 @pytest.mark.parametrize("bad", [("3",), ("4", "--stage", "0"), ("4", "--stage", "none")], ids=str)

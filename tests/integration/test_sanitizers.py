@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext.ops.native import library
+from ds_ext.ops.executors.native import library
 
 pytestmark = pytest.mark.slow
 

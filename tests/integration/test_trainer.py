@@ -324,7 +324,7 @@ COUNTED = {
         {"zero_optimization": {"stage": 3}},
         ("accelerate counts 1 process,", "2 data-parallel ranks", "PartialState(cpu=True)"),
     ),
-    "without ZeRO": (("", ""), {}, ("the same data", "ACCELERATE_USE_CPU=1")),
+    "without ZeRO": (("", ""), {}, ("the same data", "PartialState(cpu=True)")),
     "one rank alone": ((None, ""), {}, ("accelerate process counts", "None and 1")),
     "ranks that share the data": (("", ""), {"sequence_parallel_size": 2}, ()),
 }

@@ -5,6 +5,7 @@ The newest are what the other tests run with. The oldest lie in a folder of thei
 """
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ext.config import validation
 from ds_ext.engine import versions
 from ds_ext.versions import check_torch, numbers, written
 
@@ -94,11 +96,11 @@ def test_another_version_is_one_sentence():
 
 @pytest.mark.parametrize("config, key", LACKING)
 def test_what_a_version_lacks_is_refused_by_name(config, key):
-    with pytest.raises(ValueError, match=rf"{key} = .* needs DeepSpeed 0\.19\.\d or newer"):
-        versions.refuse_lacking(config, "0.18.6")
-    versions.refuse_lacking(config, "0.19.8")
+    (problem,) = validation.needs_newer_deepspeed(config, "0.18.6")
+    assert re.search(rf"{key} = .* needs DeepSpeed 0\.19\.\d or newer", problem)
+    assert not [*validation.needs_newer_deepspeed(config, "0.19.8")]
     off = {"tensor_parallel": {"autotp_size": 1}, "expert_parallel": {"enabled": False}}
-    versions.refuse_lacking(off, "0.18.6")
+    assert not [*validation.needs_newer_deepspeed(off, "0.18.6")]
 
 
 def test_plain_pytorch_needs_no_deepspeed(tmp_path):

@@ -40,6 +40,16 @@ class Pair:
         self.reference.moved = self.moved
         self.settle()
 
+    @property
+    def has_failed_in_hooks(self) -> bool:
+        """Whether a backward pass was refused by a hook of a parameter.
+
+        Torch then keeps that pass's AccumulateGrad nodes, without ds_ext too. Gradients of a
+        parameter that is resized afterwards have the wrong shape for them.
+        """
+        in_backward = ("resized", "two_backward_passes")
+        return any(text.startswith(in_backward) for text in self.refusals)
+
     def settle(self) -> None:
         """Begins to compare, from the weights as they are."""
         self.ours = self.subject.whole()

@@ -45,6 +45,8 @@ class Net(nn.Module):
             raise Failure
         h = torch.tanh(self.first(self.embed(tokens) + x))
         if how == "failed backward":
+            if not h.requires_grad:  # its layers are frozen: nothing comes here
+                raise Failure
             h.register_hook(_fail)
         h = torch.tanh(self.norm(h + torch.tanh(h @ self.stack[0]) @ self.stack[1]))
         bad = (self.gain - self.gain.detach()).sum().sqrt() if how == "poisoned" else 0.0

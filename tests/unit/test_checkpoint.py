@@ -7,12 +7,12 @@ from torch.utils._pytree import tree_leaves
 import ds_ext
 from ds_ext.checkpoint import checks, folder, resharding, swap
 from ds_ext.checkpoint.pieces import Pieces, piece
-from ds_ext.checkpoint.resharding import Own
+from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import consensus
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
 from ds_ext.optimizer.run_updates import RunUpdate
-from ds_ext.planner.live import Watch
+from ds_ext.planner.live_memory import LiveMemory
 
 SHAPE = (2048, 4608)
 
@@ -21,7 +21,7 @@ def owned(values, rank, world):
     key = torch.empty(0, requires_grad=True)
     shard = Shard.of_rank(tuple(values.shape), rank, world)
     run = values.flatten()[shard.start : shard.stop].clone()
-    return {key: Own("weight", run, shard)}
+    return {key: OwnedRun("weight", run, shard)}
 
 
 def test_a_rank_reads_its_part_and_no_more(tmp_path):
@@ -40,7 +40,7 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path):
     optimizer = ds_ext.CAME([key])
     saved = torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True)
     mapped = [x for x in tree_leaves(saved) if isinstance(x, torch.Tensor)]
-    with Watch(mapped) as watch:
+    with LiveMemory(mapped) as watch:
         before = watch.now
         checks.check(Pieces([saved]), optimizer, part, True)
         resharding.load_state(Pieces([saved]), optimizer, part)

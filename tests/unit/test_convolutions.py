@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext import ops
 from ds_ext.ops import passes, small
+from ds_ext.ops.executors.triton import tables, waiting
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import launches, tables
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, table
 
@@ -133,7 +133,7 @@ def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatc
     paths.use(monkeypatch, "kernels")
     monkeypatch.setattr(tables, "start", lambda *args: launched.append(args[3]))
     x = torch.ones(2, 4)
-    with launches.together() as next_rule:
+    with waiting.together() as next_rule:
         for _ in range(tables.TOGETHER + 5):
             ops.apply_(x.view(-1), x.view(-1), Shard.whole((8,)), lr=0.1)
             next_rule()

@@ -9,8 +9,8 @@ from torch import nn
 
 import ds_ext
 from ds_ext import ops
+from ds_ext.ops.executors.triton import devices, tables, waiting
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import devices, launches, tables
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths
 
@@ -27,7 +27,7 @@ def test_one_launch_has_the_tensors_of_one_device(monkeypatch):
         "start",
         lambda kernel, programs, table, count, *_: launched.append((kernel, table.device, count)),
     )
-    with launches.together() as next_rule:
+    with waiting.together() as next_rule:
         for device in (HERE, THERE, HERE, THERE):
             x = torch.ones(300, device=device)
             ops.square_sum(x, Shard.whole((300,)), x)
@@ -109,14 +109,13 @@ def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):
     """Their sums are not put together: no tensor lies on both."""
     paths.use(monkeypatch, "ops")
     stepped = []
-    original = ds_ext.AdaLomo._update_on_device
+    original = ds_ext.AdaLomo.begin
 
-    def note(self, updates, all_reduce, judge):
+    def note(self, updates, check):
         stepped.append([u.g.device for u in updates])
-        here = [u for u in updates if u.g.device == HERE]
-        return original(self, here, all_reduce, judge)
+        return original(self, [u for u in updates if u.g.device == HERE], check)
 
-    monkeypatch.setattr(ds_ext.AdaLomo, "_update_on_device", note)
+    monkeypatch.setattr(ds_ext.AdaLomo, "begin", note)
     params = [nn.Parameter(torch.ones(3, device=d)) for d in (HERE, THERE, HERE, THERE)]
     optimizer = ds_ext.AdaLomo(params)
     updates = [

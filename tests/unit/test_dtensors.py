@@ -49,7 +49,7 @@ def elements(shard):
 
 def check(param):
     """Compares where a parameter lies with the numbers that it has on this rank -> its shard."""
-    lies = dtensors.lying(param)
+    lies = dtensors.locate(param)
     assert torch.equal(elements(lies.shard), dtensors.local(param).flatten())
     assert dist.get_rank() in lies.ranks
     return lies
@@ -137,4 +137,4 @@ def test_sums_that_are_not_added_up_are_refused():
 
         partial = DTensor.from_local(torch.ones(3, 4), mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match="Shard and Replicate"):
-            dtensors.lying(partial)
+            dtensors.locate(partial)

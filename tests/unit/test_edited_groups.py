@@ -8,7 +8,7 @@ import torch
 import ds_ext
 from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces
-from ds_ext.checkpoint.resharding import Own
+from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.ops.shard import Shard
 from tests.common.choose import params
 
@@ -282,7 +282,7 @@ def test_a_checkpoint_follows_the_groups():
         optimizer.step()
         del optimizer.param_groups[0]
         owned = {
-            p: Own(n, p.detach().view(-1), Shard.whole(p.shape), 0, 1)
+            p: OwnedRun(n, p.detach().view(-1), Shard.whole(p.shape), 0, 1)
             for n, p in model.named_parameters()
         }
         made.append((model, optimizer, owned))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext.ops import edits
+from ds_ext.ops import edits, passes, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, table
@@ -118,18 +118,18 @@ def test_kernels_mark_and_mend_as_the_ops_do(path, size, monkeypatch):
         bits = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16)
         rest = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(size)
         run = bits.view(torch.bfloat16)
-        marked = edits.marks(run)
+        marked = weight_update.marks(run)
         changed = run.clone()
         changed[: n // 3] = torch.randn(n // 3, generator=generator).bfloat16()
         changed[n // 3 : n // 2 : 7] = 0
         found = [rest.clone() for _ in range(3)]
         before = copy.deepcopy(found)
         for r, (w, m) in zip(found, ((run, None), (run, marked), (changed, marked)), strict=True):
-            edits.mend_(w, r, m)
+            passes.mend_([(w, r, m)])
         paths.use(monkeypatch, "ops")
-        assert edits.marks(run).equal(marked)
+        assert weight_update.marks(run).equal(marked)
         for r, (w, m) in zip(before, ((run, None), (run, marked), (changed, marked)), strict=True):
-            edits.mend_(w, r, m)
+            passes.mend_([(w, r, m)])
         assert all(a.equal(b) for a, b in zip(found, before, strict=True))
         paths.use(monkeypatch, "kernels")
 

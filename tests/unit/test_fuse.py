@@ -222,9 +222,9 @@ def test_measuring_alone_changes_nothing_and_keeps_no_gradient():
     optimizer = optimizer_of("came", model)
     fused = clipped(model, optimizer)
     before = weights(model)
-    fused.rehearse(model(models.batch(0, 1)[0]))
+    fused.measure_norm(model(models.batch(0, 1)[0]))
     assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
-    assert not optimizer.state and not fused.tally.kept
+    assert not optimizer.state and not fused.state.kept
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -272,7 +272,7 @@ def test_the_norm_of_the_step_before_is_never_one_that_is_not_finite():
     known = fused.norm
     model(models.batch(1, 1)[0]).mul(torch.inf).backward()  # needs no measuring any more
     optimizer.step()
-    assert fused.metrics["skipped_parameters"] > 0 and fused.previous_norm == known
+    assert fused.metrics["skipped_parameters"] > 0 and fused.clipping.previous_norm == known
     fused.backward(model(models.batch(2, 1)[0]))
     optimizer.step()
     assert fused.metrics["clip_coefficient"] == pytest.approx(0.1 / known, rel=1e-4)
@@ -285,12 +285,12 @@ def test_kept_gradients_are_in_fp32_and_gone_after_the_step_and_the_log_tells_th
     fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded")
     for part in range(2):
         model(models.batch(part, 1)[0]).backward()
-    kept = fused.tally.kept
+    kept = fused.state.kept
     used = [p for n, p in model.named_parameters() if not n.startswith(("frozen", "unused", "odd"))]
     assert set(kept) == set(used) and all(run.g.dtype == torch.float32 for run in kept.values())
     assert sum(run.g.numel() for run in kept.values()) == sum(p.numel() for p in used)
     optimizer.step()
-    assert not fused.tally.kept and fused.kept_bytes() >= 4 * sum(p.numel() for p in used)
+    assert not fused.state.kept and fused.kept_bytes() >= 4 * sum(p.numel() for p in used)
     assert "gradients are kept until the step" in caplog.text
 
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from ds_ext.checkpoint import checks, folder, resharding
 from ds_ext.checkpoint.pieces import Pieces
-from ds_ext.checkpoint.resharding import Own
-from ds_ext.config import gradients as config_gradients
-from ds_ext.config import refused
+from ds_ext.checkpoint.resharding import OwnedRun
+from ds_ext.config import parsing, validation
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, bucket_step
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common.hypers import FOR_ALL
@@ -94,7 +93,7 @@ class Ranks:
         self.optimizers = [OPTIMIZERS[kind](groups) for _ in range(world)]
         self.owned = [
             {
-                key: Own(
+                key: OwnedRun(
                     f"p{i}",
                     self.cut(v, rank),
                     Shard.of_rank(tuple(v.shape), rank, world),
@@ -121,7 +120,7 @@ class Ranks:
                     RunUpdate(key, own.run, self.cut(g, rank), own.shard)
                     for (key, own), g in bucket
                 ]
-                ranks.append([optimizer.rules(u)[0] for u in updates])
+                ranks.append([bucket_step.begin_rules(optimizer, u)[0] for u in updates])
             lockstep.simulate(ranks)
 
     def saved(self):
@@ -310,7 +309,7 @@ def moves(found):
         ranks = moved
 
 
-KEYS = [key for key, *_ in refused._HONOURED] + [
+KEYS = [key for key, *_ in validation.REFUSED] + [
     *("gradient_clipping", "gradient_accumulation_steps", "managed_gradient_accumulation"),
     *("ds_ext.gradient_policy", "ds_ext.clip_mode", "ds_ext.clip_value", "ds_ext.measure_updates"),
     *("data_types.grad_accum_dtype", "zero_optimization.reduce_bucket_size", "ds_ext", "ds_ext.x"),
@@ -344,8 +343,8 @@ def honoured_or_refused(given_):
                 return
         inner[last] = value
     try:
-        refused.refuse(config)
-        how = config_gradients.read(config)
+        validation.raise_first(validation.problems(config))
+        how = parsing.gradients(config)
     except ValueError as error:
         assert any(part in str(error) for key in given_ for part in key.split("."))
         return
@@ -361,7 +360,9 @@ def manifest_text():
 @tried(600)
 def test_a_damaged_manifest_is_refused_or_unharmed(tmp_path, count):
     where = st.tuples(st.integers(0, 10**6), st.integers(0, 255), st.booleans())
-    attempt(count, where, lambda change: damaged(tmp_path, change), (0, 0, True))
+    tag = tmp_path / "tag"  # an error looks at its neighbors
+    tag.mkdir()
+    attempt(count, where, lambda change: damaged(tag, change), (0, 0, True))
 
 
 def damaged(path, change):
@@ -377,15 +378,16 @@ def damaged(path, change):
 
 
 def test_a_manifest_with_another_letter_or_digit_is_refused(tmp_path):
-    content = manifest_text().encode()
+    content, tag = manifest_text().encode(), tmp_path / "tag"  # whose error looks at its neighbors
+    tag.mkdir()
     said = {k: v for k, v in json.loads(content).items() if k != "crc32"}
     refused = 0
     for at in range(len(content)):
         changed = bytearray(content)
         changed[at] ^= 1
-        (tmp_path / folder.MANIFEST).write_bytes(changed)
+        (tag / folder.MANIFEST).write_bytes(changed)
         try:
-            assert folder.manifest(tmp_path) == said
+            assert folder.manifest(tag) == said
         except folder.CheckpointError:
             refused += 1
     assert refused > len(content) / 2

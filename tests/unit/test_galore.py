@@ -20,7 +20,7 @@ from torch import nn
 import ds_ext
 from ds_ext import rules
 from ds_ext.distributed import lockstep
-from ds_ext.engine.autotp import unpartitioned_shape
+from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.ops import quantize
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros

@@ -9,12 +9,12 @@ from torch import nn
 
 from benchmarks.host_gpu import Calls
 from ds_ext import ops
+from ds_ext.ops.executors.triton import devices, tables, waiting
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import devices, tables, waiting
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate
-from ds_ext.planner import known
+from ds_ext.optimizer.update_stats import UpdateStats
+from ds_ext.planner import cached_norms
 from tests.common import needs, paths, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
@@ -62,7 +62,7 @@ def test_bits_are_those_of_the_parameter_alone(name, way, cut, monkeypatch):
     shapes, world = cut
     both, (optimizer,) = stepped(name, way, True, shapes, world)
     alone, _ = stepped(name, way, False, shapes, world)
-    (plan,) = optimizer._plans
+    (plan,) = optimizer._plans._made.values()
     # a group of 8-bit moments that a cut goes through is stepped alone
     assert plan.joined if name == "flashadamw" else not plan.alone
     assert all(a.equal(b) for a, b in zip(both, alone, strict=True))
@@ -108,7 +108,7 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, monkeypatch):
         launched.clear()
         with Calls() as calls:
             optimizer.update(updates, lambda total: None)
-            optimizer.settle()
+            optimizer.commit_weight_norms()
     assert (len(launched), calls.made) == FEW[name], launched
 
 
@@ -121,9 +121,9 @@ def test_the_plan_counts_what_is_noted_of_weights(name, monkeypatch):
     weights = [nn.Parameter(torch.ones(s, device="meta")) for s in shapes.values()]
     optimizer = OPTIMIZERS[name](weights)
     optimizer.update(updates_of(weights, weights, 3), lambda total: None)
-    groups = [group for plan in optimizer._plans for group in plan.groups]
+    groups = [group for plan in optimizer._plans._made.values() for group in plan.groups]
     made = (x for group in groups for x in group.known.columns.values())
-    planned = known.known_sums(optimizer.hypers(), shapes, 3, 3, torch.float32)
+    planned = cached_norms.num_bytes(optimizer.hypers(), shapes, 3, 3, torch.float32)
     held = sum(x.values.nbytes for x in made)
     assert held == planned if name != "lamb" else 0.7 * planned < held <= planned
     assert (planned == 0) == (name == "came")
@@ -175,13 +175,13 @@ def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
     optimizer = OPTIMIZERS["lomo"](weights)
     grads = [torch.ones_like(p) for p in weights]
     optimizer.update(updates_of(weights, grads, 1), None)
-    (plan,) = optimizer._plans
+    (plan,) = optimizer._plans._made.values()
     assert plan.alone == [1, 2] and plan.joined == [0, 3]
     assert all((p == 1 - 1e-3).all() for p in weights)
-    optimizer.meter = Meter(1)
+    optimizer.update_stats = UpdateStats(1)
     optimizer.update(updates_of(weights, grads, 1), None)
-    assert optimizer.meter.sums()[0, 2] == sum(p.numel() for p in weights)
-    assert len(list(optimizer._plans)) == 1
+    assert optimizer.update_stats.sums()[0, 2] == sum(p.numel() for p in weights)
+    assert len(list(optimizer._plans._made.values())) == 1
 
 
 def test_what_waits_keeps_its_memory(monkeypatch):
@@ -211,13 +211,13 @@ def test_sizes_of_updates_are_measured_as_they_are_written(name, way, monkeypatc
             **SIMULATED[name],
             weight_update=mode,
         )
-        optimizer.meter = Meter(2)
+        optimizer.update_stats = UpdateStats(2)
         grads = table.gradients(1, SHAPES, dtype)[0]
         updates = updates_of(weights, grads, 1)
         for i in (0, 3):  # whose sums other ranks have too
             updates[i] = updates[i]._replace(num_replicas=2)
         optimizer.update(updates, None)
-        totals.append(optimizer.meter.sums())
+        totals.append(optimizer.update_stats.sums())
     found, expected = totals
     assert found[:, 2].equal(expected[:, 2])
     assert ((found - expected).abs() <= 2e-3 * expected).all() and (expected > 0).all()

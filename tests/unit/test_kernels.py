@@ -11,8 +11,9 @@ import torch
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import rounding, scratch, weight_update
+from ds_ext.ops.executors import lone
+from ds_ext.ops.executors.triton import devices, sizes, tables, waiting
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.triton import devices, launches, sizes, tables
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
@@ -374,13 +375,13 @@ def test_what_no_kernel_reads_is_applied_by_one_in_slices(
     name, hypers, dtype, world, kernels, launched, monkeypatch
 ):
     made, limit = [], 512
-    original = launches.read
+    original = lone.read
 
     def read(u, b):
         made.append(original(u, b))
         return made[-1]
 
-    monkeypatch.setattr(launches, "read", read)
+    monkeypatch.setattr(lone, "read", read)
     monkeypatch.setattr(scratch, "SLICE", limit)
     shapes, hypers = ((70, 64), (37, 150)), SETTINGS[name] | hypers
     found, before = trained(name, dtype, "stochastic", world, hypers, shapes)
@@ -414,7 +415,7 @@ def test_noise_of_experts_stepped_alone_is_that_of_the_ops(kernels):
 
 @pytest.mark.slow
 def test_rows_wider_than_a_tile_are_read_twice(kernels, launched):
-    from ds_ext.ops.triton.sizes import WIDEST
+    from ds_ext.ops.executors.triton.sizes import WIDEST
 
     (g,) = table.gradients(1, [(5, WIDEST + 16)])[0]
     shard = Shard(tuple(g.shape), g.shape[1], 4 * g.shape[1], g.shape[1])
@@ -460,7 +461,7 @@ def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
 
 def test_an_error_leaves_nothing_waiting(kernels, launched):
     x = torch.ones(6, device=DEVICE)
-    with pytest.raises(KeyError), launches.together():
+    with pytest.raises(KeyError), waiting.together():
         ops.square_sum(x, Shard.whole((6,)), x)
         raise KeyError
     assert not launched
@@ -471,7 +472,7 @@ def test_an_error_leaves_nothing_waiting(kernels, launched):
 def test_reading_what_waits_launches_it(kernels):
     v, x = torch.zeros(6, device=DEVICE), torch.ones(6, device=DEVICE)
     shard = Shard.whole((6,))
-    with launches.together():
+    with waiting.together():
         ops.lerp_(v, x, 0.5, shard)
         assert ops.count_beyond(v, 0.4, shard, v) == 6  # has no kernel
     assert copy.copy(v).sum() == 3

@@ -15,7 +15,7 @@ from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.ops import edits, weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, bucket_step
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
 from ds_ext.planner import models as known
@@ -107,7 +107,7 @@ def test_simulated_ranks_hold_what_is_planned(setting, model, dtype, ranks):
             RunUpdate(p, run.clone(), torch.randn_like(run), shard)
             for p, run, shard in zip(params, runs, shards, strict=True)
         ]
-        begun.append([optimizer.rules(u)[0] for u in updates])
+        begun.append([bucket_step.begin_rules(optimizer, u)[0] for u in updates])
         stepped += [(u.p, optimizer.state[u.param]) for u in updates]
     with torch.no_grad():
         lockstep.simulate(begun)
@@ -202,7 +202,7 @@ def test_kept_gradients_are_as_planned(ranks):
         memory.ours(lomo, shapes_of(module), 1, ranks, torch.bfloat16, 3000, accumulates)
         for accumulates in (False, True)
     )
-    assert held(run.g for run in fused.tally.kept.values()) == kept.gradients - used.gradients
+    assert held(run.g for run in fused.state.kept.values()) == kept.gradients - used.gradients
 
 
 # Closed forms. R and C are the sizes of a matrix, d the ranks.

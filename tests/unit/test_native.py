@@ -24,13 +24,14 @@ from torch import nn
 import ds_ext
 from ds_ext import ops
 from ds_ext.distributed import lockstep
-from ds_ext.ops import edits
-from ds_ext.ops.native import library
-from ds_ext.ops.native import table as native
+from ds_ext.ops import weight_update
+from ds_ext.ops.executors.native import library
+from ds_ext.ops.executors.native import table as native
+from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.shard import Box, Shard, Split
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.meter import Meter
 from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.rules import REGISTRY
 from tests.common import paths, table
 from tests.common.choose import params
@@ -182,7 +183,9 @@ def test_every_number_is_written_as_the_ops_write_it(dtype, mode, monkeypatch):
         found.append((p.detach(), *(state[k] for k in ("master",) if k in state)))
         if "marks" in state:
             paths.use(monkeypatch, "ops")
-            assert state["marks"].equal(edits.marks(p.detach()))  # NaNs have bits of their own
+            assert state["marks"].equal(
+                weight_update.marks(p.detach())
+            )  # NaNs have bits of their own
     for a, b in zip(*found, strict=True):
         nan = a.isnan()
         assert nan.equal(b.isnan()) and a[~nan].equal(b[~nan])
@@ -197,11 +200,11 @@ def test_sizes_of_updates_are_measured(name, monkeypatch):
         for dtype in (torch.float32, torch.bfloat16):
             weights = [nn.Parameter(p) for p in table.weights(SHAPES, dtype)]
             optimizer = OPTIMIZERS[name](weights, **SETTINGS[name], weight_update="nearest")
-            optimizer.meter = Meter(1)
+            optimizer.update_stats = UpdateStats(1)
             for p, g in zip(weights, table.gradients(1, SHAPES, dtype)[0], strict=True):
                 p.grad = g
             optimizer.step()
-            totals.append(optimizer.meter.sums())
+            totals.append(optimizer.update_stats.sums())
     for a, b in ((totals[0], totals[2]), (totals[1], totals[3])):
         assert (a - b).abs().max() <= 2e-3 * b.abs().max()
         assert a[0, 2] == b[0, 2] == sum(math.prod(s) for s in SHAPES)
@@ -261,7 +264,7 @@ def test_what_is_known_of_a_weight_saves_reading_it(name, monkeypatch):
     p.grad = torch.ones_like(p)
     for _ in range(2):
         optimizer.step()
-    (plan,) = optimizer._plans
+    (plan,) = optimizer._plans._made.values()
     known = plan.groups[0].known._values[0, 0]
     assert known == pytest.approx(float(p.detach().square().sum()), rel=1e-5)
     plan.groups[0].known._values[0, 0] = 16 * known  # and then it is believed
@@ -352,7 +355,7 @@ def test_a_gradient_that_is_not_finite_shows_in_every_sum(monkeypatch):
     for odd in (math.inf, -math.inf, math.nan):
         x = torch.ones(70, 1100)
         x[3, 5] = odd
-        batch = ops.Batch([Shard.whole((70, 1100))])
+        batch = TableBatch([Shard.whole((70, 1100))])
         runs = ops.Runs([x.view(-1)])
         row, col = ops.matrix_square_sums(runs, batch, x)
         assert not ops.square_sums((runs,), batch, x)[0].isfinite()

@@ -52,7 +52,7 @@ def test_sparse_gradients_are_made_dense(name, how):
         optimizer = OPTIMIZERS[name](model.parameters(), **HYPERS[name])
         if how != "plain":
             fused = ds_ext.fuse_into_backward(model, optimizer, **HOW[how])
-            fused.previous_norm = 1.0
+            fused.clipping.previous_norm = 1.0
         return steps(model, optimizer, lambda m, step: m(tokens(step)).square().mean())
 
     start = list(Words(False).parameters())
@@ -159,7 +159,7 @@ def test_parameters_that_were_cut_after_the_optimizer_was_made_are_followed(grou
 
 
 def test_deepspeed_is_given_no_model_that_torch_has_spread(group):
-    from ds_ext.distributed.wrapped import refuse_dtensors
+    from ds_ext.distributed.unsupported_wrappers import refuse_dtensors
 
     with pytest.raises(ValueError, match=r"0\.weight is a DTensor.*ZeRO"):
         refuse_dtensors(wrapped("FSDP2"))

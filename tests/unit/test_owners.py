@@ -84,7 +84,7 @@ def keep(fused, optimizer, model):
 
 
 def measure(fused, optimizer, model):
-    fused.rehearse(loss_of(model))
+    fused.measure_norm(loss_of(model))
 
 
 def wait(fused, optimizer, model):

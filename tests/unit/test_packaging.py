@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ds_ext
-from ds_ext.ops.native import library
+from ds_ext.ops.executors.native import library
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
@@ -76,7 +76,7 @@ STEPS = """
 import sys, torch
 from pathlib import Path
 import ds_ext
-from ds_ext.ops.native import library
+from ds_ext.ops.executors.native import library
 torch.manual_seed(0)
 p = torch.nn.Parameter(torch.randn(30, 40))
 optimizer = ds_ext.AdaLomo([p], lr=0.1)
@@ -95,7 +95,7 @@ def test_native_code_comes_with_a_wheel_that_is_built_by_a_compiler(tmp_path):
         (tmp_path / name).mkdir()
     unpacked = built(tmp_path / "tree")
     (native,) = unpacked.rglob("*.so")
-    assert native.parent == unpacked / "ds_ext/ops/native"
+    assert native.parent == unpacked / "ds_ext/ops/executors/native"
     (info,) = unpacked.glob("*.dist-info/WHEEL")
     assert "Tag: cp310-abi3-linux" in info.read_text()
 
@@ -114,7 +114,7 @@ def test_native_code_comes_with_a_wheel_that_is_built_by_a_compiler(tmp_path):
     without = shutil.copytree(unpacked, tmp_path / "without", ignore=shutil.ignore_patterns("*.so"))
     at_first_use, same_bits, _ = steps(without)
     assert at_first_use.startswith(str(tmp_path / "cache")) and same_bits == bits
-    source = unpacked / "ds_ext/ops/native/passes.cpp"
+    source = unpacked / "ds_ext/ops/executors/native/passes.cpp"
     source.write_text(source.read_text() + "// edited since\n")
     assert steps(unpacked, **bare)[0] == "torch"
     shutil.copy(library.SOURCE, source)

@@ -11,12 +11,13 @@ from torch import nn
 from ds_ext import AdaLomo
 from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.pieces import Pieces
-from ds_ext.checkpoint.resharding import Own
+from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
 from ds_ext.ops import rounding, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import choose, table
 from tests.common.hypers import FOR_ALL, Table
@@ -332,7 +333,9 @@ def begin(name, mode, half, rank, world, weights):
 
     def step(gradients):
         parts = zip(params, runs, gradients, shards, strict=True)
-        return [optimizer.rules(RunUpdate(p, run, cut(g, s), s))[0] for p, run, g, s in parts]
+        return [
+            begin_rules(optimizer, RunUpdate(p, run, cut(g, s), s))[0] for p, run, g, s in parts
+        ]
 
     return step, runs
 
@@ -350,7 +353,7 @@ CUTS = list(itertools.product(MODES, HALVES.values(), [1, 2, 3, 7]))
 )
 def test_a_sharded_step_has_the_bits_of_a_whole_one(name, mode, half, world, monkeypatch):
     """Given the same totals: sums in another order may differ in their last bit."""
-    monkeypatch.setattr(Shard, "holds_rows", False)  # as many rounds for the whole
+    monkeypatch.setattr(Shard, "holds_rows", property(lambda _: False))  # as many rounds
     weights = table.weights(SHAPES, half)
     make = functools.partial(begin, name, mode, half, weights=weights)
     whole, *ranks = [make(rank=0, world=1)] + [make(rank=r, world=world) for r in range(world)]
@@ -440,7 +443,7 @@ def train(params, optimizer, gradients):
 
 def owned(params):
     return {
-        p: Own(str(i), p.detach().view(-1), Shard.whole(tuple(p.shape)))
+        p: OwnedRun(str(i), p.detach().view(-1), Shard.whole(tuple(p.shape)))
         for i, p in enumerate(params)
     }
 

@@ -11,7 +11,7 @@ import ds_ext
 from benchmarks.matrix import summary
 from benchmarks.matrix.lines import Lines
 from ds_ext import rates
-from ds_ext.backward import start
+from ds_ext.backward import startup_log
 from ds_ext.commands import config
 from ds_ext.rules import REGISTRY
 from tests.rates import DATA, SAME, UNIT, lines, renewed, start_of
@@ -34,9 +34,9 @@ def test_a_start_is_the_lowest_rate_that_gives_up_little(name):
 
 # Rates that others' programs have, of which pages tell.
 THEIRS = {"HF Trainer": {5e-5}, "TRL": {2e-5, 1e-6}, "LLaMA-Factory": {1e-5}}
-RECORDS = ("performance", "exactness")  # what was run, at which rate
+RECORDS = ("performance", "performance-method")  # what was run, at which rate
 DEFAULTS = "algorithms"  # of each class
-LEAST = start.LEAST_RATE
+LEAST = startup_log.LEAST_RATE
 NUMBER = re.compile(r"(?<![\w.])\d(?:\.\d+)?e-[1-6]\b")
 
 

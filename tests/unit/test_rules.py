@@ -436,7 +436,7 @@ def test_geometry_shifted_by_one_is_seen(name, world, monkeypatch):
         return Shard(shape, shard.start + shift, shard.stop + shift, shard.size)
 
     monkeypatch.setattr(Shard, "of_rank", of_rank)
-    monkeypatch.setattr(Shard, "holds_rows", False)  # or it would end in an error
+    monkeypatch.setattr(Shard, "holds_rows", property(lambda _: False))  # or it would fail
     assert worst_error(name, "decay", world) > BROKEN
 
 

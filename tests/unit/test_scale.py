@@ -224,7 +224,7 @@ def real_calls():
         return step, comm.Step([], gradients, [])
 
     ranks.alike = lambda *_: lambda: True  # is not counted
-    Stepper.voters = lambda _, params: Voters(told=set(params))  # all, as it is counted
+    Stepper.voters = lambda _, params: Voters(host=set(params))  # all, as it is counted
     found = {}
     for case in CASES:
         optimizer, stage, world = case

@@ -5,11 +5,15 @@ import torch
 from torch import nn
 
 from ds_ext.backward import settings
-from ds_ext.config import gradients, offload, refused
-from ds_ext.engine import versions
-from ds_ext.engine.autotp import unpartitioned_shape
+from ds_ext.config import parsing, validation
+from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
+
+
+def refuse(*given):
+    validation.raise_first(validation.problems(*given))
+
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
 SETTINGS = [
@@ -45,21 +49,21 @@ def config(key, value):
 
 
 def test_the_table_holds_every_setting():
-    assert [key for key, *_ in refused._HONOURED if key not in {k for k, *_ in SETTINGS}] == []
-    assert len(refused._HONOURED) == len(SETTINGS)
+    assert [key for key, *_ in validation.REFUSED if key not in {k for k, *_ in SETTINGS}] == []
+    assert len(validation.REFUSED) == len(SETTINGS)
 
 
 @pytest.mark.parametrize("key, value, advice", REFUSED)
 def test_a_setting_that_cannot_be_honoured_is_refused_by_name(key, value, advice):
     with pytest.raises(ValueError) as caught:
-        refused.refuse(config(key, value))
+        refuse(config(key, value))
     message = str(caught.value)
     assert f" {key} = {value!r} " in message and advice in message
 
 
 @pytest.mark.parametrize("key, value", HONOURED)
 def test_a_setting_that_is_honoured_passes(key, value):
-    refused.refuse(config(key, value))
+    refuse(config(key, value))
 
 
 # (setting, values that change nothing and are told of, values that are not told of)
@@ -72,18 +76,18 @@ WITHOUT_EFFECT = [
 
 
 def test_the_table_holds_every_setting_without_effect():
-    assert [key for key, *_ in refused._WITHOUT_EFFECT] == [key for key, *_ in WITHOUT_EFFECT]
+    assert [key for key, *_ in validation.IGNORED] == [key for key, *_ in WITHOUT_EFFECT]
 
 
 @pytest.mark.parametrize("key, told, untold", WITHOUT_EFFECT)
 def test_a_setting_without_effect_is_accepted_and_told_of(key, told, untold):
     for value in told:
         given = config(key, value)
-        refused.refuse(given)
-        (line,) = refused.without_effect(given)
+        refuse(given)
+        (line,) = validation.ignored(given)
         assert line.startswith(f"{key} = {value!r} has no effect: ")
     for value in untold:
-        assert list(refused.without_effect(config(key, value))) == []
+        assert list(validation.ignored(config(key, value))) == []
 
 
 USUAL = {
@@ -105,29 +109,29 @@ USUAL = {
 
 @pytest.mark.parametrize("given", [USUAL, {}])
 def test_a_usual_config_passes(given):
-    refused.refuse(given)
-    assert list(refused.without_effect(given)) == []
+    refuse(given)
+    assert list(validation.ignored(given)) == []
 
 
 def test_gradients_are_kept_where_they_have_to_be_and_nowhere_else():
-    assert gradients.read({}) == settings.Gradients()
-    assert gradients.read({"gradient_accumulation_steps": 1}).policy == "fused"
+    assert parsing.gradients({}) == settings.Gradients()
+    assert parsing.gradients({"gradient_accumulation_steps": 1}).policy == "fused"
     for kept in (
         {"gradient_accumulation_steps": 2},
         {"managed_gradient_accumulation": False},
         {"ds_ext": {"gradient_policy": "sharded"}},
     ):
-        assert gradients.read(kept).policy == "sharded"
+        assert parsing.gradients(kept).policy == "sharded"
 
 
 def test_clipping_and_the_dtype_of_kept_gradients():
-    clipped = gradients.read({"gradient_clipping": 1})
+    clipped = parsing.gradients({"gradient_clipping": 1})
     assert (clipped.max_norm, clipped.max_value, clipped.clip_mode) == (1.0, 0.0, "exact")
     section = {"clip_value": 0.5, "gradient_policy": "sharded"}
-    bounded = gradients.read({"ds_ext": section, "data_types": {"grad_accum_dtype": "bf16"}})
+    bounded = parsing.gradients({"ds_ext": section, "data_types": {"grad_accum_dtype": "bf16"}})
     assert (bounded.max_norm, bounded.max_value) == (0.0, 0.5)
     assert bounded.accumulate_in == torch.bfloat16
-    assert gradients.read({"gradient_clipping": None}).max_norm == 0
+    assert parsing.gradients({"gradient_clipping": None}).max_norm == 0
 
 
 AUTO = {
@@ -147,13 +151,13 @@ AUTO = {
 
 
 def test_auto_is_as_if_the_key_were_absent():
-    assert gradients.read(AUTO) == gradients.read({})
-    assert gradients.section_of(AUTO) == settings.Section()
-    assert gradients.bucket_size(AUTO) == settings.BUCKET_SIZE
-    refused.refuse(AUTO)
-    offload.check(AUTO, (), ())
-    versions.refuse_lacking(AUTO, "0.18.6")
-    assert gradients.report(gradients.read(AUTO), AUTO) == gradients.report(gradients.read({}), {})
+    assert parsing.gradients(AUTO) == parsing.gradients({})
+    assert parsing.section(AUTO) == settings.Section()
+    assert parsing.bucket_size(AUTO) == settings.BUCKET_SIZE
+    refuse(AUTO, "0.18.6")
+    assert parsing.log_lines(parsing.gradients(AUTO), AUTO) == parsing.log_lines(
+        parsing.gradients({}), {}
+    )
 
 
 CONTRADICTIONS = [
@@ -194,32 +198,32 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize("given, parts", CONTRADICTIONS)
 def test_contradictions_are_refused_by_name(given, parts):
     with pytest.raises(ValueError) as caught:
-        gradients.read(given)
+        parsing.gradients(given)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
 def test_a_section_that_is_no_section_is_not_searched():
     given = {"fp16": None, "zero_optimization": True, "compile": []}
-    refused.refuse(given)
-    assert list(refused.without_effect(given)) == []
+    refuse(given)
+    assert list(validation.ignored(given)) == []
 
 
 def test_bucket_size():
-    assert gradients.bucket_size({}) == gradients.bucket_size({"zero_optimization": {}}) == 2**24
+    assert parsing.bucket_size({}) == parsing.bucket_size({"zero_optimization": {}}) == 2**24
     assert settings.BUCKET_SIZE * 2 < 5e8 * 2 / 20  # bytes of bf16, against DeepSpeed's default
-    given = gradients.bucket_size(config("zero_optimization.reduce_bucket_size", 5e8))
+    given = parsing.bucket_size(config("zero_optimization.reduce_bucket_size", 5e8))
     assert given == 500_000_000 and isinstance(given, int)
-    assert gradients.bucket_size(config("zero_optimization.reduce_bucket_size", 1)) == 1
+    assert parsing.bucket_size(config("zero_optimization.reduce_bucket_size", 1)) == 1
 
 
 def test_a_bucket_of_nothing_is_each_parameter_by_itself():
-    assert gradients.bucket_size(config("zero_optimization.reduce_bucket_size", 0)) == 0
+    assert parsing.bucket_size(config("zero_optimization.reduce_bucket_size", 0)) == 0
 
 
 @pytest.mark.parametrize("size", [-1, True, [], float("inf")])
 def test_a_bucket_size_that_is_none_is_refused(size):
     with pytest.raises(ValueError, match="zero_optimization.reduce_bucket_size is .*; allowed"):
-        gradients.bucket_size(config("zero_optimization.reduce_bucket_size", size))
+        parsing.bucket_size(config("zero_optimization.reduce_bucket_size", size))
 
 
 class RMSNorm(nn.Module):

@@ -11,9 +11,10 @@ import torch
 
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
+from ds_ext.ops.executors.triton import tables
 from ds_ext.ops.shard import Box, Shard, Split
-from ds_ext.ops.triton import tables
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths, table
 from tests.common.choose import params
@@ -62,7 +63,7 @@ def steps(name, hypers, shards, weights, gradients, cut, dtype=torch.float64):
         with torch.no_grad():
             taken = lockstep.simulate(
                 [
-                    [o.rules(RunUpdate(p, run, cut(whole.to(dtype), shard), shard))[0]]
+                    [begin_rules(o, RunUpdate(p, run, cut(whole.to(dtype), shard), shard))[0]]
                     for p, o, run, shard in zip(params, optimizers, runs, shards, strict=True)
                 ]
             )

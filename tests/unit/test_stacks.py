@@ -19,10 +19,11 @@ import ds_ext
 from ds_ext import rules
 from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces
-from ds_ext.checkpoint.resharding import Own
+from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
+from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.planner import memory
@@ -69,13 +70,13 @@ class Rank:
     def rules(self, grads):
         with torch.no_grad():
             each = zip(self.keys, self.runs, self.cut(grads), self.shards, strict=True)
-            return [rule for u in each for rule in self.optimizer.rules(RunUpdate(*u))]
+            return [rule for u in each for rule in begin_rules(self.optimizer, RunUpdate(*u))]
 
     @property
     def owned(self):
         each = enumerate(zip(self.keys, self.runs, self.shards, strict=True))
         place = self.rank, self.world
-        return {key: Own(str(i), run, shard, *place) for i, (key, run, shard) in each}
+        return {key: OwnedRun(str(i), run, shard, *place) for i, (key, run, shard) in each}
 
 
 def train(ranks, steps):

@@ -10,7 +10,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext import ops
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.choose import params, spread
@@ -390,6 +390,13 @@ def test_an_edited_state_is_refused(form, at, edit):
         inner[keys[-1]] = x
         del inner[keys[-1]]
         assert refused(twins, twin, lambda t=twins, o=twin: step(t, o), f"layers.{at} .*{keys[-1]}")
+
+
+def test_an_edited_state_is_refused_before_another_bucket_is_stepped(monkeypatch):
+    monkeypatch.setattr(plain_step, "IN_BATCHES", 1)
+    params, optimizer = stepped("adalomo")
+    optimizer.state[params[1]]["v"]["row"] = torch.zeros(1, 3)
+    assert refused(params, optimizer, lambda: step(params, optimizer), "layers.1 .*v.row")
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -11,7 +11,8 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension
 
 from ds_ext.distributed import consensus
-from ds_ext.engine import adapter, op_builds, replacing, tracebacks
+from ds_ext.engine import layouts, messages
+from ds_ext.engine.monkeypatch import PATCHES
 
 
 def test_a_traceback_comes_from_the_first_rank_alone(monkeypatch, capsys):
@@ -19,12 +20,12 @@ def test_a_traceback_comes_from_the_first_rank_alone(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error[1]))
     own = sys.excepthook
     first, alike, other = ValueError("wrong"), ValueError("wrong"), ValueError("its own")
-    tracebacks.once(first)  # on the first rank
+    messages.shorten_traceback(first)  # on the first rank
     assert sys.excepthook is own
     monkeypatch.setattr(consensus, "is_first", lambda: False)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     for error in (alike, ValueError("another")):
-        tracebacks.once(error)
+        messages.shorten_traceback(error)
     for error in (first, alike, other):
         sys.excepthook(type(error), error, None)
     assert shown == [first, other]
@@ -37,13 +38,13 @@ def said(monkeypatch, tmp_path):
     """What is said of an op that is built in ``tmp_path``."""
     lines = []
     for level in ("log", "warn"):
-        monkeypatch.setattr(op_builds, level, lines.append)
+        monkeypatch.setattr(messages, level, lines.append)
     monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda name, verbose: str(tmp_path))
     return lines
 
 
 def test_what_takes_long_is_announced_once(said, tmp_path):
-    (jit_load,) = (p.function for p in replacing.PATCHES if p.owner is OpBuilder)
+    (jit_load,) = (p.function for p in PATCHES if p.owner is OpBuilder)
     builder = type("Builder", (), {"name": "an_op"})()
     for _ in range(2):
         assert jit_load(lambda builder, verbose: "loaded", builder, False) == "loaded"
@@ -56,7 +57,7 @@ def test_a_lock_that_every_build_leaves_is_no_sign_of_one(said, tmp_path, monkey
     monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
     for name in ("lock", "an_op.so"):
         (tmp_path / name).touch()
-    op_builds.announce("an_op")
+    messages.announce_build("an_op")
     assert not said
 
 
@@ -70,8 +71,8 @@ def test_groups_get_their_time_limit_without_a_warning(monkeypatch):
         set_timeout=lambda *given: told.append(given),
         distributed_c10d=SimpleNamespace(_set_pg_timeout=None),
     )
-    monkeypatch.setattr(adapter, "dist", torch_215)
-    adapter._share_time_limit(SimpleNamespace(groups={"a group"}, device="cpu"))
+    monkeypatch.setattr(layouts, "dist", torch_215)
+    layouts.share_time_limit(SimpleNamespace(groups={"a group"}, device="cpu"))
     assert told == [(limit, "a group")]
 
 
@@ -80,12 +81,12 @@ def test_a_lock_that_a_killed_build_left_is_told_of(said, tmp_path):
     """Not one that a process holds, as torch's does, which has the file open."""
     baton = cpp_extension.FileBaton(str(tmp_path / "lock"))
     assert baton.try_acquire()
-    op_builds.announce("an_op")
+    messages.announce_build("an_op")
     assert "builds its op" in said.pop()
     os.close(baton.fd)  # as when its process is killed
-    op_builds.announce("an_op")
+    messages.announce_build("an_op")
     assert said.pop().endswith(f"delete {tmp_path / 'lock'}")
     (tmp_path / "lock").unlink()
     (tmp_path / "an_op.so").touch()
-    op_builds.announce("an_op")
+    messages.announce_build("an_op")
     assert not said

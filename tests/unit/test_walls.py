@@ -35,7 +35,7 @@ FOUNDATION = {"errors", "logs", "hyperparams", "rates", "versions"}
 # The only rooms that may import a package; torch's own distributed package counts as one.
 ONLY = {
     "deepspeed": "engine/",
-    "triton": "ops/triton/",
+    "triton": "ops/executors/triton/",
     "bitsandbytes": "ops/quantize.py",
     "torch.distributed": "distributed/ engine/",
     "lomo_optim": "",  # the authors' code is for tests
@@ -139,6 +139,45 @@ def test_walls_stand(path):
     assert violations((PACKAGE / path).read_text(), path) == []
 
 
+def modules() -> dict[str, set[str]]:
+    """The modules of the package by name, with the modules that each imports anywhere in it."""
+    files = {"ds_ext." + f.removesuffix(".py").replace("/", "."): f for f in FILES}
+    names = {name.removesuffix(".__init__") for name in files}
+    found: dict[str, set[str]] = {}
+    for name, file in files.items():
+        own = name.removesuffix(".__init__")
+        given = imports((PACKAGE / file).read_text(), name)
+        targets = {x if x in names else x.rpartition(".")[0] for x in given}
+        found[own] = (targets & names) - {own, "ds_ext"}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """What remains of a graph after modules that import none of the rest are taken away, and so on.
+
+    Only modules in a circle, or between two circles, remain.
+    """
+    left = dict(graph)
+    while done := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in done:
+            del left[name]
+    while unused := [n for n in left if not any(n in targets for targets in left.values())]:
+        for name in unused:
+            del left[name]
+    return sorted(left)
+
+
+def test_modules_import_each_other_in_no_circle():
+    graph = modules()
+    assert len(graph) > 150 and graph["ds_ext.ops.passes"] > {"ds_ext.ops.dispatch"}
+    assert circles(graph) == []
+
+
+def test_a_circle_is_seen():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a"}}
+    assert circles(graph) == ["b", "c"]
+
+
 def test_every_room_is_there_and_says_which_question_it_answers():
     rooms = {path.parent.name: path for path in PACKAGE.glob("*/__init__.py")}
     assert set(rooms) == set(WALLS) - {"__init__", "registration", "axolotl", "ms_swift", "hf"}
@@ -188,7 +227,7 @@ ALLOWED = [
     ("engine/adapter.py", "from ds_ext.ops.shard import Shard\np.ds_shape"),
     ("rules/new.py", "from ds_ext import ops\nfrom ds_ext.hyperparams import Positive"),
     ("rules/__init__.py", "from ds_ext.rules.came import CAME"),
-    ("ops/triton/kernels/new.py", "import triton\nimport triton.language as tl"),
+    ("ops/executors/triton/kernels/new.py", "import triton\nimport triton.language as tl"),
     ("optimizer/new.py", "from ds_ext.rules import CAME\nimport torch.distributions"),
 ]
 

@@ -1,0 +1,140 @@
+"""The backward pass that only measures the norm: it must have no side effects.
+
+A checkpointed segment draws random numbers and updates buffers when backward runs it again, so both
+are restored. A function that writes to its saved tensors in backward is an error. Fused losses do:
+they compute gradients in forward, and multiply them in place in backward, by kernels that version
+counters do not see. A second backward pass would multiply them again.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.utils.weak import WeakIdRef
+
+from ds_ext.backward.autograd_graph import nodes
+
+Place: TypeAlias = tuple[nn.Module, str]  # of a buffer
+Digests: TypeAlias = dict[tuple[BackwardCFunction, str], Tensor]  # of what functions hold: []
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Functions that never write to their saved tensors, and are too many to check.
+HARMLESS: set[str] = set()
+
+_SMALL = 2**20  # bytes
+_BLOCK = 2**22  # elements that a CPU casts to int64 at a time
+
+
+class Version(NamedTuple):
+    """The identity of a buffer, and its version counter."""
+
+    tensor: WeakIdRef
+    writes: int
+
+
+class NormPrepass:
+    """Undoes the side effects of a backward pass over a graph of ``module``, on ``device``."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module = module
+        self.devices = [] if device.type == "cpu" else [device]
+        self.seen = self._versions()
+        self.changed: str | None = None  # a function that wrote to its saved tensors
+
+    @contextlib.contextmanager
+    def repeatable(self, loss: Tensor) -> Iterator[None]:
+        """A context for a backward pass of ``loss``; restores random numbers and buffers.
+
+        The pass can be repeated afterwards if ``changed`` is None.
+        """
+        functions = [n for n in nodes(loss) if _is_of_python(n) and _name(n) not in HARMLESS]
+        before = _digests(functions, loss.device)
+        with torch.random.fork_rng(self.devices), self._same_buffers():
+            yield
+        self.changed = _first_change(before, _digests(functions, loss.device))
+
+    @contextlib.contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        """Restores buffers, except large ones that the forward pass did not write to."""
+        kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for (owner, name), version in self._versions().items():
+            x = owner._buffers[name]
+            assert x is not None
+            # Kernels update the small buffers of norms without a change of the version counter.
+            if x.nbytes <= _SMALL or version != self.seen.get((owner, name)):
+                kept.append((owner, name, x, x.clone()))
+        try:
+            yield
+        finally:
+            for owner, name, x, values in kept:
+                owner._buffers[name] = x
+                x.data.copy_(values)  # keeps its version, because the graph may hold it
+            self.seen = self._versions()
+
+    def _versions(self) -> dict[Place, Version]:
+        return {
+            (owner, name): Version(WeakIdRef(x), 0 if x.is_inference() else x._version)
+            for owner in self.module.modules()
+            for name, x in owner._buffers.items()
+            if x is not None
+        }
+
+
+def _digests(functions: Iterable[BackwardCFunction], device: torch.device) -> Digests:
+    """Digests of all tensors that functions written in Python hold, on ``device``."""
+    return {
+        (node, name): _digest(x).to(device)
+        for node in functions
+        for name, x in _held(node)
+        if type(x) is Tensor and x.layout is torch.strided  # not a parameter
+    }
+
+
+def _is_of_python(node: Node) -> TypeGuard[BackwardCFunction]:
+    """Whether a node of a graph is a function written in Python."""
+    return isinstance(node, BackwardCFunction)
+
+
+def _held(node: BackwardCFunction) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values that a function has saved, as attributes or saved tensors.
+
+    Skips tensors that hooks unpack again for each backward pass: checkpointed or offloaded ones.
+    """
+    for name, value in vars(node).items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        yield from ((f"{name}[{i}]", x) for i, x in enumerate(values))
+    try:
+        if all(saved.unpack_hook is None for saved in node._raw_saved_tensors):
+            yield from ((f"saved_tensors[{i}]", x) for i, x in enumerate(node.saved_tensors))
+    except RuntimeError:  # freed, or written to as autograd sees
+        return
+
+
+def _digest(x: Tensor) -> Tensor:
+    """The sum of a tensor's bits, read as integers, []."""
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    x, words = x.reshape(-1), 8 // x.itemsize
+    if x.numel() % words == 0 and x.storage_offset() % words == 0:
+        return x.view(torch.int64).sum()
+    blocks = x.view(_BITS[x.itemsize]).split(_BLOCK)
+    return torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum()
+
+
+def _first_change(before: Digests, after: Digests) -> str | None:
+    """The name of a function whose saved tensors have changed; None if there is none."""
+    lost = [key for key in before if key not in after]
+    there = [key for key in before if key in after]
+    if there:
+        then, now = (torch.stack([each[key] for key in there]) for each in (before, after))
+        lost += [key for key, same in zip(there, (then == now).tolist(), strict=True) if not same]
+    return _name(lost[0][0]) if lost else None
+
+
+def _name(node: BackwardCFunction) -> str:
+    """The name of a function, without the suffix that torch adds."""
+    return type(node).__name__.removesuffix("Backward")

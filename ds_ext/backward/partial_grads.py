@@ -1,0 +1,104 @@
+"""Parameters whose gradient comes in parts: it is not complete when their hook fires.
+
+First, weights that several segments of reentrant checkpointing use. Segments run forward without
+gradients, and each has a backward pass of its own, in which the hooks of all its parameters fire.
+Second, weights of modules whose parameters are taken together (ZeRO-3's leaf modules, FSDP2's
+units), if the module is called more than once.
+"""
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext.backward.module_hooks import Hook
+
+_clock = itertools.count(1)
+
+
+class Uses:
+    """Counts the calls of modules before the next backward pass.
+
+    A call without gradients counts if it is made inside a call with gradients, as in a checkpointed
+    segment. Generation between steps does not count, nor calls made while ``brings_gradients``
+    returns False.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        together: Mapping[nn.Module, list[Tensor]],
+        brings_gradients: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.brings_gradients = brings_gradients
+        self.is_counting = True
+        self.count: Counter[Tensor] = Counter()
+        self.in_segment: set[Tensor] = set()  # used in a segment that backward runs again
+        self.made_at = next(_clock)
+        self.used_at = 0  # time of the last counted call; 0: there is none
+        self.thread = threading.get_ident()  # of the last counted call
+        self.is_stale = False  # whether the next forward pass begins another step
+        self.calls: list[bool] = []  # in progress, outermost first: made with gradients?
+        self.together = {p for params in together.values() for p in params}
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for owner in module.modules():
+            own: list[Tensor] = [
+                p for p in owner.parameters(recurse=False) if p not in self.together
+            ]
+            if next(owner.parameters(), None) is not None:
+                enter = Hook(self._enter(together.get(owner, own), owner is module))
+                leave = Hook(self._leave)
+                self.hooks.append(owner.register_forward_pre_hook(enter))
+                self.hooks.append(owner.register_forward_hook(leave, always_call=True))
+
+    def in_parts(self, param: Tensor) -> bool:
+        """Returns whether the gradient of ``param`` may come in more than one part."""
+        return self.count[param] > 1 and (param in self.in_segment or param in self.together)
+
+    def forget(self, now: bool) -> None:
+        """Resets the counts ``now``, or when ``module`` is next called with gradients.
+
+        Until then the backward pass of the last call may still follow.
+        """
+        self.is_stale = True
+        if now:
+            self.clear()
+
+    def clear(self) -> None:
+        """Resets the counts, after a backward pass has ended."""
+        self.made_at = next(_clock)
+        self.used_at = 0
+        self.is_stale = False
+        self.count.clear()
+        self.in_segment.clear()
+        self.calls.clear()
+
+    def _enter(self, params: list[Tensor], is_whole: bool) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if _in_backward():  # a checkpointed segment runs again
+                return
+            grads = torch.is_grad_enabled()
+            if grads and is_whole and self.is_stale:
+                self.clear()
+            if not self.calls:
+                self.is_counting = self.brings_gradients()
+            if self.is_counting and (grads or any(self.calls)):
+                self.count.update(params)
+                self.used_at = next(_clock)
+                self.thread = threading.get_ident()
+            if not grads and any(self.calls):
+                self.in_segment.update(params)
+            self.calls.append(grads)
+
+        return hook
+
+    def _leave(self, *_: object) -> None:
+        if self.calls and not _in_backward():
+            self.calls.pop()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

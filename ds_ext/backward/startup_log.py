@@ -1,0 +1,106 @@
+"""Log messages when training begins: how the model is stepped, and warnings.
+
+The updates of AdaLomo, LAMB and Adafactor are in proportion to the weights (``relative`` where a
+rule is registered). So a learning rate for AdamW is too small for them, and a matrix that starts at
+zero, such as LoRA's ``lora_B``, hardly learns. Vectors of zeros, such as biases, are normal.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext import rates
+from ds_ext.backward.settings import Gradients
+from ds_ext.distributed.layout import Layout
+from ds_ext.ops import state, weight_update
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.model_view import at_zero
+
+LEAST_RATE = 1e-4  # relative to the weights: a tenth of the default of such rules
+
+
+def line(optimizer: RuleOptimizer, layout: Layout, how: Gradients, where: str) -> str:
+    """Returns a line that says how a model is stepped.
+
+    Args:
+        optimizer: of the model's parameters.
+        layout: of the model.
+        how: policy, clipping and buckets.
+        where: such as "ZeRO stage 3".
+    """
+    trained = [p for p in optimizer.group_of if p.requires_grad]
+    kinds = dict.fromkeys(optimizer.hypers_of(optimizer.group_of[p]).__name__ for p in trained)
+    elements = sum(math.prod(layout.shard(p).shape) for p in trained)
+    ranks = f"{layout.world} rank{'s' * (layout.world > 1)}"
+    writing = ", ".join(dict.fromkeys(_writing(optimizer, p) for p in trained))
+    return (
+        f"{' and '.join(kinds) or type(optimizer).__name__}, {where}, {ranks}: {elements:,} "
+        f'parameters trained, gradient_policy "{how.policy}", weights {writing or "none"}, '
+        f"{state_bytes(optimizer, layout) / 2**20:,.2f} MiB of state on this rank"
+    )
+
+
+def _writing(optimizer: RuleOptimizer, param: Tensor) -> str:
+    """A weight's dtype, and how it is rounded if it has 16 bits: 'bfloat16 ("stochastic")'."""
+    dtype = str(param.dtype).removeprefix("torch.")
+    how = optimizer.rule_of(param).weight_update
+    return f'{dtype} ("{how}")' if param.dtype.itemsize == 2 else dtype
+
+
+def state_bytes(optimizer: RuleOptimizer, layout: Layout) -> int:
+    """Returns the bytes of state, including masters, of trained parameters on this rank."""
+    total = 0
+    for param in (p for p in optimizer.group_of if p.requires_grad):
+        rule, shard = optimizer.rule_of(param), layout.shard(param)
+        run = torch.empty(len(shard), dtype=param.dtype, device="meta")
+        total += state.nbytes(state.zeros(optimizer.keeps(param, shard, rule), run))
+        total += state.nbytes(weight_update.master(run, rule))
+    return total
+
+
+def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -> Iterator[str]:
+    """Yields warnings about parameters that will hardly learn. All ranks of the model call it.
+
+    Args:
+        optimizer: of the model's parameters.
+        layout: of the model, with its initial weights.
+        is_config: whether a DeepSpeed config has set it up.
+    """
+    auto = (
+        ' Where the config says "auto" it is learning_rate of TrainingArguments, by default 5e-5.'
+    )
+    relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]
+    for rule, lr in dict.fromkeys(_rate(optimizer, p) for p in relative):
+        if lr is not None and 0 < lr < LEAST_RATE:
+            yield (
+                f"lr = {lr:g} is small for {rule}, whose lr is relative to the weights: "
+                f"{rates.advice(rule)}.{auto * is_config}"
+            )
+    matrices = [p for p in relative if len(layout.shard(p).shape) > 1]
+    if zeros := _zeros(matrices, layout):
+        names = [layout.name(p) for p in zeros]
+        yield at_zero(type(optimizer.rule_of(zeros[0])).__name__, names, is_config)
+
+
+def _rate(optimizer: RuleOptimizer, param: Tensor) -> tuple[str, Any]:
+    """The name of a parameter's rule, and its learning rate, before any schedule."""
+    group = optimizer.group_of[param]
+    return type(optimizer.rule_of(param)).__name__, group.get("initial_lr", group["lr"])
+
+
+def _zeros(params: list[Tensor], layout: Layout) -> list[Tensor]:
+    """The parameters that are zero on all ranks; all ranks call it."""
+    if not params:
+        return []
+    there = [float(_has_values(layout.run(p))) for p in params]
+    total = layout.total_of_params(torch.tensor(there, dtype=torch.float32, device=layout.device))
+    layout.take_bytes_sent()  # so that the first step does not count them
+    return [p for p, found in zip(params, total.tolist(), strict=True) if not found]
+
+
+def _has_values(run: Tensor) -> bool:
+    """Whether a run has a nonzero element. For most runs, the first elements have one."""
+    return bool(run[:1024].any()) or bool(run.any())

@@ -1,0 +1,207 @@
+"""The state of the step in progress: norm, bad gradients, kept gradients, and what was stepped."""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_ext.backward import messages
+from ds_ext.backward.grad_scaling import GradientReader, Runs
+from ds_ext.backward.runs import Run
+from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+
+
+@dataclass
+class Clipping:
+    """Computes the factor by which gradients are scaled so that their norm is at most ``max_norm``.
+
+    In the mode "exact" from the norm of the step itself; in the mode "previous" from the norm of
+    the step before.
+    """
+
+    max_norm: float  # 0: not clipped
+    mode: str
+    previous_norm: float | None = None  # the last one that was finite
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the norm has to be known before the first gradient is used."""
+        return bool(self.max_norm) and (self.mode == "exact" or self.previous_norm is None)
+
+    def coefficient(self, norm: float | None) -> float:
+        """Returns min(1, max_norm / (norm + 1e-6)), torch's formula; 1 if no norm is known."""
+        if not self.max_norm or norm is None:
+            return 1.0
+        return min(1.0, self.max_norm / (norm + 1e-6))
+
+
+@dataclass
+class StepState:
+    """The state of one step. ``FusedBackward`` makes it when a step begins, and drops it whole."""
+
+    reader: GradientReader
+    kept: dict[Tensor, Run] = field(default_factory=dict)  # gradients that wait for the step
+    square: Tensor | None = None  # [], sum of squares of the mean gradient's elements on this rank
+    beyond: Tensor | None = None  # [2], elements outside ± max_value, and all
+    squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # of params, [n] each
+    norm: float | None = None  # over all ranks, once it is known
+    coefficient: float = 1.0  # that gradients are clipped by
+    must_keep: bool = False  # whether gradients wait for the step, whatever the policy
+    is_measured: bool = False  # whether the norm of the next backward pass was measured
+    used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
+    stepped: int = 0  # number of parameters
+    overflow: bool = False  # whether a gradient was bad
+    bad: list[str] = field(default_factory=list)  # names of the parameters of bad gradients
+    suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
+    flags: DeviceGradFlags | None = None  # what kernels find, until the host reads it
+    flagged_square: float = 0.0  # over all ranks, of gradients that kernels have checked
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient has come."""
+        return self.square is None and not self.flags and not self.flagged_square
+
+    def begin_flags(self) -> DeviceGradFlags:
+        """Returns the flags of this step, with a place for each parameter of the model."""
+        if self.flags is None:
+            self.flags = DeviceGradFlags(len(self.reader.layout.names))
+        return self.flags
+
+    def use_up(self, params: Collection[Tensor]) -> None:
+        """Records that the gradients of ``params`` were taken.
+
+        Raises:
+            RuntimeError: a parameter has a second gradient; raised on all ranks alike.
+        """
+        again = self.used_up.intersection(params)
+        if again:
+            name = self.reader.layout.name(again.pop())
+            raise RuntimeError(f"{name} {messages.second_gradient(self.reader.how.words)}")
+        self.used_up.update(params)
+
+    def record(self, runs: Runs) -> None:
+        """Adds gradients to the norm, and records the votes on them."""
+        reader, layout = self.reader, self.reader.layout
+        for params, squares in self._squares(runs):
+            self.squares.append((params, squares))
+            self._add(squares.sum())
+        if reader.how.max_value:
+            for placement, params in layout.by_placement(runs):
+                bound = reader.how.max_value / reader.unscale(placement)
+                counts = [reader.beyond(param, runs[param], bound) for param in params]
+                self._add_beyond(torch.stack(counts).sum(0) / layout.num_replicas(placement))
+        if not runs:  # on this rank; others may have some
+            zero = torch.zeros(2, dtype=torch.float64, device=layout.device)
+            self._add(zero[0])
+            if reader.how.max_value:
+                self._add_beyond(zero)
+        self.suspects += ((p, run.bad) for p, run in runs.items() if run.bad is not None)
+
+    def _squares(self, runs: Runs) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """Parameters of one placement at a time, and this rank's share of their squares, [n]."""
+        reader, layout = self.reader, self.reader.layout
+        for placement, params in layout.by_placement(runs):
+            share = reader.unscale(placement) ** 2 / layout.num_replicas(placement)
+            yield params, reader.squares({p: runs[p] for p in params}) * share
+
+    def add(self, check: GradCheck) -> None:
+        """Adds gradients to the norm that the host has checked while it stepped by them.
+
+        Rules read the mean gradient times ``coefficient``.
+        """
+        if check.square is not None:
+            square = torch.tensor(check.square, dtype=torch.float64, device="cpu")
+            self._add(square.div_(self.coefficient**2).to(self.reader.layout.device))
+        self._flag(check.bad)
+
+    def _flag(self, params: Collection[Tensor]) -> None:
+        """Records parameters with bad gradients."""
+        self.bad += map(self.reader.layout.name, params)
+        self.overflow |= bool(params)
+
+    def _add(self, square: Tensor) -> None:
+        self.square = square if self.square is None else self.square + square
+
+    def _add_beyond(self, counts: Tensor) -> None:
+        self.beyond = counts if self.beyond is None else self.beyond + counts
+
+    def find_bad(self) -> set[Tensor]:
+        """Reads the votes recorded since the last call; returns parameters of bad gradients."""
+        suspects, self.suspects = self.suspects, []
+        if not suspects:
+            return set()
+        votes = torch.stack([bad for _, bad in suspects]).tolist()
+        found = {param for (param, _), bad in zip(suspects, votes, strict=True) if bad}
+        self._flag(found)
+        return found
+
+    def reduce_norm(self, clipping: Clipping) -> None:
+        """Computes the norm over all ranks and the clip coefficient, and finds bad gradients.
+
+        One message adds up the sums of squares of all parameters.
+        """
+        if self.square is None:
+            return
+        layout = self.reader.layout
+        own = torch.zeros(len(layout.weights), dtype=torch.float64, device=layout.device)
+        for params, squares in self.squares:
+            numbers = [layout.index_of[p] for p in params]
+            at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            own.index_add_(0, at.to(own.device), squares)
+        totals = layout.total(own).cpu()
+        self.norm = float(totals.sum().sqrt())
+        self.coefficient = clipping.coefficient(self.norm)
+        is_bad = (totals <= self.reader.upper_bounds()).logical_not_()
+        self.bad += [layout.weights[i].name for i in is_bad.nonzero().flatten().tolist()]
+        self.overflow = bool(self.bad)
+
+    def norm_so_far(self) -> float:
+        """Returns the norm of all gradients that have come; all ranks call it."""
+        layout = self.reader.layout
+        if self.norm is not None and not self.kept:
+            return self.norm
+        square, flagged = self.square, self.flagged_square
+        if self.kept:
+            parts = [squares.sum() for _, squares in self._squares(self.kept)]
+            square, flagged = sum(parts[1:], parts[0]), 0.0
+        if square is None:
+            square = torch.zeros((), dtype=torch.float64, device=layout.device)
+        return math.sqrt(layout.total(square).item() + flagged)
+
+    def end(self) -> list[Tensor]:
+        """Synchronizes with the device and computes the norm over all ranks; all ranks call it.
+
+        Returns:
+            Parameters that kernels have skipped.
+        """
+        wanted = []
+        if self.norm is None and self.square is not None:
+            wanted = [self.reader.layout.total(self.square)]
+        skipped, square = self._read(wanted)
+        if self.norm is None:
+            self.norm = math.sqrt(square + self.flagged_square)
+        return skipped
+
+    def read_flags(self) -> list[Tensor]:
+        """Synchronizes with the device; returns the parameters that kernels have skipped."""
+        return self._read([])[0]
+
+    def _read(self, squares: list[Tensor]) -> tuple[list[Tensor], float]:
+        """Reads the flags -> the parameters that kernels have skipped; the sum of ``squares``."""
+        flags, self.flags = self.flags, None
+        if not flags:
+            return [], sum(x.item() for x in squares)
+        found, numbers = flags.read(*squares)
+        self._flag(found.bad)
+        self.stepped -= len(found.bad)
+        self.flagged_square += found.square / self.coefficient**2
+        return found.bad, sum(numbers)
+
+    def clipped_fraction(self) -> float:
+        """Returns the fraction of elements that were bounded; 1 if all gradients were scaled."""
+        if self.beyond is None:
+            return float(self.coefficient < 1)
+        beyond, elements = self.reader.layout.total(self.beyond).tolist()
+        return float(beyond / elements)

@@ -1,0 +1,369 @@
+"""Validates a DeepSpeed config: which keys ds_ext refuses and which it ignores.
+
+The engine raises the first problem. ``python -m ds_ext check`` prints all of them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from ds_ext.config import parsing
+from ds_ext.config.parsing import lookup, without_auto
+from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import leaves
+from ds_ext.versions import numbers, written
+
+T = TypeVar("T")
+Allowed: TypeAlias = Callable[[Any], bool]
+_HPZ = "zero_optimization.zero_hpz_partition_size"
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def raise_first(problems: Iterable[str]) -> None:
+    """Raises ValueError with the first problem, if there is one."""
+    for problem in problems:
+        raise ValueError(problem)
+
+
+def problems(
+    config: dict[str, Any],
+    version: str | None = None,
+    kept_for: str = "",
+    states: Iterable[tuple[Any, torch.dtype]] = (),
+) -> Iterator[str]:
+    """Yields a sentence for each setting that ds_ext cannot honour, the same on every rank.
+
+    Args:
+        config: a DeepSpeed config.
+        version: the version of DeepSpeed; None if DeepSpeed is not installed.
+        kept_for: see ``parsing.gradients``.
+        states: the rule and the weight's dtype of each param group. They are read only if the
+            config offloads optimizer states.
+    """
+    config = without_auto(config)
+    if version is not None:
+        yield from needs_newer_deepspeed(config, version)
+    for key, value, advice in _set_otherwise(config, REFUSED):
+        yield f"ds_ext cannot honour {key} = {value!r} yet: {advice}"
+    yield from _combinations(config)
+    try:
+        parsing.gradients(config, kept_for=kept_for)
+    except ValueError as error:
+        yield str(error)
+    yield from offload_problems(config, states)
+
+
+def ignored(config: dict[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each setting that is accepted and has no effect."""
+    config = without_auto(config)
+    for key, value, reason in _set_otherwise(config, IGNORED):
+        yield f"{key} = {value!r} has no effect: {reason}."
+    on, (zero, stage) = _offloaded(config), _zero(config)
+    device = _device(zero.get("offload_param"))
+    if "offload_param" not in on and device != "none":
+        yield (
+            f'zero_optimization.offload_param.device = "{device}" has no effect: it '
+            "moves the partitions that ZeRO-3 makes of parameters, and zero_optimization.stage "
+            f"is {stage}."
+        )
+    for name, section in on.items():
+        if unread := [f"{name}.{option}" for option in section if option in _NVME_OPTIONS]:
+            yield (
+                f'zero_optimization: {", ".join(unread)} have no effect where device is "cpu": '
+                "DeepSpeed has them for NVMe and its own CPU optimizer."
+            )
+
+
+def needs_newer_deepspeed(config: dict[str, Any], version: str) -> Iterator[str]:
+    """Yields a sentence for each key that needs a newer version of DeepSpeed than ``version``."""
+    for key, value, since in _set_otherwise(config, _SINCE):
+        if numbers(version) < since:
+            yield (
+                f"{key} = {value!r} needs DeepSpeed {written(since)} or newer under "
+                f"ds_ext, and {version} is installed: upgrade it, or remove the key."
+            )
+
+
+def _set_otherwise(
+    config: dict[str, Any], table: Iterable[tuple[str, Allowed, T]]
+) -> Iterator[tuple[str, Any, T]]:
+    """Yields (key, value, last column) of the rows whose key is set to a value not allowed."""
+    for key, is_allowed, last in table:
+        value = lookup(config, key)
+        if value is not None and not is_allowed(value):
+            yield key, value, last
+
+
+# Settings that exclude each other.
+
+
+def _combinations(config: dict[str, Any]) -> Iterator[str]:
+    """Yields the problems of keys that need a ZeRO stage, or exclude other keys."""
+    zero, stage = "zero_optimization", lookup(config, "zero_optimization.stage")
+    for key, value, excluded in _set_otherwise(config, _STAGE_3):
+        if stage != 3:
+            yield f"{key} = {value!r} needs {zero}.stage 3, but it is {stage}: remove it."
+        else:
+            yield from _excluded(config, f"{key} = {value!r}", excluded)
+    if not stage and (size := lookup(config, "ds_ext.sum_group_size")):
+        yield (
+            f"ds_ext.sum_group_size = {size!r} has no use at {zero}.stage {stage or 0}, because "
+            "rules need no sums over ranks: remove it."
+        )
+    if size := lookup(config, "ds_ext.shard_size"):
+        asked = f"ds_ext.shard_size = {size!r}"
+        if not stage:
+            yield f"{asked} needs {zero}.stage 1, 2 or 3, which divide a model: set it."
+        yield from _excluded(config, asked, _UNGROUPED)
+
+
+def _excluded(
+    config: dict[str, Any], asked: str, others: Iterable[tuple[str, Allowed]]
+) -> Iterator[str]:
+    """Yields the problems of a setting that allows only some values of others."""
+    for key, value, _ in _set_otherwise(config, ((*other, None) for other in others)):
+        yield f"ds_ext cannot honour {asked} together with {key} = {value!r} yet: remove one."
+
+
+def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[str]:
+    """Yields why experts cannot be combined with sequence or tensor parallelism.
+
+    Args:
+        stage: the ZeRO stage.
+        sequences: whether ranks share sequences.
+        tensor_size: the number of ranks of tensor parallelism.
+    """
+    if sequences and stage == 3:
+        yield (
+            "zero_optimization.stage = 3: DeepSpeed does not partition the experts of AutoEP where "
+            "sequences are divided: use stage 0, 1 or 2, or remove sequence_parallel_size."
+        )
+    elif sequences and tensor_size > 1:
+        yield (
+            "DeepSpeed's experts go with tensor_parallel.autotp_size or sequence_parallel_size, "
+            "not with both: remove one of them."
+        )
+
+
+# Offload.
+
+
+def offload_problems(
+    config: Mapping[str, Any], states: Iterable[tuple[Any, torch.dtype]] = ()
+) -> Iterator[str]:
+    """Yields what cannot be offloaded; see ``problems``."""
+    on = _offloaded(config)
+    for name, section in on.items():
+        key = f"zero_optimization.{name}"
+        if (device := _device(section)) != "cpu":
+            yield (
+                f'{key}.device = "{device}": ds_ext offloads to the memory of the host, not to '
+                'NVMe. Set it to "cpu", or remove it.'
+            )
+        elif section.get("ratio", 1) != 1:
+            yield (
+                f"ds_ext cannot honour {key}.ratio = {section['ratio']!r}: it is for DeepSpeed's "
+                "own optimizers on the CPU; remove it."
+            )
+    kinds = list(states) if "offload_optimizer" in on else []
+    if kinds and not any(has_state(*kind) for kind in kinds):
+        yield (
+            'zero_optimization.offload_optimizer.device = "cpu": there is next to nothing to '
+            f"offload. With these settings {type(kinds[0][0]).__name__} keeps at most 4 bytes for "
+            "each row and column of a matrix: remove offload_optimizer. offload_param moves "
+            "weights."
+        )
+
+
+def has_state(rule: Any, dtype: torch.dtype) -> bool:
+    """Returns whether a rule keeps more than statistics of rows and columns for a matrix.
+
+    Args:
+        rule: an instance of ``RuleOptimizer.hypers``.
+        dtype: that of the weights, some of which need a master copy.
+    """
+    parts = leaves(rule.keeps(Shard.whole((512, 512))))
+    masters = weight_update.master(torch.empty(0, dtype=dtype, device="cpu"), rule)
+    return bool(masters) or any(not part.is_shared for _, part in parts)
+
+
+def _zero(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """The section "zero_optimization" and its stage."""
+    zero = without_auto(config.get("zero_optimization"))
+    zero = zero if isinstance(zero, Mapping) else {}
+    return zero, zero.get("stage") or 0
+
+
+def _offloaded(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The active offload sections by name. ``offload_param`` is active only at ZeRO-3."""
+    zero, stage = _zero(config)
+    names = ["offload_param", "offload_optimizer"] if stage == 3 else ["offload_optimizer"]
+    return {name: zero[name] for name in names if _device(zero.get(name)) != "none"}
+
+
+def _device(section: Any) -> Any:
+    return (section.get("device") if isinstance(section, Mapping) else None) or "none"
+
+
+# Sizes that have to fit the number of ranks, which DeepSpeed checks only in a run.
+
+
+def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
+    """Yields sizes that are no numbers, groups that do not divide ranks, and impossible experts.
+
+    Args:
+        config: a DeepSpeed config.
+        ranks: the number of data-parallel ranks; None if it is not known.
+    """
+    config = without_auto(config)
+    for key in SIZES:
+        size = config.get(key)
+        if size is not None and (type(size) is not int or size < 1):
+            yield f"{key} is {size!r}; allowed: a whole number > 0."
+    for key in group_keys(config) if ranks else ():
+        size = lookup(config, key)
+        if type(size) is not int or not ranks:
+            continue
+        if 1 < size < ranks and ranks % size:
+            yield f"{key} = {size} does not divide the {ranks} ranks: set it to a divisor."
+        elif size > ranks and key == "ds_ext.shard_size":
+            yield f"{key} = {size}, but there are {ranks} ranks: set it to a divisor."
+    if lookup(config, "expert_parallel.enabled"):
+        stage = lookup(config, "zero_optimization.stage")
+        sequences = (config.get("sequence_parallel_size") or 1) != 1
+        tensor_size = lookup(config, "tensor_parallel.autotp_size") or 1
+        yield from expert_problems(stage, sequences, tensor_size)
+
+
+def group_keys(config: dict[str, Any]) -> list[str]:
+    """Returns the keys of a config that set a group size, which has to divide the ranks."""
+    return [key for key in _GROUP_SIZES if lookup(config, key) not in (None, 0, 1)]
+
+
+def batch_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
+    """Yields batch sizes that contradict each other; see ``size_problems``."""
+    whole, micro, steps = (config.get(key) for key in SIZES)
+    parts = (ranks or 1) * (micro or 1) * (steps or 1)
+    is_open = None in (ranks, micro, steps)  # the missing one follows from the others
+    if whole is not None and (whole % parts if is_open else whole != parts):
+        yield (
+            f"train_batch_size = {whole} is not train_micro_batch_size_per_gpu = {micro or 'any'} "
+            f"times gradient_accumulation_steps = {steps or 'any'} times {ranks or 'any'} ranks."
+        )
+
+
+# The tables. ``is_allowed`` is called with every value but None.
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _one(value: Any) -> bool:
+    return bool(value == 1)
+
+
+def _at_most_one(value: Any) -> bool:
+    return not isinstance(value, int) or value <= 1
+
+
+_REMOVE = "remove it."
+_MASTER = (
+    'remove it. "weight_update" in optimizer.params says how 16-bit weights are written, with no '
+    'copy in fp32 unless it is "master"; data_types.grad_accum_dtype, what gradients are kept in; '
+    "statistics are fp32."
+)
+_ANY = (
+    "remove it, and load what engine.save_checkpoint wrote, or a checkpoint of DeepSpeed's AdamW, "
+    "as it is: it loads on any number of ranks and at any ZeRO stage without ds_to_universal."
+)
+_OFFLOAD = (
+    'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
+    "pin_memory."
+)
+_GROUPS = 'remove it: "ds_ext": {"shard_size": n} cuts a model among groups of n ranks.'
+_SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
+
+# (key, is_allowed, advice)
+REFUSED: list[tuple[str, Allowed, str]] = [
+    ("zero_optimization.zenflow", _off, _REMOVE),
+    ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
+    ("zero_optimization.cpu_offload", _off, _OFFLOAD),
+    ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
+    ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
+    ("zero_optimization.mics_shard_size", lambda v: v == -1, _GROUPS),
+    ("zero_optimization.mics_hierarchical_params_gather", _off, _REMOVE),
+    ("fp16.fp16_master_weights_and_grads", _off, _MASTER),
+    ("bf16.bf16_master_weights_and_grads", _off, _MASTER),
+    ("bf16.bf16_optimizer_states", _off, _MASTER),
+    ("prescale_gradients", _off, _REMOVE),
+    ("gradient_predivide_factor", _one, _REMOVE),
+    ("expert_parallel.expert_tensor_parallel_size", _one, _REMOVE),
+    ("compile.deepcompile", _off, "remove it; engine.compile() compiles the model."),
+    ("checkpoint.load_universal", _off, _ANY),
+    ("checkpoint.use_node_local_storage", _off, _SHARED),
+    ("checkpoint.writer", _off, _REMOVE),
+    ("datastates_ckpt", lambda v: v is False, _REMOVE),
+]
+
+# (key, is_allowed, why other values have no effect)
+IGNORED: list[tuple[str, Allowed, str]] = [
+    (
+        "zero_optimization.reduce_scatter",
+        bool,
+        "each rank receives the sum of the gradients that it steps by, whichever collective adds",
+    ),
+    (
+        "zero_optimization.ignore_unused_parameters",
+        bool,
+        "a parameter without a gradient is not stepped, and that is no error",
+    ),
+    (
+        "zero_optimization.cpu_offload_use_pin_memory",
+        lambda v: False,
+        "pin_memory in offload_param and offload_optimizer replaces it",
+    ),
+    ("checkpoint.checkpoint_serialization", bool, "DeepSpeed itself does not read it"),
+]
+
+# (key, is_allowed in any version, the first version that has what ds_ext needs for other values)
+_SINCE: list[tuple[str, Allowed, tuple[int, ...]]] = [
+    ("tensor_parallel.autotp_size", _at_most_one, (0, 19, 8)),
+    ("expert_parallel.enabled", _off, (0, 19, 8)),
+    (_HPZ, _at_most_one, (0, 19, 8)),
+    ("ds_ext.shard_size", _off, (0, 19, 8)),
+    ("zero_optimization.zero_quantized_weights", _off, (0, 19, 8)),
+    ("managed_gradient_accumulation", lambda v: v is not False, (0, 19, 4)),
+]
+
+# (key, is_allowed with ds_ext.shard_size)
+_UNGROUPED: list[tuple[str, Allowed]] = [
+    (_HPZ, _one),
+    ("tensor_parallel.autotp_size", lambda v: v in (0, 1)),
+    ("sequence_parallel_size", _one),
+    ("expert_parallel.enabled", _off),
+]
+
+# (key, is_allowed at any stage, the keys that other values exclude)
+_STAGE_3: list[tuple[str, Allowed, list[tuple[str, Allowed]]]] = [
+    (_HPZ, _at_most_one, []),
+    ("zero_optimization.zero_quantized_weights", _off, [(_HPZ, _at_most_one)]),
+    (
+        "zero_optimization.zero_quantized_gradients",
+        _off,
+        [("ds_ext.shard_size", _off), *_UNGROUPED[1:]],
+    ),
+]
+
+_GROUP_SIZES = (
+    *("ds_ext.shard_size", "ds_ext.sum_group_size", "sequence_parallel_size"),
+    _HPZ,
+)
+
+# DeepSpeed reads these options only for NVMe or super_offload.
+_NVME_OPTIONS = {
+    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+    *("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc"),
+}

@@ -1,0 +1,137 @@
+"""The layout of a pipeline stage, whose ranks hold some of the model's layers.
+
+The ranks of a stage are data-parallel: they add up its gradients and the sums of its rules. The
+gradient norm and the check for bad gradients cover all stages. A tied weight is on several stages:
+each stage sums its gradient over its own ranks, then ``PipelineLayout.tied`` sums it over the
+stages, and every stage makes the same step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.distributed.layout import Layout, Weight
+from ds_ext.distributed.placement import Group, Placement, broadcast
+from ds_ext.distributed.rank_failure import explained
+
+
+class Tie(NamedTuple):
+    """Parameters that several stages have."""
+
+    group: dist.ProcessGroup  # this rank, and the one of each other stage with the same runs
+    params: list[Tensor]  # in the same order on all of them
+
+
+class PipelineLayout(Layout):
+    """The layout of this rank's stage.
+
+    Args:
+        group: the ranks of the stage.
+        names: of its parameters, by names that no other parameter of the model has.
+        placement_of: gives a parameter's placement, whose ``num_replicas`` counts all ranks that
+            update the same run, those of other stages too.
+        weights: the parameters of all stages, in the same order on all ranks.
+        ties: in the same order on all ranks that share them.
+        device: of the stage, which may have no parameter.
+    """
+
+    is_part = True
+
+    def __init__(
+        self,
+        group: Group,
+        names: Mapping[Tensor, str],
+        placement_of: Callable[[Tensor], Placement],
+        weights: Iterable[Weight],
+        ties: Sequence[Tie],
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, names, placement_of, device=device)
+        self.weights = list(weights)
+        index = {weight.name: i for i, weight in enumerate(self.weights)}
+        self.index_of = {p: index[name] for p, name in names.items()}
+        self.ties = ties
+        firsts = [dist.get_rank(tie.group) == 0 for tie in ties]
+        self.saved_elsewhere = frozenset(
+            p for tie, first in zip(ties, firsts, strict=True) for p in tie.params if not first
+        )
+        self.is_first = dist.get_rank() == 0
+        for tie in ties:
+            source = dist.get_global_rank(tie.group, 0)
+            for param in tie.params:
+                broadcast(param.detach(), source, tie.group)
+
+    @property
+    def groups(self) -> set[dist.ProcessGroup]:
+        """All groups that collectives run over."""
+        return super().groups | {tie.group for tie in self.ties}
+
+    @property
+    def is_uniform(self) -> bool:
+        """No: other stages have other placements."""
+        return False
+
+    def num_replicas(self, placement: Placement) -> int:
+        """How many ranks add the same run to a ``total``."""
+        return placement.num_replicas
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Adds up sums over runs, divided by their ``num_replicas``, over all stages."""
+        return self._summed(sums, self.everyone)
+
+    def total_of_params(self, sums: Tensor) -> Tensor:
+        """Adds up sums of each of this stage's parameters, over its ranks."""
+        return self._summed(sums, self.group)
+
+    def _summed(self, sums: Tensor, group: Group) -> Tensor:
+        sums = sums.clone()
+        self.bytes_sent += sums.nbytes
+        with explained():
+            dist.all_reduce(sums, group=group)
+        return sums
+
+    def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Adds up kept gradients of tied weights over their stages, some of which may have none.
+
+        Args:
+            kept: runs of gradients, each summed over the ranks of this stage.
+
+        Returns:
+            Runs of those of them that a stage has, in fp32 (fp64 of fp64 weights).
+        """
+        found = {}
+        for group, params in self.ties:
+            there = torch.tensor([p in kept for p in params], dtype=torch.int32, device=self.device)
+            with explained():
+                dist.all_reduce(there, group=group)
+            for param in (p for p, has in zip(params, there.tolist(), strict=True) if has):
+                found[param] = self._tied_run(param, kept.get(param), group)
+            self.bytes_sent += there.nbytes
+        return found
+
+    def _tied_run(self, param: Tensor, own: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+        """The run of one gradient, of which this stage may have none, summed over its stages."""
+        dtype = ops.accumulator(param.dtype)
+        if own is None:
+            placement = self.of[param]
+            size = placement.padded_numel(param) // placement.num_shards
+            own = torch.zeros(size, dtype=dtype, device=self.device)
+        own = own.to(dtype)
+        self.bytes_sent += own.nbytes
+        with explained():
+            dist.all_reduce(own, group=group)
+        return own
+
+    def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Returns parameters that are stepped by kept gradients, tied ones by themselves.
+
+        A rule's sums are added up in an order that depends on what travels with them: that has to
+        be the same on all stages that step a weight.
+        """
+        given, tied = {*params}, {p for tie in self.ties for p in tie.params}
+        alone = [[p for p in tie.params if p in given] for tie in self.ties]
+        return [[p for p in params if p not in tied], *alone]

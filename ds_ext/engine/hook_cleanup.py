@@ -1,0 +1,69 @@
+"""Removes hooks that DeepSpeed's engines leave on a model, and refuses models with such hooks."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_ext.backward.module_hooks import Hook
+
+# The classes of DeepSpeed that define hooks.
+_THEIRS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeRoOffload")
+
+
+def remove_hooks(engine: DeepSpeedEngine) -> None:
+    """Removes the engine's own hooks from its model."""
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        if hook is not None:
+            hook.remove()
+
+
+def hide_from_copies(engine: DeepSpeedEngine) -> None:
+    """Makes the engine's hooks do nothing in copies and pickles of its model."""
+    pre, post = engine.module_forward_pre_hook, engine.module_forward_post_hook
+    for handle, hooks in (
+        (pre, engine.module._forward_pre_hooks),
+        (post, engine.module._forward_hooks),
+    ):
+        hooks[handle.id] = Hook(hooks[handle.id])
+
+
+def refuse_gradient_hooks(engine: DeepSpeedEngine) -> None:
+    """Checks that no optimizer of DeepSpeed still has hooks on the model's gradients.
+
+    Raises:
+        ValueError: one has.
+    """
+    for param in engine.module.parameters():
+        _refuse((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def refuse_module_hooks(engine: DeepSpeedEngine) -> None:
+    """Checks that no other engine still gathers the model's parameters.
+
+    Raises:
+        ValueError: one does.
+    """
+    _refuse(engine.module._forward_pre_hooks.values())
+
+
+def refuse_partitions(engine: DeepSpeedEngine) -> None:
+    """Checks that the parameters are not partitioned, unless the stage is ZeRO-3.
+
+    Raises:
+        ValueError: they are.
+    """
+    stage = int(engine.zero_optimization_stage())
+    if stage < 3 and any(hasattr(p, "ds_tensor") for p in engine.module.parameters()):
+        raise ValueError(
+            f"zero_optimization.stage = {stage}: the model's parameters are partitioned, by "
+            "deepspeed.zero.Init or by an engine at stage 3: set stage 3, or load the model anew."
+        )
+
+
+def _refuse(hooks: Iterable[Any]) -> None:
+    if any(getattr(hook, "__qualname__", "").startswith(_THEIRS) for hook in hooks):
+        raise ValueError(
+            "the model still has the hooks of another DeepSpeed engine, whose optimizer is not "
+            "ds_ext's: call destroy() of that engine first."
+        )

@@ -1,0 +1,98 @@
+"""``engine.offload_states()`` and ``reload_states()``, which free device memory for a while.
+
+Programs that generate with another engine on the same device call them between steps. Unlike with
+``offload_optimizer``, states are on the host only between the two calls.
+"""
+
+from collections.abc import Callable, Container
+from typing import Any, TypeAlias
+
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from torch import Tensor
+
+from ds_ext.backward.gradients import FusedBackward
+from ds_ext.ops.weight_update import MASTER
+from ds_ext.optimizer import host_offload
+
+Move: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class OffloadedStates:
+    """Moves a model's weights, states and gradients to the host, and back.
+
+    Args:
+        fused: the object that steps the model.
+    """
+
+    def __init__(self, fused: FusedBackward) -> None:
+        self.fused = fused
+        self.kinds: set[OffloadStateTypeEnum] = set()  # of states on the host
+
+    def offload(self, include: Container[Any] | None, device: Any, pin_memory: bool) -> None:
+        """Moves states to the host; see DeepSpeed's ``engine.offload_states``.
+
+        Args:
+            include: kinds: optim_states, hp_params (masters), lp_params (weights), lp_grads (kept
+                gradients); None for all.
+            device: the host.
+            pin_memory: whether to pin the memory, if there is a GPU.
+
+        Raises:
+            ValueError: the device is not the host.
+        """
+        if OffloadDeviceEnum(device) != OffloadDeviceEnum.cpu:
+            raise ValueError(
+                f"offload_states: device is {device!r}; allowed: OffloadDeviceEnum.cpu."
+            )
+        kinds = {k for k in _KINDS if k not in self.kinds and (include is None or k in include)}
+        pinned = pin_memory and torch.cuda.is_available()
+        self._move(kinds, lambda x: _on_host(x, pinned))
+        self.kinds |= kinds
+
+    def reload(self) -> None:
+        """Moves everything back to the device."""
+        device = self.fused.layout.device
+        self._move(self.kinds, lambda x: x.to(device, non_blocking=True))
+        self.kinds = set()
+        host_offload.synchronize(device)
+        self.fused.layout.end_step()  # gathers persistent parameters
+
+    def check(self) -> None:
+        """Raises RuntimeError if something is still on the host."""
+        if self.kinds:
+            raise RuntimeError(
+                f"{', '.join(sorted(kind.value for kind in self.kinds))} are on the host since "
+                "engine.offload_states(): call engine.reload_states() first."
+            )
+
+    def _move(self, kinds: set[OffloadStateTypeEnum], move: Move) -> None:
+        if OffloadStateTypeEnum.lp_params in kinds:
+            for values in self.fused.layout.stored():
+                values.data = move(values.data)
+        if OffloadStateTypeEnum.lp_grads in kinds:
+            self.fused.move_kept(move)
+        optimizer = self.fused.optimizer
+        if optimizer.offload is None:  # otherwise they stay on the host
+            optimizer.move_states(lambda key: _kind_of(key) in kinds, move)
+
+
+def _kind_of(key: str) -> OffloadStateTypeEnum:
+    """The kind of a state, by its key."""
+    kinds = OffloadStateTypeEnum
+    return kinds.hp_params if key in MASTER else kinds.optim_states
+
+
+_KINDS = (
+    OffloadStateTypeEnum.optim_states,
+    OffloadStateTypeEnum.hp_params,
+    OffloadStateTypeEnum.lp_params,
+    OffloadStateTypeEnum.lp_grads,
+)
+
+
+def _on_host(x: Tensor, pinned: bool) -> Tensor:
+    """The tensor itself if it is on the host, else its copy there."""
+    if x.device == host_offload.HOST:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=host_offload.HOST, pin_memory=pinned).copy_(x)

@@ -1,0 +1,192 @@
+"""The optimizer of an engine: which one the config's "type" means, and its param groups."""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+
+from ds_ext.engine import pipeline
+from ds_ext.engine.messages import log
+from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
+from ds_ext.optimizer.model_view import ModelView, summary
+from ds_ext.optimizer.param_groups import Grouped, ParamGroup
+from ds_ext.rules.base import REGISTRY, key_of
+
+Names: TypeAlias = Mapping[Tensor, str]
+
+PREFIX = "ds_ext."  # a config can put it before the name of any optimizer of ds_ext
+# DeepSpeed's names of optimizers, and the names among them that mean ours without the prefix.
+_DEEPSPEEDS = frozenset(DEEPSPEED_OPTIMIZERS)
+_TAKEN_OVER = {
+    "adafactor": "torch.optim's, whose state DeepSpeed leaves full-sized and unfactored",
+    "lamb": "DeepSpeed's FusedLamb",
+}
+
+
+def register_name(name: str) -> None:
+    """Makes DeepSpeed accept the name of an optimizer of ours in a config, in any case.
+
+    Args:
+        name: the name of its rule, in lower case.
+    """
+    spelling = REGISTRY[name].spelling.lower()
+    for known in (name, spelling, PREFIX + name, PREFIX + spelling):
+        if known not in DEEPSPEED_OPTIMIZERS:
+            DEEPSPEED_OPTIMIZERS.append(known)
+
+
+def ours(name: str | None) -> str | None:
+    """Returns the key in ``OPTIMIZERS`` that a config's type means, or None if it is not ours.
+
+    Args:
+        name: ``optimizer.type``; DeepSpeed has made it lower case if it knows the name.
+    """
+    own = key_of(name or "")
+    is_theirs = own == name and own in _DEEPSPEEDS - _TAKEN_OVER.keys()
+    return own if own in OPTIMIZERS and not is_theirs else None
+
+
+def ours_of_config(optimizer_type: str) -> str | None:
+    """Returns the same for a config that DeepSpeed has not read yet.
+
+    Raises:
+        ValueError: no library has an optimizer of that name.
+    """
+    lower = optimizer_type.lower()
+    refuse_unknown(lower if lower in DEEPSPEED_OPTIMIZERS else optimizer_type)
+    return ours(lower)
+
+
+def is_ours(engine: DeepSpeedEngine) -> bool:
+    """Returns whether an engine will have an optimizer of ours, given as an object or by name."""
+    client = engine.client_optimizer
+    if client is None:
+        return ours(engine.optimizer_name()) is not None
+    return isinstance(client, RuleOptimizer)
+
+
+def refuse_unknown(name: str) -> None:
+    """Checks that ds_ext, DeepSpeed or torch has an optimizer of a name.
+
+    Args:
+        name: ``optimizer.type``; DeepSpeed has made it lower case if it knows the name.
+
+    Raises:
+        ValueError: none of them has.
+    """
+    if name in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name):
+        return
+    if name.lower().startswith(PREFIX):
+        named(name)
+    spelled = [entry.spelling for entry in REGISTRY.values()]
+    by_lower = {known.lower(): known for known in [*_DEEPSPEEDS, *spelled]}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    guess = f' Did you mean "{by_lower[near[0]]}"?' if near else ""
+    raise ValueError(
+        f"optimizer.type is {name!r}, an optimizer neither of ds_ext nor of DeepSpeed nor of "
+        f"torch.optim.{guess} Those of ds_ext: {', '.join(spelled)}."
+    )
+
+
+def log_owner(name: str) -> None:
+    """Logs which optimizer is used, if ds_ext and another library have one of that name.
+
+    Args:
+        name: ``optimizer.type``, which DeepSpeed knows.
+    """
+    own = key_of(name)
+    if own not in OPTIMIZERS or own not in _DEEPSPEEDS | _TAKEN_OVER.keys():
+        return
+    kind = OPTIMIZERS[own].__name__
+    if ours(name):
+        theirs = _TAKEN_OVER.get(own, f'DeepSpeed\'s, whose type is "{kind}"')
+        log(f"{kind} is ds_ext's, not {theirs}")
+    else:
+        log(f"{kind} is DeepSpeed's; the type of ds_ext's is \"{PREFIX}{kind}\"")
+
+
+# Param groups.
+
+
+def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleOptimizer:
+    """Returns the optimizer that the config names. Norms and biases get no weight decay.
+
+    Args:
+        engine: the engine.
+        params: the parameters to train, or groups of them, as given to deepspeed.initialize.
+        name: the optimizer's key in ``OPTIMIZERS``.
+
+    Raises:
+        ValueError: a hyper-parameter is unknown or has a wrong value, naming its JSON key.
+    """
+    params = _ungrouped(engine, params)
+    optimizer_type = OPTIMIZERS[name]
+    model = ModelView(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
+    names: Names = engine.param_names
+    if pipeline.is_pipeline(engine):
+        model = pipeline.whole_model(model)
+        params = pipeline.whole_params(model, params)
+        names = model.names
+    given = engine.optimizer_params() or {}
+    made = param_groups.of_config(REGISTRY[name], given, model, params)
+    for line in _log_lines(names, optimizer_type.__name__, made):
+        log(line)
+    groups = pipeline.of_stage(made.groups) if pipeline.is_pipeline(engine) else made.groups
+    return pipeline.on_all_stages(engine, lambda: optimizer_type(groups, **made.hypers))
+
+
+def for_model(
+    kind: type[RuleOptimizer], module: nn.Module, params: Mapping[str, Any]
+) -> RuleOptimizer:
+    """Returns what ``RuleOptimizer.for_model`` does, also for models partitioned by ZeRO-3.
+
+    Args:
+        kind: the optimizer.
+        module: the model.
+        params: the "optimizer.params" of a config.
+
+    Raises:
+        ValueError: a key is unknown or its value wrong.
+    """
+    model = ModelView(module, LINEARS, EMBEDDINGS, unpartitioned_shape)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    made = param_groups.of_config(REGISTRY[kind.rule.__name__.lower()], params, model, trained)
+    return kind(made.groups, **made.hypers)
+
+
+def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
+    """Undoes the groups that DeepSpeed makes of a flat list that contains experts."""
+    if not engine.has_moe_layers or params[0].get("name") != "dense-params":
+        return params
+    given = {p for group in params for p in group["params"]}
+    return [p for p in engine.param_names if p in given]
+
+
+def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
+    """Yields the log lines about the param groups that a config makes."""
+    decay = made.hypers["weight_decay"]
+    if decay and any(group.get("weight_decay") == 0 for group in made.groups):
+        decayed = _summary(names, (g for g in made.groups if g.get("weight_decay", decay)))
+        others = _summary(names, (g for g in made.groups if not g.get("weight_decay", decay)))
+        yield f"weight decay {decay} on: {decayed}; no weight decay on: {others}"
+    kinds = [_kind(group, optimizer) for group in made.groups]
+    if len({*kinds}) > 1:
+        for kind in dict.fromkeys(kinds):
+            alike = (g for g, own in zip(made.groups, kinds, strict=True) if own == kind)
+            yield f"{kind} on: {_summary(names, alike)}"
+
+
+def _kind(group: ParamGroup, optimizer: str) -> str:
+    """The type of a group and its own hyper-parameters: "AdamW, lr=1e-4"."""
+    own = {k: v for k, v in group.items() if k not in ("params", "name", "type", "weight_decay")}
+    return ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
+
+
+def _summary(names: Names, groups: Iterable[ParamGroup]) -> str:
+    params = (p for group in groups for p in group["params"] if p.requires_grad)
+    return summary(names[p] for p in params)

@@ -1,0 +1,85 @@
+"""ZeRO++'s quantized weights (qwZ): DeepSpeed gathers them in 8 bits, and ds_ext steps exact ones.
+
+DeepSpeed quantizes a copy of each rank's run when it gathers a module's weights for forward and
+backward. Rules, checkpoints and ``safe_get_*`` use the exact runs.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer, MultipleAllGatherHandles
+from torch import Tensor
+
+from ds_ext.distributed.placement import size_of
+from ds_ext.engine.messages import log
+from ds_ext.engine.parameters import deepspeed_parameter
+
+KEY = "zero_optimization.zero_quantized_weights"
+
+
+def refuse_without_quantizer(engine: DeepSpeedEngine) -> None:
+    """Checks that DeepSpeed can quantize if an engine asks for it.
+
+    Raises:
+        ValueError: the accelerator does not have the operation.
+    """
+    device = get_accelerator().device_name()
+    if engine.zero_quantized_weights() and device == "cpu" and not _is_loaded():
+        raise ValueError(
+            f"{KEY} = True: DeepSpeed's quantizer is an operation of GPUs, and its accelerator "
+            f"here is {device}: remove it."
+        )
+
+
+def _is_loaded() -> bool:
+    return CUDAQuantizer.quantizer_cuda_module is not None
+
+
+def exclude_unquantizable(offload: DeepSpeedZeRoOffload, params: Iterable[Tensor]) -> None:
+    """Makes DeepSpeed gather some parameters without quantization.
+
+    These are persistent parameters and those that DeepSpeed cannot quantize: it needs runs of a
+    multiple of 8 elements, without padding.
+
+    Args:
+        offload: DeepSpeed's object that gathers them.
+        params: all parameters of the model, partitioned.
+    """
+    if not offload.zero_quantized_weights:
+        return
+    params = list(params)
+    for param in params:
+        own = deepspeed_parameter(param)
+        own.all_gather_coalesced = _without_unquantizable(own.all_gather_coalesced)
+    exact = sum(not _is_quantized(p) for p in params)
+    log(
+        f"{KEY}: weights are gathered in 8 bits, by way of fp16, and stepped as they are; "
+        f"{exact} of {len(params)} parameters are gathered as they are"
+    )
+
+
+def _without_unquantizable(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``all_gather_coalesced`` of a parameter, which gathers any parameters."""
+
+    @functools.wraps(original)
+    def gather(params: Iterable[Tensor], safe_mode: bool = False, quantize: bool = False) -> Any:
+        if not quantize:
+            return original(params, safe_mode=safe_mode)
+        params = list(params)
+        quantized, exact = (
+            [p for p in params if _is_quantized(p) is wanted] for wanted in (True, False)
+        )
+        handles = [original(quantized, safe_mode=safe_mode, quantize=True)] if quantized else []
+        handles += [original(exact, safe_mode=safe_mode)] if exact else []
+        return MultipleAllGatherHandles(handles)
+
+    return gather
+
+
+def _is_quantized(param: Tensor) -> bool:
+    own = deepspeed_parameter(param)
+    return not own.ds_persist and own.ds_shape.numel() % (8 * size_of(own.ds_process_group)) == 0

@@ -1,0 +1,111 @@
+"""Groups of ranks that each hold one replica of the ZeRO partitions (MiCS, arXiv 2205.00119).
+
+DeepSpeed had this as ``mics_shard_size`` and removed it in 0.19.8. ``zero.Init`` can still
+partition a model among a given group of ranks. When it broadcasts a parameter, it does so within
+that group. So the replicas are made equal before.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch import Tensor
+
+from ds_ext.config import parsing
+from ds_ext.distributed import groups
+from ds_ext.distributed.placement import Group, broadcast, everyone, size_of
+
+KEY = "ds_ext.shard_size"
+
+
+class ReplicaGroups(NamedTuple):
+    """The groups of this rank."""
+
+    shards: Group  # the ranks that hold one replica together
+    copies: Group = None  # the ranks that hold the same part of each replica; None for one replica
+
+
+_of_shards: dict[Any, ReplicaGroups] = {}  # all that were made, by their ``shards``
+
+
+def shard_size(config: Any, mpu: Any = None) -> int:
+    """Returns how many ranks hold one replica; 0 for all ranks.
+
+    Args:
+        config: a DeepSpeed config: a dictionary, the path of a file, or None.
+        mpu: the ``mpu`` given to DeepSpeed.
+    """
+    if config is None:
+        return 0
+    if not isinstance(config, dict):
+        config = DeepSpeedConfig(config, mpu)._param_dict
+    return parsing.section(config).shard_size
+
+
+def divide(group: Group, size: int) -> ReplicaGroups:
+    """Returns the groups that ``group`` is divided into. All its ranks call it.
+
+    Args:
+        group: the ranks of data parallelism.
+        size: the ranks of each replica; 0 for all ranks.
+
+    Raises:
+        ValueError: ``size`` does not divide their number.
+    """
+    ranks = size_of(group)
+    if size in (0, ranks):
+        return ReplicaGroups(group)
+    if ranks % size:
+        raise ValueError(
+            f"{KEY} = {size} does not divide the {ranks} ranks of data parallelism: set it to a "
+            "divisor, or remove it."
+        )
+    shards, copies = groups.divided(group, size)
+    made = ReplicaGroups(shards or groups.alone(), copies)
+    _of_shards[made.shards] = made
+    return made
+
+
+def shard_group_for(config: Any, mpu: Any) -> Group:
+    """Returns the ranks among which ``zero.Init`` partitions by a config, or None for all ranks."""
+    size = shard_size(config, mpu)
+    if not size:
+        return None
+    deepspeed.init_distributed()  # as zero.Init does
+    return divide(everyone(), size).shards
+
+
+def refuse_other_groups(params: Iterable[tuple[str, Tensor]], wanted: ReplicaGroups) -> None:
+    """Checks that parameters are either not partitioned yet, or among the wanted ranks.
+
+    Raises:
+        ValueError: if not.
+    """
+    for name, param in params:
+        group = getattr(param, "ds_process_group", None)
+        is_ours = wanted.copies is not None or group in _of_shards
+        if group is not None and is_ours and group is not wanted.shards:
+            raise ValueError(
+                f"{KEY} = {size_of(wanted.shards)}, but {name} is cut among {size_of(group)} ranks "
+                "already: give deepspeed.zero.Init the same config (config_dict_or_path), or load "
+                "the model anew."
+            )
+
+
+def replicated_shard_size(params: Iterable[Tensor]) -> int:
+    """Returns how many ranks hold one replica of these parameters; 0 if there are no replicas."""
+    found = (_of_shards.get(getattr(param, "ds_process_group", None)) for param in params)
+    return max((size_of(own.shards) for own in found if own), default=0)
+
+
+def broadcast_to_replicas(param: Tensor, shards: Group, rank: int) -> None:
+    """Broadcasts a full parameter to all ranks, if there are replicas of it.
+
+    Args:
+        param: the parameter, not partitioned.
+        shards: the ranks among which it is, or will be, partitioned.
+        rank: the global rank that sends it.
+    """
+    if shards in _of_shards:
+        broadcast(param.data, rank, everyone())

@@ -1,0 +1,73 @@
+"""Loads checkpoint files without running code from them.
+
+A pickle can call any function by name. Here it can call only the functions listed below, and those
+that the user gave to ``torch.serialization.add_safe_globals``. They only make plain objects.
+"""
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import functools
+import os
+import pathlib
+import pickle
+import re
+import types
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from ds_ext.errors import CheckpointError
+
+SWITCH = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch's variable: 1 allows any code
+_PLAIN: list[Callable[..., Any]] = [
+    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset),
+    *(range, slice, object, collections.OrderedDict, collections.Counter),
+    *(argparse.Namespace, types.SimpleNamespace, decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PurePosixPath, pathlib.PurePath, pathlib.PosixPath, pathlib.Path),
+]
+_DEEPSPEED: list[Callable[..., Any]] = [
+    *(LossScaler, DynamicLossScaler, ZeroStageEnum, SubparamShape, fragment_address),
+]
+
+
+@functools.cache
+def _allow() -> None:
+    """Allows torch.load to make plain objects, arrays, and DeepSpeed's classes."""
+    array, scalar = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"]}
+    arrays = [np.ndarray, np.dtype, array, scalar, *kinds]
+    torch.serialization.add_safe_globals([*_PLAIN, *_DEEPSPEED, *arrays])
+
+
+def load(path: Path) -> Any:
+    """Returns the content of a file of torch.save. Its tensors are memory-mapped.
+
+    Raises:
+        CheckpointError: the file is damaged, or names a function that is not known to be safe.
+    """
+    _allow()
+    is_trusted = os.environ.get(SWITCH, "0").lower() in ("1", "y", "yes", "true")
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=not is_trusted)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)|WeightsUnpickler error: (.*)", str(error))
+        what = (found[1] or found[2]) if found else str(error)
+        raise CheckpointError(
+            f"{path} was not loaded, because it may run code: {what}. If that is a class of yours, "
+            "call torch.serialization.add_safe_globals([...]) with it before you load. If you "
+            f"trust the whole file, set {SWITCH}=1 in the environment."
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error

@@ -1,0 +1,95 @@
+"""Checks of learning-rate schedulers against the optimizer that they set."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed.runtime import lr_schedules
+from torch.optim import Optimizer, lr_scheduler
+
+from ds_ext.engine.deepspeed_config import did_you_mean, quiet
+from ds_ext.optimizer import RuleOptimizer
+
+
+def refuse_own_rate(optimizer: RuleOptimizer) -> None:
+    """Checks that the optimizer has a learning rate that a scheduler can set.
+
+    Raises:
+        ValueError: the optimizer computes its own.
+    """
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        raise ValueError(
+            "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
+            'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
+            "always has a scheduler), or remove the scheduler."
+        )
+
+
+def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
+    """Checks that a scheduler has set as many betas as the optimizer has.
+
+    Raises:
+        ValueError: the numbers differ, as with DeepSpeed's OneCycle and CAME.
+    """
+    for group in optimizer.param_groups:
+        hypers = optimizer.hypers_of(group)
+        needed = len(getattr(hypers, "betas", ()))
+        if len(group.get("betas", ())) != needed:
+            raise ValueError(
+                f"{hypers.__name__} has {needed} betas; {type(scheduler).__name__} sets "
+                f'{group["betas"]}: put "cycle_momentum": false into scheduler.params.'
+            )
+
+
+def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
+    """Checks that a scheduler gets its metric. DeepSpeed would pass the batch size instead.
+
+    Args:
+        scheduler: the scheduler, before its step.
+        given: the keyword arguments of the step.
+
+    Raises:
+        ValueError: the scheduler needs a metric and none is given.
+    """
+    if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in given:
+        raise ValueError(
+            f"{type(scheduler).__name__} needs a metric, but DeepSpeed would give it the batch "
+            'size: call engine.step(lr_kwargs={"metrics": ...}), or step it yourself and keep it '
+            "from DeepSpeed. In HF Trainer, choose another lr_scheduler_type."
+        )
+
+
+def problems(config: dict[str, Any], optimizer: Optimizer) -> Iterator[str]:
+    """Yields the problems of the scheduler that a config names.
+
+    Args:
+        config: a DeepSpeed config without "auto" that HF would fill in.
+        optimizer: the optimizer to schedule. This changes its learning rates.
+    """
+    section = config.get("scheduler")
+    if section is None:
+        return
+    name = section.get("type") if isinstance(section, dict) else None
+    if not isinstance(name, str):
+        yield f'scheduler is {section!r}; allowed: {{"type": ..., "params": ...}}.'
+        return
+    own = {n: getattr(lr_schedules, n) for n in lr_schedules.VALID_LR_SCHEDULES}
+    torchs = {n: k for n, k in vars(lr_scheduler).items() if isinstance(k, type) and n[0] != "_"}
+    kind, params = {**torchs, **own}.get(name), section.get("params") or {}
+    if kind is None:
+        yield (
+            f"scheduler.type is {name!r}, a scheduler neither of DeepSpeed nor of torch."
+            f"{did_you_mean(name, [*own, *torchs])} DeepSpeed's: {', '.join(own)}."
+        )
+        return
+    with quiet():
+        try:
+            if isinstance(optimizer, RuleOptimizer):
+                refuse_own_rate(optimizer)
+            made = kind(optimizer, **params)
+            if isinstance(optimizer, RuleOptimizer):
+                check_betas(made, optimizer)
+        except ValueError as error:
+            yield str(error)
+        except Exception as error:  # wrong names and types of arguments
+            yield f"scheduler.params: {name} refuses them: {error}"

@@ -1,0 +1,130 @@
+"""Gives DeepSpeed the groups of ranks that share sequences (Ulysses).
+
+DeepSpeed reads the groups from an ``mpu``, such as its module ``parallel_state_sp``. If only the
+config sets them, it does not add up the gradients of a sequence's ranks (with
+``data_parallel_size`` or ``mesh_param``), or ignores them. AutoTP drops the ``mpu`` of an engine.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
+
+from ds_ext.config.parsing import without_auto
+from ds_ext.distributed.groups import of_ranks
+from ds_ext.distributed.placement import Group, everyone, size_of
+
+_KEY = "sequence_parallel_size"
+_ALONE = SimpleNamespace(get_model_parallel_world_size=lambda: 1, get_model_parallel_rank=lambda: 0)
+
+
+class SequenceGroups:
+    """An ``mpu`` with the groups of ranks that share sequences.
+
+    Args:
+        sequence: the ranks that share a sequence; they are consecutive in ``summed``.
+        summed: the ranks that have the same weights and add up their gradients.
+        others: an object with the methods of an ``mpu`` for tensor parallelism.
+    """
+
+    def __init__(self, sequence: Group, summed: Group, others: Any) -> None:
+        self._sequence, self._summed, self._others = sequence, summed, others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._others, name)
+
+    def get_sequence_parallel_group(self) -> Group:
+        """The ranks that share a sequence with this one."""
+        return self._sequence
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Their number."""
+        return size_of(self._sequence)
+
+    def get_sequence_parallel_rank(self) -> int:
+        """The number of this rank's part of the sequence."""
+        return dist.get_rank(self._sequence)
+
+    def get_sequence_data_parallel_group(self) -> Group:
+        """The ranks that add up their gradients."""
+        return self._summed
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        """Their number."""
+        return size_of(self._summed)
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        """This rank's number in that group."""
+        return dist.get_rank(self._summed)
+
+    def get_data_parallel_group(self) -> Group:
+        """The same group: DeepSpeed has no other one for gradients."""
+        return self._summed
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of ranks that have different sequences."""
+        return size_of(self._summed) // size_of(self._sequence)
+
+    def get_data_parallel_rank(self) -> int:
+        """The number of this rank's sequence."""
+        return dist.get_rank(self._summed) // size_of(self._sequence)
+
+
+def reset() -> None:
+    """Removes the groups of an earlier engine from DeepSpeed."""
+    if isinstance(groups.mpu, SequenceGroups):
+        groups.mpu = None
+
+
+def add_groups(engine: DeepSpeedEngine, given: Any) -> None:
+    """Gives an engine an ``mpu`` with sequence groups, if only its config sets them.
+
+    Args:
+        engine: an engine that has not made its groups yet.
+        given: the ``mpu`` that was given to the engine. AutoTP may have dropped it.
+
+    Raises:
+        ValueError: on all ranks, if sizes do not fit.
+    """
+    asked = without_auto(engine._config._param_dict).get(_KEY, 1)
+    size = getattr(given, "get_sequence_parallel_world_size", lambda: 1)()
+    mesh, tensor_size = engine.mesh_device, max(1, engine.autotp_size())
+    if tensor_size > 1 and (size > 1 or mesh is not None):
+        raise ValueError(
+            f"tensor_parallel.autotp_size = {tensor_size}: ranks that have to share a sequence by "
+            "mpu, mesh_param or data_parallel_size hold different parts of the weights. Leave "
+            f'these out, and write "{_KEY}" into the config.'
+        )
+    if given is not None and asked not in (1, size):
+        raise ValueError(
+            f"{_KEY} = {asked}, but the mpu's sequences have {size} ranks: leave one of them out."
+        )
+    if mesh is not None and size == 1:
+        engine.mpu = _of_mesh(mesh, given or _ALONE)
+    elif size == 1 and asked != 1:
+        engine.mpu = _made(asked, tensor_size)
+
+
+def _of_mesh(mesh: Any, others: Any) -> SequenceGroups:
+    """The groups of DeepSpeed's mesh of data and sequence parallelism."""
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"data_parallel_size times {_KEY}, or mesh_param, is {mesh.size()}, but there are "
+            f"{dist.get_world_size()} ranks."
+        )
+    return SequenceGroups(mesh.get_group(mesh_dim="sequence_parallel"), everyone(), others)
+
+
+def _made(size: int, tensor_size: int) -> SequenceGroups:
+    """The groups of ``size`` consecutive ranks among those with the same weights."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world % (size * tensor_size):
+        beside = f" times tensor_parallel.autotp_size = {tensor_size}" if tensor_size > 1 else ""
+        raise ValueError(f"{_KEY} = {size}{beside} does not divide the {world} ranks.")
+    others = groups if tensor_size > 1 else _ALONE
+    summed = groups.get_data_parallel_group() if tensor_size > 1 else everyone()
+    ranks = list(range(rank % tensor_size, world, tensor_size))
+    first = ranks.index(rank) // size * size
+    return SequenceGroups(of_ranks(tuple(ranks[first : first + size])), summed, others)

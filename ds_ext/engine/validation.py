@@ -1,0 +1,143 @@
+"""Checks an engine before ds_ext drives it: its ranks, its model, and its config.
+
+``ds_ext.config.validation`` checks the keys of the config.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch._dynamo import OptimizedModule
+
+from ds_ext.config import validation
+from ds_ext.config.validation import raise_first
+from ds_ext.distributed import consensus
+from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
+from ds_ext.engine import (
+    expert_parallel,
+    hook_cleanup,
+    optimizers,
+    parameters,
+    pipeline,
+    quantized_weights,
+    replica_groups,
+    schedulers,
+    trainer_checks,
+    versions,
+)
+from ds_ext.engine.settings import effective
+from ds_ext.optimizer import RuleOptimizer
+
+# Keys that may differ between ranks: they control what is logged.
+_LOCAL = {
+    *("tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "dump_state"),
+    *("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger"),
+}
+
+
+def check_ranks(engine: DeepSpeedEngine, model: Any) -> None:
+    """Checks that all ranks start the same run if one of them uses ds_ext. All ranks call it.
+
+    Ranks of a pipeline compare parameters and param groups with the ranks of their stage only.
+
+    Args:
+        engine: an engine that has no model yet.
+        model: its model.
+
+    Raises:
+        ValueError: on all ranks, naming what differs.
+    """
+    facts = _facts(engine, model)
+    if not isinstance(model, PipelineModule):
+        consensus.agree(facts)
+        return
+    own = ("parameter", "parameter group")
+    of_stage: dict[str, Any] = {key: facts.pop(key) for key in own if key in facts}
+    consensus.agree(facts)
+    group = model.mpu().get_data_parallel_group()
+    consensus.together(lambda: consensus.agree(of_stage, group), ValueError)
+
+
+def _facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
+    """Values that must be equal on all ranks. Their ``repr`` is the same in every process."""
+    client = engine.client_optimizer
+    name = type(client).__name__ if client is not None else engine.optimizer_name()
+    if not optimizers.is_ours(engine):
+        return {"optimizer": name}
+    config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
+    facts = consensus.facts(model, client, parameters.whole_shape)
+    counted = trainer_checks.num_processes() or 0
+    few = counted if 0 < counted < dist.get_world_size() else None  # see refuse_same_data
+    return {"optimizer": name, "config": config, "accelerate process count": few, **facts}
+
+
+def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
+    """Checks that ds_ext can train an engine's model as the engine is configured.
+
+    Args:
+        engine: an engine that has not wrapped its optimizer yet.
+        optimizer: its optimizer.
+
+    Raises:
+        ValueError: naming the setting, and what to do instead.
+    """
+    hook_cleanup.refuse_gradient_hooks(engine)
+    hook_cleanup.refuse_partitions(engine)
+    world = dist.get_world_size(engine.seq_data_parallel_group)
+    trainer_checks.refuse_same_data(world // int(engine.sequence_parallel_size))
+    if pipeline.is_pipeline(engine):
+        pipeline.refuse(engine)
+    refuse_wrapped(engine.module)
+    refuse_dtensors(engine.module)
+    config = effective(engine)
+    firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
+    dtypes = {p.dtype for p in optimizer.group_of}
+    states = ((optimizer.rule_of(p), dtype) for p in firsts for dtype in dtypes)
+    kept_for = pipeline.gradients_kept_for(engine)
+    raise_first(validation.problems(config, versions.INSTALLED, kept_for, states))
+    is_divided = engine.mp_world_size > 1 or engine.has_moe_layers or pipeline.is_pipeline(engine)
+    if replica_groups.shard_size(config) and is_divided:
+        raise ValueError(
+            f"{replica_groups.KEY} does not support model parallelism, pipelines or experts that "
+            "are spread over ranks yet: remove it, or mpu, PipelineModule and deepspeed.moe layers."
+        )
+    quantized_weights.refuse_without_quantizer(engine)
+    compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
+    if compiled and engine.zero_optimization_stage() == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3 cannot partition what torch.compile has wrapped: give "
+            "deepspeed.initialize the model itself, and call engine.compile() after it."
+        )
+    if engine.has_moe_layers:
+        _refuse_experts(engine)
+    if engine.client_lr_scheduler is not None or engine.scheduler_name() is not None:
+        schedulers.refuse_own_rate(optimizer)
+
+
+def _refuse_experts(engine: DeepSpeedEngine) -> None:
+    """Raises ValueError if experts are spread over ranks in an unsupported way."""
+    native = [module for module in engine.module.modules() if isinstance(module, MoE)]
+    stage, tensor_size = engine.zero_optimization_stage(), engine.autotp_size()
+    if native and stage == 3:
+        raise ValueError(
+            "zero_optimization.stage = 3: DeepSpeed does not partition deepspeed.moe layers. Use "
+            'stage 0, 1 or 2, or "expert_parallel" (AutoEP) with the experts of the model itself.'
+        )
+    sequences = engine.sequence_parallel_size > 1
+    raise_first(validation.expert_problems(stage, sequences, tensor_size))
+    # deepspeed.moe also reads parallel_state_sp as an mpu of tensor parallelism.
+    if tensor_size <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
+        raise ValueError(
+            "DeepSpeed's experts would treat the ranks of this mpu as tensor-parallel ranks and "
+            "drop tokens: leave out mpu, and write tensor_parallel.autotp_size or "
+            "sequence_parallel_size into the config."
+        )
+    experts = [p for layer in native for p in layer.deepspeed_moe.experts.parameters()]
+    if any(not expert_parallel.is_expert(p) or parameters.is_divided(p) for p in experts):
+        raise ValueError(
+            "tensor_parallel.partition_config: its patterns divide experts of deepspeed.moe "
+            "layers, but each rank sends them different tokens: leave them out."
+        )

@@ -1,0 +1,185 @@
+"""Passes over one parameter by kernels: each is the pass over a batch of it alone.
+
+Where the tensors lie on a GPU and a kernel can read all of them, the pass is made here. Without
+Triton it never is.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ext.ops import passes, scratch
+from ds_ext.ops.batch import Runs, Weights
+from ds_ext.ops.dispatch import Makers
+from ds_ext.ops.executors import tables
+from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.waiting import launch
+from ds_ext.ops.expressions import Number, Source, kept_of, read, source_of
+from ds_ext.ops.shard import Shard
+
+_makers = Makers()
+
+
+class LoneKernels:
+    """The executor of passes over one parameter on a GPU."""
+
+    def run(self, asked: Any, where: Any) -> Any:
+        """See ``dispatch.Executor``."""
+        make = _makers.get(type(asked))
+        if make is None or not isinstance(where, Shard):
+            return NotImplemented
+        return make(*asked, where)
+
+    def flush(self) -> None:
+        """See ``dispatch.Executor``: passes wait with those of batches."""
+
+
+@_makers.makes(passes.SquareSums)
+def square_sums(runs: Sequence[Any], like: Any, shard: Shard) -> Any:
+    """The pass ``ops.square_sums``."""
+    if not all(_reads(source_of(x), like, shard) for x in runs):
+        return NotImplemented
+    found = tables.square_sums(runs, like, _alone(shard, like.device))
+    return [x.values.view(()) for x in found]
+
+
+@_makers.makes(passes.RowColSums)
+def matrix_square_sums(x: Any, like: Any, shard: Shard) -> Any:
+    """The pass ``ops.matrix_square_sums``."""
+    if not _takes_matrices(like, shard) or source_of(x) is None:
+        return NotImplemented
+    row, col = tables.matrix_square_sums(x, like, _alone(shard, like.device))
+    return row.view(shard.mats, -1), col.view(shard.mats, -1)
+
+
+@_makers.makes(passes.WeighedRowColSums)
+def weighed_square_sums(
+    x: Any, before: Tensor, eps: float, beta: float, like: Any, shard: Shard
+) -> Any:
+    """The pass ``ops.weighed_square_sums``."""
+    if not _takes_matrices(like, shard) or not _is_run(x):
+        return NotImplemented
+    batch = _alone(shard, like.device)
+    found = tables.weighed_square_sums(x, Runs([before.contiguous()]), eps, beta, like, batch)
+    return tuple(sums.view(shard.mats, -1) for sums in found)
+
+
+@_makers.makes(passes.NormalizeWholeRows)
+def normalize_whole_rows(x: Any, least: Number, like: Any, shard: Shard) -> Any:
+    """The pass ``ops.normalize_whole_rows``."""
+    if not _takes_matrices(like, shard) or not _is_run(x.x):
+        return NotImplemented
+    batch = _alone(shard, like.device)
+    made, sums = tables.normalize_whole_rows(x, least, like, batch)
+    row = made.row.values.view(shard.mats, -1, 1)
+    return replace(x, row=row), sums.view(shard.mats, -1)
+
+
+@_makers.makes(passes.Factors)
+def factors_(
+    row: Tensor,
+    col: Tensor,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    clip: float,
+    shard: Shard,
+) -> Any:
+    """The pass ``ops.factors_``."""
+    if not _takes_matrices(row, shard) or not shard.numel:
+        return NotImplemented
+    statistics, batch = (Runs([row]), Runs([col])), _alone(shard, row.device)
+    found = tables.factors_(*statistics, sums, eps, beta, clip, batch)
+    by_row, by_col = (factors.values.view(shard.mats, -1) for factors in found)
+    return by_row.unsqueeze(-1), by_col.unsqueeze(-2)
+
+
+@_makers.makes(passes.Squares)
+def squares_(x: Any, like: Any, shard: Shard) -> Any:
+    """The pass ``ops.squares``."""
+    if not _reads(source_of(x), like, shard):
+        return NotImplemented
+    out = torch.zeros(shard.numel, dtype=torch.float32, device=like.device)
+    passes.square_lerp_(out[shard.start : shard.stop], x, 0.0, 1.0, shard)
+    return out
+
+
+@_makers.makes(passes.Lerp)
+def lerp_(m: Any, x: Any, weight: float, shard: Shard) -> Any:
+    """The pass ``ops.lerp_``."""
+    if not isinstance(m, Tensor) or not _reads(source_of(x), m, shard):
+        return NotImplemented
+    return tables.lerp_(Runs([m]), x, weight, _alone(shard, m.device))
+
+
+@_makers.makes(passes.SquareLerp)
+def square_lerp_(v: Any, x: Any, eps: float, weight: float, shard: Shard) -> Any:
+    """The pass ``ops.square_lerp_``."""
+    if not isinstance(v, Tensor) or not _reads(source_of(x), v, shard):
+        return NotImplemented
+    return tables.square_lerp_(Runs([v]), x, eps, weight, _alone(shard, v.device))
+
+
+@_makers.makes(passes.Apply)
+def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> Any:
+    """The pass ``ops.apply_``."""
+    source, kept = source_of(u), kept_of(p)
+    if kept is None or not _takes(kept.run, shard):
+        return NotImplemented
+    if source is None:
+        return _apply_slices(p, u, shard, lr, weight_decay)
+    if not _reads(source, kept.run, shard):
+        return NotImplemented
+    if source.kept is not None and (isinstance(weight_decay, Tensor) or weight_decay != 0):
+        return NotImplemented
+    aux = None if kept.aux is None else Runs([kept.aux])
+    weights = Weights(Runs([kept.run]), kept.how, aux, np.array([kept.key], dtype=np.uint32))
+    batch = _alone(shard, kept.run.device, kept.start)
+    return tables.apply_(weights, u, lr, weight_decay, batch)
+
+
+def _apply_slices(p: Any, u: Any, shard: Shard, lr: Number, weight_decay: Number) -> None:
+    """The same of what no kernel reads, such as products of matrices: slice by slice in fp32."""
+    launch()  # what it reads may wait
+    for b in scratch.blocks(shard, scratch.SLICE):
+        values = read(u, b).reshape(-1)
+        run = p[b.run] if isinstance(p, Tensor) else p.part(b.run)
+        passes.apply_(run, values, Shard.whole((len(values),)), lr=lr, weight_decay=weight_decay)
+        launch()  # so that one slice is alive at a time
+
+
+@functools.lru_cache(4096)
+def _alone(shard: Shard, device: torch.device, first: int | None = None) -> TableBatch:
+    """A parameter as a batch, whose noise is that of elements ``first`` and on if it is given."""
+    return TableBatch([shard], None if first is None else [first], device)
+
+
+def _takes(like: Any, shard: Shard) -> bool:
+    """Whether kernels take a run of ``shard`` with the device and dtype of ``like``."""
+    if not devices.take(like.device) or like.dtype == torch.float64:
+        return False
+    return shard.split is None or len(list(shard.pieces())) < 2
+
+
+def _takes_matrices(like: Any, shard: Shard) -> bool:
+    """The same of sums over rows and columns, and of quotients by them."""
+    return devices.take_matrices(shard) and _takes(like, shard)
+
+
+def _reads(source: Source | None, like: Any, shard: Shard) -> bool:
+    """Whether a kernel can read this."""
+    if source is None:
+        return False
+    return (_takes_matrices if source.is_by_matrix else _takes)(like, shard)
+
+
+def _is_run(x: Any) -> bool:
+    """Whether this is a run as it is, which may be scaled and bounded."""
+    source = source_of(x)
+    return source is not None and source.form == "IS_RUN"

@@ -1,0 +1,320 @@
+"""The specification of each pass, in plain torch over the run of one parameter.
+
+A pass walks the run in blocks of at most ``shard.BLOCK`` elements. So an update that is a lazy
+expression costs some blocks of scratch memory. Batches are in ``one_by_one``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops import dispatch, edits, passes, scratch, small
+from ds_ext.ops.dispatch import Makers
+from ds_ext.ops.expressions import (
+    Extended,
+    Gradient,
+    Number,
+    Quotient,
+    Readable,
+    Writable,
+    accumulator,
+    is_part,
+    part,
+    read,
+    room,
+    times,
+    write_,
+)
+from ds_ext.ops.moments import advance_
+from ds_ext.ops.shard import Block, Shard
+
+# What a factor is at most: rows and columns of zeros stay zeros however often they are multiplied,
+# and the product of the factors of both is a finite fp32 number.
+LARGEST = 1e18
+
+_makers = Makers()
+
+
+class Reference:
+    """The executor that makes every pass over the run of one parameter."""
+
+    def run(self, asked: Any, where: Any) -> Any:
+        """See ``dispatch.Executor``."""
+        if where is None:
+            dispatch.flush()
+            return _makers[type(asked)](*asked)
+        if not isinstance(where, Shard):
+            return NotImplemented
+        dispatch.flush()  # the pass may read the results of others that wait
+        return _makers[type(asked)](*asked, where)
+
+    def flush(self) -> None:
+        """See ``dispatch.Executor``: nothing waits here."""
+
+
+@_makers.makes(passes.SquareSums)
+def square_sums(runs: Sequence[Readable], like: Gradient, shard: Shard) -> list[Tensor]:
+    """In one pass over what the runs have in common."""
+    dtype = accumulator(like.dtype)
+    totals = [torch.zeros((), dtype=dtype, device=like.device) for _ in runs]
+    for b in scratch.blocks(shard):
+        for x, total in zip(runs, totals, strict=True):
+            v = read(x, b).reshape(-1)
+            total += torch.dot(v, v)
+    return totals
+
+
+@_makers.makes(passes.FlatSquareSums)
+def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
+    """Sums of the squares of each tensor."""
+    return torch.stack([square_sums([x], x, Shard.whole((len(x),)))[0] for x in runs])
+
+
+@_makers.makes(passes.Largest)
+def largest(runs: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of each tensor, 0 of none."""
+    found = []
+    for x in runs:
+        low, high = torch.aminmax(x) if len(x) else (x.new_zeros(()), x.new_zeros(()))
+        found.append(torch.maximum(high, -low).to(accumulator(x.dtype)))
+    return torch.stack(found)
+
+
+@_makers.makes(passes.RowColSums)
+def matrix_square_sums(x: Readable, like: Gradient, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Sums over each row and column, 0 outside the run."""
+    row, col = _zeros(shard, like)
+    ones = torch.ones(max(shard.rows, shard.cols), dtype=row.dtype, device=row.device)
+    for b in scratch.blocks(shard):
+        if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
+            planes = small.square_planes(read(x, b))
+            small.write_row_sums(row[b.mats], planes)
+            small.write_col_sums(col[b.mats], planes)
+            continue
+        square = squared(x, b)
+        _, rows, cols = b.shape
+        # products with ones are faster by far than sums over a dimension
+        row[b.mats, b.rows].add_(square @ ones[:cols])
+        col[b.mats, b.cols].add_(ones[:rows] @ square)
+    return row, col
+
+
+@_makers.makes(passes.WeighedRowColSums)
+def weighed_square_sums(
+    x: Readable, before: Tensor, eps: float, beta: float, like: Gradient, shard: Shard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and sums over each column of squares divided by their row's new statistic."""
+    assert shard.holds_rows
+    row, col = _zeros(shard, like)
+    both = col.new_zeros(2, shard.mats, shard.cols).transpose(0, 1)
+    ones, share = col.new_ones(shard.cols), (1 - beta) / shard.cols
+    for b in scratch.blocks(shard):
+        old = torch.mul(before[b.mats, b.rows], beta, out=scratch.like(before[b.mats, b.rows]))
+        old += (1 - beta) * eps
+        if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
+            planes, sums = small.square_planes(read(x, b)), row[b.mats]
+            small.write_row_sums(sums, planes)
+            small.write_col_sums(both[b.mats, 0], planes)
+            small.scale_rows_(planes, old.add_(sums, alpha=share).reciprocal_())
+            small.write_col_sums(both[b.mats, 1], planes)
+            continue
+        square = squared(x, b)
+        mats, rows, _ = b.shape
+        sums = torch.matmul(square, ones, out=row[b.mats, b.rows])
+        weights = col.new_ones(mats, 2, rows)
+        torch.add(old, sums, alpha=share, out=weights[:, 1]).reciprocal_()
+        both[b.mats].baddbmm_(weights, square)
+    return row, both[:, 0], both[:, 1]
+
+
+@_makers.makes(passes.Factors)
+def factors_(
+    row: Tensor,
+    col: Tensor,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    clip: float,
+    shard: Shard,
+) -> tuple[Tensor, Tensor]:
+    """Advances the statistics; v is estimated as row · col / mean(row)."""
+    by_col = torch.empty_like(col)
+    by_row = torch.ones_like(row[:1]) if shard.rows == 1 else torch.empty_like(row)
+    u_sq = row.new_zeros(())
+    for mats in scratch.parts(shard.mats, max(shard.rows, shard.cols)):
+        mean = _advance_mean_(row[mats], sums[0][mats], shard.cols, eps, 1 - beta)
+        _advance_mean_(col[mats], sums[1][mats], shard.rows, eps, 1 - beta)
+        torch.rsqrt(col[mats], out=by_col[mats])
+        if shard.rows > 1:
+            torch.div(row[mats], mean, out=by_row[mats]).rsqrt_()
+        if len(sums) > 2:
+            weighed = torch.div(sums[2][mats], col[mats], out=scratch.like(col[mats]))
+            u_sq += torch.dot(mean.view(-1), small.sums(weighed))
+    if len(sums) > 2:
+        by_row *= (clip / shard.rms(u_sq)).clamp(max=1)
+    return by_row.expand_as(row).unsqueeze(-1), by_col.unsqueeze(-2)
+
+
+def _advance_mean_(v: Tensor, sums: Tensor, of: int, eps: float, weight: float) -> Tensor:
+    """v ← v + weight · (sums / of + eps − v), of many matrices [mats, n] -> its means [mats, 1]."""
+    v.lerp_(torch.div(sums, of, out=scratch.like(v)).add_(eps), weight)
+    return v if v.shape[1] == 1 else (small.sums(v) / v.shape[1]).unsqueeze(1)
+
+
+def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
+    """Sums over rows and over columns of nothing."""
+    dtype = accumulator(like.dtype)
+    row = torch.zeros(shard.mats, shard.rows, dtype=dtype, device=like.device)
+    return row, torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
+
+
+@_makers.makes(passes.Squares)
+def squares(x: Readable, like: Gradient, shard: Shard) -> Tensor:
+    """Squares at the run's place, 0 elsewhere."""
+    make = torch.empty if len(shard) == shard.numel else torch.zeros
+    out = make(shard.numel, dtype=accumulator(like.dtype), device=like.device)
+    own = out[shard.start : shard.stop]
+    for b in scratch.blocks(shard):
+        values = read(x, b)
+        torch.mul(values, values, out=part(own, b))
+    return out
+
+
+@_makers.makes(passes.AdvanceNumbers)
+def advance_numbers_(
+    row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Shard
+) -> Tensor:
+    """Advances statistics that are both v; the sum of x² / v."""
+    row, col = row.view(-1), col.view(-1)
+    total = row.new_zeros(())
+    for at in scratch.parts(len(row), 1):
+        v, x_sq = row[at], squares[at]
+        new = torch.add(x_sq, eps, out=scratch.like(v))
+        col[at].copy_(v.lerp_(new, 1 - beta))
+        total += torch.dot(x_sq, torch.reciprocal(v, out=new))
+    return total
+
+
+@_makers.makes(passes.OwnRun)
+def own_run(v: Tensor, shard: Shard) -> Tensor:
+    """The run's part of the whole parameter's numbers."""
+    return v.view(-1)[shard.start : shard.stop]
+
+
+def squared(x: Readable, b: Block) -> Tensor:
+    """The squares of a block, which are the caller's."""
+    values = read(x, b)
+    return torch.mul(values, values, out=room(values, x))
+
+
+@_makers.makes(passes.Lerp)
+def lerp_(m: Tensor, x: Readable, weight: float, shard: Shard) -> None:
+    """m ← m + weight · (x − m), for a run."""
+    for b in scratch.blocks(shard):
+        advance_(m, b, read(x, b), weight)
+
+
+@_makers.makes(passes.SquareLerp)
+def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard) -> None:
+    """v ← v + weight · (x² + eps − v), for a run."""
+    for b in scratch.blocks(shard):
+        advance_(v, b, squared(x, b).add_(eps), weight)
+
+
+@_makers.makes(passes.Apply)
+def apply_(
+    p: Writable,
+    u: Readable,
+    lr: Tensor | float,
+    weight_decay: Tensor | float,
+    shard: Shard,
+) -> None:
+    """p ← p − lr · (u + weight_decay · p)."""
+    decays = isinstance(weight_decay, Tensor) or weight_decay != 0
+    if isinstance(lr, Tensor):
+        u, weight_decay, lr = times(u, lr), lr * weight_decay, 1.0
+    if isinstance(u, Tensor) and not decays and getattr(p, "dtype", None) == u.dtype:
+        _subtract_(p, u, lr)  # in one pass
+        return
+    for b in scratch.blocks(shard, p.limit if isinstance(p, Extended) else None):
+        old = read(p, b)
+        if decays:
+            change = torch.mul(old, weight_decay, out=scratch.like(old)).add_(read(u, b))
+            _subtract_(old, change, lr)
+        elif isinstance(u, Quotient):
+            u.subtract_from_(old, b, lr)
+        else:
+            _subtract_(old, read(u, b), lr)
+        if not is_part(old, p):
+            write_(p, b, old)
+
+
+def _subtract_(p: Any, u: Tensor, lr: float) -> None:
+    """p ← p − lr · u, in whatever way p does that: with the same bits in one piece and in blocks.
+
+    ``sub_`` would round lr to 16 bits where p has 16, and the product not by itself.
+    """
+    p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
+
+
+@_makers.makes(passes.UnitQuotient)
+def unit_quotient(x: Readable, like: Gradient, shard: Shard) -> Quotient:
+    """x with factors of 1."""
+    dtype = accumulator(like.dtype)
+    row = torch.ones(shard.mats, shard.rows, 1, dtype=dtype, device=like.device)
+    return Quotient(x, row, row.new_ones(shard.mats, 1, shard.cols))
+
+
+@_makers.makes(passes.NormalizeRows)
+def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Quotient:
+    """x with the row factors that give rows of norm √cols."""
+    return replace(x, row=_normalized(x.row, sums.unsqueeze(-1), shard.cols, least))
+
+
+@_makers.makes(passes.NormalizeColumns)
+def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Quotient:
+    """x with the column factors that give columns of norm √rows."""
+    return replace(x, col=_normalized(x.col, sums.unsqueeze(-2), shard.rows, least))
+
+
+def _normalized(factor: Tensor, sums: Tensor, size: int, least: Number) -> Tensor:
+    """The factors that bring norms from the roots of ``sums`` to √size."""
+    ratio = size**0.5 / sums.sqrt().clamp(min=least)
+    return torch.mul(factor, ratio).clamp_(max=LARGEST)
+
+
+@_makers.makes(passes.NormalizeWholeRows)
+def normalize_whole_rows(
+    x: Quotient, least: Number, like: Gradient, shard: Shard
+) -> tuple[Quotient, Tensor]:
+    """Normalizes each row as soon as it is read, and adds up its new squares over columns."""
+    assert shard.holds_rows
+    row, root = torch.zeros_like(x.row), shard.cols**0.5
+    sums = row.new_zeros(shard.mats, 1, shard.cols)
+    ones = row.new_ones(shard.cols)
+    for b in scratch.blocks(shard):
+        values = read(x.x, b)
+        square = torch.mul(values, x.col[b.mats], out=room(values, x.x)).square_()
+        before = x.row[b.mats, b.rows].squeeze(-1)
+        norms = before * torch.matmul(square, ones).sqrt_()
+        new = (before * (root / norms.clamp(min=least))).clamp_(max=LARGEST)
+        row[b.mats, b.rows, 0] = new
+        sums[b.mats].baddbmm_(new.square().unsqueeze(1), square)
+    return replace(x, row=row), sums.squeeze(1)
+
+
+@_makers.makes(passes.Mark)
+def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool) -> None:
+    """Writes the fingerprints of each run."""
+    for run, out in given:
+        edits.mark_(run, out)
+
+
+@_makers.makes(passes.Mend)
+def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool) -> None:
+    """Drops the remainders of edited weights of each run."""
+    for run, residual, marked in given:
+        edits.mend_(run, residual, marked)

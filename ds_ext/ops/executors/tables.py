@@ -1,0 +1,377 @@
+"""Passes over a batch: what each reads becomes columns of a table, which makes the pass.
+
+A table makes passes by native code on a CPU and by kernels on a GPU. In a pass ``Runs`` or
+``Weights`` stand for tensors and vectors [n] for the numbers of parameters. A tensor is the run of
+a batch of one parameter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ext.ops import passes
+from ds_ext.ops.batch import CPU, Flat, Placed, Runs, Shifted, Weights
+from ds_ext.ops.dispatch import Makers
+from ds_ext.ops.executors.native import table
+from ds_ext.ops.executors.table_batch import AnyTable, TableBatch, new_table
+from ds_ext.ops.executors.triton import devices, waiting
+from ds_ext.ops.executors.triton.launcher import Squares
+from ds_ext.ops.executors.triton.passes import Table as KernelTable
+from ds_ext.ops.expressions import Number, Quotient, Scaled, Source, source_of
+
+_makers = Makers()
+
+
+class Unsupported(Exception):
+    """No table reads an expression; nothing has been read or written yet."""
+
+
+class Tables:
+    """The executor of passes over batches."""
+
+    def run(self, asked: Any, where: Any) -> Any:
+        """See ``dispatch.Executor``."""
+        make = _makers.get(type(asked))
+        if make is None or not (where is None or isinstance(where, TableBatch)):
+            return NotImplemented
+        try:
+            return make(*asked) if where is None else make(*asked, where)
+        except Unsupported:
+            return NotImplemented
+
+    def flush(self) -> None:
+        """See ``dispatch.Executor``."""
+        waiting.launch()
+
+
+@_makers.makes(passes.SquareSums)
+def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
+    """Sums of squares -> [n] each; of the weights too while something is read with them."""
+    sources = [_source(x, batch) for x in runs]
+    if not all(batch.own.reads("squares", x.form, x.numbers) for x in sources):
+        raise Unsupported  # before one of them advances moments
+    totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
+    if len(sources) == 2 and batch.own.adds_two and _same(*sources):
+        _run("squares", batch, sources[1], out=_each(totals[1]), out2=_each(totals[0]))
+        return totals
+    for source, total in zip(sources, totals, strict=True):
+        known: Any = source.form == "IS_WEIGHT" and getattr(source.kept, "known", None)
+        if known:
+            known.are_wanted = True
+        more = {"known": known} if known else {}
+        _run("squares", batch, source, out=_each(total), **more)
+    return [batch.numbers(x) for x in totals]
+
+
+@_makers.makes(passes.FlatSquareSums)
+def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
+    """Sums of squares of flat tensors of one dtype -> [n]."""
+    if not takes(runs):
+        raise Unsupported
+    return _each_of("squares", runs)
+
+
+@_makers.makes(passes.Largest)
+def largest(runs: Sequence[Tensor]) -> Tensor:
+    """The largest magnitudes of flat tensors of one dtype, infinite where there is a NaN -> [n]."""
+    if not takes(runs) or devices.take(runs[0].device):  # no kernel finds them
+        raise Unsupported
+    return _each_of("largest", runs)
+
+
+def takes(runs: Sequence[Tensor]) -> bool:
+    """Whether one table reads these flat tensors."""
+    kinds = {(x.dtype, x.device) for x in runs}
+    if len(kinds) > 1 or not all(x.is_contiguous() for x in runs):
+        return False
+    ((dtype, device),) = kinds
+    return dtype in table.DTYPES and (devices.take(device) or device == CPU and table.is_there())
+
+
+def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
+    totals = torch.zeros(len(runs), dtype=torch.float32, device=runs[0].device)
+    columns = {"x": Runs(runs), "out": _each(totals)}
+    _flat(runs).run(name, columns, "IS_RUN", runs[0].dtype)
+    return totals
+
+
+@_makers.makes(passes.RowColSums)
+def matrix_square_sums(x: Any, like: Any, batch: TableBatch) -> tuple[Tensor, Tensor]:
+    """Sums of squares over rows and columns -> [rows of all], [columns of all]."""
+    row, col = _sums(batch, batch.all_rows, batch.all_cols)
+    left = _run(
+        "statistics",
+        batch,
+        _source(x, batch),
+        out=Flat(row, batch.own_row_firsts),
+        out2=Flat(col, batch.own_col_firsts),
+    )
+    _note_squares(x, left or Flat(row, batch.row_firsts), like)
+    return row, col
+
+
+@_makers.makes(passes.WeighedRowColSums)
+def weighed_square_sums(
+    x: Any, before: Runs, eps: float, beta: float, like: Any, batch: TableBatch
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of whole rows, and sums over columns of squares divided by their row's statistic."""
+    row, col, weighed = _sums(batch, batch.all_rows, batch.all_cols, batch.all_cols)
+    left = _run(
+        "weighed",
+        batch,
+        _source(x, batch),
+        out=Flat(row, batch.own_row_firsts),
+        out2=Flat(col, batch.own_col_firsts),
+        out3=Flat(weighed, batch.own_col_firsts),
+        before=Shifted(before, batch.row_offsets),
+        share=1 - beta,
+        eps=eps,
+    )
+    _note_squares(x, left or Flat(row, batch.row_firsts), like)
+    return row, col, weighed
+
+
+def _note_squares(x: Any, left: Flat | Squares, like: Any) -> None:
+    """Notes what adds up to squares with the gradients, if ``x`` is these, for their norm."""
+    if x is like:
+        cast(Runs, like.x if isinstance(like, Scaled) else like).squares = left
+
+
+def added_up(runs: Any, batch: TableBatch) -> Any:
+    """Sums of squares of gradients, [n], of what a pass has left with them; None if none has."""
+    left = cast(Runs, runs.x if isinstance(runs, Scaled) else runs).squares
+    if isinstance(left, Squares):
+        return batch.numbers(cast(KernelTable, batch.own).added_up(left))
+    if left is None:
+        return None
+    sums = np.add.reduceat(left.values.numpy(), left.firsts, dtype=np.float64)
+    return torch.from_numpy(sums).float()
+
+
+@_makers.makes(passes.Factors)
+def factors_(
+    row: Runs,
+    col: Runs,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    clip: float,
+    batch: TableBatch,
+) -> tuple[Flat, Flat]:
+    """Advances statistics by totals -> the factors of 1 / sqrt(v), as ``Flat``s."""
+    by_row = Flat(batch.own.scratch(batch.all_rows), batch.row_firsts)
+    by_col = Flat(batch.own.scratch(batch.all_cols), batch.col_firsts)
+    firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
+    totals = [Flat(x.contiguous(), at) for x, at in zip(sums, firsts, strict=False)]
+    columns: dict[str, Any] = dict(zip(("in", "in2", "in3"), totals, strict=False))
+    columns |= {"row": row, "col": col, "out": by_row, "out2": by_col}
+    batch.whole.run("factors", {**columns, "share": 1 - beta, "eps": eps, "clip": clip})
+    return by_row, by_col
+
+
+@_makers.makes(passes.UnitQuotient)
+def unit_quotient(x: Any, like: Any, batch: TableBatch) -> Quotient:
+    """x as a quotient whose factors are all 1."""
+    row = Flat(batch.own.scratch(batch.all_rows).fill_(1), batch.row_firsts)
+    col = Flat(batch.own.scratch(batch.all_cols).fill_(1), batch.col_firsts)
+    return Quotient(x, cast(Tensor, row), cast(Tensor, col))
+
+
+@_makers.makes(passes.NormalizeRows)
+def normalize_rows(x: Any, sums: Tensor, least: Number, batch: TableBatch) -> Any:
+    """x with rows of the norm √cols."""
+    return replace(x, row=_normalized("normalize_rows", x.row, sums, least, batch))
+
+
+@_makers.makes(passes.NormalizeColumns)
+def normalize_columns(x: Any, sums: Tensor, least: Number, batch: TableBatch) -> Any:
+    """x with columns of the norm √rows."""
+    return replace(x, col=_normalized("normalize_columns", x.col, sums, least, batch))
+
+
+def _normalized(name: str, factor: Flat, sums: Tensor, least: Number, batch: TableBatch) -> Flat:
+    new = Flat(batch.own.scratch(len(factor.values)), factor.firsts)
+    totals = Flat(sums.contiguous(), factor.firsts)
+    batch.whole.run(name, {"in": totals, "in2": factor, "out": new, "eps": least})
+    return new
+
+
+@_makers.makes(passes.NormalizeWholeRows)
+def normalize_whole_rows(x: Any, least: Number, like: Any, batch: TableBatch) -> tuple[Any, Tensor]:
+    """The first of these of whole rows, and its sums of squares over columns."""
+    row, sums = _sums(batch, batch.all_rows, batch.all_cols)
+    _run(
+        "normalize_whole_rows",
+        batch,
+        _source(x, batch),
+        out=Flat(row, batch.own_row_firsts),
+        out2=Flat(sums, batch.own_col_firsts),
+        eps=least,
+    )
+    return replace(x, row=Flat(row, batch.row_firsts)), sums
+
+
+@_makers.makes(passes.Squares)
+def squares(x: Any, like: Any, batch: TableBatch) -> Tensor:
+    """The squares of runs where they lie in whole parameters, 0 elsewhere -> [elements of all]."""
+    _refuse_missing("squared", batch.own)
+    (out,) = _sums(batch, batch.elements)
+    at = Flat(out, batch.firsts + batch.starts)
+    _run("squared", batch, _source(x, batch), out=at)
+    _note_squares(x, Flat(out, batch.firsts), like)
+    return out
+
+
+@_makers.makes(passes.AdvanceNumbers)
+def advance_numbers_(
+    row: Runs, col: Runs, squares: Tensor, eps: float, beta: float, batch: TableBatch
+) -> Tensor:
+    """Advances the statistics of matrices of one element -> the sums of x² / v, [n]."""
+    _refuse_missing("numbers", batch.whole)
+    totals, given = batch.own.zeros(len(batch)), Flat(squares.contiguous(), batch.firsts)
+    columns = {"row": row, "col": col, "in": given, "out": _each(totals)}
+    batch.whole.run("numbers", {**columns, "share": 1 - beta, "eps": eps})
+    return totals
+
+
+@_makers.makes(passes.OwnRun)
+def own_run(v: Runs, batch: TableBatch) -> Shifted:
+    """What of a number for each element is of the runs."""
+    return Shifted(v, 4 * batch.starts)
+
+
+@_makers.makes(passes.Lerp)
+def lerp_(m: Runs, x: Any, weight: float, batch: TableBatch) -> None:
+    """m ← m + weight · (x − m)."""
+    _run("advance", batch, _source(x, batch), out=m, share=weight)
+
+
+@_makers.makes(passes.SquareLerp)
+def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: TableBatch) -> None:
+    """v ← v + weight · (x² + eps − v)."""
+    _run("advance_square", batch, _source(x, batch), out=v, share=weight, eps=eps)
+
+
+@_makers.makes(passes.Apply)
+def apply_(p: Weights, u: Any, lr: Number, weight_decay: Number, batch: TableBatch) -> None:
+    """p ← p · (1 − lr · weight_decay) − lr · u."""
+    source = _source(u, batch)
+    numbers: dict[str, Any] = {"lr": lr}
+    decays = isinstance(weight_decay, Tensor) or weight_decay != 0
+    if decays:
+        if "decay" in source.numbers:
+            raise Unsupported
+        numbers["decay"] = weight_decay
+    if p.measured is not None:
+        numbers["measured"] = p.measured
+    if p.known is not None and p.known.are_wanted:
+        numbers["known"] = p.known
+    _run("apply", batch, source, p, decays, **numbers)
+
+
+@_makers.makes(passes.Mark)
+def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool) -> None:
+    """Writes the fingerprints of runs on one device."""
+    _refuse_alone(given[0][0], are_batched)
+    runs, marks = zip(*given, strict=True)
+    _flat(runs).run("mark", {"w": Runs(runs), "marks": Runs(marks)})
+
+
+@_makers.makes(passes.Mend)
+def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool) -> None:
+    """Drops the remainders of edited weights of runs on one device."""
+    _refuse_alone(given[0][0], are_batched)
+    by_size: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+    for of_run in given:
+        by_size.setdefault(of_run[1].element_size(), []).append(of_run)
+    for size, alike in by_size.items():
+        runs, residuals, marks = zip(*alike, strict=True)
+        found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.int64)
+        columns = {"w": Runs(runs), "aux": Runs(residuals), "marks": Placed(found, marks)}
+        how = "SPLIT" if size == 2 else "CORRECTED"
+        _flat(runs).run("mend", columns, kept=(how, torch.bfloat16))
+
+
+def _refuse_alone(run: Tensor, are_batched: bool) -> None:
+    """On a CPU, runs that are not stepped in batches need no native code."""
+    if not are_batched and not devices.take(run.device):
+        raise Unsupported
+
+
+def _flat(runs: Sequence[Tensor]) -> AnyTable:
+    """A table of tensors without rows and columns."""
+    sizes = [(0, len(x), 1, 1, len(x)) for x in runs]
+    return new_table(sizes, [0] * len(runs), runs[0].device)
+
+
+def _source(x: Any, batch: TableBatch) -> Source:
+    """The description of what is read; raises Unsupported if the batch's tables cannot read it."""
+    source = source_of(x)
+    if source is None or source.form not in batch.own.forms:
+        raise Unsupported
+    return source
+
+
+def _refuse_missing(name: str, of: AnyTable) -> None:
+    """Raises Unsupported for a pass that a table does not make."""
+    if name not in of.passes:
+        raise Unsupported
+
+
+def _same(a: Source, b: Source) -> bool:
+    """Whether both have the same weights."""
+    return a.kept is not None and b.kept is not None and a.kept.run is b.kept.run
+
+
+def _run(
+    name: str,
+    batch: TableBatch,
+    source: Source,
+    p: Weights | None = None,
+    decays: bool = False,
+    **columns: Any,
+) -> Squares | None:
+    """Makes a pass that reads ``source``, and writes ``p`` where it is given."""
+    filled: dict[str, Any] = {**source.numbers, **columns}
+    if not batch.own.reads(name, source.form, filled):
+        raise Unsupported
+    for field, runs in source.tensors.items():
+        filled[field] = _runs(runs)
+    if "row" in source.tensors:
+        filled["row"] = Shifted(filled["row"], batch.row_offsets)
+        filled["col"] = Shifted(filled["col"], batch.col_offsets)
+    weights: Any = p or source.kept
+    kept = dtype = None
+    if weights is not None:
+        kept = weights.how, weights.run.dtype
+        filled["w"] = _runs(weights.run)
+        if weights.aux is not None:
+            filled["aux"] = _runs(weights.aux)
+        if weights.how == "STOCHASTIC":
+            filled["key"] = weights.key
+    if "x" in source.tensors:
+        dtype = source.tensors["x"].dtype
+    is_decayed = decays or "decay" in source.numbers
+    fresh = batch.is_whole and name in ("statistics", "weighed", "normalize_whole_rows")
+    return batch.own.run(name, filled, source.form, dtype, kept, is_decayed, fresh)
+
+
+def _runs(x: Any) -> Any:
+    """What has the addresses of each parameter's: a tensor is that of one parameter."""
+    return Runs([x]) if isinstance(x, Tensor) else x
+
+
+def _each(total: Tensor) -> Flat:
+    """Each number of a vector."""
+    return Flat(total, np.arange(len(total)))
+
+
+def _sums(batch: TableBatch, *sizes: int) -> Sequence[Tensor]:
+    """Where a pass writes sums of these sizes: zeros, unless runs have a part in each of them."""
+    is_filled = batch.is_whole and batch.own.fills_whole_sums
+    made = (batch.own.scratch if is_filled else batch.own.zeros)(sum(sizes))
+    return made.split(sizes)  # type: ignore[no-any-return]

@@ -1,0 +1,47 @@
+"""The passes of passes.py as a Triton kernel, ``run``, over all parameters of a bucket at once.
+
+A program finds the parameter that its tile belongs to, and makes the passes that are due for it
+on [TR, TC] elements of one matrix. What a pass reads is told by constants (``FORM``, dtypes); one
+function, ``value_of``, computes it for all passes. Sums are of fp32.
+"""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops.executors.triton.kernels.run import run
+from ds_ext.ops.executors.triton.kernels.values import (
+    IS_ADAM,
+    IS_ADAM8_STEP,
+    IS_ADAM_STEP,
+    IS_QUOTIENT,
+    IS_RESIDUAL,
+    IS_RUN,
+    IS_SIGN8_STEP,
+    IS_SIGN_STEP,
+    IS_VECTOR,
+    IS_WEIGHT,
+)
+from ds_ext.ops.executors.triton.kernels.weights import COPIED, CORRECTED, PLAIN, SPLIT, STOCHASTIC
+
+VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
+
+__all__ = [
+    "COPIED",
+    "CORRECTED",
+    "IS_ADAM",
+    "IS_ADAM8_STEP",
+    "IS_ADAM_STEP",
+    "IS_QUOTIENT",
+    "IS_RESIDUAL",
+    "IS_RUN",
+    "IS_SIGN8_STEP",
+    "IS_SIGN_STEP",
+    "IS_VECTOR",
+    "IS_WEIGHT",
+    "PLAIN",
+    "SPLIT",
+    "STOCHASTIC",
+    "VERSION",
+    "run",
+    "tl",
+]

@@ -1,0 +1,100 @@
+"""Marks of groups of weights, and what is done where they differ: edits.py on a GPU."""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops.executors.triton.kernels.table import (
+    AUX,
+    BEFORE,
+    OUT,
+    N,
+    W,
+    hinted,
+    pointer,
+    vectors,
+)
+
+
+@triton.jit
+def mark(t, tile, P: tl.constexpr):
+    """out ← the marks of a 16-bit run w."""
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    _, _, _, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
+    tl.store(pointer(t, OUT, tl.int16) + group, found, mask=has)
+
+
+@triton.jit
+def mend(t, tile, P: tl.constexpr):
+    """aux, of dtype AD, ← 0 where w was changed: edits.mend_. It is read only where it may be."""
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    AD: tl.constexpr = P.AD
+    bits, e, ok, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
+    size = bits.to(tl.int32) & 0x7FFF
+    at = vectors(t, AUX, AD, ALIGNED) + e
+    differs = found != tl.load(pointer(t, BEFORE, tl.int16) + group, mask=has, other=0)
+    differs = (differs & has)[:, None]
+    rest = tl.load(at, mask=ok & (_is_odd(size) | differs), other=0)
+    zeroed = differs & (size == 0) & (rest != 0)
+    some = tl.max(zeroed.to(tl.int32), axis=1)[:, None] > 0
+    drop = zeroed | (differs & (some == 0))
+    if AD == tl.int16:
+        drop = drop | _is_no_number(size, rest)
+    tl.store(at, tl.zeros([TR, TC], dtype=AD), mask=ok & drop & (rest != 0))
+
+
+@triton.jit
+def mend_unmarked(t, tile, P: tl.constexpr):
+    """The same of a split state without marks: aux ← 0 where the pair stands for no number."""
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    bits, e, ok, _, _, _ = _hashed(t, tile, TR, TC, ALIGNED)
+    size = bits.to(tl.int32) & 0x7FFF
+    at = vectors(t, AUX, tl.int16, ALIGNED) + e
+    rest = tl.load(at, mask=ok & _is_odd(size), other=0)
+    drop = _is_no_number(size, rest)
+    tl.store(at, tl.zeros([TR, TC], dtype=tl.int16), mask=ok & drop & (rest != 0))
+
+
+@triton.jit
+def _hashed(t, table_tile, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """TR groups of a 16-bit run -> its bits [TR, TC], which elements those are, which of them it
+    has, the groups [TR], which of them it has, their marks.
+    """
+    n = tl.load(t + N)
+    group = table_tile * TR + tl.arange(0, TR)
+    begin = group * TC
+    high = tl.minimum(tl.maximum(n - begin, 0), TC).to(tl.int32)
+    k = tl.arange(0, TC)
+    e = hinted(begin, ALIGNED)[:, None] + k[None, :]
+    ok = k[None, :] < hinted(high, ALIGNED)[:, None]
+    bits = tl.load(vectors(t, W, tl.int16, ALIGNED) + e, mask=ok, other=0)
+    sums = tl.sum(bits.to(tl.int32) * _factor(k)[None, :], axis=1)
+    return bits, e, ok, group, begin < n, (sums >> 16).to(tl.int16)
+
+
+@triton.jit
+def _factor(k):
+    """edits._factors: an odd number for each element of a group."""
+    h = (k + 1).to(tl.uint32) * 0x9E3779B1
+    h = (h ^ (h >> 15)) * 0x85EBCA77
+    return (h | 1).to(tl.int32)
+
+
+@triton.jit
+def _is_odd(size):
+    """Whether a weight is 0, infinite or NaN, by its bits without the sign."""
+    return (size == 0) | (size >= 0x7F80)
+
+
+@triton.jit
+def _is_no_number(size, rest):
+    """Whether a weight and what is left of it stand for no number: 0 less something, inf and more
+    or NaN and something.
+    """
+    drop = ((size == 0) & (rest < 0)) | ((size == 0x7F80) & (rest > 0))
+    return drop | ((size > 0x7F80) & (rest != 0))

@@ -1,0 +1,161 @@
+"""The passes over a run that need no rows or columns of it."""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops.executors.triton.kernels.moments import moved
+from ds_ext.ops.executors.triton.kernels.table import (
+    COLS,
+    DOWN,
+    LR,
+    MAT0,
+    OUT,
+    PART,
+    PART2,
+    PROBE,
+    ROW0,
+    ROWS,
+    SHARE,
+    START,
+    TOTAL,
+    B,
+    N,
+    W,
+    elements_of,
+    number,
+    number_or_formula,
+    pointer,
+    rows_of,
+    run_at,
+)
+from ds_ext.ops.executors.triton.kernels.values import value_of
+from ds_ext.ops.executors.triton.kernels.weights import load_weight, store_weight
+
+
+@triton.jit
+def _read(t, tile, P: tl.constexpr):
+    """What a tile reads -> where its rows begin in the run, which elements that has, values."""
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    across = tl.cdiv(tl.load(t + COLS), TC)
+    mat, r, has_row = rows_of(t, tile // across, TR)
+    e, ok, j = elements_of(t, mat, r, has_row, (tile % across) * TC, TC, P.ALIGNED)
+    u = value_of(t, e, ok, mat, r, has_row, j, P)
+    return e, ok, u
+
+
+@triton.jit
+def squares(t, tile, P: tl.constexpr):
+    """Leaves the sum of the squares of each tile in part, [tiles]."""
+    e, ok, u = _read(t, tile, P)
+    tl.store(pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(u * u, axis=1), axis=0))
+
+
+@triton.jit
+def _advance(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """out ← out + share · (u − out)."""
+    out = run_at(t, OUT, tl.float32, e, TC, ALIGNED)
+    m = tl.load(out, mask=ok, other=0.0)
+    tl.store(out, moved(m, u, number(t, SHARE)), mask=ok)
+
+
+@triton.jit
+def lerp(t, tile, P: tl.constexpr):
+    """out ← out + share · (u − out)."""
+    e, ok, u = _read(t, tile, P)
+    _advance(t, e, ok, u, P.TC, P.ALIGNED)
+
+
+@triton.jit
+def square_lerp(t, tile, P: tl.constexpr):
+    """out ← out + share · (u² + b − out)."""
+    e, ok, u = _read(t, tile, P)
+    _advance(t, e, ok, u * u + number(t, B), P.TC, P.ALIGNED)
+
+
+@triton.jit
+def apply(t, tile, P: tl.constexpr):
+    """w ← w − lr · u."""
+    e, ok, u = _read(t, tile, P)
+    rate: tl.constexpr = P.RATE
+    old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    new = old - number_or_formula(t, LR, rate) * u
+    store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.KEPT)
+
+
+@triton.jit
+def noting_apply(t, tile, P: tl.constexpr):
+    """The same, and the sum of the squares of new weights as they are kept, in part2, [tiles], for
+    ``recall`` in the next step.
+    """
+    _, held = _written(t, tile, P)
+    tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(tl.sum(held * held, axis=1), axis=0))
+    _store_probe(t, tile, P)
+
+
+@triton.jit
+def measured_apply(t, tile, P: tl.constexpr):
+    """The same, and the sums of the squares of changes in part, [tiles]."""
+    change, held = _written(t, tile, P)
+    tl.store(pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(change * change, axis=1), axis=0))
+    tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(tl.sum(held * held, axis=1), axis=0))
+    if P.NOTED:
+        _store_probe(t, tile, P)
+
+
+@triton.jit
+def _written(t, tile, P: tl.constexpr):
+    """Applies an update -> how far weights have moved, what they are now; 0 outside of the run."""
+    e, ok, u = _read(t, tile, P)
+    old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    rate: tl.constexpr = P.RATE
+    new = old - number_or_formula(t, LR, rate) * u
+    store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    tl.debug_barrier()  # what another thread has stored is read
+    held = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    return tl.where(ok, held - old, 0.0), tl.where(ok, held, 0.0)
+
+
+@triton.jit
+def _first_of(t, tile, P: tl.constexpr):
+    """The first element of tiles, before the run or after it if it is not the run's."""
+    rows, cols, down = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + DOWN)
+    across = tl.cdiv(cols, P.TC)
+    high = tile // across
+    row = (tl.load(t + MAT0) + high // down) * rows + tl.load(t + ROW0) + (high % down) * P.TR
+    return row * cols + (tile % across) * P.TC - tl.load(t + START)
+
+
+@triton.jit
+def _store_probe(t, tile, P: tl.constexpr):
+    """Keeps the first weight of a tile."""
+    at = _first_of(t, tile, P)
+    has = (at >= 0) & (at < tl.load(t + N))
+    w = tl.load(pointer(t, W, P.WD) + at, mask=has, other=0.0)
+    tl.store(pointer(t, PROBE, tl.float32) + tile, w.to(tl.float32))
+
+
+@triton.jit
+def recall(t, tile, P: tl.constexpr):
+    """out ← the sum of the squares of weights, which is that of part2, ``total`` of them, unless a
+    weight is not what it was when they were written: then all are read.
+    """
+    LONG: tl.constexpr = P.LONG
+    total, n = tl.load(t + TOTAL), tl.load(t + N)
+    sums = tl.zeros([LONG], dtype=tl.float32)
+    changed = tl.zeros([LONG], dtype=tl.int32)
+    for k in range(0, total, LONG):
+        i = k + tl.arange(0, LONG)
+        at = _first_of(t, i, P)
+        has = (i < total) & (at >= 0) & (at < n)
+        w = tl.load(pointer(t, W, P.WD) + at, mask=has, other=0.0).to(tl.float32)
+        probe = tl.load(pointer(t, PROBE, tl.float32) + i, mask=has, other=0.0)
+        changed += (has & ((w == probe) == 0)).to(tl.int32)  # also of a NaN: none is known yet
+        sums += tl.load(pointer(t, PART2, tl.float32) + i, mask=i < total, other=0.0)
+    has_changed = tl.sum(changed, axis=0) > 0
+    again = tl.sum(tl.zeros([LONG], dtype=tl.float32), axis=0)
+    for i in range(0, tl.where(has_changed, total, 0)):
+        _, _, u = _read(t, i, P)
+        again += tl.sum(tl.sum(u * u, axis=1), axis=0)
+    found = tl.where(has_changed, again, tl.sum(sums, axis=0))
+    tl.store(pointer(t, OUT, tl.float32), found)

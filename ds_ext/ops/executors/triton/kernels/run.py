@@ -1,0 +1,116 @@
+"""The kernel of all launches: each program makes the passes of its parameter over one tile.
+
+A launch has kinds of passes; a kind is one pass, ``then`` another over the same elements, and so
+on. Each is a ``Spec``: Triton compiles a kernel for each set of them.
+"""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops.executors.triton.kernels.factored import clipped_factors, factors
+from ds_ext.ops.executors.triton.kernels.marks import mark, mend, mend_unmarked
+from ds_ext.ops.executors.triton.kernels.passes import (
+    apply,
+    lerp,
+    measured_apply,
+    noting_apply,
+    recall,
+    square_lerp,
+    squares,
+)
+from ds_ext.ops.executors.triton.kernels.sums import (
+    fold,
+    normalize,
+    normalize_whole_rows,
+    statistics,
+    tell,
+    weighed,
+)
+from ds_ext.ops.executors.triton.kernels.table import (
+    FIELDS,
+    FOUND,
+    KIND,
+    MOST,
+    number,
+    parameter_of,
+)
+from ds_ext.ops.executors.triton.kernels.wide import normalize_wide_rows, wide_weighed
+
+
+@triton.jit
+def run(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr, KINDS: tl.constexpr):
+    """Makes passes over ``count`` parameters, of each up to PASSES, each by a row of the table."""
+    t, tile = parameter_of(table, count, COUNT, PASSES)
+    passes: tl.constexpr = KINDS.passes
+    if KINDS.number == 0 and KINDS.rest is None:
+        _passes(t, tile, passes)
+    else:
+        _of_this_kind(t, tile, tl.load(t + KIND), KINDS)
+
+
+@triton.jit
+def _of_this_kind(t, tile, kind, KINDS: tl.constexpr):
+    passes: tl.constexpr = KINDS.passes
+    rest: tl.constexpr = KINDS.rest
+    if kind == KINDS.number:
+        _passes(t, tile, passes)
+    if rest is not None:
+        _of_this_kind(t, tile, kind, rest)
+
+
+@triton.jit
+def _passes(t, tile, P: tl.constexpr):
+    then: tl.constexpr = P.then
+    if P.JUDGED:
+        if number(t, FOUND) <= number(t, MOST):  # a NaN is not
+            _pass(t, tile, P)
+    else:
+        _pass(t, tile, P)
+    if then is not None:
+        tl.debug_barrier()  # what another thread has stored is read
+        _passes(t + FIELDS, tile, then)
+
+
+@triton.jit
+def _pass(t, tile, P: tl.constexpr):
+    if P.name == "squares":
+        squares(t, tile, P)
+    elif P.name == "statistics":
+        statistics(t, tile, P)
+    elif P.name == "weighed":
+        weighed(t, tile, P)
+    elif P.name == "wide_weighed":
+        wide_weighed(t, tile, P)
+    elif P.name == "normalize_whole_rows":
+        normalize_whole_rows(t, tile, P)
+    elif P.name == "normalize_wide_rows":
+        normalize_wide_rows(t, tile, P)
+    elif P.name == "normalize":
+        normalize(t, tile, P)
+    elif P.name == "factors":
+        factors(t, tile, P)
+    elif P.name == "clipped_factors":
+        clipped_factors(t, tile, P)
+    elif P.name == "lerp":
+        lerp(t, tile, P)
+    elif P.name == "square_lerp":
+        square_lerp(t, tile, P)
+    elif P.name == "apply":
+        apply(t, tile, P)
+    elif P.name == "noting_apply":
+        noting_apply(t, tile, P)
+    elif P.name == "recall":
+        recall(t, tile, P)
+    elif P.name == "measured_apply":
+        measured_apply(t, tile, P)
+    elif P.name == "fold":
+        fold(t, tile, P)
+    elif P.name == "tell":
+        tell(t, tile, P)
+    elif P.name == "mark":
+        mark(t, tile, P)
+    elif P.name == "mend":
+        mend(t, tile, P)
+    else:
+        tl.static_assert(P.name == "mend_unmarked")
+        mend_unmarked(t, tile, P)

@@ -1,0 +1,191 @@
+"""Sums of squares over rows and columns, and how the partial sums of tiles are added up.
+
+In an order that depends on the geometry alone, and without atomics: each tile leaves its partial
+sums, and ``fold`` adds them up.
+"""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops.executors.triton.kernels.table import (
+    BEFORE,
+    COL,
+    COLS,
+    DOWN,
+    FOUND,
+    HEIGHT,
+    MAT0,
+    OUT,
+    PART,
+    PART2,
+    ROW0,
+    ROWS,
+    SHARE,
+    START,
+    TOTAL,
+    A,
+    B,
+    N,
+    V,
+    X,
+    elements_of,
+    hinted,
+    number,
+    pointer,
+    rows_of,
+    vectors,
+)
+from ds_ext.ops.executors.triton.kernels.values import factor_and_bound, scaled, value_of
+
+LARGEST_FACTOR = tl.constexpr(1e18)  # normalize.LARGEST
+
+
+@triton.jit
+def statistics(t, tile, P: tl.constexpr):
+    """Leaves sums of squares over the columns of a tile in part, [across, row tiles · TR], and
+    over its rows in part2, [row tiles, cols].
+    """
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    cols = hinted(tl.load(t + COLS), ALIGNED)
+    across = tl.cdiv(cols, TC)
+    down, over = tile // across, tile % across
+    mat, r, has_row = rows_of(t, down, TR)
+    e, ok, j = elements_of(t, mat, r, has_row, over * TC, TC, ALIGNED)
+    u = value_of(t, e, ok, mat, r, has_row, j, P)
+    square = u * u
+    row = pointer(t, PART, tl.float32) + over * tl.load(t + HEIGHT) + down * TR + tl.arange(0, TR)
+    tl.store(row, tl.sum(square, axis=1))
+    col = vectors(t, PART2, tl.float32, ALIGNED) + down * cols + j
+    tl.store(col, tl.sum(square, axis=0), mask=j < cols)
+
+
+@triton.jit
+def weighed(t, tile, P: tl.constexpr):
+    """Sums of squares over whole rows, to out; and over the rows of a strip, in part, and of those
+    divided by their row's new statistic, before + share · (sum / cols + b − before), in part2: both
+    [strips, cols]. Of a run IS_RUN.
+
+    A row is no wider than a tile: it is read once. The loop reads no table: what it loads first
+    would use up the stages.
+    """
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    XD: tl.constexpr = P.XD
+    BOUNDED: tl.constexpr = P.BOUNDED
+    STRIP: tl.constexpr = P.STRIP
+    STAGES: tl.constexpr = P.STAGES
+    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
+    down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
+    x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
+    before, share, eps = pointer(t, BEFORE, tl.float32), number(t, SHARE), number(t, B)
+    factor, most = factor_and_bound(t, BOUNDED)
+    mat = tl.load(t + MAT0) + tile // down
+    top = tl.load(t + ROW0) + (tile % down) * STRIP
+    j = tl.arange(0, TC)
+    plain, divided = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
+    for i in tl.range(0, STRIP, TR, num_stages=STAGES):
+        r = top + i + tl.arange(0, TR)
+        row = mat * rows + r
+        begin = row * cols - start
+        own = (r < rows) & (begin >= 0) & (begin < n)  # rows of the run
+        ok = own[:, None] & (j < cols)[None, :]
+        values = tl.load(x + hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
+        u = scaled(values, factor, most, BOUNDED)
+        square = u * u
+        sums = tl.sum(square, axis=1)
+        old = (1.0 - share) * tl.load(before + row, mask=own, other=1.0) + share * eps
+        weights = 1.0 / (old + share / cols.to(tl.float32) * sums)
+        tl.store(out + row, sums, mask=own)
+        plain += tl.sum(square, axis=0)
+        divided += tl.sum(square * weights[:, None], axis=0)
+    at = tile * cols + j
+    tl.store(vectors(t, PART, tl.float32, ALIGNED) + at, plain, mask=j < cols)
+    tl.store(vectors(t, PART2, tl.float32, ALIGNED) + at, divided, mask=j < cols)
+
+
+@triton.jit
+def normalize_whole_rows(t, tile, P: tl.constexpr):
+    """To out, before · a / max(norm, b) for each whole row of x · col, whose norm is times before;
+    and the sums of the squares of out · x · col over the rows of a strip, in part, [strips, cols].
+
+    As ``weighed``, it reads a row once.
+    """
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    XD: tl.constexpr = P.XD
+    BOUNDED: tl.constexpr = P.BOUNDED
+    STRIP: tl.constexpr = P.STRIP
+    STAGES: tl.constexpr = P.STAGES
+    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
+    down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
+    x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
+    before, root, least = pointer(t, BEFORE, tl.float32), number(t, A), number(t, B)
+    factor, most = factor_and_bound(t, BOUNDED)
+    mat = tl.load(t + MAT0) + tile // down
+    top = tl.load(t + ROW0) + (tile % down) * STRIP
+    j = tl.arange(0, TC)
+    by_col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
+    sums = tl.zeros([TC], dtype=tl.float32)
+    for i in tl.range(0, STRIP, TR, num_stages=STAGES):
+        r = top + i + tl.arange(0, TR)
+        row = mat * rows + r
+        begin = row * cols - start
+        own = (r < rows) & (begin >= 0) & (begin < n)  # rows of the run
+        ok = own[:, None] & (j < cols)[None, :]
+        values = tl.load(x + hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
+        u = scaled(values, factor, most, BOUNDED) * by_col[None, :]
+        square = u * u
+        old = tl.load(before + row, mask=own, other=0.0)
+        ratio = root / tl.maximum(old * tl.sqrt(tl.sum(square, axis=1)), least)
+        new = tl.minimum(old * ratio, LARGEST_FACTOR)
+        tl.store(out + row, new, mask=own)
+        sums += tl.sum(square * (new * new)[:, None], axis=0)
+    tl.store(vectors(t, PART, tl.float32, ALIGNED) + tile * cols + j, sums, mask=j < cols)
+
+
+@triton.jit
+def normalize(t, tile, P: tl.constexpr):
+    """out ← v · a / max(sqrt(x), b), n of each: factors that bring norms to a, of sums x."""
+    TC: tl.constexpr = P.TC
+    at = tile * TC + tl.arange(0, TC)
+    has = at < tl.load(t + N)
+    sums = tl.load(pointer(t, X, tl.float32) + at, mask=has, other=1.0)
+    old = tl.load(pointer(t, V, tl.float32) + at, mask=has, other=0.0)
+    norm, least = tl.sqrt(sums), number(t, B)
+    new = old * (number(t, A) / tl.where(norm < least, least, norm))  # a NaN stays one
+    new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
+    tl.store(pointer(t, OUT, tl.float32) + at, new, mask=has)
+
+
+@triton.jit
+def tell(t, tile, P: tl.constexpr):
+    """out ← found, a number."""
+    tl.store(pointer(t, OUT, tl.float32), number(t, FOUND))
+
+
+@triton.jit
+def fold(t, tile, P: tl.constexpr):
+    """out[j] ← the sum of part[i · cols + j] over i < rows, for j < n; if total, that over all
+    elements of part, of which there are height, as rows of n = TC.
+    """
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    j = tile * TC + tl.arange(0, TC)
+    rows, cols, height = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + HEIGHT)
+    has = j < tl.load(t + N)
+    sums = tl.zeros([TC], dtype=tl.float32)
+    for k in range(0, rows, TR):
+        i = k + tl.arange(0, TR)
+        at = i[:, None].to(tl.int64) * cols + j[None, :]
+        ok = (i < rows)[:, None] & has[None, :] & (at < height)
+        x = tl.load(pointer(t, PART, tl.float32) + at, mask=ok, other=0.0)
+        sums += tl.sum(x, axis=0)
+    out = pointer(t, OUT, tl.float32)
+    if tl.load(t + TOTAL) != 0:
+        tl.store(out, tl.sum(sums, axis=0))
+    else:
+        tl.store(out + j, sums, mask=has)

@@ -1,0 +1,150 @@
+"""What a program reads of its table: its parameter, its tile, and where that lies in memory.
+
+Every kernel gets a table of int64, a row for each parameter: see columns.py. Tensors are there by
+their addresses, and so are numbers, which are fp32 on the device.
+"""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops.executors.triton.columns import COLUMNS
+
+# Where each of columns.py lies in a row: a kernel may read constexprs alone.
+FIELD = {name: i for i, name in enumerate(COLUMNS)}
+FIELDS = tl.constexpr(len(COLUMNS))
+FIRST, KIND = tl.constexpr(FIELD["first"]), tl.constexpr(FIELD["kind"])
+START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("start", "n", "origin"))
+ROWS, COLS, DOWN = (tl.constexpr(FIELD[k]) for k in ("rows", "cols", "down"))
+ROW0, MAT0, HEIGHT = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height"))
+TOTAL, MATS = tl.constexpr(FIELD["total"]), tl.constexpr(FIELD["mats"])
+X, ROW, COL, M, V = (tl.constexpr(FIELD[k]) for k in ("x", "row", "col", "m", "v"))
+M_SCALE, V_SCALE = (tl.constexpr(FIELD[k]) for k in ("m_scale", "v_scale"))
+W, AUX, KEY, BEFORE = (tl.constexpr(FIELD[k]) for k in ("w", "aux", "key", "before"))
+OUT, PART, PART2 = (tl.constexpr(FIELD[k]) for k in ("out", "part", "part2"))
+FACTOR, BOUND, SCALE = (tl.constexpr(FIELD[k]) for k in ("factor", "bound", "scale"))
+WEIGHT, BETA1, BETA2 = (tl.constexpr(FIELD[k]) for k in ("weight", "beta1", "beta2"))
+A, B, DECAY = (tl.constexpr(FIELD[k]) for k in ("a", "b", "decay"))
+SHARE, LR, MOST = (tl.constexpr(FIELD[k]) for k in ("share", "lr", "most"))
+PROBE, FOUND = tl.constexpr(FIELD["probe"]), tl.constexpr(FIELD["found"])
+GIVEN = tl.constexpr(FIELD["given0"])
+
+
+@triton.jit
+def parameter_of(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr):
+    """The table's rows, one for each pass, of the parameter that this program works on -> the first
+    of them, the program's tile.
+    """
+    i = tl.arange(0, COUNT)
+    first = tl.load(table + i * (PASSES * FIELDS) + FIRST, mask=i < count, other=2**62)
+    program = tl.program_id(0).to(tl.int64)
+    at = tl.sum((first <= program).to(tl.int32), axis=0) - 1
+    t = table + at * (PASSES * FIELDS)
+    return t, program - tl.load(t + FIRST)
+
+
+@triton.jit
+def pointer(t, FIELD: tl.constexpr, DTYPE: tl.constexpr):
+    """Where the tensor of a column begins."""
+    return tl.load(t + FIELD).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def number(t, FIELD: tl.constexpr):
+    """The number of a column, fp32."""
+    return tl.load(pointer(t, FIELD, tl.float32))
+
+
+@triton.jit
+def number_or_formula(t, FIELD: tl.constexpr, FORMULA: tl.constexpr):
+    """The number of a column, or what a formula makes of those that are given for it, fp32."""
+    if FORMULA is None:
+        found = number(t, FIELD)
+    else:
+        found = _evaluated(t, FORMULA)
+    return found
+
+
+@triton.jit
+def _evaluated(t, F: tl.constexpr):
+    """A formula of formulas.py, rounded as torch rounds it."""
+    a: tl.constexpr = F.a
+    b: tl.constexpr = F.b
+    if F.name == "given":
+        found = number(t, GIVEN + a)
+    elif F.name == "add":
+        found = _evaluated(t, a) + _evaluated(t, b)
+    elif F.name == "sub":
+        found = _evaluated(t, a) - _evaluated(t, b)
+    elif F.name == "mul":
+        found = _evaluated(t, a) * _evaluated(t, b)
+    elif F.name == "div":
+        found = tl.div_rn(_evaluated(t, a), _evaluated(t, b))
+    elif F.name == "sqrt":
+        found = tl.sqrt_rn(_evaluated(t, a))
+    elif F.name == "at_least":  # a NaN stays one, here and below
+        x, bound = _evaluated(t, a), _evaluated(t, b)
+        found = tl.where(x < bound, bound, x)
+    elif F.name == "at_most":
+        x, bound = _evaluated(t, a), _evaluated(t, b)
+        found = tl.where(x > bound, bound, x)
+    elif F.name == "gt":
+        found = _evaluated(t, a) > _evaluated(t, b)
+    elif F.name == "and":
+        found = _evaluated(t, a) & _evaluated(t, b)
+    else:
+        tl.static_assert(F.name == "where")
+        c: tl.constexpr = F.c
+        found = tl.where(_evaluated(t, a), _evaluated(t, b), _evaluated(t, c))
+    return found
+
+
+@triton.jit
+def rows_of(t, tile, TR: tl.constexpr):
+    """Rows of a row tile -> its matrix, the rows in that matrix [TR], those that exist [TR]."""
+    down = tl.load(t + DOWN)
+    mat = tl.load(t + MAT0) + tile // down
+    r = tl.load(t + ROW0) + (tile % down) * TR + tl.arange(0, TR)
+    return mat, r, r < tl.load(t + ROWS)
+
+
+@triton.jit
+def elements_of(t, mat, r, has_row, c, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements [TR, TC] of rows r, columns c and on -> where in the run they begin [TR, 1], which
+    of them it has, columns [TC].
+
+    Which it has is told by bounds for each row, so that it is alike within a vector.
+    """
+    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
+    begin = (mat * rows + r) * cols + c - tl.load(t + START)
+    low = tl.minimum(tl.maximum(-begin, 0), TC).to(tl.int32)
+    high = tl.minimum(tl.load(t + N) - begin, cols - c)
+    high = tl.where(has_row, tl.minimum(tl.maximum(high, 0), TC), 0).to(tl.int32)
+    k = tl.arange(0, TC)
+    low, high = hinted(low, ALIGNED)[:, None], hinted(high, ALIGNED)[:, None]
+    ok = (k[None, :] >= low) & (k[None, :] < high)
+    return hinted(begin, ALIGNED)[:, None], ok, c + k
+
+
+@triton.jit
+def hinted(x, ALIGNED: tl.constexpr):
+    """x, which is a multiple of 16 if ALIGNED. The compiler follows the shifts; what multiple_of
+    says of an argument is lost as soon as this is inlined.
+    """
+    if ALIGNED:
+        x = (x >> 4) << 4
+    return x
+
+
+@triton.jit
+def vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer that is a multiple of 16 bytes if ALIGNED."""
+    pointer = tl.load(t + FIELD).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def run_at(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the elements of a tile lie whose rows begin at e."""
+    return vectors(t, FIELD, DTYPE, ALIGNED) + e + tl.arange(0, TC)[None, :]

@@ -1,0 +1,124 @@
+"""What a pass reads, in fp32: the expressions of ops, as they are read."""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops.executors.triton.kernels.moments import (
+    adam,
+    adam8_step,
+    adam_step,
+    moved,
+    sign8_step,
+    sign_step,
+)
+from ds_ext.ops.executors.triton.kernels.table import (
+    BOUND,
+    COL,
+    COLS,
+    DECAY,
+    FACTOR,
+    ROW,
+    ROWS,
+    SCALE,
+    WEIGHT,
+    M,
+    V,
+    X,
+    hinted,
+    number,
+    number_or_formula,
+    pointer,
+    run_at,
+)
+from ds_ext.ops.executors.triton.kernels.weights import load_weight
+
+# What is read: see ``value_of``.
+IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR = (tl.constexpr(i) for i in range(4))
+IS_RESIDUAL, IS_ADAM_STEP, IS_ADAM, IS_SIGN_STEP = (tl.constexpr(i) for i in range(4, 8))
+IS_ADAM8_STEP, IS_SIGN8_STEP = tl.constexpr(8), tl.constexpr(9)
+
+
+@triton.jit
+def factor_and_bound(t, BOUNDED: tl.constexpr):
+    """What a run is multiplied by, and its bound if it has one."""
+    factor = number(t, FACTOR)
+    most = factor
+    if BOUNDED:
+        most = number(t, BOUND)
+    return factor, most
+
+
+@triton.jit
+def scaled(x, factor, most, BOUNDED: tl.constexpr):
+    """x · factor within ± most, in fp32."""
+    u = x.to(tl.float32) * factor
+    if BOUNDED:
+        u = tl.where(u > most, most, tl.where(u < -most, -most, u))
+    return u
+
+
+@triton.jit
+def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
+    """What a pass reads, [TR, TC] in fp32; 0 outside of the run. Moments are advanced by it.
+
+    IS_WEIGHT: the weights. IS_RUN: x · factor within ± bound. IS_QUOTIENT: that · row · col;
+    IS_VECTOR: / sqrt(v), a run. IS_ADAM: from m and v; IS_ADAM_STEP: after they were advanced by
+    x; IS_SIGN_STEP: Lion's; 8: by moments of 8 bits. All · scale. IS_RESIDUAL: the quotient less
+    the momentum. DECAYS: + decay · weights. SCALED and DECAYED are formulas of scale and decay, or
+    None.
+    """
+    TR: tl.constexpr = P.TR
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    FORM: tl.constexpr = P.FORM
+    BOUNDED: tl.constexpr = P.BOUNDED
+    SCALED: tl.constexpr = P.SCALED
+    DECAYED: tl.constexpr = P.DECAYED
+    if FORM == IS_WEIGHT:
+        u = load_weight(t, e, ok, TC, ALIGNED, P.WD, P.KEPT)
+    else:
+        if FORM == IS_ADAM:
+            u = adam(t, e, ok, TC, ALIGNED)
+        else:
+            x = tl.load(run_at(t, X, P.XD, e, TC, ALIGNED), mask=ok, other=0.0)
+            factor, most = factor_and_bound(t, BOUNDED)
+            u = scaled(x, factor, most, BOUNDED)
+        if FORM == IS_QUOTIENT or FORM == IS_RESIDUAL:
+            u = _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED)
+        if FORM == IS_VECTOR:
+            v = tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0)
+            u = u * tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
+        if FORM == IS_ADAM_STEP:
+            u = adam_step(t, e, ok, u, TC, ALIGNED)
+        if FORM == IS_SIGN_STEP:
+            u = sign_step(t, e, ok, u, TC, ALIGNED)
+        if FORM == IS_ADAM8_STEP:
+            u = adam8_step(t, e, ok, u, TR, TC, ALIGNED)
+        if FORM == IS_SIGN8_STEP:
+            u = sign8_step(t, e, ok, u, TR, TC, ALIGNED)
+        u = u * number_or_formula(t, SCALE, SCALED)
+        if FORM == IS_RESIDUAL:
+            u = _less_momentum(t, e, ok, u, TC, ALIGNED)
+        if P.DECAYS:
+            decay = number_or_formula(t, DECAY, DECAYED)
+            u = u + decay * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.KEPT)
+    return tl.where(ok, u, 0.0)
+
+
+@triton.jit
+def _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED: tl.constexpr):
+    """u · row · col, of rows r and columns j of a matrix."""
+    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
+    row = tl.load(pointer(t, ROW, tl.float32) + mat * rows + r, mask=has_row, other=0.0)
+    # without vectors: where factors lie depends on the parameters beside this one
+    col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
+    return u * col[None, :] * row[:, None]
+
+
+@triton.jit
+def _less_momentum(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """u − m, after m ← m + weight · (u − m)."""
+    at = run_at(t, M, tl.float32, e, TC, ALIGNED)
+    m = moved(tl.load(at, mask=ok, other=0.0), u, number(t, WEIGHT))
+    tl.store(at, m, mask=ok)
+    return u - m

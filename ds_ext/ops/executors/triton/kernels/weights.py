@@ -1,0 +1,157 @@
+"""How weights are read and written: weight_update.py on a GPU, with the same random numbers."""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops import weight_forms
+from ds_ext.ops.executors.triton.kernels.table import AUX, KEY, ORIGIN, W, run_at
+
+# How a weight is kept.
+PLAIN, STOCHASTIC, SPLIT, COPIED, CORRECTED = (tl.constexpr(i) for i in range(5))
+MOST_BF16 = tl.constexpr(3.3895313892515355e38)
+MOST_FP16 = tl.constexpr(65504.0)
+# Of CORRECTED weights: see weight_forms.py.
+MOST_PARTS, HALF = tl.constexpr(weight_forms.MOST), tl.constexpr(weight_forms.HALF)
+PARTS = tl.constexpr(weight_forms.PARTS)
+
+
+@triton.jit
+def load_weight(
+    t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr
+):
+    """Weights, in fp32."""
+    if KEPT == SPLIT:
+        upper = tl.load(run_at(t, W, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
+        rest = tl.load(run_at(t, AUX, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
+        x = ((upper << 16) + rest).to(tl.float32, bitcast=True)
+    else:
+        run = tl.load(run_at(t, W, WD, e, TC, ALIGNED), mask=ok, other=0.0)
+        x = run.to(tl.float32)
+        if KEPT == COPIED:
+            copy = tl.load(run_at(t, AUX, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
+            x = tl.where(copy.to(WD) == run, copy, x)
+        if KEPT == CORRECTED:
+            parts = tl.load(run_at(t, AUX, tl.int8, e, TC, ALIGNED), mask=ok, other=0)
+            parts = tl.minimum(tl.maximum(parts.to(tl.float32), -MOST_PARTS), MOST_PARTS)
+            epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
+            x += parts * (epsilon / (2 * PARTS)) * _power(x, WD).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def store_weight(
+    t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr
+):
+    """Writes fp32 weights back: weight_update.py says how each kind rounds."""
+    w = run_at(t, W, WD, e, TC, ALIGNED)
+    if KEPT == SPLIT:
+        bits = new.to(tl.int32, bitcast=True)
+        bits = tl.where(new != new, 0x7FC00000, bits)
+        upper = ((bits + 0x8000) >> 16).to(tl.int16)
+        tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16), mask=ok)
+        tl.store(w, upper.to(WD, bitcast=True), mask=ok)
+    elif KEPT == CORRECTED:
+        held = _to_nearest(new, WD)
+        tl.store(run_at(t, AUX, tl.int8, e, TC, ALIGNED), _parts(new, held, WD), mask=ok)
+        tl.store(w, held, mask=ok)
+    elif KEPT == COPIED:
+        tl.store(run_at(t, AUX, tl.float32, e, TC, ALIGNED), new, mask=ok)
+        tl.store(w, new.to(WD), mask=ok)
+    elif KEPT == STOCHASTIC:
+        noise = _noise(t, e, TC)
+        if WD == tl.bfloat16:
+            rounded = _to_bf16(new, noise)
+        else:
+            rounded = _to_fp16(new, noise)
+        tl.store(w, tl.where(_is_finite(new), rounded, new).to(WD), mask=ok)
+    else:
+        tl.store(w, _to_nearest(new, WD), mask=ok)
+
+
+@triton.jit
+def _parts(new, held, WD: tl.constexpr):
+    """What rounding took: int8 parts of half a spacing of the numbers in the dtype of a weight."""
+    near = held.to(tl.float32)
+    epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
+    inverse = (0x7F800000 - _power(near, WD)).to(tl.float32, bitcast=True)
+    parts = (new - near) * inverse * (PARTS / epsilon)
+    parts = tl.where(_is_finite(near), parts, 0.0)
+    return tl.where(parts < 0, parts - HALF, parts + HALF).to(tl.int32).to(tl.int8)
+
+
+@triton.jit
+def _power(near, WD: tl.constexpr):
+    """The bits of the power of two below a weight; subnormal ones lie as those above do."""
+    least: tl.constexpr = 0x00800000 if WD == tl.bfloat16 else 0x38800000
+    bits = near.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(bits, least), 0x7F000000)
+
+
+@triton.jit
+def _to_bf16(x, noise):
+    """fp32 up or down to a bf16, by noise in [0, 2**16)."""
+    bounded = tl.minimum(tl.maximum(x, -MOST_BF16), MOST_BF16)
+    bits = (bounded.to(tl.int32, bitcast=True) + noise) & -0x10000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_fp16(x, noise):
+    """fp32 up or down to an fp16, by noise in [0, 2**16)."""
+    bounded = tl.minimum(tl.maximum(x, -MOST_FP16), MOST_FP16)
+    power = (bounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    spacing = tl.maximum(power, 2.0**-14) * 2.0**-10
+    steps = tl.div_rn(tl.abs(bounded), spacing)
+    whole = steps.to(tl.int32).to(tl.float32)
+    cut = ((steps - whole) * 65536.0).to(tl.int32)
+    whole += (noise < cut).to(tl.float32)
+    return tl.where(bounded < 0, -whole, whole) * spacing
+
+
+@triton.jit
+def _mixed(x):
+    """The permutation of the numbers below 2**16 that rounding.py reads its noise from.
+
+    What lies above 16 bits is cut off where it could get lower, not after each multiplication.
+    """
+    x = (x ^ ((x >> 7) & 0x1FF)) * 0x2993
+    x = (x ^ ((x >> 5) & 0x7FF)) * 0xE877
+    x = (x ^ ((x >> 9) & 0x7F)) * 0x0235
+    return (x ^ ((x >> 10) & 0x3F)) & 0xFFFF
+
+
+@triton.jit
+def _place(t, chunk):
+    """rounding.place: where in the permutation the noise of 2**16 elements starts."""
+    h = (tl.load(t + KEY) + chunk * 0xC2B2AE3D).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _noise(t, e, TC: tl.constexpr):
+    """rounding.add_noise_: random numbers in [0, 2**16), the same for the same key, element.
+
+    A row of a tile touches two chunks of 2**16 elements at most: their places are found once.
+    """
+    first = e + tl.load(t + ORIGIN)
+    chunk, low = first >> 16, (first & 0xFFFF).to(tl.uint32)
+    here, beyond = _place(t, chunk) + low, _place(t, chunk + 1) + low
+    k = tl.arange(0, TC)[None, :].to(tl.uint32)
+    return _mixed(tl.where(k < 0x10000 - low, here, beyond) + k).to(tl.int32)
+
+
+@triton.jit
+def _is_finite(x):
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+
+
+@triton.jit
+def _to_nearest(x, WD: tl.constexpr):
+    """fp32 in the dtype of a weight; ties to even. Triton's interpreter only cuts bf16 off."""
+    if WD == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(x == x, near.to(tl.float32, bitcast=True), x)
+    return x.to(WD)

@@ -1,0 +1,114 @@
+"""Whole rows that are wider than any tile: they are read twice, tile by tile.
+
+The first time for the sums over each row, the second for those over columns, which need them.
+"""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops.executors.triton.kernels.sums import LARGEST_FACTOR
+from ds_ext.ops.executors.triton.kernels.table import (
+    BEFORE,
+    COL,
+    COLS,
+    DOWN,
+    MAT0,
+    OUT,
+    PART,
+    PART2,
+    ROW0,
+    ROWS,
+    SHARE,
+    START,
+    A,
+    B,
+    N,
+    X,
+    hinted,
+    number,
+    pointer,
+    vectors,
+)
+from ds_ext.ops.executors.triton.kernels.values import factor_and_bound, scaled
+
+
+@triton.jit
+def wide_weighed(t, tile, P: tl.constexpr):
+    """As ``sums.weighed``."""
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    XD: tl.constexpr = P.XD
+    BOUNDED: tl.constexpr = P.BOUNDED
+    STRIP: tl.constexpr = P.STRIP
+    cols, row, begin, own, mat = _rows(t, tile, STRIP, ALIGNED)
+    sums = tl.zeros([STRIP], dtype=tl.float32)
+    for c in range(0, cols, TC):
+        u, _ = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
+        sums += tl.sum(u * u, axis=1)
+    share = number(t, SHARE)
+    old = tl.load(pointer(t, BEFORE, tl.float32) + row, mask=own, other=1.0)
+    old = (1.0 - share) * old + share * number(t, B)
+    weights = 1.0 / (old + share / cols.to(tl.float32) * sums)
+    tl.store(pointer(t, OUT, tl.float32) + row, sums, mask=own)
+    for c in range(0, cols, TC):
+        u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
+        at, square = tile * cols + j, u * u
+        tl.store(pointer(t, PART, tl.float32) + at, tl.sum(square, axis=0), mask=j < cols)
+        divided = tl.sum(square * weights[:, None], axis=0)
+        tl.store(pointer(t, PART2, tl.float32) + at, divided, mask=j < cols)
+
+
+@triton.jit
+def normalize_wide_rows(t, tile, P: tl.constexpr):
+    """As ``sums.normalize_whole_rows``."""
+    TC: tl.constexpr = P.TC
+    ALIGNED: tl.constexpr = P.ALIGNED
+    XD: tl.constexpr = P.XD
+    BOUNDED: tl.constexpr = P.BOUNDED
+    STRIP: tl.constexpr = P.STRIP
+    cols, row, begin, own, mat = _rows(t, tile, STRIP, ALIGNED)
+    by_col = pointer(t, COL, tl.float32) + mat * cols
+    sums = tl.zeros([STRIP], dtype=tl.float32)
+    for c in range(0, cols, TC):
+        u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
+        u *= tl.load(by_col + j, mask=j < cols, other=0.0)[None, :]
+        sums += tl.sum(u * u, axis=1)
+    old = tl.load(pointer(t, BEFORE, tl.float32) + row, mask=own, other=0.0)
+    ratio = number(t, A) / tl.maximum(old * tl.sqrt(sums), number(t, B))
+    new = tl.minimum(old * ratio, LARGEST_FACTOR)
+    tl.store(pointer(t, OUT, tl.float32) + row, new, mask=own)
+    for c in range(0, cols, TC):
+        u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
+        u *= tl.load(by_col + j, mask=j < cols, other=0.0)[None, :]
+        at = tile * cols + j
+        total = tl.sum(u * u * (new * new)[:, None], axis=0)
+        tl.store(pointer(t, PART, tl.float32) + at, total, mask=j < cols)
+
+
+@triton.jit
+def _rows(t, tile, STRIP: tl.constexpr, ALIGNED: tl.constexpr):
+    """The rows of a strip -> columns, the rows among those of all matrices [STRIP], where each
+    begins in the run, which of them the run has, their matrix.
+    """
+    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
+    down = tl.load(t + DOWN)
+    mat = tl.load(t + MAT0) + tile // down
+    r = tl.load(t + ROW0) + (tile % down) * STRIP + tl.arange(0, STRIP)
+    row = mat * rows + r
+    begin = row * cols - tl.load(t + START)
+    return cols, row, begin, (r < rows) & (begin >= 0) & (begin < tl.load(t + N)), mat
+
+
+@triton.jit
+def _tile(
+    t, begin, own, c, cols, TC: tl.constexpr, ALIGNED: tl.constexpr,
+    XD: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Columns c and on of these rows, [STRIP, TC], in fp32 and 0 outside of the run -> them, which
+    columns those are.
+    """
+    j = c + tl.arange(0, TC)
+    factor, most = factor_and_bound(t, BOUNDED)
+    ok = own[:, None] & (j < cols)[None, :]
+    at = vectors(t, X, XD, ALIGNED) + hinted(begin, ALIGNED)[:, None] + j[None, :]
+    return scaled(tl.load(at, mask=ok, other=0.0), factor, most, BOUNDED), j

@@ -1,0 +1,260 @@
+"""The passes over a batch as launches: a ``Table`` takes what that of native passes takes."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_ext.ops.executors.triton import sizes, tiles, waiting
+from ds_ext.ops.executors.triton.columns import AT, FORMULAS
+from ds_ext.ops.executors.triton.known import KnownSums
+from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, Squares
+from ds_ext.ops.executors.triton.memory import Addresses
+from ds_ext.ops.executors.triton.tables import Constants, Launch
+from ds_ext.ops.formulas import Formula
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FORMS = frozenset(
+    (
+        "IS_WEIGHT IS_RUN IS_QUOTIENT IS_VECTOR IS_ADAM IS_ADAM_STEP IS_RESIDUAL IS_ADAM8_STEP "
+        "IS_SIGN_STEP IS_SIGN8_STEP"
+    ).split()
+)
+BY_MATRIX = ("IS_QUOTIENT", "IS_RESIDUAL")  # depend on the row and column of an element
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a pass reads, and what else it needs: columns as ``Table.run`` takes them."""
+
+    columns: Columns
+    form: str
+    dtype: torch.dtype | None
+    kept: tuple[str, torch.dtype] | None
+    decays: bool
+
+    @property
+    def numbers(self) -> Columns:
+        """The columns, with numbers that are not always given."""
+        return {"factor": 1.0, "scale": 1.0, **self.columns}
+
+    @property
+    def run(self) -> Constants:
+        """How a run is read that is one as it is."""
+        dtype = "float32" if self.dtype is None else DTYPES[self.dtype]
+        return (("XD", dtype), ("BOUNDED", "bound" in self.columns))
+
+    @property
+    def constants(self) -> Constants:
+        """How anything is read: see ``value_of`` in kernels/values.py."""
+        how, dtype = self.kept or ("PLAIN", torch.float32)
+        more: Constants = (("DECAYS", self.decays), ("WD", DTYPES[dtype]), ("KEPT", how))
+        more = (*more, ("SCALED", None), ("DECAYED", None))
+        return (("FORM", self.form), *self.run, *more)
+
+    @property
+    def only_sums(self) -> bool:
+        """Whether to read it changes nothing."""
+        return not self.form.endswith("_STEP") and self.form != "IS_RESIDUAL"
+
+    @property
+    def tiles(self) -> str:
+        """The name of the tiles of a pass over runs."""
+        return "by_matrix" if self.form in BY_MATRIX else "flat"
+
+
+def _squares(table: Launcher, read: Read) -> None:
+    known: KnownSums | None = read.columns.get("known")
+    if known is not None and known.are_valid:
+        columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
+        made = table.launches(
+            "recall", read.constants, table.recalled[known.tiles], {**columns, **known.columns}
+        )
+        waiting.ask((), made, only_sums=True)
+        return
+    name = read.tiles
+    how = table.sums[name]
+    part, places = table.room(how)
+    columns = {k: v for k, v in read.numbers.items() if k not in ("out", "known")}
+    columns["part"] = places
+    # updates of vectors, which are small, have the warps of whole rows, to be in one launch
+    warps = sizes.WIDE_WARPS if read.form == "IS_VECTOR" else None
+    constants = (*read.constants, ("WARPS", warps))
+    made = table.launches("squares", constants, getattr(table, name), columns)
+    waiting.ask(made, [table.folded(how, part, read.columns["out"])], read.only_sums)
+
+
+def _statistics(table: Launcher, read: Read) -> Squares:
+    by_row, by_col = table.sums_of_tiles
+    (tall, at_tall), (wide, at_wide) = table.room(by_row), table.room(by_col)
+    columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
+    columns |= {"part": at_tall, "part2": at_wide}
+    made = table.launches("statistics", read.constants, table.by_matrix, columns)
+    outs = read.columns["out"], read.columns["out2"]
+    folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
+    waiting.ask(made, folded, read.only_sums)
+    return Squares(at_tall, table.squares_of_tiles)
+
+
+def _weighed(table: Launcher, read: Read) -> Squares:
+    outs = {"out2": "part", "out3": "part2"}
+    _over_strips(table, read, "weighed", outs, {"eps": "b"}, only_sums=True)
+    return Squares(read.columns["out"], table.squares_of_rows)
+
+
+def _normalize_whole_rows(table: Launcher, read: Read) -> None:
+    roots = np.sqrt(table.geometry.cols).astype(np.float32)
+    renamed = {"eps": "b", "row": "before"}
+    _over_strips(table, read, "normalize_whole_rows", {"out2": "part"}, renamed, a=roots)
+
+
+def _over_strips(
+    table: Launcher,
+    read: Read,
+    kernel: str,
+    outs: Mapping[str, str],
+    renamed: Mapping[str, str],
+    only_sums: bool = False,
+    **more: Any,
+) -> None:
+    """A pass over whole rows, which leaves parts of the sums ``outs`` over columns."""
+    how, columns = table.sums_of_strips, dict(more)
+    folded: list[Launch] = []
+    for name, value in read.numbers.items():
+        if name in outs:
+            part, columns[outs[name]] = table.room(how)
+            folded.append(table.folded(how, part, value))
+        else:
+            columns[renamed.get(name, name)] = value
+    del columns["scale"]
+    made = table.launches(kernel, read.run, table.by_strip, columns)
+    waiting.ask(made, folded, only_sums)
+
+
+def _factors(table: Launcher, read: Read) -> None:
+    named = {"in": "part", "in2": "part2", "in3": "x", "out2": "v", "eps": "b", "clip": "bound"}
+    columns = {named.get(k, k): v for k, v in read.columns.items()}
+    kernel = "factors"
+    if "x" in columns:
+        g = table.geometry
+        kernel = "clipped_factors"
+        columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
+    else:
+        del columns["bound"]
+    waiting.ask(table.launches(kernel, (), table.by_parameter, columns))
+
+
+def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
+    g = table.geometry
+    count, size = (g.rows, g.cols) if is_by_row else (g.cols, g.rows)
+    at = tiles.made(-(-g.mats * count // sizes.LONG), n=g.mats * count)
+    columns = {"x": read.columns["in"], "v": read.columns["in2"], "out": read.columns["out"]}
+    columns |= {"a": np.sqrt(size).astype(np.float32), "b": read.columns["eps"]}
+    waiting.ask(table.launches("normalize", (), at, columns))
+
+
+def _advance(table: Launcher, read: Read, kernel: str) -> None:
+    columns = {{"eps": "b"}.get(k, k): v for k, v in read.numbers.items()}
+    at = getattr(table, read.tiles)
+    waiting.ask(table.launches(kernel, read.constants, at, columns, OUT))
+
+
+def _apply(table: Launcher, read: Read) -> None:
+    name = read.tiles
+    at, columns = getattr(table, name), dict(read.numbers)
+    constants = (*read.constants, ("RATE", None))
+    measured, known = columns.pop("measured", None), columns.pop("known", None)
+    notes = known is not None
+    if notes:
+        columns |= known.noted_by(name)
+    if measured is None:
+        kernel = "noting_apply" if notes else "apply"
+        waiting.ask(table.launches(kernel, constants, at, columns))
+        return
+    how = table.sums[name]
+    moved, columns["part"] = table.room(how)
+    if not notes:
+        columns["part2"] = table.room(how)[1]
+    constants = (*constants, ("NOTED", notes))
+    made = table.launches("measured_apply", constants, at, columns)
+    second = Addresses(measured.values, 4 * (measured.firsts + 1))
+    held = columns["part2"].values
+    folded = [table.folded(how, moved, measured), table.folded(how, held, second)]
+    waiting.ask(made, folded)
+
+
+def _mark(table: Launcher, read: Read) -> None:
+    columns = {"w": read.columns["w"], "out": read.columns["marks"]}
+    waiting.ask(table.launches("mark", (), table.by_group, columns))
+
+
+def _mend(table: Launcher, read: Read) -> None:
+    """Some states have no marks yet: those of an older file."""
+    assert read.kept is not None
+    is_split = read.kept[0] == "SPLIT"
+    columns = {"w": read.columns["w"], "aux": read.columns["aux"], "before": read.columns["marks"]}
+    dtype = "int16" if is_split else "int8"
+    for one in table.launches("mend", (("AD", dtype),), table.by_group, columns):
+        marked = one.rows[:, AT["before"]] != 0
+        for kernel, constants, own in (
+            ("mend", one.constants, marked),
+            ("mend_unmarked", one.constants[1:], ~marked & is_split),
+        ):
+            if own.any():
+                some = {"rows": one.rows[own], "programs": one.programs[own]}
+                at = np.arange(len(own)) if one.own is None else one.own
+                named = {"kernel": kernel, "constants": constants, "own": at[own]}
+                waiting.ask([replace(one, **named, **some)])
+
+
+PASSES: dict[str, Callable[[Launcher, Read], Squares | None]] = {
+    "squares": _squares,
+    "statistics": _statistics,
+    "weighed": _weighed,
+    "normalize_whole_rows": _normalize_whole_rows,
+    "normalize_rows": functools.partial(_normalize, is_by_row=True),
+    "normalize_columns": functools.partial(_normalize, is_by_row=False),
+    "factors": _factors,
+    "advance": functools.partial(_advance, kernel="lerp"),
+    "advance_square": functools.partial(_advance, kernel="square_lerp"),
+    "apply": _apply,
+    "mark": _mark,
+    "mend": _mend,
+}
+
+
+class Table(Launcher):
+    """The passes over many parameters on a GPU."""
+
+    adds_two = False  # squares of weights, and of what is read with them, in one pass
+    fills_whole_sums = False  # sums lie beside those that are not filled
+    forms, passes = FORMS, frozenset(PASSES)
+
+    def reads(self, name: str, form: str, columns: Columns) -> bool:
+        """Returns whether a pass can read such a form, and such numbers."""
+        if name == "weighed" and form != "IS_RUN":
+            return False
+        return all(column in FORMULAS for column, x in columns.items() if isinstance(x, Formula))
+
+    def run(
+        self,
+        name: str,
+        columns: Columns,
+        form: str = "IS_WEIGHT",
+        dtype: torch.dtype | None = None,
+        kept: tuple[str, torch.dtype] | None = None,
+        decays: bool = False,
+        fresh: bool = False,
+    ) -> Squares | None:
+        """Makes a pass: see that of ``native.table.Table``.
+
+        What has addresses is an object with ``pointers``, [n]; a number is one of the host, an
+        array of them [n], a tensor on the device, [n] or of one number for all, or a formula.
+
+        Returns:
+            What adds up to the sums of squares, if the pass has made that.
+        """
+        return PASSES[name](self, Read(columns, form, dtype, kept, decays))

@@ -1,0 +1,303 @@
+"""Launches of kernels over the parameters of a table, and the one copy that brings their tables."""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_ext.ops.executors.triton import shapes
+from ds_ext.ops.executors.triton.columns import AT, COLUMNS
+from ds_ext.ops.executors.triton.memory import Memory
+from ds_ext.ops.executors.triton.specs import Spec
+from ds_ext.ops.executors.triton.tiles import Numbers, Tiles
+
+Constants: TypeAlias = tuple[tuple[str, Any], ...]
+HostNumber: TypeAlias = float | NDArray[np.float32]  # one for all parameters, or one for each
+Kind: TypeAlias = Spec  # passes that are made one after another: see kernels/run.py
+TOGETHER = 1024  # parameters of a launch at most: each program looks for its own among them
+# Passes whose every element depends, of what passes before it have written, on itself alone.
+BY_ELEMENT = {"squares", "statistics", "lerp", "square_lerp"}
+BY_ELEMENT |= {"apply", "noting_apply", "measured_apply"}
+# Those whose bits do not depend on the number of warps.
+ANY_WARPS = {"lerp", "square_lerp", "apply", "tell"}
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One pass over some parameters of a table, by one kernel.
+
+    ``numbers`` are those that no tensor on the device holds, one for all or one for each, by
+    columns; where they will lie is filled in when the table is copied. ``alive`` is what the
+    table points to, which must not be freed before.
+    """
+
+    kernel: str
+    constants: Constants
+    memory: Memory
+    tiles: Tiles
+    own: Numbers | None  # of the tiles' parameters; None: all
+    rows: Numbers  # [n, columns]
+    programs: Numbers  # of each parameter, [n]
+    numbers: Mapping[str, HostNumber]
+    alive: Sequence[object]
+
+    def is_over(self, other: "Launch") -> bool:
+        """Whether each program of both has the same elements, and needs no other's."""
+        if not {self.kernel, other.kernel} <= BY_ELEMENT or self.tiles is not other.tiles:
+            return False
+        if self.own is None or other.own is None:
+            return self.own is other.own
+        return np.array_equal(self.own, other.own)
+
+    def part(self, start: int, stop: int) -> "Launch":
+        """Returns the launch of some of the parameters."""
+        if start == 0 and len(self.rows) <= stop:
+            return self
+        at = slice(start, stop)
+        numbers = {k: x if isinstance(x, float) else x[at] for k, x in self.numbers.items()}
+        return replace(self, rows=self.rows[at], programs=self.programs[at], numbers=numbers)
+
+
+# Launches over the same elements, which each program makes one after another.
+Chain: TypeAlias = Sequence[Launch]
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Launches that are one: of parameters with several kinds of passes."""
+
+    chains: list[Chain]
+    kinds: tuple[Kind, ...]
+    of_each: list[int]  # the kind of each chain
+    warps: int
+
+    @property
+    def count(self) -> int:
+        """Parameters."""
+        return sum(len(chain[0].rows) for chain in self.chains)
+
+    @property
+    def passes(self) -> int:
+        """Rows of the table that each parameter has."""
+        return max(map(len, self.chains))
+
+    @property
+    def table_words(self) -> int:
+        """The size of the table, in words of 8 bytes."""
+        return self.count * self.passes * len(COLUMNS)
+
+    @property
+    def words(self) -> int:
+        """The same with its numbers, to a multiple of 16 bytes."""
+        given = [x for chain in self.chains for one in chain for x in one.numbers.values()]
+        floats = sum(1 if isinstance(x, float) else len(x) for x in given)
+        words = self.table_words + -(-floats // 2)
+        return words + words % 2
+
+
+def merged(chains: Iterable[Chain]) -> list[Joint]:
+    """Returns chains that do not depend on each other as few launches: one for a number of warps.
+
+    All are on one device.
+    """
+    by_warps: dict[int, list[tuple[Chain, Kind]]] = {}
+    others: list[tuple[Chain, Kind, int]] = []  # of any number of warps
+    for chain in chains:
+        kind, warps = _kind(tuple((one.kernel, one.constants) for one in chain))
+        if all(one.kernel in ANY_WARPS for one in chain):
+            others.append((chain, kind, warps))
+        else:
+            by_warps.setdefault(warps, []).append((chain, kind))
+    if others:
+        warps = max(by_warps, key=lambda warps: len(by_warps[warps]), default=others[0][2])
+        by_warps.setdefault(warps, []).extend((chain, kind) for chain, kind, _ in others)
+    return [one for warps, some in by_warps.items() for one in _joints(some, warps)]
+
+
+def _joints(given: Sequence[tuple[Chain, Kind]], warps: int) -> Iterator[Joint]:
+    """Launches of up to ``TOGETHER`` parameters each."""
+    some: list[tuple[Chain, Kind]] = []
+    count = 0
+    for chain, kind in given:
+        start, n = 0, len(chain[0].rows)
+        while start < n:
+            stop = min(n, start + TOGETHER - count)
+            some.append(([one.part(start, stop) for one in chain], kind))
+            count, start = count + stop - start, stop
+            if count == TOGETHER:
+                yield _joint(some, warps)
+                some, count = [], 0
+    if some:
+        yield _joint(some, warps)
+
+
+def _joint(some: Sequence[tuple[Chain, Kind]], warps: int) -> Joint:
+    # in the order in which they were first met: the same kinds are the same kernel
+    kinds = sorted({kind for _, kind in some}, key=lambda kind: _met.setdefault(kind, len(_met)))
+    of_each = [kinds.index(kind) for _, kind in some]
+    return Joint([chain for chain, _ in some], tuple(kinds), of_each, warps)
+
+
+_met: dict[Kind, int] = {}
+
+
+def run(joints: Sequence[Joint]) -> None:
+    """Makes launches on one device, one after another, whose tables go there in one copy.
+
+    The device need not be the current one.
+    """
+    memory = joints[0].chains[0][0].memory
+    sizes_of_each = [one.words for one in joints]
+    words = sum(sizes_of_each)
+    host = memory.host(words)
+    with current(memory.device):
+        held = memory.scratch(2 * words).view(torch.int64)
+        array, address, at = host.numpy(), held.data_ptr(), 0
+        made = []
+        for one, size in zip(joints, sizes_of_each, strict=True):
+            made.append((one, at, _fill(one, array[at:], address + 8 * at)))
+            at += size
+        held.copy_(host, non_blocking=True)
+        for one, at, programs in made:
+            named = constants(one.kinds, one.passes, bits(one.count))
+            start(_label(one.kinds), programs, held[at:], one.count, named, one.warps)
+
+
+def _fill(joint: Joint, words: Numbers, address: int) -> int:
+    """Writes a launch's table, which will lie at ``address``, and its numbers after that.
+
+    -> its programs
+    """
+    base, count, passes = joint.table_words, joint.count, joint.passes
+    table = words[:base].reshape(count, passes, len(COLUMNS))
+    floats, used, row = words[base:].view(np.float32), 0, 0
+    for chain, kind in zip(joint.chains, joint.of_each, strict=True):
+        n = len(chain[0].rows)
+        for i, one in enumerate(chain):
+            own = table[row : row + n, i]
+            own[:] = one.rows
+            for name, values in one.numbers.items():
+                column = address + 8 * base + 4 * used
+                if isinstance(values, float):
+                    floats[used] = values
+                    own[:, AT[name]] = column
+                    used += 1
+                else:
+                    floats[used : used + n] = values
+                    own[:, AT[name]] = column + 4 * np.arange(n)
+                    used += n
+        table[row : row + n, 0, AT["kind"]] = kind
+        row += n
+    programs = np.concatenate([chain[0].programs for chain in joint.chains])
+    ends = programs.cumsum()
+    np.subtract(ends, programs, out=table[:, 0, AT["first"]])
+    return int(ends[-1])
+
+
+def bits(count: int) -> int:
+    """The power of two that a program looks for its parameter among, at least 16."""
+    return max(4, (count - 1).bit_length())
+
+
+def start(
+    label: str, programs: int, table: Tensor, count: int, named: Mapping[str, Any], warps: int
+) -> None:
+    """Launches a kernel on the current device, which ``named``, of ``constants``, belongs to.
+
+    What Triton has compiled for it is kept, for to find it again takes Triton most of a launch.
+    """
+    # Triton compiles another for a count of 1, which it takes for a constant, and for a multiple of
+    # 16; a table begins at one of 16 bytes, always.
+    key = id(named), warps, table.device, count == 1, count % 16 == 0
+    if key in _compiled:
+        handle, values, _ = _compiled[key]
+        handle[programs, 1, 1](table, count, *values)
+        return
+    function = _kernels().run
+    handle = function[(programs,)](table, count, **named, **options(warps))
+    if handle is not None and _kernels().VERSION >= (3, 4):  # none is of the interpreter
+        values = [named[name] for name in function.arg_names[2:]]
+        _compiled[key] = handle, values, named
+
+
+# Kernels as Triton has compiled them, and the values of their constants in the order of their
+# arguments, with the dict that these are of: its id is not another's while it is here.
+_compiled: dict[tuple[Any, ...], tuple[Any, Sequence[Any], Mapping[str, Any]]] = {}
+
+
+def options(warps: int) -> dict[str, Any]:
+    """How Triton compiles a kernel: products are rounded before they are added, as elsewhere.
+
+    Its own default differs from version to version.
+    """
+    return {"num_warps": warps, "enable_fp_fusion": False}
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU the current one, which Triton launches on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def constants(kinds: tuple[Kind, ...], passes: int, log2_count: int) -> dict[str, Any]:
+    """The constants of a launch."""
+    found = None
+    for number, kind in reversed([*enumerate(kinds)]):
+        found = Spec(number=number, passes=kind, rest=found)
+    return {"COUNT": 1 << log2_count, "PASSES": passes, "KINDS": found}
+
+
+def passes_of(kind: Kind) -> list[Spec]:
+    """The passes of a kind, in their order."""
+    return [kind] + ([] if kind.then is None else passes_of(kind.then))
+
+
+def kinds_of(named: Mapping[str, Any]) -> list[Kind]:
+    """The kinds of passes of a launch, of whose constants this is the reverse."""
+    found, one = [], named["KINDS"]
+    while one is not None:
+        found.append(one.passes)
+        one = one.rest
+    return found
+
+
+@functools.cache
+def _label(kinds: tuple[Kind, ...]) -> str:
+    """What a launch does: the passes of each kind."""
+    return " | ".join(", ".join(one.name for one in passes_of(kind)) for kind in kinds)
+
+
+@functools.cache
+def _kind(passes: tuple[tuple[str, Constants], ...]) -> tuple[Kind, int]:
+    """Passes that are made one after another -> what kernels/run.py takes them as, warps."""
+    found, most = None, 0
+    for kernel, given in reversed(passes):
+        named, warps = _pass(kernel, given)
+        found, most = Spec(name=kernel, then=found, **named), max(warps, most)
+    assert found is not None
+    return found, most
+
+
+def _pass(kernel: str, given: Constants) -> tuple[dict[str, Any], int]:
+    """A pass -> its constants by their names, its number of warps."""
+    named, kernels = dict(given), _kernels()
+    shape, warps = shapes.of(kernel, named)
+    for name in named.keys() & {"FORM", "KEPT"}:
+        named[name] = getattr(kernels, named[name]).value
+    for name in named.keys() & {"XD", "WD", "AD"}:
+        named[name] = getattr(kernels.tl, named[name])
+    return named | shape, named.pop("WARPS", None) or warps
+
+
+def _kernels() -> ModuleType:
+    """The kernels, imported when first asked for: they take Triton with them."""
+    from ds_ext.ops.executors.triton import kernels
+
+    return kernels

@@ -1,0 +1,144 @@
+"""How the runs of a batch are divided into tiles: the geometry of the rows of a launch's table."""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_ext.ops.executors.triton import sizes
+from ds_ext.ops.executors.triton.columns import AT, COLUMNS
+
+Numbers: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Runs [start, start + n) of matrices [mats, rows, cols], whose noise begins at ``first``."""
+
+    start: Numbers
+    n: Numbers
+    mats: Numbers
+    rows: Numbers
+    cols: Numbers
+    first: Numbers
+
+
+class Kind(NamedTuple):
+    """What parameters of a launch have in common."""
+
+    aligned: bool | None  # whether no vector crosses the end of a row or run; None: there are none
+    width: int  # of tiles that are as wide as rows; 0 of others, and where rows are wider
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The rows of a table, [n, columns], of which a program takes a tile each."""
+
+    rows: Numbers
+    programs: Numbers
+    aligned: NDArray[np.bool_] | None = None  # [n]
+    widths: Numbers | None = None  # [n]
+
+    def of(self, name: str) -> Numbers:
+        """Returns a column, [n]."""
+        column: Numbers = self.rows[:, AT[name]]
+        return column
+
+    def kinds(self, addresses: Numbers) -> list[tuple[Kind, Numbers]]:
+        """Returns which parameters may be of one launch; none if their runs are empty.
+
+        Args:
+            addresses: of what is read and written in vectors, [n, any].
+        """
+        if self.aligned is None:
+            return self._plain
+        if not np.bitwise_or.reduce(addresses, axis=None) % sizes.ALIGNMENT:
+            return self._usual
+        are_even = np.bitwise_or.reduce(addresses, axis=1) % sizes.ALIGNMENT == 0
+        return self._grouped(self.aligned & are_even)
+
+    @functools.cached_property
+    def _plain(self) -> list[tuple[Kind, Numbers]]:
+        return [(Kind(None, 0), np.arange(len(self.rows)))] if self.programs.any() else []
+
+    @functools.cached_property
+    def _usual(self) -> list[tuple[Kind, Numbers]]:
+        """Those of runs that begin at multiples of 16 bytes."""
+        assert self.aligned is not None
+        return self._grouped(self.aligned)
+
+    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[Kind, Numbers]]:
+        widths = np.zeros(len(aligned), dtype=np.int64) if self.widths is None else self.widths
+        found: dict[Kind, list[int]] = {}
+        for i, of in enumerate(map(Kind, aligned.tolist(), widths.tolist())):
+            found.setdefault(of, []).append(i)
+        return [(of, np.array(own)) for of, own in found.items() if self.programs[own].any()]
+
+
+def made(programs: Numbers, widths: Numbers | None = None, **columns: Numbers | int) -> Tiles:
+    """Returns tiles whose rows have these columns; the others are to be filled in."""
+    rows = np.zeros((len(programs), len(COLUMNS)), dtype=np.int64)
+    for name, column in columns.items():
+        rows[:, AT[name]] = column
+    if not {"start", "n", "cols"} <= columns.keys():
+        return Tiles(rows, programs)
+    ends = [rows[:, AT[name]] for name in ("start", "n", "cols")]
+    aligned = np.bitwise_or.reduce(ends) % sizes.ALIGNMENT == 0
+    return Tiles(rows, programs, aligned, widths)
+
+
+def flat(g: Geometry) -> Tiles:
+    """Runs as rows of one tile's width, whatever their matrices are."""
+    rows = -(-g.n // sizes.TC)
+    down = -(-rows // sizes.TR)
+    return made(down, start=0, n=g.n, origin=g.first, rows=rows, cols=sizes.TC, down=down)
+
+
+def by_matrix(g: Geometry) -> Tiles:
+    """Runs as tiles of the matrices they touch."""
+    at = _by_rows(g, sizes.TR)
+    height = touched(g) * at["down"]
+    return made(height * across(g), **at, height=height * sizes.TR)
+
+
+def by_strip(g: Geometry) -> Tiles:
+    """Runs as strips of whole rows of the matrices they touch."""
+    at = _by_rows(g, sizes.STRIP)
+    widths = [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
+    widths = [n if n <= sizes.WIDEST else 0 for n in widths]
+    return made(touched(g) * at["down"], np.array(widths), **at)
+
+
+def by_group(g: Geometry) -> Tiles:
+    """Runs as rows of the elements that share a mark."""
+    programs = -(-g.n // (sizes.GROUP * sizes.TR))
+    return made(programs, start=0, n=g.n, cols=sizes.GROUP)
+
+
+def by_parameter(g: Geometry) -> Tiles:
+    """One program for all the statistics of a parameter."""
+    return made(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
+
+
+def _by_rows(g: Geometry, height: int) -> dict[str, Numbers]:
+    """The geometry of tiles that are so many rows high."""
+    first, last = g.start // g.cols, (g.start + g.n - 1) // g.cols
+    is_one = touched(g) == 1  # only the rows that the run has
+    rows = np.where(is_one, last - first + 1, g.rows)
+    down = np.where(g.n > 0, -(-rows // height), 0)
+    at = {"start": g.start, "n": g.n, "rows": g.rows, "cols": g.cols, "origin": g.first}
+    row0 = np.where(is_one, first % g.rows, 0)
+    return at | {"mat0": first // g.rows, "row0": row0, "down": down}
+
+
+def across(g: Geometry) -> Numbers:
+    """How many tiles lie side by side."""
+    return -(-g.cols // sizes.TC)
+
+
+def touched(g: Geometry) -> Numbers:
+    """How many matrices each run touches."""
+    size = g.rows * g.cols
+    return np.where(g.n > 0, (g.start + g.n - 1) // size - g.start // size + 1, 0)

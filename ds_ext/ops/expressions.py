@@ -1,0 +1,353 @@
+"""Updates as lazy expressions: a pass evaluates them block by block, so no temporary is stored.
+
+An object with ``block(b)`` can be read, one with ``write_(b, new)`` can be written, and a tensor is
+both. The caller may overwrite what ``block`` returns. ``moments`` has the expressions that advance
+moments as they are read. An expression's ``source()`` describes it to native code and kernels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ext.ops import scratch, small
+from ds_ext.ops.shard import Block
+
+Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the kernel runs
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A weight that a kernel can read and write."""
+
+    run: Tensor
+    how: str = "PLAIN"  # or STOCHASTIC, SPLIT, COPIED, CORRECTED: see weight_forms.py
+    aux: Tensor | None = None
+    key: int = 0
+    start: int | None = None  # element of the parameter that the run starts at; None: its shard's
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns its tensors by their columns of the table."""
+        return {"w": self.run} | ({} if self.aux is None else {"aux": self.aux})
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a pass reads: a form of kernels/values.py, and what that needs."""
+
+    form: str
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    kept: Kept | None = None  # weights that are read: as IS_WEIGHT, or added · decay
+
+    def plus(self, form: str, tensors: Mapping[str, Tensor], **numbers: Number) -> "Source":
+        """Returns the same in a form that needs more."""
+        return replace(
+            self,
+            form=form,
+            tensors={**self.tensors, **tensors},
+            numbers={**self.numbers, **numbers},
+        )
+
+    @property
+    def is_by_matrix(self) -> bool:
+        """Whether what is read depends on the row and column that an element lies in."""
+        return self.form in ("IS_QUOTIENT", "IS_RESIDUAL")
+
+    def within(self, rows: slice, cols: slice) -> "Source":
+        """Returns what is read of these rows and columns of each matrix."""
+        tensors = dict(self.tensors)
+        if "row" in tensors:
+            tensors["row"] = tensors["row"][:, rows]
+        if "col" in tensors:
+            tensors["col"] = tensors["col"][..., cols]
+        return replace(self, tensors=tensors)
+
+
+def source_of(x: Any) -> Source | None:
+    """What a run is to a kernel; None if no kernel can read it."""
+    if isinstance(x, Tensor):
+        return Source("IS_RUN", {"x": x})
+    if hasattr(x, "kept"):
+        return Source("IS_WEIGHT", kept=x.kept())
+    return x.source() if hasattr(x, "source") else None
+
+
+def kept_of(p: Any) -> Kept | None:
+    """What a weight is to a kernel; None if no kernel can write it."""
+    if isinstance(p, Tensor):
+        return Kept(p)
+    return p.kept() if hasattr(p, "kept") else None
+
+
+class Run(Protocol):
+    """Values of one rank's run that are computed when a block of them is read."""
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        ...
+
+
+class WritableRun(Run, Protocol):
+    """A run that is kept in another form than a tensor of its values."""
+
+    def write_(self, b: Block, new: Tensor) -> object:
+        """Stores ``new``, [mats, rows, cols], as a block; it may be overwritten."""
+        ...
+
+
+Readable: TypeAlias = "Tensor | Run"
+Gradient: TypeAlias = "Tensor | Scaled"  # has a dtype and a device too
+Writable: TypeAlias = "Tensor | WritableRun"
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums and updates are computed in: fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def part(x: Tensor, b: Block) -> Tensor:
+    """Block ``b`` of a flat run, [mats, rows, cols], in place."""
+    return x[b.run].view(b.shape)
+
+
+def read(x: Readable, b: Block) -> Tensor:
+    """Block ``b`` of a run, [mats, rows, cols], in the accumulator's dtype.
+
+    It is a part of ``x`` itself where x is a tensor of that dtype, else the caller's.
+    """
+    if not isinstance(x, Tensor):
+        return x.block(b)
+    values, dtype = part(x, b), accumulator(x.dtype)
+    if values.dtype == dtype:
+        return values
+    return scratch.empty(b.shape, dtype, x.device).copy_(values)
+
+
+def is_part(values: Tensor, x: object) -> bool:
+    """Whether what was read from ``x`` is a part of it, and writing to one writes to the other."""
+    return isinstance(x, Tensor) and x.dtype == values.dtype
+
+
+def room(values: Tensor, x: Readable) -> Tensor:
+    """Where to write what is made of ``values``, read from ``x``: over them if x stays as it is."""
+    return scratch.like(values) if is_part(values, x) else values
+
+
+def write_(x: Writable, b: Block, new: Tensor) -> None:
+    """Stores ``new``, [mats, rows, cols], as block ``b`` of a run; it may be overwritten."""
+    if isinstance(x, Tensor):
+        part(x, b).copy_(new)
+    else:
+        x.write_(b, new)
+
+
+def flat(run: slice) -> Block:
+    """Elements of a run as a block of one row."""
+    return Block(run, slice(0, 1), slice(0, 1), run)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """x · factor, kept within ± ``bound``: a gradient averaged, unscaled and clipped when read."""
+
+    x: Readable
+    factor: Tensor | float = 1.0
+    bound: float | None = None
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        x = read(self.x, b)
+        x = torch.mul(x, self.factor, out=room(x, self.x))
+        return x if self.bound is None else x.clamp_(-self.bound, self.bound)
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        x = source_of(self.x)
+        if x is None or {"factor", "bound", "scale"} & x.numbers.keys():
+            return None
+        if x.form != "IS_RUN":
+            return None if self.bound else x.plus(x.form, {}, scale=self.factor)
+        bound = {} if self.bound is None else {"bound": self.bound}
+        return x.plus(x.form, {}, factor=self.factor, **bound)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype that the run is kept in."""
+        assert isinstance(self.x, Tensor)
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Returns where the run lies."""
+        assert isinstance(self.x, Tensor)
+        return self.x.device
+
+    def numel(self) -> int:
+        """Returns how many elements the run has."""
+        assert isinstance(self.x, Tensor)
+        return self.x.numel()
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A flat run of ``size`` elements between others, which are read and never written."""
+
+    before: Tensor
+    x: Readable  # Writable, where it is written
+    size: int
+    after: Tensor
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        before, own, after = self._cut(b)
+        parts = (self.before[before], read(self.x, own).reshape(-1), self.after[after])
+        return torch.cat(parts).view(b.shape)
+
+    def write_(self, b: Block, new: Tensor) -> None:
+        """Writes a block, [mats, rows, cols]."""
+        before, own, _ = self._cut(b)
+        first = before.stop - before.start
+        write_(
+            cast(Writable, self.x),
+            own,
+            new.reshape(-1)[first : first + own.shape[2]].view(own.shape),
+        )
+
+    @property
+    def limit(self) -> int | None:
+        """Elements of a block of it at most; None for as many as usual."""
+        return scratch.FEW if self.before.device.type == "cpu" else None
+
+    def _cut(self, b: Block) -> tuple[slice, Block, slice]:
+        """The elements of a block that lie before, in and after the run."""
+        cuts, start = [], 0
+        for size in (len(self.before), self.size, len(self.after)):
+            low, high = (min(max(at - start, 0), size) for at in (b.run.start, b.run.stop))
+            cuts.append(slice(low, high))
+            start += size
+        return cuts[0], flat(cuts[1]), cuts[2]
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """x · row · col · scale: an update by a second moment whose factors are inverse roots.
+
+    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols]. They may wait in a batch of launches:
+    only a pass may read them.
+    """
+
+    x: Readable
+    row: Tensor
+    col: Tensor
+    scale: Tensor | float = 1.0
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        if self._is_small(b):
+            return self._of_small(b)
+        return self._by_column(b).mul_(self._rows(b))
+
+    def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
+        """old ← old − factor · this, with one pass less than in two steps."""
+        if self._is_small(b):
+            return old.sub_(self._of_small(b), alpha=factor)
+        return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
+
+    def _rows(self, b: Block) -> Tensor:
+        row = self.row[b.mats, b.rows]
+        return row if isinstance(self.scale, float) and self.scale == 1 else row * self.scale
+
+    def _by_column(self, b: Block) -> Tensor:
+        x, col = read(self.x, b), self.col[b.mats, :, b.cols]
+        return torch.mul(x, col, out=room(x, self.x))
+
+    def _of_small(self, b: Block) -> Tensor:
+        x, row, col = read(self.x, b), self._rows(b).squeeze(2), self.col[b.mats].squeeze(1)
+        return small.scale_(x, row, col, room(x, self.x))
+
+    def _is_small(self, b: Block) -> bool:
+        return small.holds_whole(b, len(self.row), self.row.shape[1], self.col.shape[2])
+
+    def times(self, factor: Tensor | float) -> "Quotient":
+        """Returns this · factor."""
+        return replace(self, scale=self.scale * factor)
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        x = source_of(self.x)
+        if x is None or x.form != "IS_RUN":
+            return None
+        factors = {"row": self.row.contiguous(), "col": self.col.contiguous()}
+        return x.plus("IS_QUOTIENT", factors, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class RunQuotient:
+    """x / sqrt(v) · scale: an update by a second moment that is a run like ``x``."""
+
+    x: Readable
+    v: Tensor
+    scale: Tensor | float = 1.0
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        v = part(self.v, b)
+        inverse = torch.rsqrt(v, out=scratch.like(v))
+        return inverse.mul_(read(self.x, b)).mul_(self.scale)
+
+    def times(self, factor: Tensor | float) -> "RunQuotient":
+        """Returns this · factor."""
+        return replace(self, scale=self.scale * factor)
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        x = source_of(self.x)
+        if x is None or x.form != "IS_RUN":
+            return None
+        return x.plus("IS_VECTOR", {"v": self.v}, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """x + weight · y."""
+
+    x: Readable
+    y: Readable
+    weight: float
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        x, y = read(self.x, b), read(self.y, b)
+        return torch.mul(y, self.weight, out=room(y, self.y)).add_(x)
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        x, kept = source_of(self.x), kept_of(self.y)
+        if x is None or kept is None or x.kept is not None:
+            return None
+        return replace(x.plus(x.form, {}, decay=self.weight), kept=kept)
+
+
+def plus(x: Readable, y: Readable, weight: float) -> Readable:
+    """x + weight · y; with a weight of 0 nothing of y is read."""
+    return Sum(x, y, weight) if weight else x
+
+
+def times(x: Readable, factor: Tensor | float) -> Readable:
+    """x · factor."""
+    if isinstance(factor, int | float) and factor == 1:
+        return x
+    return x.times(factor) if isinstance(x, Quotient | RunQuotient) else Scaled(x, factor)
+
+
+def root(x: Tensor, out: Tensor) -> Tensor:
+    """The square root of ``x``, rounded correctly, in ``out``: torch's is not on every CPU."""
+    if x.device.type != "cpu":
+        return torch.sqrt(x, out=out)
+    np.sqrt(x.numpy(), out=out.numpy())
+    return out

@@ -1,0 +1,200 @@
+"""Updates by moments, as lazy expressions like those of ``expressions``.
+
+``Residual``, ``AdamStep`` and ``SignStep`` advance the moments as they are read: one pass may read
+them, once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ext.ops import scratch
+from ds_ext.ops.batch import Runs
+from ds_ext.ops.expressions import (
+    Readable,
+    Source,
+    Writable,
+    is_part,
+    read,
+    room,
+    root,
+    source_of,
+    write_,
+)
+from ds_ext.ops.shard import Block
+
+
+@dataclass
+class _Progress:
+    """How far a run has been read."""
+
+    stop: int = 0
+
+    def advance(self, b: Block) -> None:
+        """Notes that a block is read; those before it cannot be again."""
+        assert b.run.start >= self.stop, "a momentum would be advanced twice"
+        self.stop = b.run.stop
+
+
+@dataclass(frozen=True)
+class Residual:
+    """u − m, after the momentum m ← m + weight · (u − m) was advanced.
+
+    Reading a block advances m there: blocks are read in order, each once, which is asserted.
+    """
+
+    u: Readable
+    m: Tensor
+    weight: float
+    _progress: _Progress = field(default_factory=_Progress, compare=False)
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        self._progress.advance(b)
+        u = read(self.u, b)
+        m = advance_(self.m, b, u, self.weight)
+        return torch.sub(u, m, out=room(u, self.u))
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        u = source_of(self.u)
+        forms = {"IS_QUOTIENT": "IS_RESIDUAL"}
+        if isinstance(self.m, Runs):
+            forms["IS_VECTOR"] = "IS_VECTOR_RESIDUAL"  # of native passes alone
+        if u is None or u.form not in forms:
+            return None
+        return u.plus(forms[u.form], {"m": self.m}, weight=self.weight)
+
+
+@dataclass(frozen=True)
+class RootQuotient:
+    """(m / c1) / (sqrt(v / c2) + eps): Adam's update, ``c1`` and ``c2`` correcting the bias."""
+
+    m: Writable
+    v: Writable
+    eps: float
+    c1: float = 1.0
+    c2: float = 1.0
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        return self.of(read(self.m, b), read(self.v, b))
+
+    def of(self, m: Tensor, v: Tensor) -> Tensor:
+        """The same of these values, which stay as they are."""
+        divisor, (a, b) = root(v, scratch.like(v)), self.numbers
+        return torch.div(m, divisor.mul_(a).add_(b), out=divisor)
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        kept, (a, b) = columns(m=self.m, v=self.v), self.numbers
+        return Source("IS_ADAM", kept, {"a": a, "b": b}) if kept and len(kept) == 2 else None
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """Returns a and b of m / (sqrt(v) · a + b), which this is."""
+        return self.c1 / self.c2**0.5, self.eps * self.c1
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """Adam's update ``u``, after its moments were advanced by ``g``.
+
+    Reading a block advances them there: blocks are read in order, each once, which is asserted.
+    Where the moments are kept in 8 bits, the update is made before they are rounded: a v rounded
+    to 0 would divide by eps alone.
+    """
+
+    u: RootQuotient
+    g: Readable
+    beta1: float
+    beta2: float
+    _progress: _Progress = field(default_factory=_Progress, compare=False)
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        self._progress.advance(b)
+        g = read(self.g, b)
+        m = advance_(self.u.m, b, g, 1 - self.beta1)
+        v = advance_(self.u.v, b, torch.mul(g, g, out=room(g, self.g)), 1 - self.beta2)
+        return self.u.of(m, v)
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        g, u, kept = source_of(self.g), self.u, columns(m=self.u.m, v=self.u.v)
+        if g is None or kept is None or g.form != "IS_RUN":
+            return None
+        a, b = u.numbers
+        form = "IS_ADAM_STEP" if len(kept) == 2 else "IS_ADAM8_STEP"
+        return g.plus(form, kept, a=a, b=b, beta1=1 - self.beta1, beta2=1 - self.beta2)
+
+
+@dataclass(frozen=True)
+class SignStep:
+    """Lion's update, the sign of m + (1 − beta1) · (g − m), after which m was advanced by beta2.
+
+    Reading a block advances m there: blocks are read in order, each once, which is asserted.
+    """
+
+    m: Writable
+    g: Readable
+    beta1: float
+    beta2: float
+    _progress: _Progress = field(default_factory=_Progress, compare=False)
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        self._progress.advance(b)
+        g = read(self.g, b)
+        m = read(self.m, b).to(g.dtype)
+        u = moved(m, g, 1 - self.beta1, scratch.like(g)).sign_()
+        advance_(self.m, b, g, 1 - self.beta2)
+        return u
+
+    def source(self) -> Source | None:
+        """Returns what this is to a kernel; None if no kernel can read it."""
+        g, kept = source_of(self.g), columns(m=self.m)
+        if g is None or kept is None or g.form != "IS_RUN":
+            return None
+        form = "IS_SIGN_STEP" if len(kept) == 1 else "IS_SIGN8_STEP"
+        return g.plus(form, kept, beta1=1 - self.beta1, beta2=1 - self.beta2)
+
+
+def columns(**moments: Writable) -> dict[str, Any] | None:
+    """The tensors that a pass finds moments in, by columns of its table; None if it cannot."""
+    found: dict[str, Any] = {}
+    for name, x in moments.items():
+        if isinstance(x, Tensor | Runs):
+            found[name] = x
+        elif hasattr(x, "columns"):
+            found |= x.columns(name)
+        else:
+            return None
+    return found
+
+
+def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:
+    """m ← m + weight · (x − m) for a block -> its new values, before they are rounded."""
+    values = read(m, b)
+    if is_part(values, m):
+        return moved(values, x, weight, values)
+    values = values.to(x.dtype)
+    moved(values, x, weight, values)
+    write_(m, b, values)
+    return values
+
+
+def moved(m: Tensor, x: Tensor, weight: float, out: Tensor) -> Tensor:
+    """m + weight · (x − m), all of one shape; ``out`` may be m.
+
+    Rounded after each operation, as in native code and kernels: torch.lerp rounds some of them at
+    once where the processor can.
+    """
+    change = torch.sub(x, m, out=scratch.like(m))
+    if weight < 0.5:
+        return torch.add(m, change.mul_(weight), out=out)
+    rest = 1 - weight if m.dtype == torch.float64 else float(1 - np.float32(weight))
+    return torch.sub(x, change.mul_(rest), out=out)

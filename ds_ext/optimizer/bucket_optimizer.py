@@ -1,0 +1,221 @@
+"""Steps buckets of runs by the rules of their param groups, with the ranks in lock-step."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext import rules
+from ds_ext.distributed import lockstep
+from ds_ext.ops.executors.native import table
+from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.shard import Shard
+from ds_ext.optimizer import dtensor_state, validation
+from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
+from ds_ext.optimizer.first_round import Trials
+from ds_ext.optimizer.index import Index
+from ds_ext.optimizer.nonfinite import GradCheck
+from ds_ext.optimizer.param_table import ParamTable
+from ds_ext.optimizer.plans import Plans, are_batched
+from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
+
+CPU = torch.device("cpu")
+
+
+class BucketOptimizer(ParamTable):
+    """Updates the weights and states of a parameter table, a bucket of runs at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plans = Plans()
+        self._trials = Trials()
+        self._has_batched_rule = False
+        self._is_native: bool | None = None
+        self._norms: WeightNorms = {}  # of weights since the last ``commit_weight_norms``
+
+    def check_param_groups(self) -> None:
+        """Follows edits of ``param_groups``, and checks the hyper-parameters that groups have now.
+
+        Raises:
+            ValueError: a value is not allowed, or a parameter cannot be stepped or is in two
+                groups; nothing has been stepped.
+        """
+        self.follow_groups()
+        self.index.refuse_repeated()
+        for row, group in enumerate(self.index.groups):
+            self._rules.of(row, group)
+
+    def follow_groups(self) -> None:
+        """Indexes ``param_groups`` again if they were edited since the last call.
+
+        Raises:
+            ValueError: as of ``index_parameters``.
+        """
+        if not self.index.is_of(self.param_groups):
+            self.index_parameters()
+
+    def index_parameters(self) -> None:
+        """Indexes ``param_groups`` again.
+
+        Raises:
+            ValueError: a new parameter cannot be stepped; the index stays as it was.
+        """
+        before, index = self.index, Index(self.param_groups, self.numbers)
+        new = {p: None for p in index.number_of if p not in before.number_of}
+        validation.refuse_params(self, new)
+        kinds = {self.hypers_of(group) for group in index.groups}
+        self._has_batched_rule = any(rules.entry_of(kind).is_batched for kind in kinds)
+        self.index = index
+        if len(index.number_of) == len(before.number_of):  # accelerate replaces all for FSDP2
+            pairs = zip(before.number_of, index.number_of, strict=True)
+            now = {p: q for p, q in pairs if p not in index.number_of and q in new}
+            self.stacks = {now.get(p, p): first for p, first in self.stacks.items()}
+        self._plans.clear()
+        if self.update_stats is not None:
+            self.update_stats.groups = len(index.groups)
+            if any(index.row_of.get(p) != row for p, row in before.row_of.items()):
+                self.update_stats.clear()  # its sums are by groups
+        dtensor_state.make(self, index.number_of)
+
+    def number_among(self, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> None:
+        """Numbers parameters among all those of a model whose ranks hold different parameters.
+
+        Args:
+            names: of this rank's parameters.
+            groups: the names of all parameters of each group, the same on all ranks.
+        """
+        self.names = [list(group) for group in groups]
+        numbers = {name: i for i, name in enumerate(itertools.chain(*groups))}
+        self.numbers = {param: numbers[names[param]] for param in self.group_of}
+        self.index_parameters()
+
+    @torch.no_grad()
+    def update(
+        self,
+        updates: Iterable[RunUpdate],
+        all_reduce: Callable[[Tensor], None] | None,
+        check: GradCheck | None = None,
+    ) -> int:
+        """Steps runs in lock-step, writing weights and states in place.
+
+        Offloaded runs and states are copied to the device of their gradient for the step. Gradients
+        on several devices are stepped device by device, each device in rounds of its own.
+
+        Args:
+            updates: runs, in the same order on all ranks.
+            all_reduce: adds up a flat tensor of partial sums over the ranks, in place; None if
+                this process holds the parameters whole.
+            check: which gradients to check during the step; it also receives the result. Bad
+                gradients change nothing. None: all gradients are known to be good.
+
+        Returns:
+            How many rounds it took.
+
+        Raises:
+            ValueError: a hyper-parameter was set to a value that is not allowed.
+        """
+        check, rounds = check or GradCheck(), 0
+        for on_device in by_device(updates):
+            step = self.begin(on_device, check)
+            rounds += lockstep.run(step.rules, all_reduce)
+            step.end()
+        return rounds
+
+    def begin(self, updates: Sequence[RunUpdate], check: GradCheck | None = None) -> BucketStep:
+        """Begins the step of runs whose gradients are on one device.
+
+        Args:
+            updates: the runs.
+            check: as of ``update``.
+
+        Returns:
+            The step. Run its ``rules`` to their end together with other ranks, then call ``end``.
+        """
+        staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
+        is_batched = bool(staged) and self._is_batched_on(staged[0].update.g.device)
+        plan = self._plans.prepare(self, staged, is_batched)
+        return BucketStep(self, staged, plan, check or GradCheck(), self._norms)
+
+    def commit_weight_norms(self) -> None:
+        """Commits the cached norms of the updated weights.
+
+        Call it after the version counters of published weights were incremented.
+        """
+        for known, runs in self._norms.items():
+            known.note(runs)
+        self._norms.clear()
+
+    def rollback_step(self, params: Iterable[Tensor]) -> None:
+        """Undoes the step counts and statistics of parameters that kernels have skipped.
+
+        Args:
+            params: parameters whose gradients were bad, as the device reported after the step.
+        """
+        params = list(params)
+        for param in params:
+            rollback(self.state[param])
+            if self.update_stats is not None and param in self.number_of:
+                self.update_stats.discount(self.number_of[param])
+            if not self.state[param]:
+                del self.state[param]
+        self._plans.drop_weight_norms(params)
+
+    def first_round_checks(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
+        """Returns the parameters whose gradients the first round can check; equal on all ranks.
+
+        The rules that groups have now reach their first round before they write anything.
+
+        Args:
+            shards: the parameters, and the run of each. Tensor parallelism has not cut them.
+        """
+        self._trials.renew({row: self.rule_at(row) for row in {self.row_of[p] for p in shards}})
+        comes_first = self._trials.comes_first
+        return {
+            p
+            for p, shard in shards.items()
+            if p not in self.stacks and comes_first(self.row_of[p], shard, p.dtype)
+        }
+
+    def in_kernels(self, shards: Mapping[Tensor, Shard], device: torch.device) -> set[Tensor]:
+        """Returns the parameters that kernels step in batches, the same on all ranks.
+
+        Args:
+            shards: the parameters, and the run of each.
+            device: of their gradients, whose dtypes must be supported by kernels.
+        """
+        if not devices.take(device) or not self._has_batched_rule:
+            return set()
+        return {p for p, s in shards.items() if are_batched(self, p, s, [p.dtype], device)}
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether parameters on a CPU are stepped in batches, by native passes."""
+        if self._is_native is None and self._has_batched_rule:
+            self._is_native = table.is_there()
+        return self._has_batched_rule and bool(self._is_native)
+
+    def set_batched(self, value: bool) -> None:
+        """Sets whether native passes step parameters in batches: all ranks have to agree."""
+        self._is_native = value
+
+    def _is_batched_on(self, device: torch.device) -> bool:
+        """Whether parameters on a device are stepped in batches; the same on all ranks."""
+        if devices.take(device):
+            return self._has_batched_rule
+        return device == CPU and self.is_batched
+
+    def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
+        """Replaces the state tensors under all wanted keys by ``move`` of each tensor."""
+        for state in self.state.values():
+            for key in filter(wanted, state):
+                state[key] = _mapped(state[key], move)
+        self._plans.clear()
+
+
+def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A state, nested in dicts, with ``move`` of each tensor."""
+    if isinstance(value, dict):
+        return {key: _mapped(inner, move) for key, inner in value.items()}
+    return move(value) if isinstance(value, Tensor) else value

@@ -1,0 +1,310 @@
+"""The step of a bucket: batches of runs, and runs that are stepped alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.distributed import lockstep
+from ds_ext.ops import weight_update
+from ds_ext.ops.batch import Flat, Runs
+from ds_ext.ops.executors.table_batch import Known
+from ds_ext.ops.executors.tables import added_up
+from ds_ext.ops.executors.triton import devices, memory, waiting
+from ds_ext.ops.executors.triton.memory import Memory
+from ds_ext.ops.shard import Shard
+from ds_ext.optimizer import expert_stacks, fitting, nonfinite
+from ds_ext.optimizer.nonfinite import GradCheck
+from ds_ext.optimizer.param_table import ParamTable
+from ds_ext.optimizer.plans import Group, Plan, State
+from ds_ext.optimizer.run_updates import RunUpdate, StagedRun
+
+WeightNorms = dict[Known, Runs]  # caches of the norms of weights, and the runs they are of
+
+
+class BatchedStep:
+    """The step of a group of a bucket's runs, as one batch."""
+
+    def __init__(
+        self,
+        table: ParamTable,
+        group: Group,
+        updates: Sequence[RunUpdate],
+        states: Sequence[State],
+    ) -> None:
+        self.stats, self.updates, self.states = table.update_stats, updates, states
+        self.rule = table.rule_of(updates[group.pieces[0].at].param)
+        self.t = states[group.pieces[0].at]["step"]
+        self._set_group(group)
+
+    def _set_group(self, group: Group) -> None:
+        """Collects the tensors of a group."""
+        self.group, self.batch = group, group.batch
+        self.params = [self.updates[piece.at].param for piece in group.pieces]
+        self.kept = group.kept(self.states)
+        self.runs = Runs([piece.of(self.updates[piece.at].p) for piece in group.pieces])
+        self.masters = None
+        if "master" in self.states[group.pieces[0].at]:
+            self.masters = Runs([x.of(self.states[x.at]["master"]) for x in group.pieces])
+        self.gradients = _gradients(group, self.updates)
+        self.sums: list[Tensor] = []  # of the update statistics, for each piece
+        self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
+
+    def begin(self) -> lockstep.Rule:
+        """Returns the generator of the rule, which steps all parameters of the batch."""
+        p = weight_update.weights(self.runs, self.masters, self.rule, self.group.numbers, self.t)
+        self.group.known.check(self.runs)
+        p = replace(p, known=self.group.known)
+        if self.stats is not None:
+            self.sums = [
+                self.stats.sums_of(x.number, self.group.row, run, self.updates[x.at].num_replicas)
+                for run, x in zip(self.runs.tensors, self.group.pieces, strict=True)
+            ]
+            p = replace(p, measured=self._measured())
+        step: lockstep.Rule = self.rule.step(p, self.gradients, self.kept, self.t, self.batch)
+        return step
+
+    def _measured(self) -> Runs | Flat:
+        """Where passes write two sums of each parameter: the statistics, or ``totals`` on a GPU."""
+        if not devices.take(self.batch.device):
+            return Runs(self.sums)
+        n = len(self.sums)
+        self.totals = torch.zeros(2 * n, dtype=torch.float32, device=self.batch.device)
+        return Flat(self.totals, 2 * np.arange(n))
+
+    def squares(self) -> Tensor:
+        """Returns the sums of squares of gradients, [n]; a formula on a GPU.
+
+        It takes no pass if the rule has added them up already.
+        """
+        g = self.gradients
+        known: Tensor | None = added_up(g, self.batch)
+        return ops.square_sum(g, cast(Shard, self.batch), g) if known is None else known
+
+    def upper_bounds(self) -> NDArray[np.float32]:
+        """Returns the largest allowed totals of ``squares``, [n]."""
+        numel = np.array([shard.numel for shard in self.batch.shards], dtype=np.float32)
+        bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
+        return bounds
+
+    def retain(self, good: NDArray[np.bool_]) -> bool:
+        """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
+        if self.stats is not None:  # the next ``begin`` counts the good ones again
+            for piece in self.group.pieces:
+                self.stats.discount(piece.number)
+        pieces = list(zip(self.group.pieces, good, strict=True))
+        for piece, is_good in pieces:
+            if not is_good:
+                rollback(self.states[piece.at])
+        remaining = [piece for piece, is_good in pieces if is_good]
+        if remaining:
+            self._set_group(Group(self.group.row, remaining, self.group.parts, self.runs.device))
+        else:
+            self.runs = Runs([])
+        return bool(remaining)
+
+    def end(self, norms: WeightNorms) -> None:
+        """Increments the weights' version counters, and adds the caches of their norms."""
+        if self.totals is not None:
+            alike: dict[int, list[int]] = {}
+            for i, sums in enumerate(self.sums):
+                alike.setdefault(id(sums), []).append(i)
+            totals = self.totals.view(-1, 2).double()
+            for some in alike.values():
+                self.sums[some[0]] += torch.stack([totals[i] for i in some]).sum(0)
+        for run in self.runs.tensors:
+            torch.autograd.graph.increment_version(run)
+        norms[self.group.known] = self.runs
+
+
+class LoneStep:
+    """The step of one run."""
+
+    def __init__(self, table: ParamTable, run: StagedRun) -> None:
+        self.table, self.run = table, run
+        self.params = [run.update.param]
+
+    def begin(self) -> lockstep.Rule:
+        """Returns the generator of the rule."""
+        (rule,) = begin_rules(self.table, self.run.update, self.run.state)
+        return rule
+
+    def squares(self) -> Tensor:
+        """Returns the sum of squares of the gradient, [1]."""
+        g = self.run.update.g
+        return ops.square_sum(g, self.run.update.shard, g).view(1)
+
+    def upper_bounds(self) -> float:
+        """Returns the largest allowed total of ``squares``."""
+        bound: float = nonfinite.upper_bound(self.run.update.shard.numel, self.run.update.g.dtype)
+        return bound
+
+    def retain(self, good: NDArray[np.bool_]) -> bool:
+        """Rolls the step back; no parameter is left."""
+        if self.table.update_stats is not None:
+            self.table.update_stats.discount(self.table.number_of[self.run.update.param])
+        rollback(self.run.state)
+        return False
+
+
+class BucketStep:
+    """The step of a bucket's runs.
+
+    Args:
+        table: the table of the optimizer.
+        staged: the runs.
+        plan: which runs form batches; None: all are stepped alone.
+        check: how to check their gradients.
+        norms: caches of the norms of stepped weights, which ``end`` adds.
+
+    Attributes:
+        rules: generators of partial sums, in the same order on all ranks.
+    """
+
+    def __init__(
+        self,
+        table: ParamTable,
+        staged: Sequence[StagedRun],
+        plan: Plan | None,
+        check: GradCheck,
+        norms: WeightNorms,
+    ) -> None:
+        self.table, self.staged, self.check, self.norms = table, staged, check, norms
+        self.alone = staged if plan is None else [staged[i] for i in plan.alone]
+        self.batches: list[BatchedStep] = []
+        self.plan, self.memory = plan, _memory(plan, staged)
+        self.joined = [] if plan is None else [staged[i] for i in plan.joined]
+        if plan is not None:
+            updates, states = [run.update for run in staged], [run.state for run in staged]
+            rules = {i: table.rule_at(i) for i in {*plan.rows}}
+            with memory.using(self.memory), waiting.together():
+                weight_update.prepare_all(
+                    [run.update.p for run in self.joined],
+                    [run.state for run in self.joined],
+                    [rules[i] for i in plan.rows],
+                )
+            self.batches = [BatchedStep(table, x, updates, states) for x in plan.groups]
+        self.rules = [self._checked(batch) for batch in self.batches]
+        with waiting.together() as next_parameter:
+            for run in self.alone:
+                if run.update.param in check.params:
+                    self.rules.append(self._checked(LoneStep(table, run)))
+                else:
+                    self.rules += begin_rules(table, run.update, run.state)
+                next_parameter()
+
+    def _checked(self, step: BatchedStep | LoneStep) -> lockstep.Rule:
+        """The generator of a step, with a check of its gradients if that is asked for."""
+        how = {(p in self.check.params, p in self.check.votes) for p in step.params}
+        assert len(how) == 1, "the gradients of a batch are all checked in the same way"
+        if self.memory is not None and isinstance(step, BatchedStep):
+            return nonfinite.checked_on_device(step, self.memory, self.check)
+        ((by_sums, _),) = how
+        return nonfinite.checked_on_host(step, self.check) if by_sums else step.begin()
+
+    def end(self) -> None:
+        """Stores weights and states, after the rules have ended."""
+        for batch in self.batches:
+            batch.end(self.norms)
+        with memory.using(self.memory), waiting.together() as next_parameter:
+            weight_update.mark_all(
+                [run.update.p for run in self.joined], [run.state for run in self.joined]
+            )
+            next_parameter()
+            for run in self.alone:
+                weight_update.mark(run.update.p, run.state)
+                next_parameter()
+        bad = self.check.bad
+        for run in self.staged:
+            if not bad or run.update.param not in bad:
+                run.write_back(self.table.offload)
+            elif not self.table.state[run.update.param]:
+                del self.table.state[run.update.param]
+        if self.plan is not None and self.memory is not None:
+            self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
+
+
+def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[lockstep.Rule]:
+    """Begins a parameter's step: counts it in the state, which is made if there is none.
+
+    Args:
+        table: the table of the optimizer.
+        u: the run to step.
+        state: the run's state, if it is a copy of that in ``table.state``; written in place.
+
+    Returns:
+        The generators to run to their end: one, or one for each expert of a stack.
+    """
+    state = table.state[u.param] if state is None else state
+    rule = table.rule_of(u.param)
+    if not state:
+        fitting.make(table, u, state)
+    state["step"] += 1
+    t, number = state["step"], table.number_of[u.param]
+    before = table.elements_before(u.param, u.shard)
+    p = weight_update.weight(u.p, state, rule, number, u.shard, before)
+    if u.param not in table.stacks:
+        return [rule.step(_measured(table, p, u, u.p), u.g, state, t, u.shard)]
+    begun = []
+    experts = state[expert_stacks.EXPERTS].values()
+    for s, (run, shard) in zip(experts, expert_stacks.split(u.shard), strict=True):
+        own = _measured(table, weight_update.part(p, run), u, u.p[run])
+        begun.append(rule.step(own, expert_stacks.part(u.g, run), s, t, shard))
+    return begun
+
+
+def _measured(
+    table: ParamTable, p: weight_update.Weight, u: RunUpdate, run: Tensor
+) -> ops.Writable:
+    """The weight stored in ``run``, wrapped if updates are measured."""
+    if table.update_stats is None:
+        return p
+    number, row = table.number_of[u.param], table.row_of[u.param]
+    return table.update_stats.wrap(p, number, row, run, u.num_replicas)
+
+
+def _memory(plan: Plan | None, staged: Sequence[StagedRun]) -> Memory | None:
+    """Memory for the launches of a bucket on a GPU; None elsewhere."""
+    device = staged[0].update.g.device if staged else None
+    if plan is None or device is None or not devices.take(device):
+        return None
+    return Memory(device, plan.memory_sizes)
+
+
+def rollback(state: State) -> None:
+    """Undoes the count of a step that has written nothing else to ``state``."""
+    state["step"] -= 1
+    if not state["step"]:
+        state.clear()
+
+
+def _gradients(group: Group, updates: Sequence[RunUpdate]) -> Any:
+    """The gradients of a group: runs, or runs with a factor each and a common bound.
+
+    Factors differ under tensor parallelism: parameters that it replicates have another divisor.
+    """
+    runs: list[Tensor] = []
+    factors: list[Any] = []
+    bound, are_scaled = None, False
+    for piece in group.pieces:
+        g: Any = updates[piece.at].g
+        factors.append(1.0 if isinstance(g, Tensor) else g.factor)
+        if not isinstance(g, Tensor):
+            are_scaled, bound, g = True, g.bound, g.x
+        runs.append(piece.of(g))
+    if not are_scaled:
+        return Runs(runs)
+    return ops.Scaled(cast(Tensor, Runs(runs)), _vector(factors, runs[0].device), bound)
+
+
+def _vector(numbers: Sequence[Any], device: torch.device) -> Any:
+    """One number per parameter, [n], or a single number if all are equal; some may be tensors."""
+    if any(isinstance(x, Tensor) for x in numbers):
+        same = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in numbers]
+        return torch.stack(same)
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, dtype=np.float32)

@@ -1,0 +1,196 @@
+"""States of DTensors, converted for torch.distributed.checkpoint.
+
+A state tensor with one number per element, or the same count per row, is saved as a DTensor that
+is placed like its parameter, so it loads on any number of ranks. A tensor that is the same on every
+rank is saved as a plain tensor. A tensor that cannot be cut by rows is gathered first.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ext.distributed import consensus
+from ds_ext.distributed.dtensors import is_dtensor, local, lying_as
+from ds_ext.distributed.placement import Placement
+from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part, Parts, zeros
+from ds_ext.optimizer import validation
+from ds_ext.optimizer.param_table import ParamTable
+
+
+@torch.no_grad()
+def make(table: ParamTable, params: Iterable[Tensor]) -> None:
+    """Makes the missing states of trained DTensors, so that a checkpoint can load into them.
+
+    torch.distributed.checkpoint would make them by a step, which is not always possible.
+
+    Args:
+        table: the table of the optimizer.
+        params: the parameters; those that are no DTensors are skipped.
+    """
+    for param in params:
+        at = table.placement(param)
+        if at is None or param.device.type == "meta" or not param.requires_grad:
+            continue
+        state, rule, run = table.state[param], table.rule_of(param), at.run(param)
+        if not state:
+            shard = at.shard(param)
+            validation.refuse_shape(table, param, shard)
+            parts = table.keeps(param, shard, rule)
+            state.update(zeros(parts, run, table.number_of[param]), step=0)
+            if run.dtype == torch.bfloat16:  # a master made later would copy old weights
+                state.update(weight_update.master(run, rule))
+                weight_update.mark(run, state)
+
+
+def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a parameter's state as it is saved. DTensors share memory with the state.
+
+    All ranks of the parameter call it, because some tensors are gathered.
+
+    Args:
+        table: the table of the optimizer.
+        param: the parameter; if it is no DTensor, its state is returned as it is.
+        state: this rank's state, nested in dicts.
+    """
+    at = table.placement(param)
+    if at is None:
+        return state
+    kept = Kept.of(table, param, at.shard(param))
+    rows = [Kept.of(table, param, row) for row in _some_rows(kept.shard)]
+    return _spread(state, kept, rows, param, at)
+
+
+def own(
+    table: ParamTable, param: Tensor, state: Mapping[str, Any], parts: Parts
+) -> Mapping[str, Any]:
+    """Returns this rank's part of a state that ``saved`` returned, on any number of ranks.
+
+    Args:
+        table: the table of the optimizer.
+        param: the parameter; if it is no DTensor, the state is returned as it is.
+        state: the saved state. Tensors that are placed unexpectedly are returned as they are.
+        parts: what the rule declares for this rank's run.
+    """
+    at = table.placement(param)
+    return state if at is None else _own(state, Kept(parts, at.shard(param)))
+
+
+class Kept(NamedTuple):
+    """The declared state of a run, or the part of it under a key."""
+
+    parts: Parts
+    shard: Shard
+
+    @classmethod
+    def of(cls, table: ParamTable, param: Tensor, shard: Shard) -> "Kept":
+        """The state that a parameter's rule declares for a run."""
+        return cls(table.keeps(param, shard, table.rule_of(param)), shard)
+
+    def below(self, key: str) -> "Kept":
+        """The part under a key."""
+        inner = self.parts.get(key, {})
+        return Kept({} if isinstance(inner, Part) else inner, self.shard)
+
+    def part(self, key: str) -> Part | None:
+        """The declaration of a tensor; None if the key has none."""
+        if key in weight_update.MASTER:
+            return Part.like(self.shard)
+        part = self.parts.get(key)
+        return part if isinstance(part, Part) else None
+
+
+def _spread(
+    state: Mapping[str, Any], kept: Kept, rows: Sequence[Kept], param: Tensor, at: Placement
+) -> dict[str, Any]:
+    """Converts this rank's state tensors to DTensors, except those that every rank holds whole."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        part = kept.part(key)
+        if key == "marks":  # hashes of this rank's weights, which may be loaded elsewhere
+            continue
+        if isinstance(value, Mapping):
+            below = [row.below(key) for row in rows]
+            found[key] = _spread(value, kept.below(key), below, param, at)
+        elif part is None or part.is_shared:
+            found[key] = value
+        else:
+            shape = _shape(part, [row.part(key) for row in rows], kept.shard)
+            found[key] = (
+                _whole(value, part, at)
+                if shape is None
+                else lying_as(param, value.view(_of_rank(shape, param)), shape)
+            )
+    return found
+
+
+def _own(state: Mapping[str, Any], kept: Kept) -> dict[str, Any]:
+    """This rank's part of a state that ``_spread`` returned."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        part = kept.part(key)
+        if isinstance(value, Mapping):
+            found[key] = _own(value, kept.below(key))
+        elif not isinstance(value, Tensor) or part is None:
+            found[key] = value
+        elif is_dtensor(value):
+            held, n = local(value), part.stop - part.start
+            found[key] = held.reshape(part.shape) if held.numel() == n else held
+        else:
+            is_whole = not part.is_shared and value.numel() == part.total
+            whole_part = value.flatten()[part.start : part.stop] if is_whole else value
+            found[key] = whole_part.view(part.shape) if is_whole else value
+    return found
+
+
+def _some_rows(shard: Shard) -> list[Shard]:
+    """Some rows of a parameter, which show how its state is cut along the first dimension."""
+    rows = shard.shape[0]
+    if shard.split is not None or not rows:
+        return []
+    size = shard.numel // rows
+    return [Shard(shard.shape, i * size, (i + 1) * size, size) for i in _probed(rows)]
+
+
+def _probed(rows: int) -> list[int]:
+    """Which rows to try: the first, second and last show whether the cut is at every row."""
+    return sorted({0, min(1, rows - 1), rows - 1})
+
+
+def _shape(part: Part, of_rows: Sequence[Part | None], shard: Shard) -> tuple[int, ...] | None:
+    """The full shape of a tensor that can be cut like its parameter; None if it cannot.
+
+    All ranks return the same, unless the parameter is cut in other ways than by rows.
+    """
+    if part.total == shard.numel and not of_rows:
+        is_like = (part.start, part.stop) == (shard.start, shard.stop)
+        return shard.shape if is_like else None
+    rows = shard.shape[0] if shard.shape else 1
+    if not of_rows or not part.total or part.total % rows:
+        return None
+    size = part.total // rows
+    starts = sorted({i * size for i in _probed(rows)})
+    for found, start in zip(of_rows, starts, strict=True):
+        if found is None or (found.start, found.stop) != (start, start + size):
+            return None
+    return shard.shape if part.total == shard.numel else (rows, size)
+
+
+def _of_rank(shape: tuple[int, ...], param: Tensor) -> tuple[int, ...]:
+    """The shape of this rank's part of a DTensor of ``shape`` that is placed like ``param``."""
+    own_shape = tuple(local(param).shape)
+    return own_shape if shape == tuple(param.shape) else (own_shape[0], *shape[1:])
+
+
+def _whole(kept: Tensor, part: Part, at: Placement) -> Tensor:
+    """Gathers all ranks' elements of a tensor, [total]; all ranks call it."""
+    if at.statistics_group is None:
+        return kept.flatten()
+    pieces = consensus.gathered((part.start, kept.cpu().flatten()), at.statistics_group)
+    whole = torch.empty(part.total, dtype=kept.dtype, device=kept.device)
+    for start, values in pieces:
+        whole[start : start + len(values)] = values.to(kept.device)
+    return whole

@@ -1,0 +1,256 @@
+"""Finds gradients that are not finite, and leaves their parameters unchanged.
+
+A gradient is bad if an element is not finite, or so large that sums of squares may overflow. If a
+rule writes nothing before its first round (``first_round``), that round checks the gradient at no
+extra message: the sum of squares of each rank's run travels along, all ranks see the same total,
+and the rank's own sum is its part of the norm. If the rule needs sums of squares anyway, there is
+no extra pass either. Bad gradients are rare: the step of a batch that has some is dropped and begun
+again without them, which takes one more round.
+
+On a GPU, kernels read the total on the device and skip the parameters of bad gradients, so the host
+does not wait. ``DeviceGradFlags`` tells the host once, at the end of the step. Gradients that no
+first round can check are checked by votes, which ranks exchange together with the gradients.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.distributed.lockstep import Rule, Sums
+from ds_ext.ops.batch import Flat, Placed
+from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.triton import memory, verdicts, waiting
+from ds_ext.ops.executors.triton.memory import Addresses, Memory
+from ds_ext.ops.executors.triton.passes import Table as KernelTable
+from ds_ext.ops.formulas import Formula
+
+# A rank votes 1 for a good gradient, BAD_VOTE for a bad one. The sum over ranks of a good gradient
+# is at most MAX_GOOD_VOTES.
+BAD_VOTE, MAX_GOOD_VOTES = 2.0**20, 2.0**19
+
+
+def upper_bound(numel: Any, dtype: torch.dtype) -> Any:
+    """Returns the largest allowed sum of squares of a gradient of ``numel`` elements."""
+    return torch.finfo(ops.accumulator(dtype)).max / numel
+
+
+class Flagged(NamedTuple):
+    """What kernels found, the same on all ranks."""
+
+    square: float  # of all gradients checked by sums of squares; infinite if one is bad
+    bad: list[Tensor]  # parameters that were not stepped
+
+
+class DeviceGradFlags:
+    """The statistics by which kernels check the gradients of a step, on the device.
+
+    The host reads them once, when the step ends.
+
+    Args:
+        count: how many parameters may be checked.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._values: dict[torch.device, Tensor] = {}
+        self._bounds: dict[Tensor, tuple[int, torch.device, float, bool]] = {}
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def places(
+        self,
+        params: Sequence[Tensor],
+        bounds: NDArray[np.float32],
+        is_square: bool,
+        device: torch.device,
+    ) -> Addresses:
+        """Returns where kernels write the statistics of gradients, [n].
+
+        Args:
+            params: of the gradients; the experts of a stack share one place.
+            bounds: the largest allowed statistics, [n].
+            is_square: whether the statistics are sums of squares, which the norm is made of.
+            device: of the gradients.
+        """
+        if device not in self._values:
+            self._values[device] = torch.zeros(self.count, dtype=torch.float32, device=device)
+        for param, bound in zip(params, bounds.tolist(), strict=True):
+            self._bounds.setdefault(param, (len(self._bounds), device, bound, is_square))
+        places = [self._bounds[param][0] for param in params]
+        return Addresses(self._values[device], 4 * np.array(places, dtype=np.int64))
+
+    def read(self, *extra: Tensor) -> tuple[Flagged, list[float]]:
+        """Synchronizes with the device; returns the flagged gradients and the extra scalars."""
+        devices = list(self._values)
+        first = extra[0].device if extra else devices[0]
+        parts = [x.view(1) for x in extra] + [self._values[x] for x in devices]
+        read = torch.cat([x.to(first, torch.float64) for x in parts]).tolist()
+        starts = {device: len(extra) + i * self.count for i, device in enumerate(devices)}
+        square, bad = 0.0, []
+        for param, (place, device, bound, is_square) in self._bounds.items():
+            value = read[starts[device] + place]
+            is_good = value <= bound
+            if not is_good:
+                bad.append(param)
+            if is_square:
+                square += value if is_good else math.inf
+        return Flagged(square, bad), read[: len(extra)]
+
+
+class GradCheck:
+    """How to check the gradients of a bucket, and what the host found.
+
+    Args:
+        params: parameters whose gradients the first round checks; the same on all ranks.
+        votes: the votes on gradients that kernels check by votes, [] each on the device.
+        flags: where kernels record the statistics of the gradients that they check.
+
+    Attributes:
+        square: this rank's sum of squares of the gradients that first rounds checked on the host,
+            as rules read them; infinite if one is bad on any rank, None if none was checked.
+        bad: parameters that the host knows were not stepped, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Set[Tensor] = frozenset(),
+        votes: Mapping[Tensor, Tensor] | None = None,
+        flags: DeviceGradFlags | None = None,
+    ) -> None:
+        self.params, self.votes, self.flags = params, votes or {}, flags
+        self.square: float | None = None
+        self.bad: dict[Tensor, None] = {}
+
+
+class Step(Protocol):
+    """The step of some parameters by one generator, which can be begun more than once."""
+
+    params: list[Tensor]
+
+    def begin(self) -> Rule:
+        """Returns the generator of partial sums."""
+
+    def squares(self) -> Tensor:
+        """Returns the sums of squares of this rank's runs of gradients, [n]."""
+
+    def upper_bounds(self) -> Any:
+        """Returns the largest allowed totals of these sums, [n]."""
+
+    def retain(self, good: NDArray[np.bool_]) -> bool:
+        """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
+
+
+class DeviceStep(Step, Protocol):
+    """A step of a batch by kernels."""
+
+    batch: TableBatch
+
+
+def checked_on_host(step: Step, check: GradCheck) -> Rule:
+    """Steps by the gradients that the first round does not find to be bad."""
+    rule = step.begin()
+    sums = next(rule)
+    own = step.squares()
+    *totals, found = yield (*sums, own)
+    good = found.numpy() <= step.upper_bounds()
+    if good.all():
+        check.square = (check.square or 0.0) + float(own.numpy().sum(dtype=np.float64))
+    else:
+        check.square = math.inf
+        rule.close()
+        check.bad |= {p: None for p, fine in zip(step.params, good, strict=True) if not fine}
+        if not step.retain(good):
+            return
+        rule = step.begin()
+        totals = list((yield next(rule)))
+    yield from _resumed(rule, tuple(totals))
+
+
+def _resumed(rule: Rule, totals: Sums) -> Rule:
+    """The rest of a generator that waits for ``totals``."""
+    while True:
+        try:
+            sums = rule.send(totals)
+        except StopIteration:
+            return
+        totals = yield sums
+
+
+def checked_on_device(step: DeviceStep, own: Memory, check: GradCheck) -> Rule:
+    """Steps a batch on a GPU, whose kernels skip parameters of bad gradients.
+
+    The batch's sums are formulas; this generator yields them as tensors.
+
+    Args:
+        step: the step, whose parameters are all checked alike.
+        own: memory for the bucket's launches.
+        check: by the first round, by votes, by both or not at all.
+    """
+    by_sums, by_votes = step.params[0] in check.params, step.params[0] in check.votes
+    rule, limit = step.begin(), None
+    if by_votes:
+        limit = _limit_of_votes(step, check.votes)
+        with memory.using(own):
+            _record(step, limit, check, is_square=False)
+        waiting.next_rule()
+    asked = _next(rule, None, own, limit)
+    if by_sums:
+        waiting.next_rule()  # this pass, if there is one, runs in parallel with those before it
+        with memory.using(own):
+            squares = cast(Formula, step.squares())
+        *totals, found = yield (*_values(asked), squares.values)
+        limit = verdicts.Verdict(Flat(found, np.arange(len(found))), step.upper_bounds())
+        with memory.using(own):
+            _record(step, limit, check, is_square=True)
+        waiting.next_rule()
+        asked = _next(rule, _answers(asked, totals), own, limit)
+    while asked:
+        answers = yield _values(asked)
+        asked = _next(rule, _answers(asked, answers), own, limit)
+
+
+def _limit_of_votes(step: DeviceStep, votes: Mapping[Tensor, Tensor]) -> verdicts.Verdict:
+    """The votes on the device, and the largest sum of votes for a good gradient."""
+    found = [votes[param] for param in step.params]
+    pointers = np.array([x.data_ptr() for x in found], dtype=np.int64)
+    bounds = np.full(len(found), MAX_GOOD_VOTES, dtype=np.float32)
+    return verdicts.Verdict(Placed(pointers, found), bounds)
+
+
+def _record(step: DeviceStep, limit: verdicts.Verdict, check: GradCheck, is_square: bool) -> None:
+    """Makes the device copy the statistics to ``check.flags``."""
+    assert check.flags is not None, "nobody would read the flags of gradients checked on a device"
+    at = check.flags.places(step.params, limit.most, is_square, step.batch.device)
+    cast(KernelTable, step.batch.own).tell(limit, at)
+
+
+def _values(sums: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Sums as tensors."""
+    return tuple(x.values if isinstance(x, Formula) else x for x in sums)
+
+
+def _answers(sums: Iterable[Any], totals: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Totals as formulas where the sums are."""
+    pairs = zip(sums, totals, strict=True)
+    return tuple(Formula.given(x) if isinstance(asked, Formula) else x for asked, x in pairs)
+
+
+def _next(
+    rule: Any, totals: tuple[Any, ...] | None, own: Memory, limit: verdicts.Verdict | None
+) -> tuple[Any, ...]:
+    """Runs a rule to its next round -> its sums, () at the end; launches take memory of ``own``."""
+    with memory.using(own), verdicts.using(limit):
+        try:
+            asked: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)
+            while not asked:  # a round without sums
+                asked = rule.send(())
+            return asked
+        except StopIteration:
+            return ()

@@ -1,0 +1,94 @@
+"""Checks of parameters and saved groups: ValueError for what an optimizer cannot step or load."""
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ds_ext import hyperparams, rules
+from ds_ext.distributed.unsupported_wrappers import refuse_flat
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import State
+from ds_ext.optimizer import expert_stacks
+from ds_ext.optimizer.param_table import ParamTable
+
+
+def refuse_params(table: ParamTable, params: Collection[Tensor]) -> None:
+    """Raises ValueError for new parameters that cannot be stepped."""
+    refuse_flat(params)
+    refuse_complex(table, (p for p in params if p.requires_grad))
+    if table.fused is not None and any(p not in table.fused.names for p in params):
+        raise ValueError(
+            "add_param_group, or an edit of param_groups, brings a parameter that is not part of "
+            "the model that is stepped inside backward. Build the model with it, frozen if need be."
+        )
+
+
+def refuse_complex(table: ParamTable, params: Iterable[Tensor]) -> None:
+    """Raises ValueError if one of ``params`` is complex."""
+    for param in params:
+        if param.is_complex():
+            raise ValueError(
+                f"{type(table).__name__}: a parameter of shape {list(param.shape)} is "
+                f"{param.dtype}, which no rule is made for: make its real and imaginary parts "
+                "the parameter (torch.view_as_real), or freeze it."
+            )
+
+
+def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
+    """Raises ValueError if the rule of ``param`` cannot step the shape of ``shard``."""
+    rule = table.hypers_of(table.group_of[param])
+    entry = rules.entry_of(rule)
+    if param in table.stacks and shard.split is not None:
+        raise ValueError(
+            f"a parameter of shape {list(shard.shape)} stacks experts, and ranks hold boxes of "
+            "these: cut the stack in its first dimension alone (Shard(0) of fully_shard), or "
+            "spread whole experts over ranks."
+        )
+    dims = len(shard.shape) - (param in table.stacks)
+    if not entry.any_shape and dims != 2:
+        name, own = rule.__name__, type(table).__name__
+        raise ValueError(
+            f"{name} is for matrices, and a parameter has the shape {list(shard.shape)}. Let "
+            f"ds_ext.{own}.for_model(model, ...) make the groups, or put it into one with "
+            f'"type": "{entry.others}".'
+        )
+
+
+def refuse_states(
+    table: ParamTable, states: Mapping[Tensor, State], stacked: Container[Tensor]
+) -> None:
+    """Raises ValueError if a stack's state is not nested by expert, or another state is."""
+    for param, state in states.items():
+        expert_stacks.check_state(type(table).__name__, param, state, param in stacked)
+
+
+def refuse_saved_groups(table: ParamTable, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for saved param groups of another optimizer, or of other parameters."""
+    sizes, saved = ([len(g["params"]) for g in x] for x in (table.param_groups, groups))
+    if sizes != saved:
+        raise ValueError(
+            "the loaded state_dict has another number of parameter groups, or of parameters in "
+            f"them: {saved}, where the optimizer has {sizes}."
+        )
+    kind = type(table).__name__
+    for group, own in zip(groups, table.param_groups, strict=True):
+        hypers = table.hypers_of(group)
+        names = hyperparams.names(hypers)
+        missing = [name for name in names if name not in group]
+        if missing:
+            raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")
+        foreign = [name for name in group if name in _known_hypers().difference(names)]
+        if foreign:
+            raise ValueError(f"not a state of {kind}: a group has {', '.join(foreign)}.")
+        here = table.hypers_of(own)
+        if here is not hypers:
+            raise ValueError(
+                f"not a state of {kind} with these groups: what {here.__name__} steps here, "
+                f"{hypers.__name__} has stepped."
+            )
+
+
+def _known_hypers() -> set[str]:
+    """The names of the hyper-parameters of all rules."""
+    return {name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)}

@@ -1,0 +1,254 @@
+"""Gradients that kernels judge on their device: the host reads what they found once, at the end.
+
+That the first round of a step tells which gradients are bad is in test_nonfinite.py.
+"""
+
+import functools
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from benchmarks.host_gpu import Calls
+from ds_ext.backward import startup_log
+from ds_ext.ops.executors.triton import devices, tables
+from ds_ext.optimizer.nonfinite import BAD_VOTE, MAX_GOOD_VOTES, DeviceGradFlags, GradCheck
+from ds_ext.optimizer.run_updates import RunUpdate
+from tests.common import needs, paths, table
+from tests.common.choose import params, spread
+from tests.common.hypers import SIMULATED, changed
+from tests.unit import test_nonfinite
+from tests.unit.test_native import BATCHED
+from tests.unit.test_nonfinite import BAD, WAYS, same, simulate
+
+pytestmark = needs.triton
+SHAPES = ((20, 32), (12, 20), (9,), (6, 32))
+SETTINGS = changed(SIMULATED, lomo={"lr": 0.5})
+
+
+class Member(test_nonfinite.Member):
+    """One of the ranks, whose votes are those that all ranks would have cast."""
+
+    def begin(self, grads, without):
+        updates = map(RunUpdate, self.params, self.runs, self.cut(grads), self.shards)
+        bucket = [u for i, u in enumerate(updates) if i not in without]
+        shards = {u.param: u.shard for u in bucket}
+        assert self.optimizer.in_kernels(shards, torch.device("cpu")) == shards.keys()
+        first = self.optimizer.first_round_checks(shards)
+        votes = {
+            p: torch.tensor(1.0 if g.double().square().sum() < 3e38 / g.numel() else BAD_VOTE)
+            for p, g in zip(self.params, grads, strict=True)
+            if p in shards and p not in first
+        }
+        check = GradCheck(first, votes, DeviceGradFlags(len(self.params)))
+        return self.optimizer.begin(bucket, check), check
+
+
+class Simulated(test_nonfinite.Simulated):
+    """An optimizer on each of some ranks, which steps by kernels."""
+
+    def __init__(self, name, world, shapes, dtype, **how):
+        weights, hypers = table.weights(shapes, dtype), SETTINGS[name] | how
+        self.ranks = [Member(name, rank, world, weights, hypers) for rank in range(world)]
+
+    @torch.no_grad()
+    def step(self, grads, without=()):
+        begun = [rank.begin(grads, without) for rank in self.ranks]
+        simulate([step.rules for step, _ in begun])
+        found = []
+        for rank, (step, check) in zip(self.ranks, begun, strict=True):
+            step.end()
+            rank.optimizer.commit_weight_norms()
+            read, _ = check.flags.read()
+            rank.optimizer.rollback_step(read.bad)
+            bad = set(read.bad)
+            found.append(([i for i, p in enumerate(rank.params) if p in bad], read.square))
+        assert all(one == found[0] for one in found)
+        bad, self.square = found[0]
+        return bad
+
+
+CASES = spread(BATCHED, [(world, way) for world in (1, 2, 5) for way in WAYS])
+# a group of 8-bit moments that a cut goes through is stepped alone
+CASES = [(name, 1 if name == "flashadamw" else world, way) for name, world, way in CASES]
+QUICK = [next(case for case in CASES if case[0] == "adalomo")]
+
+
+@pytest.mark.parametrize("name, world, way", params(CASES, QUICK.__contains__))
+def test_a_bad_gradient_is_as_if_it_had_not_come(name, world, way, monkeypatch):
+    """To the last bit and step number, also of weights that were edited before it.
+
+    RMS(p) that is known is added up in another order than that of a bucket with other parameters.
+    """
+    paths.use(monkeypatch, "kernels")
+    dtype, how = way
+    rtol = 1e-5 if dtype == torch.float32 else 1e-2
+    knows = name in ("adalomo", "adafactor")
+    alike = functools.partial(torch.allclose, rtol=rtol, atol=rtol) if knows else torch.equal
+    shapes = SHAPES if name != "scale" else SHAPES[:2]
+    values = itertools.cycle([math.nan, 1e19])
+    ranks, others = (Simulated(name, world, shapes, dtype, **how) for _ in range(2))
+    for step, grads in enumerate(table.gradients(4, shapes, dtype)):
+        if step in (0, 2):
+            if not how:  # a master notes edits also of what is not stepped
+                for rank in (*ranks.ranks, *others.ranks):
+                    rank.runs[BAD][1:].mul_(1.5)  # what was known of it holds no more
+            before = ranks.contents()[BAD : BAD + 1]
+            others.step(grads, without=[BAD])
+            grads[BAD].view(-1)[(step * 7919) % grads[BAD].numel()] = next(values)
+            assert ranks.step(grads) == [BAD]
+            assert same(ranks.contents()[BAD : BAD + 1], before)
+        else:
+            assert ranks.step(grads) == others.step(grads) == []
+            (first, *_) = ranks.ranks
+            judged = first.optimizer.first_round_checks(
+                dict(zip(first.params, first.shards, strict=True))
+            )
+            squares = (float(g.double().square().sum()) for g in grads)
+            known = [x for x, p in zip(squares, first.params, strict=True) if p in judged]
+            assert ranks.square == pytest.approx(sum(known), rel=1e-5)
+        assert same(ranks.contents(), others.contents(), alike), step
+    assert ranks.ranks[0].optimizer.state[ranks.ranks[0].params[BAD]]["step"] == 2
+
+
+def trained(name, path, monkeypatch):
+    """A model after some steps, in two of which gradients were bad, and what these told."""
+    paths.use(monkeypatch, path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 18), nn.Tanh(), nn.LayerNorm(18), nn.Linear(18, 9))
+    optimizer = ds_ext.optimizer.OPTIMIZERS[name](model.parameters(), lr=1e-3)
+    fused = ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=0.0)
+    poisons = [{}, {"0.weight", "2.bias"}, {}, {"3.weight", "3.bias", "2.weight"}, {}]
+    scale: dict[str, float] = {}
+    for key, p in model.named_parameters():
+        p.register_hook(lambda g, key=key: g * scale.get(key, 1.0))
+    told = []
+    for step, bad in enumerate(poisons):
+        scale |= dict.fromkeys(bad, math.nan)
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        optimizer.step()
+        scale.clear()
+        told.append({k: fused.metrics[k] for k in ("skipped_parameters", "skipped_steps")})
+        told[-1]["norm"] = fused.metrics["grad_norm"]
+    steps = {key: optimizer.state[p]["step"] for key, p in model.named_parameters()}
+    return model.state_dict(), told, steps, fused.skipped
+
+
+@pytest.mark.parametrize("name", params(["adalomo", "lamb", "lomo"], ["adalomo"]))
+def test_in_backward_as_on_a_cpu(name, monkeypatch):
+    weights, told, steps, skipped = trained(name, "kernels", monkeypatch)
+    expected, of_cpu, steps_of_cpu, skipped_of_cpu = trained(name, "native", monkeypatch)
+    assert (
+        steps == steps_of_cpu == {key: steps[key] for key in expected} and min(steps.values()) > 0
+    )
+    assert skipped == skipped_of_cpu == 5
+    for a, b in zip(told, of_cpu, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, nan_ok=True)
+    assert all(torch.allclose(weights[key], x, rtol=1e-4, atol=1e-6) for key, x in expected.items())
+
+
+def test_a_dropped_step_takes_its_numbers_back_too(monkeypatch):
+    paths.use(monkeypatch, "kernels")
+    model = nn.Linear(20, 18)
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=1)
+    model.weight.register_hook(lambda g: g * math.nan)
+    model(torch.ones(2, 20)).square().sum().backward()
+    optimizer.zero_grad()
+    assert not optimizer.state.get(model.weight) and optimizer.state[model.bias]["step"] == 1
+
+
+def test_a_model_that_is_let_go_takes_its_numbers_back_too(monkeypatch):
+    paths.use(monkeypatch, "kernels")
+    model = nn.Linear(20, 18)
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    model.weight.register_hook(lambda g: g * math.nan)
+    model(torch.ones(2, 20)).square().sum().backward()
+    fused.finish()
+    fused.remove()
+    assert not optimizer.state.get(model.weight) and optimizer.state[model.bias]["step"] == 1
+
+
+@pytest.mark.parametrize("path", ["native", "kernels"])
+def test_the_norm_is_known_before_the_step_ends_and_measures_leave_out_bad_gradients(
+    path, monkeypatch
+):
+    paths.use(monkeypatch, path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 18, bias=False), nn.Linear(18, 9, bias=False))
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    fused = ds_ext.fuse_into_backward(model, optimizer, measure_updates=True, bucket_size=10**6)
+    x = torch.randn(4, 20)
+    weights = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    torch.autograd.backward((x @ weights[0].T @ weights[1].T).square().sum())
+    norm = float(torch.nn.utils.get_total_norm([w.grad for w in weights]))
+    model(x).square().sum().backward()
+    for _ in range(2):
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), math.inf)) == pytest.approx(norm)
+    optimizer.step()
+    assert fused.norm == pytest.approx(norm)
+    model[0].weight.register_hook(lambda g: g * math.nan)
+    model(x).square().sum().backward()
+    with pytest.raises(RuntimeError, match="norm of the gradients is not finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), math.inf, error_if_nonfinite=True)
+    optimizer.step()
+    rms = float(model[1].weight.detach().square().mean().sqrt())
+    assert fused.metrics["weight_rms/0"] == pytest.approx(rms) and fused.skipped == 1
+
+
+@pytest.mark.parametrize("name", params(BATCHED, ["adalomo", "adamw", "came"]))
+def test_the_host_reads_nothing_before_a_step_ends_and_one_vector_then(name, monkeypatch):
+    """Reading a number of ``meta``, which stands for a GPU here, raises an error."""
+    paths.use(monkeypatch, "ops")
+    monkeypatch.setattr(devices, "DEVICES", {"meta"})
+    monkeypatch.setattr(tables, "start", lambda *_: None)
+    model = nn.Sequential(nn.Linear(20, 18, device="meta"), nn.Linear(18, 9, device="meta"))
+    groups = [p for p in model.parameters() if name != "scale" or p.dim() == 2]
+    for p in set(model.parameters()) - {*groups}:
+        p.requires_grad_(False)
+    optimizer = ds_ext.optimizer.OPTIMIZERS[name](groups, **SIMULATED[name])
+    with mock.patch.object(startup_log, "warnings", lambda *_, **__: []):  # which read weights
+        ds_ext.fuse_into_backward(model, optimizer)
+    reads = []
+    found = mock.Mock(square=1.0, bad=[])
+    for _ in range(2):
+        model(torch.ones(3, 20, device="meta")).sum().backward()
+        with mock.patch.object(
+            DeviceGradFlags, "read", lambda self, *x: (found, reads.append(x) or [1.0])
+        ):
+            optimizer.step()
+    assert len(reads) == 2
+
+
+LARGE = ((4096, 4096), (1024, 11008), (4096,))
+
+
+@pytest.mark.parametrize("name, most", [("adalomo", 4), ("came", 7), ("lamb", 3), ("lomo", 1)])
+def test_to_judge_takes_no_launch(name, most, monkeypatch):
+    launched = []
+    paths.use(monkeypatch, "ops")
+    monkeypatch.setattr(devices, "DEVICES", {"meta"})
+    monkeypatch.setattr(tables, "start", lambda label, *_: launched.append(label))
+    weights = [nn.Parameter(torch.ones(s, device="meta")) for s in LARGE]
+    optimizer = ds_ext.optimizer.OPTIMIZERS[name](weights, **SIMULATED[name])
+    shards = {p: ds_ext.ops.shard.Shard.whole(tuple(p.shape)) for p in weights}
+    first = optimizer.first_round_checks(shards)
+    votes = {p: torch.ones((), device="meta") for p in weights if p not in first}
+    for _ in range(3):
+        launched.clear()
+        runs = [p.detach().view(-1) for p in weights]
+        updates = [RunUpdate(p, x, x, shards[p]) for p, x in zip(weights, runs, strict=True)]
+        with Calls() as calls:
+            optimizer.update(
+                updates, lambda total: None, GradCheck(first, votes, DeviceGradFlags(3))
+            )
+            optimizer.commit_weight_norms()
+    assert len(launched) == most, launched
+    assert any("tell" in label for label in launched) and calls.made <= 7
+    assert MAX_GOOD_VOTES < BAD_VOTE

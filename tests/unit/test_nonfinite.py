@@ -1,0 +1,282 @@
+"""Gradients that the first round of a step judges: what is bad reaches nothing, and nothing else
+of its bucket can tell.
+"""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from benchmarks import traffic
+from ds_ext.distributed import lockstep
+from ds_ext.ops.executors.native.table import Table
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import zeros
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.first_round import Trials
+from ds_ext.optimizer.nonfinite import GradCheck
+from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.rules import REGISTRY
+from tests.common import needs, newcomer, paths, table
+from tests.common.choose import params
+from tests.common.hypers import SIMULATED, changed
+
+SHAPES = ((30, 70), (40, 20), (9,), (24, 1, 1), (12, 70))
+MATRICES = ((30, 70), (40, 20), (16, 16), (20, 40), (12, 70))
+SETTINGS = changed(SIMULATED, galoreadamw={"nbits": 32})
+BAD = 1  # the parameter of a bad gradient, a matrix
+
+
+def simulate(ranks):
+    """``lockstep.simulate`` that adds up ranks in one order, wherever a number lies in a round."""
+    merged = [lockstep.merged_rounds(lockstep.lockstep(rules)) for rules in ranks]
+    for flats in zip(*merged, strict=True):
+        total = functools.reduce(torch.add, flats)
+        for flat in flats:
+            flat.copy_(total)
+
+
+class Member:
+    """One of the ranks that step the runs of a bucket."""
+
+    def __init__(self, name, rank, world, weights, hypers):
+        self.shards = [Shard.of_rank(tuple(w.shape), rank, world) for w in weights]
+        self.params = [nn.Parameter(w.clone()) for w in weights]
+        self.runs = self.cut(weights)
+        self.optimizer = OPTIMIZERS[name](self.params, **hypers)
+
+    def cut(self, tensors):
+        """Its runs of whole tensors."""
+        pairs = zip(tensors, self.shards, strict=True)
+        return [x.flatten()[shard.start : shard.stop].clone() for x, shard in pairs]
+
+    def begin(self, grads, without):
+        """Begins a step -> it, and its check."""
+        updates = map(RunUpdate, self.params, self.runs, self.cut(grads), self.shards)
+        bucket = [u for i, u in enumerate(updates) if i not in without]
+        check = GradCheck(self.optimizer.first_round_checks({u.param: u.shard for u in bucket}))
+        return self.optimizer.begin(bucket, check), check
+
+    def contents(self):
+        """The bits of its runs and of what it keeps of them."""
+        states = (self.optimizer.state.get(p, {}) for p in self.params)
+        pairs = zip(self.runs, states, strict=True)
+        return [flattened({"p": run, **state}) for run, state in pairs]
+
+
+class Simulated:
+    """An optimizer on each of some ranks."""
+
+    def __init__(self, name, world, shapes, dtype=torch.float32, **how):
+        weights, hypers = table.weights(shapes, dtype), SETTINGS[name] | how
+        self.ranks = [Member(name, rank, world, weights, hypers) for rank in range(world)]
+
+    @torch.no_grad()
+    def step(self, grads, without=()):
+        """Steps by whole gradients -> which parameters were bad, the same on all ranks."""
+        begun = [rank.begin(grads, without) for rank in self.ranks]
+        simulate([step.rules for step, _ in begun])
+        for step, _ in begun:
+            step.end()
+        self.squares = [check.square for _, check in begun]
+        found = [
+            [i for i, p in enumerate(rank.params) if p in check.bad]
+            for rank, (_, check) in zip(self.ranks, begun, strict=True)
+        ]
+        assert all(bad == found[0] for bad in found)
+        return found[0]
+
+    def contents(self):
+        """What all ranks have, by parameter."""
+        return list(zip(*(rank.contents() for rank in self.ranks), strict=True))
+
+
+def flattened(state, above=""):
+    """The tensors and numbers of a state, by path."""
+    found = {}
+    for key, x in state.items():
+        if isinstance(x, dict):
+            found |= flattened(x, f"{above}{key}.")
+        else:
+            found[above + key] = x.clone() if isinstance(x, torch.Tensor) else torch.tensor(x)
+    return found
+
+
+def same(a, b, equal=torch.equal):
+    """Whether parameters have the same bits, each on all ranks."""
+    pairs = [
+        (x, y) for some, others in zip(a, b, strict=True) for x, y in zip(some, others, strict=True)
+    ]
+    return all(x.keys() == y.keys() and all(equal(x[key], y[key]) for key in x) for x, y in pairs)
+
+
+def shapes_for(name):
+    return SHAPES if REGISTRY[name].any_shape else MATRICES
+
+
+# Rules whose matrices are judged by their first round, by formulas that are batched or not.
+JUDGED = ("adalomo", "adafactor", "came", "sinkgd", "galoreadamw", "apollo", "apollomini")
+WAYS = [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"weight_update": "master"})]
+CASES = list(itertools.product(JUDGED, (1, 2, 5), ("native",), WAYS))
+CASES += [(name, world, "ops", WAYS[0]) for name in JUDGED for world in (1, 3)]
+QUICK = [("adalomo", 2, "native", WAYS[2]), ("adafactor", 5, "native", WAYS[1])]
+QUICK += [("came", 2, "native", WAYS[0]), ("sinkgd", 5, "native", WAYS[0])]
+QUICK += [("apollo", 2, "native", WAYS[0]), ("adalomo", 3, "ops", WAYS[0])]
+
+
+@pytest.mark.parametrize("name, world, path, way", params(CASES, QUICK.__contains__))
+def test_a_bad_gradient_is_as_if_it_had_not_come(name, world, path, way, monkeypatch):
+    """Of any rank, in a first step and in later ones, to the last bit and step number.
+
+    Torch's ops add up in an order that depends on where numbers lie in memory.
+    """
+    paths.use(monkeypatch, path)
+    alike = torch.equal if path == "native" else functools.partial(torch.allclose, rtol=1e-4)
+    dtype, how = way
+    shapes = shapes_for(name)
+    values = itertools.cycle([math.nan, math.inf, -math.inf, 1e19])
+    ranks, others = (Simulated(name, world, shapes, dtype, **how) for _ in range(2))
+    for step, grads in enumerate(table.gradients(5, shapes, dtype)):
+        before = ranks.contents()[BAD : BAD + 1]
+        if step in (0, 2, 3):
+            others.step(grads, without=[BAD])
+            grads[BAD].view(-1)[(step * 7919) % grads[BAD].numel()] = next(values)
+            assert ranks.step(grads) == [BAD]
+            assert same(ranks.contents()[BAD : BAD + 1], before)
+            assert all(math.isinf(square) for square in ranks.squares)
+        else:
+            assert ranks.step(grads) == others.step(grads) == []
+            (first, *_) = ranks.ranks
+            judged = first.optimizer.first_round_checks(
+                dict(zip(first.params, first.shards, strict=True))
+            )
+            squares = (float(g.double().square().sum()) for g in grads)
+            known = [x for x, p in zip(squares, first.params, strict=True) if p in judged]
+            assert sum(ranks.squares) == pytest.approx(sum(known), rel=1e-5)
+        assert same(ranks.contents(), others.contents(), alike), step
+
+
+def test_a_batch_of_bad_gradients_alone_ends(monkeypatch):
+    paths.use(monkeypatch, "native")
+    shapes = ((30, 70), (40, 20))
+    ranks = Simulated("adalomo", 2, shapes)
+    before = ranks.contents()
+    assert ranks.step([torch.full(s, math.nan) for s in shapes]) == [0, 1]
+    assert same(ranks.contents(), before) and not any(rank.optimizer.state for rank in ranks.ranks)
+    (grads,) = table.gradients(1, shapes, torch.float32)
+    assert ranks.step(grads) == []
+
+
+def test_large_gradients_whose_sums_are_finite_are_good():
+    ranks = Simulated("adalomo", 2, ((30, 70),))
+    (g,) = (table.gradients(1, ((30, 70),), torch.float32))[0]
+    assert ranks.step([1e12 * g]) == []
+    assert ranks.step([1e18 * g / g.abs().max()]) == [0]  # 2,100 squares may overflow
+    assert [rank.optimizer.state[rank.params[0]]["step"] for rank in ranks.ranks] == [1, 1]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, newcomer.NAME])
+def test_what_comes_first_is_found_as_it_is(name):
+    """By bits, and at all numbers of steps in which a rule may take another course."""
+    if name == newcomer.NAME:
+        newcomer.enter()
+    try:
+        check_what_comes_first(name)
+    finally:
+        if name == newcomer.NAME:
+            newcomer.leave()
+
+
+def check_what_comes_first(name):
+    settings = SETTINGS[name] if name in OPTIMIZERS else {}
+    rule = REGISTRY[name].rule(**settings)
+    trials = Trials()
+    trials.renew({0: rule})
+    generator = torch.Generator().manual_seed(0)
+    for shape, world in itertools.product(shapes_for(name), (1, 2, 7)):
+        shards = [Shard.of_rank(shape, rank, world) for rank in range(world)]
+        (found,) = {trials.comes_first(0, shard, torch.float32) for shard in shards}
+        writes = False
+        for shard, t in itertools.product(shards, range(1, 6)):
+            p, g = (torch.randn(len(shard), generator=generator) for _ in range(2))
+            state = zeros(rule.keeps(shard), p)
+            before = flattened(state | {"p": p})
+            step = rule.step(p, g, state, t, shard)
+            yielded = bool(next(step, ()))
+            after = flattened(state | {"p": p})
+            writes |= not yielded or not same([[before]], [[after]])
+        assert found == (not writes), (shape, world)
+
+
+def test_rules_that_are_known_to_be_judged_by_their_rounds():
+    """If a rule leaves this list, its gradients are passed over once more in backward."""
+    for name, entry in REGISTRY.items():
+        trials = Trials()
+        trials.renew({0: entry.rule(**SETTINGS[name])})
+        is_judged = trials.comes_first(0, Shard.of_rank((32, 64), 1, 2), torch.float32)
+        assert is_judged == (name in JUDGED), name
+
+
+def test_a_changed_setting_is_tried_anew():
+    p = nn.Parameter(torch.zeros(30, 70))
+    optimizer = ds_ext.SCALE([p], norm_axis="column")
+    shards = {p: Shard.whole((30, 70))}
+    assert optimizer.first_round_checks(shards) == {p}
+    optimizer.param_groups[0]["lr"] = 3e-4
+    assert optimizer.first_round_checks(shards) == {p}
+    optimizer.param_groups[0]["momentum"] = 0.9  # which changes before the round
+    assert optimizer.first_round_checks(shards) == set()
+
+
+def test_matrices_are_passed_over_twice_in_backward(monkeypatch):
+    """A read for the sums and one for the update, and none to see whether gradients are good."""
+    paths.use(monkeypatch, "native")
+    model = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 40))
+    fused = ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
+    passes = []
+    run = Table.run
+
+    def noted(self, name, *args, **how):
+        passes.append((name, int(self.entries["n"].max())))
+        return run(self, name, *args, **how)
+
+    monkeypatch.setattr(Table, "run", noted)
+    for step in range(3):
+        passes.clear()
+        model(torch.randn(3, 60)).square().sum().backward()
+        fused.optimizer.step()
+        large = [name for name, n in passes if n >= 2000]
+        # RMS(p) is known from the second step on: the pass for it reads a few weights
+        assert sorted(large) == sorted(["weighed", "squares", "factors", "apply"] * 2), step
+
+
+@needs.triton
+def test_adalomo_passes_over_8_bytes_of_a_bf16_matrix_in_backward(monkeypatch):
+    paths.use(monkeypatch, "native")
+    found = traffic.in_a_step("adalomo", torch.bfloat16, is_fused=True)
+    assert (found["g"], found["p read"], found["p written"], found["bytes"]) == (2, 1, 1, 8)
+    by_kernels = traffic.in_a_step("adalomo", torch.bfloat16, is_fused=True, by="kernels")
+    assert by_kernels == found
+    lomo = traffic.in_a_step("lomo", torch.bfloat16, is_fused=True)
+    assert lomo["g"] == 2  # a read of its own for the norm, and to see whether it is finite
+
+
+def test_weights_edited_between_steps_in_backward_are_read_anew(monkeypatch):
+    """Their RMS is known from writing them, unless torch has written to them since."""
+    paths.use(monkeypatch, "native")
+    models = [nn.Linear(60, 50, bias=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [ds_ext.AdaLomo(model.parameters(), lr=0.02) for model in models]
+    ds_ext.fuse_into_backward(models[0], optimizers[0])
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(3, 60)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.weight[step:].mul_(3)
+        assert torch.equal(models[0].weight, models[1].weight), step

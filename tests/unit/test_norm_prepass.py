@@ -1,0 +1,112 @@
+"""The backward pass that measures leaves nothing behind: exact clipping of unusual graphs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_ext
+from ds_ext.backward import norm_prepass
+from tests.common import fused_losses
+
+CLIP = 0.05
+
+
+def fuse(model, **how):
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)
+    return optimizer, ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=CLIP, **how)
+
+
+def ordinary_step(model, loss):
+    """One of SGD, which LOMO's is, with torch's own clipping."""
+    model.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def state(model):
+    return {n: x.detach().clone() for n, x in model.state_dict().items()}
+
+
+def assert_updates_equal(model, plain, before):
+    for n, expected in plain.state_dict().items():
+        error = (model.state_dict()[n] - expected).double().norm()
+        assert error <= 1e-5 * (expected - before[n]).double().norm(), n
+
+
+@pytest.mark.parametrize("held", ["saved", "attribute"])
+def test_a_loss_that_writes_its_saved_gradients_in_place_is_refused_before_a_weight_moves(held):
+    model = fused_losses.make(held, factor=2.0)
+    optimizer, fused = fuse(model)
+    before = state(model)
+    with pytest.raises(RuntimeError, match='InPlaceCrossEntropy.*gradient_policy="sharded"'):
+        fused.backward(model(*fused_losses.batch(0)))
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+    model.factor = 1.0  # a multiplication by one harms nothing
+    fused.backward(model(*fused_losses.batch(1)))
+    optimizer.step()
+    plain = fused_losses.make(None)
+    ordinary_step(plain, plain(*fused_losses.batch(1)))
+    assert_updates_equal(model, plain, before)
+
+
+def test_such_a_loss_is_clipped_exactly_where_gradients_are_kept():
+    model, plain = fused_losses.make("saved", 2.0), fused_losses.make(None, 2.0)
+    before = state(plain)
+    optimizer, fused = fuse(model, gradient_policy="sharded")
+    for step in range(3):
+        fused.backward(model(*fused_losses.batch(step)))
+        optimizer.step()
+        ordinary_step(plain, plain(*fused_losses.batch(step)))
+    assert_updates_equal(model, plain, before)
+
+
+class Normed(nn.Module):
+    """Batch norms, one of them in a checkpointed segment."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9))
+        self.second = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9, affine=False), nn.Tanh())
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = nn.Linear(9, 4)
+
+    def segment(self, h):
+        self.calls = self.calls + 1  # a new tensor each time
+        return self.second(h)
+
+    def forward(self, x):
+        h = checkpoint(self.segment, self.first(x), use_reentrant=self.reentrant)
+        return self.last(h).square().sum()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_buffers_of_a_checkpointed_segment_end_as_without_clipping(reentrant):
+    torch.manual_seed(5)
+    model, plain = Normed(reentrant), Normed(reentrant)
+    plain.load_state_dict(model.state_dict())
+    before = state(plain)
+    optimizer, fused = fuse(model)
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        fused.backward(model(x))
+        optimizer.step()
+        ordinary_step(plain, plain(x))
+    assert_updates_equal(model, plain, before)
+    assert model.second[1].num_batches_tracked == 6 and model.calls == 6
+    assert model.first[1].num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_any_change_of_a_saved_tensor_is_found(dtype):
+    whole = torch.arange(40).to(dtype).view(5, 8)
+    for x in (whole, whole[1:, 1:], whole.t(), whole[0, :3], whole[0, 0], whole.flatten()[1:]):
+        before = norm_prepass._digest(x)
+        assert before == norm_prepass._digest(x.clone())
+        last = tuple(n - 1 for n in x.shape)
+        kept = x[last].clone()
+        x[last] = ~kept if dtype == torch.bool else kept + 1
+        assert before != norm_prepass._digest(x)
+        x[last] = kept

@@ -1,0 +1,142 @@
+"""A rule that nobody has seen runs in batches on every executor: the tests add it by one file."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_ext import ops
+from ds_ext.ops.batch import Flat, Runs, Weights
+from ds_ext.ops.executors import table_batch
+from ds_ext.ops.executors.triton import verdicts
+from ds_ext.ops.shard import Shard
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import memory
+from ds_ext.rules import REGISTRY
+from tests.common import adan, needs, paths, simulated, table
+
+SHAPES = ((12, 8), (9,), (2, 5, 7), (1, 40))
+HYPERS = {"lr": 0.05, "betas": (0.9, 0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+STEPS = 4
+PATHS = ["ops", "native", pytest.param("kernels", marks=needs.triton)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known():
+    adan.enter()
+    yield
+    adan.leave()
+
+
+def made(dtype=torch.float32, **more):
+    params = [nn.Parameter(p) for p in table.weights(SHAPES, dtype)]
+    return params, OPTIMIZERS[adan.NAME](params, **HYPERS, **more)
+
+
+def step(params, optimizer, steps):
+    for grads in steps:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+
+
+def error(params, grads):
+    """How far off the reference, relative to the update."""
+    off = update = 0.0
+    for i, (p, before) in enumerate(zip(params, table.weights(SHAPES, torch.float32), strict=True)):
+        wanted = adan.reference(before, [g[i] for g in grads], **HYPERS)
+        off += float((p.detach().double() - wanted).square().sum())
+        update += float((before.double() - wanted).square().sum())
+    return (off / update) ** 0.5
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_it_steps_as_its_paper_says(path, monkeypatch):
+    paths.use(monkeypatch, path)
+    grads = list(table.gradients(STEPS, SHAPES, torch.float32))
+    params, optimizer = made()
+    step(params, optimizer, grads)
+    assert error(params, grads) < 2e-6
+    plans = list(optimizer._plans._made.values())
+    assert bool(plans) == (path != "ops") and not any(plan.alone for plan in plans)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_resumed_run_equals_one_without_a_break(path, monkeypatch):
+    paths.use(monkeypatch, path)
+    grads = list(table.gradients(STEPS, SHAPES, torch.bfloat16))
+    params, optimizer = made(torch.bfloat16, weight_update="master")
+    step(params, optimizer, grads[:2])
+    saved, held = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    step(params, optimizer, grads[2:])
+    others, other = made(torch.bfloat16, weight_update="master")
+    for p, value in zip(others, held, strict=True):
+        p.data.copy_(value)
+    other.load_state_dict(saved)
+    step(others, other, grads[2:])
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_it_is_the_same_on_any_number_of_ranks(world):
+    start = table.weights(SHAPES, torch.float64)
+    grads = list(table.gradients(STEPS, SHAPES, torch.float64))
+    ranks = simulated.Ranks(REGISTRY[adan.NAME].rule(**HYPERS), start, world)
+    for some in grads:
+        assert ranks.step(some) == 1
+    for i, (p, before) in enumerate(zip(ranks.params, start, strict=True)):
+        wanted = adan.reference(before, [g[i] for g in grads], **HYPERS)
+        assert (p - wanted).norm() <= 1e-9 * (before - wanted).norm()
+
+
+def test_the_planner_counts_it():
+    rule = OPTIMIZERS[adan.NAME].hypers()
+    assert memory.ours(rule, {"a": (7, 5)}, None, 1, torch.float32, 1).state == 4 * 4 * 35
+
+
+@needs.triton
+def test_a_parameter_of_bad_gradients_is_left_as_it_is(monkeypatch):
+    """The device judges gradients; passes that no kernel makes follow that too."""
+    paths.use(monkeypatch, "kernels")
+    weights, moments = [torch.ones(6), torch.ones(4)], [torch.zeros(6), torch.zeros(4)]
+    g = Runs([torch.ones(6), torch.full((4,), torch.inf)])
+    batch = table_batch.TableBatch([Shard.whole((6,)), Shard.whole((4,))])
+    found = Flat(torch.tensor([6.0, torch.inf]), np.arange(2))
+    u = ops.Sum(ops.Sum(g, Runs(moments), 2.0), g, 1.0)  # no kernel reads a sum of sums
+    with verdicts.using(verdicts.Verdict(found, np.full(2, 1e30, dtype=np.float32))):
+        ops.lerp_(Runs(moments), u, 0.25, batch)
+        assert ops.square_sum(u, batch, g).values[0] == 6 * (1 + 2 * 0.5 + 1) ** 2
+        ops.apply_(Weights(Runs(weights)), u, batch, lr=0.5)
+    assert weights[0].eq(1 - 0.5 * 3).all() and moments[0].eq(0.5).all()
+    assert weights[1].eq(1).all() and moments[1].eq(0).all()
+
+
+@needs.triton
+def test_moments_advance_once_where_only_a_later_run_is_unsupported(monkeypatch):
+    paths.use(monkeypatch, "kernels")
+    g, m, v = (Runs([torch.full((6,), x)]) for x in (1.0, 0.0, 0.0))
+    batch = table_batch.TableBatch([Shard.whole((6,))])
+    step = ops.AdamStep(ops.RootQuotient(m, v, 1e-8), g, 0.9, 0.99)
+    scaled = ops.Scaled(g, batch.numbers(torch.tensor([2.0])))  # no kernel reads such a factor
+    _, total = ops.square_sums((step, scaled), batch, g)
+    assert torch.allclose(m.tensors[0], torch.full((6,), 0.1)) and total.values[0] == 24
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_tables_make_the_passes_that_they_support(path, monkeypatch):
+    """Adan's passes over its gradient alone are made by native code or kernels."""
+    paths.use(monkeypatch, path)
+    ran = []
+
+    def noting(self, name, *args, **kwargs):
+        ran.append(name)
+        return original(self, name, *args, **kwargs)
+
+    kind = table_batch.KernelTable if path == "kernels" else table_batch.Table
+    original = kind.run
+    monkeypatch.setattr(kind, "run", noting)
+    params, optimizer = made()
+    step(params, optimizer, table.gradients(1, SHAPES, torch.float32))
+    assert {"squares", "advance"} <= set(ran) and "apply" not in ran

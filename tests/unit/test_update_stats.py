@@ -1,0 +1,182 @@
+"""The sizes of updates and weights against those computed from the weights before and after."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ext import AdaLomo
+from ds_ext.distributed import lockstep
+from ds_ext.ops import rounding, weight_update
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.weight_update import Writing
+from ds_ext.optimizer import OPTIMIZERS, bucket_step
+from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.update_stats import UpdateStats, rms
+from tests.common import choose, table
+from tests.common.hypers import FOR_ALL, NEEDED, changed
+
+SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
+HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
+KINDS = [(torch.float32, "stochastic"), (torch.float64, "stochastic")]
+KINDS += [
+    (half, mode)
+    for half in rounding.ROUND
+    for mode in ("stochastic", "nearest", "master", "master24")
+]
+each_kind = pytest.mark.parametrize(
+    "name, dtype, mode",
+    choose.params(
+        [(name, *kind) for name in FOR_ALL for kind in KINDS], choose.spread(FOR_ALL, KINDS)
+    ),
+)
+
+
+def make(name, dtype, mode, shapes=SHAPES):
+    params = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
+    optimizer = OPTIMIZERS[name](params, **HYPERS[name], weight_update=mode)
+    optimizer.update_stats = UpdateStats(1)
+    return params, optimizer
+
+
+def step(params, optimizer, gradients):
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = None if g is None else g.clone()
+    optimizer.step()
+
+
+def held(optimizer, params):
+    """The numbers that weights stand for, with their masters, in fp64."""
+    values = []
+    for p in params:
+        s, how = dict(optimizer.state[p]), optimizer.param_groups[0]["weight_update"]
+        shard = Shard.whole(p.shape)
+        w = (
+            weight_update.weight(p.detach().view(-1), s, Writing(how), 0, shard)
+            if s
+            else p.detach()
+        )
+        tensor = isinstance(w, torch.Tensor)
+        values.append(w.clone() if tensor else torch.cat([x.view(-1) for x in read(w, shard)]))
+    return torch.cat([v.reshape(-1).double() for v in values])
+
+
+def read(w, shard):
+    return [w.block(b).clone() for b in shard.blocks()]
+
+
+@each_kind
+def test_sums_are_those_of_what_was_stored(name, dtype, mode):
+    params, optimizer = make(name, dtype, mode)
+    expected = torch.zeros(3, dtype=torch.float64)
+    for gradients in table.gradients(3, SHAPES, dtype):
+        before = held(optimizer, params)
+        step(params, optimizer, gradients)
+        after = held(optimizer, params)
+        squares = [(after - before).square().sum(), after.square().sum()]
+        expected += torch.stack([*squares, torch.tensor(len(after))])
+    (got,) = optimizer.update_stats.sums()
+    assert got.dtype == torch.float64
+    error = 1e-10 if dtype == torch.float64 else 5e-4  # half a million squares in a row
+    assert got.allclose(expected, rtol=error, atol=0), (got, expected)
+    (figures,) = rms(expected[None])
+    assert figures["update_rms"] == pytest.approx((expected[0] / expected[2]).item() ** 0.5)
+    assert figures["weight_rms"] == pytest.approx((expected[1] / expected[2]).item() ** 0.5)
+
+
+@each_kind
+def test_measuring_changes_no_bit(name, dtype, mode):
+    (params, measured), (others, plain) = [make(name, dtype, mode) for _ in range(2)]
+    plain.update_stats = None
+    for gradients in table.gradients(3, SHAPES, dtype):
+        step(params, measured, gradients)
+        step(others, plain, gradients)
+    assert all(p.equal(q) for p, q in zip(params, others, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("mode", ["stochastic", "nearest", "master", "master24"])
+def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
+    def sums(world):
+        made = [make("lomo", torch.bfloat16, mode) for _ in range(world)]
+        begun = []
+        for rank, (params, optimizer) in enumerate(made):
+            shards = [Shard.of_rank(p.shape, rank, world) for p in params]
+            (gradients,) = table.gradients(1, SHAPES, torch.bfloat16)
+            begun.append(
+                [
+                    bucket_step.begin_rules(optimizer, RunUpdate(p, cut(p, s), cut(g, s), s))[0]
+                    for p, g, s in zip(params, gradients, shards, strict=True)
+                ]
+            )
+        with torch.no_grad():
+            lockstep.simulate(begun)
+        return sum(optimizer.update_stats.sums() for _, optimizer in made)
+
+    assert sums(world).allclose(sums(1), rtol=5e-4, atol=0)
+    assert sums(world)[0, 2] == sum(p.numel() for p in table.weights(SHAPES))
+
+
+def cut(x, shard):
+    return x.detach().reshape(-1)[shard.start : shard.stop].clone()
+
+
+def test_groups_are_measured_apart():
+    a, b, c = (nn.Parameter(torch.full((3, 4), x)) for x in (1.0, 2.0, 3.0))
+    optimizer = OPTIMIZERS["lomo"]([{"params": [a]}, {"params": [b], "lr": 0.1}], lr=0.5)
+    optimizer.update_stats = UpdateStats(2)
+    optimizer.add_param_group({"params": [c]})
+    step([a, b, c], optimizer, [torch.ones(3, 4), torch.ones(3, 4), None])
+    figures = rms(optimizer.update_stats.sums())
+    assert [f["update_rms"] for f in figures] == pytest.approx([0.5, 0.1, 0])
+    assert [f["weight_rms"] for f in figures] == pytest.approx([0.5, 1.9, 0])
+    assert optimizer.update_stats.sums()[:, 2].tolist() == [12, 12, 0]
+
+
+def test_blocks_may_be_written_in_another_order_than_read():
+    stats, shard = UpdateStats(1), Shard.whole((6,))
+    run = torch.ones(6, dtype=torch.bfloat16)
+    w = stats.wrap(weight_update.weight(run, {"step": 1}, Writing(), 0, shard), 0, 0, run)
+    first, second = shard.blocks(limit=3)
+    w.write_(second, w.block(second) + 1)
+    w.block(second)
+    w.write_(first, torch.full(first.shape, 5.0))
+    assert stats.sums().tolist() == [[3 * 1 + 3 * 16, 3 * 4 + 3 * 25, 6]]
+
+
+def test_sums_begin_anew_when_cleared():
+    params, optimizer = make("lomo", torch.float32, "nearest", [(3, 4)])
+    (one,), (two,) = table.gradients(2, [(3, 4)], torch.float32)
+    step(params, optimizer, [one])
+    optimizer.update_stats.clear()
+    assert optimizer.update_stats.sums().tolist() == [[0, 0, 0]]
+    step(params, optimizer, [two])
+    moved, _, n = optimizer.update_stats.sums()[0].tolist()
+    assert (moved, n) == (pytest.approx(1e-6 * two.square().sum().item(), rel=1e-3), 12)
+
+
+def test_a_meter_goes_with_a_copy_and_stays_when_a_state_is_loaded():
+    params, optimizer = make("adalomo", torch.float32, "nearest", [(3, 4)])
+    step(params, optimizer, *table.gradients(1, [(3, 4)], torch.float32))
+    twin = copy.deepcopy(optimizer)
+    assert twin.update_stats.sums().equal(optimizer.update_stats.sums())
+    twin.update_stats.clear()
+    assert optimizer.update_stats.sums()[0, 2] == 12
+    twin.update_stats = None
+    twin.load_state_dict(optimizer.state_dict())
+    assert twin.update_stats is None and copy.deepcopy(twin).update_stats is None
+    assert optimizer.update_stats.sums()[0, 2] == 12
+    twin.update_stats = UpdateStats(len(twin.param_groups))
+    twin.step()
+    assert twin.update_stats.sums().shape == (1, 3)
+
+
+def test_stochastic_rounding_moves_further_than_the_update():
+    """As documented, the values really stored count: whole spacings, now and then."""
+    p = nn.Parameter(torch.full((64, 64), 1.5, dtype=torch.bfloat16))
+    optimizer = AdaLomo([p], lr=1e-4)
+    optimizer.update_stats = UpdateStats(1)
+    step([p], optimizer, [torch.ones_like(p)])
+    (figures,) = rms(optimizer.update_stats.sums())
+    assert figures["update_rms"] > 3 * 1e-4 * 1.5
