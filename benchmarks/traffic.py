@@ -33,8 +33,8 @@ STATE = {"IS_ADAM_STEP": (8, 8), "IS_ADAM": (8, 0), "IS_RESIDUAL": (4, 4), "IS_S
 STATE |= {"IS_VECTOR_RESIDUAL": (8, 4), "IS_VECTOR": (4, 0), "IS_ADAM8_STEP": (2.125, 2.125)}
 STATE |= {"IS_SIGN8_STEP": (1.0625, 1.0625)}
 OVER_RUNS = {"largest", "squares", "statistics", "weighed", "squared", "normalize_whole_rows"}
-OVER_RUNS |= {"advance", "advance_square", "apply"}
-MOMENTS = {"advance": 4, "advance_square": 4}  # bytes that are read, and written
+OVER_RUNS |= {"lerp", "square_lerp", "apply"}
+MOMENTS = {"lerp": 4, "square_lerp": 4}  # bytes that are read, and written
 ROUNDED = {"SPLIT": 2, "CORRECTED": 1}  # bytes of a master beside 16 bits
 
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ds_ext.commands import config
+from ds_ext.ops import schema
 from ds_ext.rules import REGISTRY
 from tests import rates, reference
 
@@ -105,11 +106,13 @@ def unmarked(text: str) -> Iterator[str]:
         yield from (line for line in code.splitlines() if line in own)
 
 
-def configs() -> Iterator[tuple[Path, str]]:
-    """The files of the folder configs that ``python -m ds_ext config`` prints, and what it prints.
+def generated() -> Iterator[tuple[Path, str]]:
+    """The files that are generated whole, and their texts: the schema in C++, and configs.
 
-    Those of HF Trainer have "auto"; those in ``plain`` have numbers, for ``deepspeed.initialize``.
+    Configs are what ``python -m ds_ext config`` prints: those of HF Trainer have "auto"; those in
+    ``plain`` have numbers, for ``deepspeed.initialize``.
     """
+    yield schema.HEADER, schema.header()
     for name in REGISTRY:
         for folder, numbers in (("configs", False), ("configs/plain", True)):
             text = config.as_text(config.make(name, 3, numbers))
@@ -119,6 +122,6 @@ def configs() -> Iterator[tuple[Path, str]]:
 if __name__ == "__main__":
     for document in documents():
         document.write_text(renewed(document.read_text()))
-    for file, text in configs():
+    for file, text in generated():
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)

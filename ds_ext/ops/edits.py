@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch
+from ds_ext.ops.schema import GROUP
 from ds_ext.ops.shard import Shard
 
-GROUP = 256  # elements
 INFINITE = 0x7F80  # the bits of a bf16 infinity; those of a NaN are more
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch, small
+from ds_ext.ops.schema import FORMS
 from ds_ext.ops.shard import Block
 
 Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the kernel runs
@@ -24,7 +25,7 @@ class Kept:
     """A weight that a kernel can read and write."""
 
     run: Tensor
-    how: str = "PLAIN"  # or STOCHASTIC, SPLIT, COPIED, CORRECTED: see weight_forms.py
+    how: str = "PLAIN"  # one of schema.STORAGE: see weight_forms.py
     aux: Tensor | None = None
     key: int = 0
     start: int | None = None  # element of the parameter that the run starts at; None: its shard's
@@ -56,7 +57,7 @@ class Source:
     @property
     def is_by_matrix(self) -> bool:
         """Whether what is read depends on the row and column that an element lies in."""
-        return self.form in ("IS_QUOTIENT", "IS_RESIDUAL")
+        return FORMS[self.form].is_by_matrix
 
     def within(self, rows: slice, cols: slice) -> "Source":
         """Returns what is read of these rows and columns of each matrix."""

@@ -61,9 +61,7 @@ class Residual:
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
         u = source_of(self.u)
-        forms = {"IS_QUOTIENT": "IS_RESIDUAL"}
-        if isinstance(self.m, Runs):
-            forms["IS_VECTOR"] = "IS_VECTOR_RESIDUAL"  # of native passes alone
+        forms = {"IS_QUOTIENT": "IS_RESIDUAL", "IS_VECTOR": "IS_VECTOR_RESIDUAL"}
         if u is None or u.form not in forms:
             return None
         return u.plus(forms[u.form], {"m": self.m}, weight=self.weight)

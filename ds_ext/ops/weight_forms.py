@@ -14,6 +14,7 @@ from torch import Tensor
 from ds_ext.ops import scratch
 from ds_ext.ops.expressions import Kept
 from ds_ext.ops.rounding import ROUND
+from ds_ext.ops.schema import HALF, MOST, PARTS
 from ds_ext.ops.shard import Block
 
 
@@ -115,12 +116,6 @@ class CopiedWeight:
 
 
 INFINITE = 0x7F800000  # the bits of an fp32 infinity
-# Of what rounding may take from a weight, at most half the spacing of the 16-bit numbers there.
-PARTS = 127
-# What ±127 stands for, in such parts: the middle of 126.5 to 127. With 127 itself the sum would lie
-# half way between two weights, and as often be rounded to the other when it is saved and loaded.
-MOST = 126.75
-HALF = 0.49999  # is added before the rest is cut off: halves go towards the weight, alike
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ds_ext.ops import edits, passes, scratch
 from ds_ext.ops.batch import MASTER as MASTER
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.rounding import ROUND, key, keys
+from ds_ext.ops.schema import GROUP
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
 from ds_ext.ops.weight_forms import MASTERS, Form, StochasticWeight
@@ -146,7 +147,7 @@ def master_parts(s: Mapping[str, Any], n: int) -> dict[str, Part]:
     dtype = getattr(s.get("master"), "dtype", None)
     if dtype not in MASTERS:  # one that was cast, if it is a master at all
         dtype = torch.float32
-    sizes = {"master": (n, dtype), "marks": (-(-n // edits.GROUP), torch.int16)}
+    sizes = {"master": (n, dtype), "marks": (-(-n // GROUP), torch.int16)}
     return {
         key: Part.of(slice(0, size), size, kind) for key, (size, kind) in sizes.items() if key in s
     }
@@ -161,7 +162,7 @@ def has_fitting_master(p: Tensor, s: Mapping[str, Any]) -> bool:
         return False
     if marked is None:
         return True
-    return marked.dtype == torch.int16 and _lies(marked, -(-p.numel() // edits.GROUP), p.device)
+    return marked.dtype == torch.int16 and _lies(marked, -(-p.numel() // GROUP), p.device)
 
 
 def _lies(x: Tensor, n: int, device: torch.device) -> bool:
@@ -178,7 +179,7 @@ def master(p: Tensor, how: Writing) -> dict[str, Tensor]:
     """What is kept beside a run, to have its weights in more than 16 bits.
 
     1 byte for "master24"; for "master" 2 bytes for a bf16 weight and 4 for an fp16. And 2 for every
-    ``edits.GROUP`` weights, but for the 4.
+    ``GROUP`` weights, but for the 4.
     """
     dtype = KEPT.get((how.weight_update, p.dtype))
     if dtype is None:

@@ -17,10 +17,10 @@ from torch import Tensor
 from ds_ext import rules
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Pointers, Runs, kind, may_join, stacked
-from ds_ext.ops.executors.native.table import DTYPES
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.rounding import ROUND
+from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.optimizer import expert_stacks, fitting

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ds_ext.ops.executors.triton.passes import DTYPES, Table
+from ds_ext.ops.executors.triton.passes import Table
+from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import plans
 from ds_ext.planner.memory import Shapes

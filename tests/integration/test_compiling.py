@@ -72,7 +72,7 @@ def all_passes(constants):
 def pairs_of(one):
     """What a pass shows: each constant's value, and some two together."""
     named = {key: repr(x) for key, x in one.fields.items() if key not in ("name", "then")}
-    pairs = [(key, key) for key in named] + [("FORM", "ALIGNED"), ("WD", "KEPT")]
+    pairs = [(key, key) for key in named] + [("FORM", "ALIGNED"), ("WD", "STORAGE")]
     return [(one.name, a, named.get(a), named.get(b)) for a, b in pairs]
 
 

@@ -90,3 +90,8 @@ def test_a_block_without_a_mark_is_found():
 def test_what_the_source_does_not_have_is_an_error():
     with pytest.raises(KeyError, match="Nothing"):
         snippets.renewed(TEXT.replace("LOMO.keeps", "LOMO.Nothing").format("x\n"))
+
+
+def test_generated_files_are_what_the_package_makes_now():
+    for path, text in snippets.generated():
+        assert path.read_text() == text, f"{path} is stale: run `make readme`"

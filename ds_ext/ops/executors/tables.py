@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops import passes
+from ds_ext.ops import passes, schema
 from ds_ext.ops.batch import CPU, Flat, Placed, Runs, Shifted, Weights
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.executors.native import table
@@ -89,7 +89,7 @@ def takes(runs: Sequence[Tensor]) -> bool:
     if len(kinds) > 1 or not all(x.is_contiguous() for x in runs):
         return False
     ((dtype, device),) = kinds
-    return dtype in table.DTYPES and (devices.take(device) or device == CPU and table.is_there())
+    return dtype in schema.DTYPES and (devices.take(device) or device == CPU and table.is_there())
 
 
 def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
@@ -247,13 +247,13 @@ def own_run(v: Runs, batch: TableBatch) -> Shifted:
 @_makers.makes(passes.Lerp)
 def lerp_(m: Runs, x: Any, weight: float, batch: TableBatch) -> None:
     """m ← m + weight · (x − m)."""
-    _run("advance", batch, _source(x, batch), out=m, share=weight)
+    _run("lerp", batch, _source(x, batch), out=m, share=weight)
 
 
 @_makers.makes(passes.SquareLerp)
 def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: TableBatch) -> None:
     """v ← v + weight · (x² + eps − v)."""
-    _run("advance_square", batch, _source(x, batch), out=v, share=weight, eps=eps)
+    _run("square_lerp", batch, _source(x, batch), out=v, share=weight, eps=eps)
 
 
 @_makers.makes(passes.Apply)
@@ -293,7 +293,7 @@ def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bo
         found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.int64)
         columns = {"w": Runs(runs), "aux": Runs(residuals), "marks": Placed(found, marks)}
         how = "SPLIT" if size == 2 else "CORRECTED"
-        _flat(runs).run("mend", columns, kept=(how, torch.bfloat16))
+        _flat(runs).run("mend", columns, storage=(how, torch.bfloat16))
 
 
 def _refuse_alone(run: Tensor, are_batched: bool) -> None:
@@ -311,7 +311,7 @@ def _flat(runs: Sequence[Tensor]) -> AnyTable:
 def _source(x: Any, batch: TableBatch) -> Source:
     """The description of what is read; raises Unsupported if the batch's tables cannot read it."""
     source = source_of(x)
-    if source is None or source.form not in batch.own.forms:
+    if source is None:
         raise Unsupported
     return source
 
@@ -345,9 +345,9 @@ def _run(
         filled["row"] = Shifted(filled["row"], batch.row_offsets)
         filled["col"] = Shifted(filled["col"], batch.col_offsets)
     weights: Any = p or source.kept
-    kept = dtype = None
+    storage = dtype = None
     if weights is not None:
-        kept = weights.how, weights.run.dtype
+        storage = weights.how, weights.run.dtype
         filled["w"] = _runs(weights.run)
         if weights.aux is not None:
             filled["aux"] = _runs(weights.aux)
@@ -357,7 +357,7 @@ def _run(
         dtype = source.tensors["x"].dtype
     is_decayed = decays or "decay" in source.numbers
     fresh = batch.is_whole and name in ("statistics", "weighed", "normalize_whole_rows")
-    return batch.own.run(name, filled, source.form, dtype, kept, is_decayed, fresh)
+    return batch.own.run(name, filled, source.form, dtype, storage, is_decayed, fresh)
 
 
 def _runs(x: Any) -> Any:

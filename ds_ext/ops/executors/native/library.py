@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from ds_ext.logs import logger
+from ds_ext.ops import schema
 
 SOURCE = Path(__file__).with_name("passes.cpp")
 FLAGS = (  # setup.py has the same for wheels
@@ -65,9 +66,14 @@ def _shipped() -> ctypes.CDLL | None:
     for path in SOURCE.parent.glob("_passes*.so"):
         with contextlib.suppress(OSError):  # of a newer C++ library than there is here
             library = ctypes.CDLL(str(path))
-            if _source_of(library) == hashlib.sha256(SOURCE.read_bytes()).hexdigest():
+            if _source_of(library) == hashlib.sha256(_source().encode()).hexdigest():
                 return library
     return None
+
+
+def _source() -> str:
+    """All that the library is made of."""
+    return schema.HEADER.read_text("utf-8") + SOURCE.read_text("utf-8")
 
 
 def _source_of(library: ctypes.CDLL) -> str:
@@ -85,7 +91,7 @@ def _built() -> Path:
     compiler = next(filter(None, map(shutil.which, _compilers())), None)
     if compiler is None:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
-    key = [SOURCE.read_text(), *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
+    key = [_source(), *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
     name = f"passes-{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
     try:
         folder = cache_folder()

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from ds_ext.ops import schema
 from ds_ext.ops.batch import Pointers
-from ds_ext.ops.executors.native.table import KNOWN
 
 
 class KnownSquares:
@@ -16,7 +16,7 @@ class KnownSquares:
     """
 
     def __init__(self, n: int) -> None:
-        self._values = np.full((n, KNOWN), -1, dtype=np.float32)
+        self._values = np.full((n, 1 + schema.PROBES), -1, dtype=np.float32)
         self._where: Pointers | None = None
         self._versions: list[int] = []
         self.are_wanted = False  # by a rule

@@ -32,50 +32,10 @@
 #include <unistd.h>
 #include <vector>
 
-// One parameter. native/table.py has the same fields in the same order; all have 8 or 4 bytes.
-struct Entry {
-    int64_t start, n, mats, rows, cols;  // the run [start, start + n) of [mats, rows, cols]
-    int64_t first;                       // number of its first element, for random bits
-    const void *x;                       // a gradient, or another run that is read
-    void *w, *aux;                       // the weight, and what is kept beside it
-    float *m, *v;                        // moments: runs, or the codes of those that have 8 bits
-    uint16_t *m_scale, *v_scale;         // and the scales of these
-    float *row, *col;                    // statistics or factors: [mats, rows], [mats, cols]
-    float *out, *out2, *out3;            // what a pass makes
-    const float *before, *in, *in2, *in3;  // statistics as they were; totals
-    int16_t *marks;
-    double *measured;                    // [2]: sums of squares of changes and of new weights
-    float *known;                        // [1 + PROBES]: see PROBES below
-    uint32_t key;                        // of random bits
-    float factor, bound;                 // of x
-    float scale;                         // of an update
-    float lr, decay;
-    float weight;                        // of a residual: of what the momentum moves towards
-    float beta1, beta2, a, b;            // shares of the new in moments; Adam: sqrt(v) · a + b
-    float eps;
-    float clip;
-    float share;                         // of what a statistic or moment moves towards
-};
+#include "schema.h"
 
-enum Form { IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR, IS_ADAM, IS_ADAM_STEP, IS_RESIDUAL, IS_VECTOR_RESIDUAL,
-            IS_ADAM8_STEP, IS_SIGN_STEP, IS_SIGN8_STEP };
-enum Dtype { FP32, BF16, FP16 };
-enum Kept {
-    PLAIN_FP32, PLAIN_BF16, PLAIN_FP16, STOCHASTIC_BF16, STOCHASTIC_FP16, SPLIT, COPIED, CORRECTED_BF16, CORRECTED_FP16
-};
-enum Pass { LARGEST, SQUARES, STATISTICS, WEIGHED, FACTORS, NUMBERS, SQUARED, ADVANCE, ADVANCE_SQUARE, APPLY, MARK, MEND,
-            NORMALIZE_WHOLE_ROWS, NORMALIZE_ROWS, NORMALIZE_COLUMNS };
-
-// The sum of the squares of a weight is known when it was written, and need not be read for it
-// again. Somebody else may have written since: PROBES weights tell that, and their number, which
-// is 0 where nothing is known.
-const int PROBES = 31;
-
-// What is the same for all parameters of a call.
-struct Call {
-    int pass, form, dtype, kept, decays;
-    int fresh;  // sums over rows and columns are to be written where nothing was yet
-};
+// Entry.known caches the sum of the squares of weights as they were written, negative where none is
+// cached, and PROBES of these weights: if one has changed, somebody else has written since.
 
 namespace {
 
@@ -88,7 +48,6 @@ const int64_t CHUNK = 512;       // elements that are worked on at a time
 const int64_t AHEAD = 4096;      // bytes before its use that memory is asked for
 const int64_t FEW_LINES = 128;   // elements of which that is asked at a time where little else is done
 const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, about
-const int64_t GROUP = 256;       // weights that have one mark: edits.GROUP
 
 // Threads that wait for work. A forked process has none of its parent's, and makes its own.
 class Pool {
@@ -400,8 +359,6 @@ INLINE void round_all(const float *__restrict x, int64_t n, uint16_t *__restrict
 }
 
 // weight_forms.CorrectedWeight: what it is of numbers of ``epsilon`` that are normal from ``least`` on.
-const float PARTS = 127.0f, MOST = 126.75f, HALF = 0.49999f;
-
 struct Correction {
     float epsilon;
     uint32_t least;
@@ -472,14 +429,14 @@ static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype
     return found;
 }
 
-static __attribute__((noinline)) const float *weight(const Entry &e, int kept, int64_t i, int64_t n, float *__restrict room) {
-    switch (kept) {
+static __attribute__((noinline)) const float *weight(const Entry &e, int storage, int64_t i, int64_t n, float *__restrict room) {
+    switch (storage) {
     case PLAIN_FP32: return loaded(e.w, FP32, i, n, room);
     case PLAIN_BF16:
     case STOCHASTIC_BF16: return loaded(e.w, BF16, i, n, room);
     case PLAIN_FP16:
     case STOCHASTIC_FP16: return loaded(e.w, FP16, i, n, room);
-    case SPLIT: {
+    case SPLIT_BF16: {
         const uint16_t *__restrict w = static_cast<const uint16_t *>(e.w) + i;
         const int16_t *__restrict rest = static_cast<const int16_t *>(e.aux) + i;
         for (int64_t j = 0; j < n; ++j)
@@ -488,7 +445,7 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int kept, i
     }
     case CORRECTED_BF16:
     case CORRECTED_FP16: {
-        bool is_bf16 = kept == CORRECTED_BF16;
+        bool is_bf16 = storage == CORRECTED_BF16;
         const Correction c = correction(is_bf16);
         const int8_t *__restrict parts = static_cast<const int8_t *>(e.aux) + i;
         loaded(e.w, is_bf16 ? BF16 : FP16, i, n, room);
@@ -496,7 +453,7 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int kept, i
         for (int64_t j = 0; j < n; ++j) room[j] = c.read(room[j], parts[j]);
         return room;
     }
-    default: {  // COPIED: the copy counts where the run is still what was made of it
+    default: {  // COPIED_FP16: the copy counts where the run is still what was made of it
         const uint16_t *__restrict w = static_cast<const uint16_t *>(e.w) + i;
         const float *__restrict copy = static_cast<const float *>(e.aux) + i;
         for (int64_t j = 0; j < n; ++j) {
@@ -537,10 +494,10 @@ static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *
 }
 
 // Writes ``x`` as elements i and on of the weight, and leaves in ``x`` what that then holds.
-static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i, int64_t n, float *__restrict x) {
+static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t i, int64_t n, float *__restrict x) {
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
     alignas(ALIGNED) uint16_t drawn[CHUNK];
-    switch (kept) {
+    switch (storage) {
     case PLAIN_FP32: {
         float *__restrict to = static_cast<float *>(e.w) + i;
         for (int64_t j = 0; j < n; ++j) to[j] = x[j];
@@ -559,7 +516,7 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
         }
         break;
     case STOCHASTIC_BF16: {
-        const uint16_t *random = noise(e.key, e.first + i, n, drawn);
+        const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
         uint32_t most = 0;
         for (int64_t j = 0; j < n; ++j) {
             uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu;
@@ -571,7 +528,7 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
         break;
     }
     case STOCHASTIC_FP16: {
-        const uint16_t *random = noise(e.key, e.first + i, n, drawn);
+        const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
         for (int64_t j = 0; j < n; ++j) {
             uint32_t a = as_bits(x[j]) & 0x7FFFFFFFu;
             float most = 65504.0f, bounded = x[j] > most ? most : x[j];
@@ -591,7 +548,7 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
         }
         break;
     }
-    case SPLIT: {
+    case SPLIT_BF16: {
         int16_t *__restrict rest = static_cast<int16_t *>(e.aux) + i;
         for (int64_t j = 0; j < n; ++j) {
             uint32_t bits = as_bits(x[j]);
@@ -604,7 +561,7 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
     }
     case CORRECTED_BF16:
     case CORRECTED_FP16: {
-        bool is_bf16 = kept == CORRECTED_BF16;
+        bool is_bf16 = storage == CORRECTED_BF16;
         const Correction c = correction(is_bf16);
         int8_t *__restrict parts = static_cast<int8_t *>(e.aux) + i;
         float near[CHUNK];
@@ -614,7 +571,7 @@ static __attribute__((noinline)) void store(const Entry &e, int kept, int64_t i,
         for (int64_t j = 0; j < n; ++j) x[j] = c.read(near[j], parts[j]);
         break;
     }
-    default: {  // COPIED
+    default: {  // COPIED_FP16
         float *__restrict copy = static_cast<float *>(e.aux) + i;
         for (int64_t j = 0; j < n; ++j) {
             copy[j] = x[j];
@@ -898,7 +855,7 @@ static __attribute__((noinline)) void sign_step(const Entry &e, bool is_8bit, in
 // What a pass reads: up to CHUNK elements, in ``room`` or where they lie. Moments are advanced.
 static __attribute__((noinline)) const float *value(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict room) {
     const float *u = room;
-    if (call.form == IS_WEIGHT) return weight(e, call.kept, i, n, room);
+    if (call.form == IS_WEIGHT) return weight(e, call.storage, i, n, room);
     bool is_by_factors = call.form == IS_QUOTIENT || call.form == IS_RESIDUAL;
     if (is_by_factors)
         gradient_times_factors(call, e, i, n, room);
@@ -980,7 +937,7 @@ static void squares(const Call &call, const Entry &e, const Strip &s, double *pa
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, room);
         if (call.decays || e.out2) {
-            const float *w = weight(e, call.kept, i, n, other);
+            const float *w = weight(e, call.storage, i, n, other);
             if (e.out2) of_weights += square_sum(w, n);
             if (call.decays) {
                 add_decayed(u, w, e.decay, n, room);
@@ -1011,7 +968,7 @@ const int64_t NARROW = 64;
 static bool probed(const Call &call, const Entry &e, bool notes) {
     float room[1];
     for (int64_t k = 0; k < PROBES && e.n; ++k) {
-        float x = *weight(e, call.kept, (2 * k + 1) * e.n / (2 * PROBES), 1, room);
+        float x = *weight(e, call.storage, (2 * k + 1) * e.n / (2 * PROBES), 1, room);
         if (notes)
             e.known[1 + k] = x;
         else if (as_bits(e.known[1 + k]) != as_bits(x))
@@ -1394,7 +1351,7 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
         float *__restrict m = e.out + i, weight = e.share, eps = e.eps;
         if (call.pass == SQUARED)
             for (int64_t j = 0; j < n; ++j) m[j] = u[j] * u[j];
-        else if (call.pass == ADVANCE_SQUARE)
+        else if (call.pass == SQUARE_LERP)
             for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j] * u[j] + eps, weight);
         else
             for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j], weight);
@@ -1414,7 +1371,7 @@ static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped st
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
     alignas(ALIGNED) uint16_t drawn[CHUNK], made[CHUNK];
     ask_ahead(w, n);
-    const uint16_t *random = noise(e.key, e.first + i, n, drawn);
+    const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
     uint32_t most = 0;
     for (int64_t j = 0; j < n; ++j) {
         uint32_t bits = as_bits(stepped(bf16_to_float(w[j]), u[j])), a = bits & 0x7FFFFFFFu;
@@ -1431,7 +1388,7 @@ static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped st
 static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, double &squares) {
     float *__restrict wide = static_cast<float *>(e.w) + i;
     uint16_t *__restrict narrow = static_cast<uint16_t *>(e.w) + i;
-    switch (call.kept) {
+    switch (call.storage) {
     case PLAIN_FP32:
         ask_ahead(wide, n);
         for (int64_t j = 0; j < n; ++j) wide[j] = stepped(wide[j], u[j]);
@@ -1463,10 +1420,10 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
             weights += squares;
             continue;
         }
-        const float *w = weight(e, call.kept, i, n, old);
+        const float *w = weight(e, call.storage, i, n, old);
         for (int64_t j = 0; j < n; ++j) now[j] = stepped(w[j], u[j]);
         if (e.measured && w != old) std::memcpy(old, w, sizeof(float) * static_cast<size_t>(n));
-        store(e, call.kept, i, n, now);
+        store(e, call.storage, i, n, now);
         if (e.measured || e.known) weights += square_sum(now, n);
         if (!e.measured) continue;
         for (int64_t j = 0; j < n; ++j) old[j] = now[j] - old[j];
@@ -1530,7 +1487,7 @@ static void marks(const Call &call, const Entry &e, const Strip &s) {
     for (int64_t k = 0; k < GROUP; ++k) numbers[k] = odd_number(k);
     if (call.pass == MARK)
         mark(e, s, numbers);
-    else if (call.kept == SPLIT)
+    else if (call.storage == SPLIT_BF16)
         mend<int16_t>(e, s, numbers);
     else
         mend<int8_t>(e, s, numbers);
@@ -1597,8 +1554,8 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     case NORMALIZE_COLUMNS: normalize(call, e, s.begin, s.end); break;
     case NUMBERS: numbers(e, s, sums); break;
     case SQUARED:
-    case ADVANCE:
-    case ADVANCE_SQUARE: advance(call, e, s); break;
+    case LERP:
+    case SQUARE_LERP: advance(call, e, s); break;
     case APPLY: apply(call, e, s, sums); break;
     default: marks(call, e, s); break;
     }

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_ext.ops import schema
 from ds_ext.ops.executors.triton import folds, memory, tiles, verdicts, waiting
-from ds_ext.ops.executors.triton.columns import AT, FORMULAS, GIVEN, NUMBERS
+from ds_ext.ops.executors.triton.columns import AT, FORMULAS, NUMBERS
 from ds_ext.ops.executors.triton.folds import Fold, Parts
 from ds_ext.ops.executors.triton.known import KnownSums
 from ds_ext.ops.executors.triton.memory import Addresses
@@ -191,7 +192,7 @@ class Launcher:
                 numbers[name] = value if isinstance(value, np.ndarray) else float(value)
             else:
                 rows[:, AT[name]] = self._addresses(value)
-        assert len(given) <= GIVEN, "a formula of more numbers than a pass takes"
+        assert len(given) <= schema.GIVEN, "a formula of more numbers than a pass takes"
         for i, value in enumerate(given):
             if isinstance(value, Tensor):
                 rows[:, AT[f"given{i}"]] = self._addresses(value)

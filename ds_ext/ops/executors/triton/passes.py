@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ds_ext.ops import schema
 from ds_ext.ops.executors.triton import sizes, tiles, waiting
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS
 from ds_ext.ops.executors.triton.known import KnownSums
@@ -15,15 +16,6 @@ from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, Squares
 from ds_ext.ops.executors.triton.memory import Addresses
 from ds_ext.ops.executors.triton.tables import Constants, Launch
 from ds_ext.ops.formulas import Formula
-
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-FORMS = frozenset(
-    (
-        "IS_WEIGHT IS_RUN IS_QUOTIENT IS_VECTOR IS_ADAM IS_ADAM_STEP IS_RESIDUAL IS_ADAM8_STEP "
-        "IS_SIGN_STEP IS_SIGN8_STEP"
-    ).split()
-)
-BY_MATRIX = ("IS_QUOTIENT", "IS_RESIDUAL")  # depend on the row and column of an element
 
 
 @dataclass(frozen=True)
@@ -33,7 +25,7 @@ class Read:
     columns: Columns
     form: str
     dtype: torch.dtype | None
-    kept: tuple[str, torch.dtype] | None
+    storage: tuple[str, torch.dtype] | None
     decays: bool
 
     @property
@@ -44,26 +36,25 @@ class Read:
     @property
     def run(self) -> Constants:
         """How a run is read that is one as it is."""
-        dtype = "float32" if self.dtype is None else DTYPES[self.dtype]
-        return (("XD", dtype), ("BOUNDED", "bound" in self.columns))
+        return (("XD", _name(self.dtype)), ("BOUNDED", "bound" in self.columns))
 
     @property
     def constants(self) -> Constants:
         """How anything is read: see ``value_of`` in kernels/values.py."""
-        how, dtype = self.kept or ("PLAIN", torch.float32)
-        more: Constants = (("DECAYS", self.decays), ("WD", DTYPES[dtype]), ("KEPT", how))
+        how, dtype = self.storage or ("PLAIN", None)
+        more: Constants = (("DECAYS", self.decays), ("WD", _name(dtype)), ("STORAGE", how))
         more = (*more, ("SCALED", None), ("DECAYED", None))
         return (("FORM", self.form), *self.run, *more)
 
     @property
     def only_sums(self) -> bool:
         """Whether to read it changes nothing."""
-        return not self.form.endswith("_STEP") and self.form != "IS_RESIDUAL"
+        return not schema.FORMS[self.form].advances
 
     @property
     def tiles(self) -> str:
         """The name of the tiles of a pass over runs."""
-        return "by_matrix" if self.form in BY_MATRIX else "flat"
+        return "by_matrix" if schema.FORMS[self.form].is_by_matrix else "flat"
 
 
 def _squares(table: Launcher, read: Read) -> None:
@@ -101,14 +92,13 @@ def _statistics(table: Launcher, read: Read) -> Squares:
 
 def _weighed(table: Launcher, read: Read) -> Squares:
     outs = {"out2": "part", "out3": "part2"}
-    _over_strips(table, read, "weighed", outs, {"eps": "b"}, only_sums=True)
+    _over_strips(table, read, "weighed", outs, only_sums=True)
     return Squares(read.columns["out"], table.squares_of_rows)
 
 
 def _normalize_whole_rows(table: Launcher, read: Read) -> None:
     roots = np.sqrt(table.geometry.cols).astype(np.float32)
-    renamed = {"eps": "b", "row": "before"}
-    _over_strips(table, read, "normalize_whole_rows", {"out2": "part"}, renamed, a=roots)
+    _over_strips(table, read, "normalize_whole_rows", {"out2": "part"}, a=roots)
 
 
 def _over_strips(
@@ -116,7 +106,6 @@ def _over_strips(
     read: Read,
     kernel: str,
     outs: Mapping[str, str],
-    renamed: Mapping[str, str],
     only_sums: bool = False,
     **more: Any,
 ) -> None:
@@ -128,22 +117,21 @@ def _over_strips(
             part, columns[outs[name]] = table.room(how)
             folded.append(table.folded(how, part, value))
         else:
-            columns[renamed.get(name, name)] = value
+            columns[name] = value
     del columns["scale"]
     made = table.launches(kernel, read.run, table.by_strip, columns)
     waiting.ask(made, folded, only_sums)
 
 
 def _factors(table: Launcher, read: Read) -> None:
-    named = {"in": "part", "in2": "part2", "in3": "x", "out2": "v", "eps": "b", "clip": "bound"}
-    columns = {named.get(k, k): v for k, v in read.columns.items()}
+    columns = dict(read.columns)
     kernel = "factors"
-    if "x" in columns:
+    if "in3" in columns:
         g = table.geometry
         kernel = "clipped_factors"
         columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
     else:
-        del columns["bound"]
+        del columns["clip"]
     waiting.ask(table.launches(kernel, (), table.by_parameter, columns))
 
 
@@ -151,15 +139,13 @@ def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
     g = table.geometry
     count, size = (g.rows, g.cols) if is_by_row else (g.cols, g.rows)
     at = tiles.made(-(-g.mats * count // sizes.LONG), n=g.mats * count)
-    columns = {"x": read.columns["in"], "v": read.columns["in2"], "out": read.columns["out"]}
-    columns |= {"a": np.sqrt(size).astype(np.float32), "b": read.columns["eps"]}
+    columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
     waiting.ask(table.launches("normalize", (), at, columns))
 
 
-def _advance(table: Launcher, read: Read, kernel: str) -> None:
-    columns = {{"eps": "b"}.get(k, k): v for k, v in read.numbers.items()}
+def _lerp(table: Launcher, read: Read, kernel: str) -> None:
     at = getattr(table, read.tiles)
-    waiting.ask(table.launches(kernel, read.constants, at, columns, OUT))
+    waiting.ask(table.launches(kernel, read.constants, at, read.numbers, OUT))
 
 
 def _apply(table: Launcher, read: Read) -> None:
@@ -187,18 +173,16 @@ def _apply(table: Launcher, read: Read) -> None:
 
 
 def _mark(table: Launcher, read: Read) -> None:
-    columns = {"w": read.columns["w"], "out": read.columns["marks"]}
-    waiting.ask(table.launches("mark", (), table.by_group, columns))
+    waiting.ask(table.launches("mark", (), table.by_group, read.columns))
 
 
 def _mend(table: Launcher, read: Read) -> None:
     """Some states have no marks yet: those of an older file."""
-    assert read.kept is not None
-    is_split = read.kept[0] == "SPLIT"
-    columns = {"w": read.columns["w"], "aux": read.columns["aux"], "before": read.columns["marks"]}
+    assert read.storage is not None
+    is_split = read.storage[0] == "SPLIT"
     dtype = "int16" if is_split else "int8"
-    for one in table.launches("mend", (("AD", dtype),), table.by_group, columns):
-        marked = one.rows[:, AT["before"]] != 0
+    for one in table.launches("mend", (("AD", dtype),), table.by_group, read.columns):
+        marked = one.rows[:, AT["marks"]] != 0
         for kernel, constants, own in (
             ("mend", one.constants, marked),
             ("mend_unmarked", one.constants[1:], ~marked & is_split),
@@ -210,6 +194,11 @@ def _mend(table: Launcher, read: Read) -> None:
                 waiting.ask([replace(one, **named, **some)])
 
 
+def _name(dtype: torch.dtype | None) -> str:
+    """What Triton calls a dtype; fp32 where there is no run."""
+    return str(dtype or torch.float32).removeprefix("torch.")
+
+
 PASSES: dict[str, Callable[[Launcher, Read], Squares | None]] = {
     "squares": _squares,
     "statistics": _statistics,
@@ -218,8 +207,8 @@ PASSES: dict[str, Callable[[Launcher, Read], Squares | None]] = {
     "normalize_rows": functools.partial(_normalize, is_by_row=True),
     "normalize_columns": functools.partial(_normalize, is_by_row=False),
     "factors": _factors,
-    "advance": functools.partial(_advance, kernel="lerp"),
-    "advance_square": functools.partial(_advance, kernel="square_lerp"),
+    "lerp": functools.partial(_lerp, kernel="lerp"),
+    "square_lerp": functools.partial(_lerp, kernel="square_lerp"),
     "apply": _apply,
     "mark": _mark,
     "mend": _mend,
@@ -231,7 +220,7 @@ class Table(Launcher):
 
     adds_two = False  # squares of weights, and of what is read with them, in one pass
     fills_whole_sums = False  # sums lie beside those that are not filled
-    forms, passes = FORMS, frozenset(PASSES)
+    passes = frozenset(PASSES)
 
     def reads(self, name: str, form: str, columns: Columns) -> bool:
         """Returns whether a pass can read such a form, and such numbers."""
@@ -245,7 +234,7 @@ class Table(Launcher):
         columns: Columns,
         form: str = "IS_WEIGHT",
         dtype: torch.dtype | None = None,
-        kept: tuple[str, torch.dtype] | None = None,
+        storage: tuple[str, torch.dtype] | None = None,
         decays: bool = False,
         fresh: bool = False,
     ) -> Squares | None:
@@ -257,4 +246,4 @@ class Table(Launcher):
         Returns:
             What adds up to the sums of squares, if the pass has made that.
         """
-        return PASSES[name](self, Read(columns, form, dtype, kept, decays))
+        return PASSES[name](self, Read(columns, form, dtype, storage, decays))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from ds_ext.ops.executors.triton import sizes
+from ds_ext.ops.schema import GROUP
 
 Shape: TypeAlias = tuple[dict[str, Any], int]  # the constants that are sizes, and warps
 
@@ -32,7 +33,7 @@ def _of_numbers(named: Mapping[str, Any]) -> Shape:
 
 def _of_groups(named: Mapping[str, Any]) -> Shape:
     shape, warps = _of_tiles(named)
-    return shape | {"TC": sizes.GROUP}, warps
+    return shape | {"TC": GROUP}, warps
 
 
 def _of_sums(named: Mapping[str, Any]) -> Shape:

@@ -16,6 +16,5 @@ ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for eve
 STRIP, STAGES = 64, 3
 NARROWEST, WIDEST = 2**10, 2**14
 WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
-GROUP = 256  # elements that share a mark: see edits.py
 LONG, LONG_WARPS = 2**12, 8  # ``factors``: as many rows or columns at a time
 TILES = 2**10  # ``recall``: of so many at a time a program reads what they have left

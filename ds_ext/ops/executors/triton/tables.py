@@ -197,7 +197,7 @@ def _fill(joint: Joint, words: Numbers, address: int) -> int:
         row += n
     programs = np.concatenate([chain[0].programs for chain in joint.chains])
     ends = programs.cumsum()
-    np.subtract(ends, programs, out=table[:, 0, AT["first"]])
+    np.subtract(ends, programs, out=table[:, 0, AT["program"]])
     return int(ends[-1])
 
 
@@ -289,8 +289,9 @@ def _pass(kernel: str, given: Constants) -> tuple[dict[str, Any], int]:
     """A pass -> its constants by their names, its number of warps."""
     named, kernels = dict(given), _kernels()
     shape, warps = shapes.of(kernel, named)
-    for name in named.keys() & {"FORM", "KEPT"}:
-        named[name] = getattr(kernels, named[name]).value
+    for name, numbers in (("FORM", kernels.FORM), ("STORAGE", kernels.HOW)):
+        if name in named:
+            named[name] = numbers[named[name]].value
     for name in named.keys() & {"XD", "WD", "AD"}:
         named[name] = getattr(kernels.tl, named[name])
     return named | shape, named.pop("WARPS", None) or warps

@@ -9,20 +9,21 @@ from numpy.typing import NDArray
 
 from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.columns import AT, COLUMNS
+from ds_ext.ops.schema import GROUP
 
 Numbers: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Runs [start, start + n) of matrices [mats, rows, cols], whose noise begins at ``first``."""
+    """Runs [start, start + n) of matrices [mats, rows, cols], whose noise begins at ``origin``."""
 
     start: Numbers
     n: Numbers
     mats: Numbers
     rows: Numbers
     cols: Numbers
-    first: Numbers
+    origin: Numbers
 
 
 class Kind(NamedTuple):
@@ -93,7 +94,7 @@ def flat(g: Geometry) -> Tiles:
     """Runs as rows of one tile's width, whatever their matrices are."""
     rows = -(-g.n // sizes.TC)
     down = -(-rows // sizes.TR)
-    return made(down, start=0, n=g.n, origin=g.first, rows=rows, cols=sizes.TC, down=down)
+    return made(down, start=0, n=g.n, origin=g.origin, rows=rows, cols=sizes.TC, down=down)
 
 
 def by_matrix(g: Geometry) -> Tiles:
@@ -113,8 +114,8 @@ def by_strip(g: Geometry) -> Tiles:
 
 def by_group(g: Geometry) -> Tiles:
     """Runs as rows of the elements that share a mark."""
-    programs = -(-g.n // (sizes.GROUP * sizes.TR))
-    return made(programs, start=0, n=g.n, cols=sizes.GROUP)
+    programs = -(-g.n // (GROUP * sizes.TR))
+    return made(programs, start=0, n=g.n, cols=GROUP)
 
 
 def by_parameter(g: Geometry) -> Tiles:
@@ -128,7 +129,7 @@ def _by_rows(g: Geometry, height: int) -> dict[str, Numbers]:
     is_one = touched(g) == 1  # only the rows that the run has
     rows = np.where(is_one, last - first + 1, g.rows)
     down = np.where(g.n > 0, -(-rows // height), 0)
-    at = {"start": g.start, "n": g.n, "rows": g.rows, "cols": g.cols, "origin": g.first}
+    at = {"start": g.start, "n": g.n, "rows": g.rows, "cols": g.cols, "origin": g.origin}
     row0 = np.where(is_one, first % g.rows, 0)
     return at | {"mat0": first // g.rows, "row0": row0, "down": down}
 

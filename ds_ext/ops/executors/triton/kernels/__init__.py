@@ -9,39 +9,9 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops.executors.triton.kernels.run import run
-from ds_ext.ops.executors.triton.kernels.values import (
-    IS_ADAM,
-    IS_ADAM8_STEP,
-    IS_ADAM_STEP,
-    IS_QUOTIENT,
-    IS_RESIDUAL,
-    IS_RUN,
-    IS_SIGN8_STEP,
-    IS_SIGN_STEP,
-    IS_VECTOR,
-    IS_WEIGHT,
-)
-from ds_ext.ops.executors.triton.kernels.weights import COPIED, CORRECTED, PLAIN, SPLIT, STOCHASTIC
+from ds_ext.ops.executors.triton.kernels.values import FORM
+from ds_ext.ops.executors.triton.kernels.weights import HOW
 
 VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 
-__all__ = [
-    "COPIED",
-    "CORRECTED",
-    "IS_ADAM",
-    "IS_ADAM8_STEP",
-    "IS_ADAM_STEP",
-    "IS_QUOTIENT",
-    "IS_RESIDUAL",
-    "IS_RUN",
-    "IS_SIGN8_STEP",
-    "IS_SIGN_STEP",
-    "IS_VECTOR",
-    "IS_WEIGHT",
-    "PLAIN",
-    "SPLIT",
-    "STOCHASTIC",
-    "VERSION",
-    "run",
-    "tl",
-]
+__all__ = ["FORM", "HOW", "VERSION", "run", "tl"]

@@ -5,20 +5,20 @@ import triton.language as tl
 
 from ds_ext.ops.executors.triton.kernels.moments import moved
 from ds_ext.ops.executors.triton.kernels.table import (
-    BOUND,
+    CLIP,
     COL,
     COLS,
+    EPS,
+    IN,
+    IN2,
+    IN3,
     MATS,
     OUT,
-    PART,
-    PART2,
+    OUT2,
     ROW,
     ROWS,
     SHARE,
     A,
-    B,
-    V,
-    X,
     number,
     pointer,
 )
@@ -27,7 +27,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
 @triton.jit
 def factors(t, tile, P: tl.constexpr):
     """Statistics row and col advanced, of all matrices of a parameter; out ← 1 / sqrt(row / its
-    mean), v ← 1 / sqrt(col).
+    mean), out2 ← 1 / sqrt(col).
     """
     TC: tl.constexpr = P.TC
     for mat in range(0, tl.load(t + MATS)):
@@ -38,7 +38,7 @@ def factors(t, tile, P: tl.constexpr):
 
 @triton.jit
 def clipped_factors(t, tile, P: tl.constexpr):
-    """The same, and out · bound / RMS where that is less than 1, of which x has weighed sums."""
+    """The same, and out · clip / RMS where that is less than 1, of which in3 has weighed sums."""
     TC: tl.constexpr = P.TC
     mats = tl.load(t + MATS)
     squares = tl.zeros([TC], dtype=tl.float32)
@@ -46,16 +46,16 @@ def clipped_factors(t, tile, P: tl.constexpr):
         mean = _advance_rows(t, mat, TC)
         for c in range(0, tl.load(t + COLS), TC):
             new, at, has = _advance_columns(t, mat, c, TC)
-            divided = tl.load(pointer(t, X, tl.float32) + at, mask=has, other=0.0) / new
+            divided = tl.load(pointer(t, IN3, tl.float32) + at, mask=has, other=0.0) / new
             squares += mean * tl.where(has, divided, 0.0)
-    ratio = number(t, BOUND) / tl.sqrt(tl.sum(squares, axis=0) * number(t, A))
+    ratio = number(t, CLIP) / tl.sqrt(tl.sum(squares, axis=0) * number(t, A))
     tl.debug_barrier()  # what another thread has stored is read
     _multiply_rows(t, mats * tl.load(t + ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
 
 
 @triton.jit
 def _advance_rows(t, mat, TC: tl.constexpr):
-    """row ← row + share · (part / cols + b − row) of a matrix -> its mean; out ← 1 / sqrt(row /
+    """row ← row + share · (in / cols + eps − row) of a matrix -> its mean; out ← 1 / sqrt(row /
     that).
     """
     rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
@@ -63,7 +63,7 @@ def _advance_rows(t, mat, TC: tl.constexpr):
     sums = tl.zeros([TC], dtype=tl.float32)
     for r in range(0, rows, TC):
         has = r + k < rows
-        new = _statistic(t, ROW, PART, mat * rows + r + k, has, cols.to(tl.float32))
+        new = _statistic(t, ROW, IN, mat * rows + r + k, has, cols.to(tl.float32))
         sums += tl.where(has, new, 0.0)
     mean = tl.sum(sums, axis=0) / rows.to(tl.float32)
     tl.debug_barrier()  # what another thread has stored is read
@@ -76,21 +76,21 @@ def _advance_rows(t, mat, TC: tl.constexpr):
 
 @triton.jit
 def _advance_columns(t, mat, c, TC: tl.constexpr):
-    """col ← col + share · (part2 / rows + b − col) of TC columns of a matrix, c and on; v ← 1 /
+    """col ← col + share · (in2 / rows + eps − col) of TC columns of a matrix, c and on; out2 ← 1 /
     sqrt(col) -> col, where those columns lie, which of them there are.
     """
     rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
     k = c + tl.arange(0, TC)
     at, has = mat * cols + k, k < cols
-    new = _statistic(t, COL, PART2, at, has, rows.to(tl.float32))
-    tl.store(pointer(t, V, tl.float32) + at, tl.rsqrt(new), mask=has)
+    new = _statistic(t, COL, IN2, at, has, rows.to(tl.float32))
+    tl.store(pointer(t, OUT2, tl.float32) + at, tl.rsqrt(new), mask=has)
     return new, at, has
 
 
 @triton.jit
 def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of):
     """A statistic after it was advanced by a mean of ``of`` squares, as torch.lerp does it."""
-    share, eps = number(t, SHARE), number(t, B)
+    share, eps = number(t, SHARE), number(t, EPS)
     old = tl.load(pointer(t, FIELD, tl.float32) + at, mask=has, other=1.0)
     mean = tl.load(pointer(t, SUMS, tl.float32) + at, mask=has, other=0.0) / of + eps
     mean = tl.where(has, mean, 1.0)

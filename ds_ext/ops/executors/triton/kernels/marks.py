@@ -5,8 +5,7 @@ import triton.language as tl
 
 from ds_ext.ops.executors.triton.kernels.table import (
     AUX,
-    BEFORE,
-    OUT,
+    MARKS,
     N,
     W,
     hinted,
@@ -17,12 +16,12 @@ from ds_ext.ops.executors.triton.kernels.table import (
 
 @triton.jit
 def mark(t, tile, P: tl.constexpr):
-    """out ← the marks of a 16-bit run w."""
+    """marks ← the marks of a 16-bit run w."""
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
     _, _, _, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
-    tl.store(pointer(t, OUT, tl.int16) + group, found, mask=has)
+    tl.store(pointer(t, MARKS, tl.int16) + group, found, mask=has)
 
 
 @triton.jit
@@ -35,7 +34,7 @@ def mend(t, tile, P: tl.constexpr):
     bits, e, ok, group, has, found = _hashed(t, tile, TR, TC, ALIGNED)
     size = bits.to(tl.int32) & 0x7FFF
     at = vectors(t, AUX, AD, ALIGNED) + e
-    differs = found != tl.load(pointer(t, BEFORE, tl.int16) + group, mask=has, other=0)
+    differs = found != tl.load(pointer(t, MARKS, tl.int16) + group, mask=has, other=0)
     differs = (differs & has)[:, None]
     rest = tl.load(at, mask=ok & (_is_odd(size) | differs), other=0)
     zeroed = differs & (size == 0) & (rest != 0)

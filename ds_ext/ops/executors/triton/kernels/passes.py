@@ -7,6 +7,7 @@ from ds_ext.ops.executors.triton.kernels.moments import moved
 from ds_ext.ops.executors.triton.kernels.table import (
     COLS,
     DOWN,
+    EPS,
     LR,
     MAT0,
     OUT,
@@ -18,7 +19,6 @@ from ds_ext.ops.executors.triton.kernels.table import (
     SHARE,
     START,
     TOTAL,
-    B,
     N,
     W,
     elements_of,
@@ -68,9 +68,9 @@ def lerp(t, tile, P: tl.constexpr):
 
 @triton.jit
 def square_lerp(t, tile, P: tl.constexpr):
-    """out ← out + share · (u² + b − out)."""
+    """out ← out + share · (u² + eps − out)."""
     e, ok, u = _read(t, tile, P)
-    _advance(t, e, ok, u * u + number(t, B), P.TC, P.ALIGNED)
+    _advance(t, e, ok, u * u + number(t, EPS), P.TC, P.ALIGNED)
 
 
 @triton.jit
@@ -78,9 +78,9 @@ def apply(t, tile, P: tl.constexpr):
     """w ← w − lr · u."""
     e, ok, u = _read(t, tile, P)
     rate: tl.constexpr = P.RATE
-    old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
     new = old - number_or_formula(t, LR, rate) * u
-    store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
 
 
 @triton.jit
@@ -107,12 +107,12 @@ def measured_apply(t, tile, P: tl.constexpr):
 def _written(t, tile, P: tl.constexpr):
     """Applies an update -> how far weights have moved, what they are now; 0 outside of the run."""
     e, ok, u = _read(t, tile, P)
-    old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
     rate: tl.constexpr = P.RATE
     new = old - number_or_formula(t, LR, rate) * u
-    store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
     tl.debug_barrier()  # what another thread has stored is read
-    held = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.KEPT)
+    held = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
     return tl.where(ok, held - old, 0.0), tl.where(ok, held, 0.0)
 
 

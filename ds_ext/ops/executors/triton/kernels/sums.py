@@ -12,21 +12,23 @@ from ds_ext.ops.executors.triton.kernels.table import (
     COL,
     COLS,
     DOWN,
+    EPS,
     FOUND,
     HEIGHT,
+    IN,
+    IN2,
     MAT0,
     OUT,
     PART,
     PART2,
+    ROW,
     ROW0,
     ROWS,
     SHARE,
     START,
     TOTAL,
     A,
-    B,
     N,
-    V,
     X,
     elements_of,
     hinted,
@@ -64,8 +66,8 @@ def statistics(t, tile, P: tl.constexpr):
 @triton.jit
 def weighed(t, tile, P: tl.constexpr):
     """Sums of squares over whole rows, to out; and over the rows of a strip, in part, and of those
-    divided by their row's new statistic, before + share · (sum / cols + b − before), in part2: both
-    [strips, cols]. Of a run IS_RUN.
+    divided by their row's new statistic, before + share · (sum / cols + eps − before), in part2.
+    Both parts are [strips, cols]. Of a run IS_RUN.
 
     A row is no wider than a tile: it is read once. The loop reads no table: what it loads first
     would use up the stages.
@@ -80,7 +82,7 @@ def weighed(t, tile, P: tl.constexpr):
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
-    before, share, eps = pointer(t, BEFORE, tl.float32), number(t, SHARE), number(t, B)
+    before, share, eps = pointer(t, BEFORE, tl.float32), number(t, SHARE), number(t, EPS)
     factor, most = factor_and_bound(t, BOUNDED)
     mat = tl.load(t + MAT0) + tile // down
     top = tl.load(t + ROW0) + (tile % down) * STRIP
@@ -108,7 +110,7 @@ def weighed(t, tile, P: tl.constexpr):
 
 @triton.jit
 def normalize_whole_rows(t, tile, P: tl.constexpr):
-    """To out, before · a / max(norm, b) for each whole row of x · col, whose norm is times before;
+    """To out, row · a / max(norm, eps) for each whole row of x · col, whose norm is times row;
     and the sums of the squares of out · x · col over the rows of a strip, in part, [strips, cols].
 
     As ``weighed``, it reads a row once.
@@ -123,7 +125,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
-    before, root, least = pointer(t, BEFORE, tl.float32), number(t, A), number(t, B)
+    by_row, root, least = pointer(t, ROW, tl.float32), number(t, A), number(t, EPS)
     factor, most = factor_and_bound(t, BOUNDED)
     mat = tl.load(t + MAT0) + tile // down
     top = tl.load(t + ROW0) + (tile % down) * STRIP
@@ -139,7 +141,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
         values = tl.load(x + hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
         u = scaled(values, factor, most, BOUNDED) * by_col[None, :]
         square = u * u
-        old = tl.load(before + row, mask=own, other=0.0)
+        old = tl.load(by_row + row, mask=own, other=0.0)
         ratio = root / tl.maximum(old * tl.sqrt(tl.sum(square, axis=1)), least)
         new = tl.minimum(old * ratio, LARGEST_FACTOR)
         tl.store(out + row, new, mask=own)
@@ -149,13 +151,13 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
 
 @triton.jit
 def normalize(t, tile, P: tl.constexpr):
-    """out ← v · a / max(sqrt(x), b), n of each: factors that bring norms to a, of sums x."""
+    """out ← in2 · a / max(sqrt(in), eps), n of each: factors that bring norms to a, of sums in."""
     TC: tl.constexpr = P.TC
     at = tile * TC + tl.arange(0, TC)
     has = at < tl.load(t + N)
-    sums = tl.load(pointer(t, X, tl.float32) + at, mask=has, other=1.0)
-    old = tl.load(pointer(t, V, tl.float32) + at, mask=has, other=0.0)
-    norm, least = tl.sqrt(sums), number(t, B)
+    sums = tl.load(pointer(t, IN, tl.float32) + at, mask=has, other=1.0)
+    old = tl.load(pointer(t, IN2, tl.float32) + at, mask=has, other=0.0)
+    norm, least = tl.sqrt(sums), number(t, EPS)
     new = old * (number(t, A) / tl.where(norm < least, least, norm))  # a NaN stays one
     new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
     tl.store(pointer(t, OUT, tl.float32) + at, new, mask=has)

@@ -12,7 +12,7 @@ from ds_ext.ops.executors.triton.columns import COLUMNS
 # Where each of columns.py lies in a row: a kernel may read constexprs alone.
 FIELD = {name: i for i, name in enumerate(COLUMNS)}
 FIELDS = tl.constexpr(len(COLUMNS))
-FIRST, KIND = tl.constexpr(FIELD["first"]), tl.constexpr(FIELD["kind"])
+PROGRAM, KIND = tl.constexpr(FIELD["program"]), tl.constexpr(FIELD["kind"])
 START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("start", "n", "origin"))
 ROWS, COLS, DOWN = (tl.constexpr(FIELD[k]) for k in ("rows", "cols", "down"))
 ROW0, MAT0, HEIGHT = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height"))
@@ -20,11 +20,14 @@ TOTAL, MATS = tl.constexpr(FIELD["total"]), tl.constexpr(FIELD["mats"])
 X, ROW, COL, M, V = (tl.constexpr(FIELD[k]) for k in ("x", "row", "col", "m", "v"))
 M_SCALE, V_SCALE = (tl.constexpr(FIELD[k]) for k in ("m_scale", "v_scale"))
 W, AUX, KEY, BEFORE = (tl.constexpr(FIELD[k]) for k in ("w", "aux", "key", "before"))
-OUT, PART, PART2 = (tl.constexpr(FIELD[k]) for k in ("out", "part", "part2"))
+OUT, OUT2 = tl.constexpr(FIELD["out"]), tl.constexpr(FIELD["out2"])
+IN, IN2, IN3 = (tl.constexpr(FIELD[k]) for k in ("in", "in2", "in3"))
+PART, PART2, MARKS = (tl.constexpr(FIELD[k]) for k in ("part", "part2", "marks"))
 FACTOR, BOUND, SCALE = (tl.constexpr(FIELD[k]) for k in ("factor", "bound", "scale"))
 WEIGHT, BETA1, BETA2 = (tl.constexpr(FIELD[k]) for k in ("weight", "beta1", "beta2"))
 A, B, DECAY = (tl.constexpr(FIELD[k]) for k in ("a", "b", "decay"))
-SHARE, LR, MOST = (tl.constexpr(FIELD[k]) for k in ("share", "lr", "most"))
+SHARE, LR, EPS = (tl.constexpr(FIELD[k]) for k in ("share", "lr", "eps"))
+CLIP, MOST = tl.constexpr(FIELD["clip"]), tl.constexpr(FIELD["most"])
 PROBE, FOUND = tl.constexpr(FIELD["probe"]), tl.constexpr(FIELD["found"])
 GIVEN = tl.constexpr(FIELD["given0"])
 
@@ -35,11 +38,11 @@ def parameter_of(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr):
     of them, the program's tile.
     """
     i = tl.arange(0, COUNT)
-    first = tl.load(table + i * (PASSES * FIELDS) + FIRST, mask=i < count, other=2**62)
+    first = tl.load(table + i * (PASSES * FIELDS) + PROGRAM, mask=i < count, other=2**62)
     program = tl.program_id(0).to(tl.int64)
     at = tl.sum((first <= program).to(tl.int32), axis=0) - 1
     t = table + at * (PASSES * FIELDS)
-    return t, program - tl.load(t + FIRST)
+    return t, program - tl.load(t + PROGRAM)
 
 
 @triton.jit

@@ -31,11 +31,15 @@ from ds_ext.ops.executors.triton.kernels.table import (
     run_at,
 )
 from ds_ext.ops.executors.triton.kernels.weights import load_weight
+from ds_ext.ops.schema import FORMS
 
-# What is read: see ``value_of``.
-IS_WEIGHT, IS_RUN, IS_QUOTIENT, IS_VECTOR = (tl.constexpr(i) for i in range(4))
-IS_RESIDUAL, IS_ADAM_STEP, IS_ADAM, IS_SIGN_STEP = (tl.constexpr(i) for i in range(4, 8))
-IS_ADAM8_STEP, IS_SIGN8_STEP = tl.constexpr(8), tl.constexpr(9)
+# What is read: schema.FORMS says what each is.
+FORM = {name: tl.constexpr(i) for i, name in enumerate(FORMS)}
+IS_WEIGHT, IS_RUN, IS_QUOTIENT = FORM["IS_WEIGHT"], FORM["IS_RUN"], FORM["IS_QUOTIENT"]
+IS_VECTOR, IS_VECTOR_RESIDUAL = FORM["IS_VECTOR"], FORM["IS_VECTOR_RESIDUAL"]
+IS_RESIDUAL, IS_ADAM, IS_ADAM_STEP = FORM["IS_RESIDUAL"], FORM["IS_ADAM"], FORM["IS_ADAM_STEP"]
+IS_SIGN_STEP, IS_SIGN8_STEP = FORM["IS_SIGN_STEP"], FORM["IS_SIGN8_STEP"]
+IS_ADAM8_STEP = FORM["IS_ADAM8_STEP"]
 
 
 @triton.jit
@@ -61,11 +65,8 @@ def scaled(x, factor, most, BOUNDED: tl.constexpr):
 def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
     """What a pass reads, [TR, TC] in fp32; 0 outside of the run. Moments are advanced by it.
 
-    IS_WEIGHT: the weights. IS_RUN: x · factor within ± bound. IS_QUOTIENT: that · row · col;
-    IS_VECTOR: / sqrt(v), a run. IS_ADAM: from m and v; IS_ADAM_STEP: after they were advanced by
-    x; IS_SIGN_STEP: Lion's; 8: by moments of 8 bits. All · scale. IS_RESIDUAL: the quotient less
-    the momentum. DECAYS: + decay · weights. SCALED and DECAYED are formulas of scale and decay, or
-    None.
+    FORM: one of ``schema.FORMS``. DECAYS: + decay · weights. SCALED and DECAYED are formulas of
+    scale and decay, or None.
     """
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
@@ -75,7 +76,7 @@ def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
     SCALED: tl.constexpr = P.SCALED
     DECAYED: tl.constexpr = P.DECAYED
     if FORM == IS_WEIGHT:
-        u = load_weight(t, e, ok, TC, ALIGNED, P.WD, P.KEPT)
+        u = load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
     else:
         if FORM == IS_ADAM:
             u = adam(t, e, ok, TC, ALIGNED)
@@ -85,7 +86,7 @@ def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
             u = scaled(x, factor, most, BOUNDED)
         if FORM == IS_QUOTIENT or FORM == IS_RESIDUAL:
             u = _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED)
-        if FORM == IS_VECTOR:
+        if FORM == IS_VECTOR or FORM == IS_VECTOR_RESIDUAL:
             v = tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0)
             u = u * tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
         if FORM == IS_ADAM_STEP:
@@ -97,11 +98,11 @@ def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
         if FORM == IS_SIGN8_STEP:
             u = sign8_step(t, e, ok, u, TR, TC, ALIGNED)
         u = u * number_or_formula(t, SCALE, SCALED)
-        if FORM == IS_RESIDUAL:
+        if FORM == IS_RESIDUAL or FORM == IS_VECTOR_RESIDUAL:
             u = _less_momentum(t, e, ok, u, TC, ALIGNED)
         if P.DECAYS:
             decay = number_or_formula(t, DECAY, DECAYED)
-            u = u + decay * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.KEPT)
+            u = u + decay * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
     return tl.where(ok, u, 0.0)
 
 

@@ -3,34 +3,35 @@
 import triton
 import triton.language as tl
 
-from ds_ext.ops import weight_forms
+from ds_ext.ops import schema
 from ds_ext.ops.executors.triton.kernels.table import AUX, KEY, ORIGIN, W, run_at
 
-# How a weight is kept.
-PLAIN, STOCHASTIC, SPLIT, COPIED, CORRECTED = (tl.constexpr(i) for i in range(5))
+# How weights are stored.
+HOW = {name: tl.constexpr(i) for i, name in enumerate(schema.STORAGE)}
+PLAIN, STOCHASTIC, SPLIT = HOW["PLAIN"], HOW["STOCHASTIC"], HOW["SPLIT"]
+COPIED, CORRECTED = HOW["COPIED"], HOW["CORRECTED"]
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
-# Of CORRECTED weights: see weight_forms.py.
-MOST_PARTS, HALF = tl.constexpr(weight_forms.MOST), tl.constexpr(weight_forms.HALF)
-PARTS = tl.constexpr(weight_forms.PARTS)
+MOST_PARTS, HALF = tl.constexpr(schema.MOST), tl.constexpr(schema.HALF)
+PARTS = tl.constexpr(schema.PARTS)
 
 
 @triton.jit
 def load_weight(
-    t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr
+    t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
 ):
     """Weights, in fp32."""
-    if KEPT == SPLIT:
+    if STORAGE == SPLIT:
         upper = tl.load(run_at(t, W, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
         rest = tl.load(run_at(t, AUX, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
         x = ((upper << 16) + rest).to(tl.float32, bitcast=True)
     else:
         run = tl.load(run_at(t, W, WD, e, TC, ALIGNED), mask=ok, other=0.0)
         x = run.to(tl.float32)
-        if KEPT == COPIED:
+        if STORAGE == COPIED:
             copy = tl.load(run_at(t, AUX, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
             x = tl.where(copy.to(WD) == run, copy, x)
-        if KEPT == CORRECTED:
+        if STORAGE == CORRECTED:
             parts = tl.load(run_at(t, AUX, tl.int8, e, TC, ALIGNED), mask=ok, other=0)
             parts = tl.minimum(tl.maximum(parts.to(tl.float32), -MOST_PARTS), MOST_PARTS)
             epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
@@ -40,24 +41,24 @@ def load_weight(
 
 @triton.jit
 def store_weight(
-    t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, KEPT: tl.constexpr
+    t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
 ):
     """Writes fp32 weights back: weight_update.py says how each kind rounds."""
     w = run_at(t, W, WD, e, TC, ALIGNED)
-    if KEPT == SPLIT:
+    if STORAGE == SPLIT:
         bits = new.to(tl.int32, bitcast=True)
         bits = tl.where(new != new, 0x7FC00000, bits)
         upper = ((bits + 0x8000) >> 16).to(tl.int16)
         tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16), mask=ok)
         tl.store(w, upper.to(WD, bitcast=True), mask=ok)
-    elif KEPT == CORRECTED:
+    elif STORAGE == CORRECTED:
         held = _to_nearest(new, WD)
         tl.store(run_at(t, AUX, tl.int8, e, TC, ALIGNED), _parts(new, held, WD), mask=ok)
         tl.store(w, held, mask=ok)
-    elif KEPT == COPIED:
+    elif STORAGE == COPIED:
         tl.store(run_at(t, AUX, tl.float32, e, TC, ALIGNED), new, mask=ok)
         tl.store(w, new.to(WD), mask=ok)
-    elif KEPT == STOCHASTIC:
+    elif STORAGE == STOCHASTIC:
         noise = _noise(t, e, TC)
         if WD == tl.bfloat16:
             rounded = _to_bf16(new, noise)

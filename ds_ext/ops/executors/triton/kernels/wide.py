@@ -12,16 +12,17 @@ from ds_ext.ops.executors.triton.kernels.table import (
     COL,
     COLS,
     DOWN,
+    EPS,
     MAT0,
     OUT,
     PART,
     PART2,
+    ROW,
     ROW0,
     ROWS,
     SHARE,
     START,
     A,
-    B,
     N,
     X,
     hinted,
@@ -47,7 +48,7 @@ def wide_weighed(t, tile, P: tl.constexpr):
         sums += tl.sum(u * u, axis=1)
     share = number(t, SHARE)
     old = tl.load(pointer(t, BEFORE, tl.float32) + row, mask=own, other=1.0)
-    old = (1.0 - share) * old + share * number(t, B)
+    old = (1.0 - share) * old + share * number(t, EPS)
     weights = 1.0 / (old + share / cols.to(tl.float32) * sums)
     tl.store(pointer(t, OUT, tl.float32) + row, sums, mask=own)
     for c in range(0, cols, TC):
@@ -73,8 +74,8 @@ def normalize_wide_rows(t, tile, P: tl.constexpr):
         u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
         u *= tl.load(by_col + j, mask=j < cols, other=0.0)[None, :]
         sums += tl.sum(u * u, axis=1)
-    old = tl.load(pointer(t, BEFORE, tl.float32) + row, mask=own, other=0.0)
-    ratio = number(t, A) / tl.maximum(old * tl.sqrt(sums), number(t, B))
+    old = tl.load(pointer(t, ROW, tl.float32) + row, mask=own, other=0.0)
+    ratio = number(t, A) / tl.maximum(old * tl.sqrt(sums), number(t, EPS))
     new = tl.minimum(old * ratio, LARGEST_FACTOR)
     tl.store(pointer(t, OUT, tl.float32) + row, new, mask=own)
     for c in range(0, cols, TC):
