@@ -152,7 +152,7 @@ def count(
     adds_two: bool,
     form: str = "IS_WEIGHT",
     dtype: torch.dtype | None = None,
-    kept: tuple[str, torch.dtype] | None = None,
+    storage: tuple[str, torch.dtype] | None = None,
     decays: bool = False,
     fresh: bool = False,
 ) -> None:
@@ -167,10 +167,10 @@ def count(
     if name == "apply":
         found["p read"] += n
         found["p written"] += n
-        beside = ROUNDED.get(kept[0], 0) if kept else 0
+        beside = ROUNDED.get(storage[0], 0) if storage else 0
         found["moments read"] += beside * n
         found["moments written"] += beside * n
-    elif form == "IS_WEIGHT" or decays or (name == "squares" and kept and adds_two):
+    elif form == "IS_WEIGHT" or decays or (name == "squares" and storage and adds_two):
         found["p read"] += n
     if name in MOMENTS:
         found["moments read"] += MOMENTS[name] * n
