@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks import report
 from ds_ext.ops.executors.native import table
-from ds_ext.ops.executors.triton import devices, tables
+from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.run_updates import RunUpdate
@@ -171,13 +171,13 @@ def timed(names: Sequence[str], side: int, device: torch.device) -> list[dict[st
         for _ in range(3):
             optimizer.step()
         launched: list[object] = []
-        start = tables.start
+        start = launches.start
 
         def counted(*args: Any, by: Any = start, to: list[object] = launched) -> None:
             to.append(args[0])
             by(*args)
 
-        with mock.patch.object(tables, "start", counted):
+        with mock.patch.object(launches, "start", counted):
             optimizer.step()
         ms, host = median(optimizer.step)
         rows.append(

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.ops.executors.native import table
-from ds_ext.ops.executors.triton import devices, tables
+from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.optimizer.run_updates import RunUpdate
@@ -131,7 +131,7 @@ class Calls(TorchDispatchMode):
 def doing_nothing() -> Iterator[Counter[str]]:
     """Kernels are launched and do nothing; memory is not touched. Counts launches and copies."""
     counts: Counter[str] = Counter()
-    run = tables.run
+    run = launches.run
 
     def start(*args: object) -> None:
         counts["launches"] += 1
@@ -143,8 +143,8 @@ def doing_nothing() -> Iterator[Counter[str]]:
     with (
         mock.patch.object(devices, "DEVICES", {DEVICE.type}),
         mock.patch.object(table, "is_there", lambda: False),
-        mock.patch.object(tables, "start", start),
-        mock.patch.object(tables, "run", copied),
+        mock.patch.object(launches, "start", start),
+        mock.patch.object(launches, "run", copied),
         mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
     ):
         yield counts

@@ -19,12 +19,12 @@ from torch import nn
 import ds_ext
 from benchmarks import report
 from benchmarks.host import BATCHED, made
-from ds_ext.ops.executors.native.norm_cache import KnownSquares
+from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.native.table import Table
 from ds_ext.ops.executors.table_batch import AnyTable
-from ds_ext.ops.executors.triton import devices, tables
-from ds_ext.ops.executors.triton.known import KnownSums
-from ds_ext.ops.executors.triton.passes import Table as KernelTable
+from ds_ext.ops.executors.triton import devices, launches
+from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
+from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.optimizer import OPTIMIZERS, first_round
 
 SIDE = 256  # of the matrix that is stepped
@@ -32,8 +32,15 @@ SIDE = 256  # of the matrix that is stepped
 STATE = {"IS_ADAM_STEP": (8, 8), "IS_ADAM": (8, 0), "IS_RESIDUAL": (4, 4), "IS_SIGN_STEP": (4, 4)}
 STATE |= {"IS_VECTOR_RESIDUAL": (8, 4), "IS_VECTOR": (4, 0), "IS_ADAM8_STEP": (2.125, 2.125)}
 STATE |= {"IS_SIGN8_STEP": (1.0625, 1.0625)}
-OVER_RUNS = {"largest", "squares", "statistics", "weighed", "squared", "normalize_whole_rows"}
-OVER_RUNS |= {"lerp", "square_lerp", "apply"}
+OVER_RUNS = {
+    "largest",
+    "square_sums",
+    "row_col_sums",
+    "weighted_sums",
+    "scattered_squares",
+    "normalize_whole_rows",
+}
+OVER_RUNS |= {"normalize_whole_rows", "lerp", "square_lerp", "apply"}
 MOMENTS = {"lerp": 4, "square_lerp": 4}  # bytes that are read, and written
 ROUNDED = {"SPLIT": 2, "CORRECTED": 1}  # bytes of a master beside 16 bits
 
@@ -110,7 +117,7 @@ def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
     run: Any = kind.run
 
     def noted(self: AnyTable, name: str, columns: Any, *args: Any, **how: Any) -> Any:
-        reads_known = name == "squares" and _is_known(columns)
+        reads_known = name == "square_sums" and _is_known(columns)
         if name in OVER_RUNS and not reads_known:
             of_each = self.entries["n"] if isinstance(self, Table) else self.geometry.n
             count(found, name, int(of_each.sum()), kind.adds_two, *args, **how)
@@ -131,7 +138,7 @@ def asked_for() -> Iterator[None]:
 
     with (
         mock.patch.object(devices, "DEVICES", {"cpu"}),
-        mock.patch.object(tables, "start", lambda *_: None),
+        mock.patch.object(launches, "start", lambda *_: None),
         mock.patch.object(first_round, "_comes_first", tried),
     ):
         yield
@@ -139,10 +146,10 @@ def asked_for() -> Iterator[None]:
 
 def _is_known(columns: Any) -> bool:
     """Whether sums of squares of weights are those of the step before."""
-    known = columns.get("known")
-    if isinstance(known, KnownSums):
-        return known.are_valid
-    return isinstance(known, KnownSquares) and bool((known._values[:, 0] >= 0).all())
+    cache = columns.get("norm_cache")
+    if isinstance(cache, DeviceNormCache):
+        return cache.are_valid
+    return isinstance(cache, NormCache) and bool((cache._values[:, 0] >= 0).all())
 
 
 def count(
@@ -170,7 +177,7 @@ def count(
         beside = ROUNDED.get(storage[0], 0) if storage else 0
         found["moments read"] += beside * n
         found["moments written"] += beside * n
-    elif form == "IS_WEIGHT" or decays or (name == "squares" and storage and adds_two):
+    elif form == "IS_WEIGHT" or decays or (name == "square_sums" and storage and adds_two):
         found["p read"] += n
     if name in MOMENTS:
         found["moments read"] += MOMENTS[name] * n

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops.executors.triton import memory
-from ds_ext.ops.executors.triton.waiting import together
+from ds_ext.ops.executors.triton.launch_queue import deferred
 
 Sums: TypeAlias = tuple[Tensor, ...]
 Rule = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
@@ -46,7 +46,7 @@ def lockstep(rules: Iterable[Rule]) -> Flat:
 def _advance_all(answered: Iterable[tuple[Rule, Sums | None]]) -> list[tuple[Rule, Sums]]:
     """Sends each rule its totals -> those that have not ended, and what they ask for next."""
     waiting = []
-    with together() as next_rule:
+    with deferred() as next_rule:
         for rule, totals in answered:
             sums = _advance(rule, totals)
             next_rule()

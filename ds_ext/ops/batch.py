@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.expressions import Kept, Source
+from ds_ext.ops.expressions import Source, WeightStorage
 from ds_ext.ops.shard import Shard
 
 Pointers: TypeAlias = NDArray[np.int64]
@@ -28,13 +28,13 @@ class Runs:
     """A flat tensor of each parameter of a batch, all of one dtype, wherever each lies.
 
     Attributes:
-        squares: of gradients, what adds up to the sums of their squares as a rule reads them,
+        square_parts: of gradients, what adds up to the sums of their squares as a rule reads them,
             where a pass has made this: on a CPU sums over rows.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.squares: Any = None
+        self.square_parts: Any = None
 
     @functools.cached_property
     def pointers(self) -> Pointers:
@@ -96,19 +96,19 @@ class Placed:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a batch, and how they are written: as ``Kept``, for each."""
+    """The weights of a batch, and how they are written: as ``WeightStorage``, for each."""
 
     run: Runs
     how: str = "PLAIN"
     aux: Runs | None = None
     key: NDArray[np.uint32] | None = None  # [n]
     # Of two sums for each: on a CPU in fp64, which writing adds to; else in fp32, written to.
-    measured: "Runs | Flat | None" = None
-    known: Any = None  # the cached norms of the weights, of the executor
+    update_sums: "Runs | Flat | None" = None
+    norm_cache: Any = None  # the cached norms of the weights, of the executor
 
-    def kept(self) -> Kept:
-        """Returns what this is to a kernel: it has what a ``Kept`` has, of each."""
-        return cast(Kept, self)
+    def storage(self) -> WeightStorage:
+        """Returns what this is to a kernel: it has what a ``WeightStorage`` has, of each."""
+        return cast(WeightStorage, self)
 
 
 class Batch:
@@ -128,7 +128,7 @@ class Batch:
         device: torch.device = CPU,
     ) -> None:
         self.shards, self.device = shards, device
-        self.is_matrix, self.holds_rows, self.is_numbers = kind(shards[0])
+        self.is_matrix, self.holds_rows, self.is_1x1 = kind(shards[0])
         assert all(kind(s) == kind(shards[0]) for s in shards), "a batch of several kinds"
         self.is_whole = all(len(s) == s.numel and s.split is None for s in shards)
         self.row_firsts, self.all_rows = _offsets([s.mats * s.rows for s in shards])
@@ -169,7 +169,7 @@ class Batch:
 
 def kind(shard: Shard) -> tuple[bool, bool, bool]:
     """Returns what parameters of one batch have in common; the same on all ranks."""
-    return shard.is_matrix, shard.holds_rows, shard.is_numbers
+    return shard.is_matrix, shard.holds_rows, shard.is_1x1
 
 
 def may_join(shard: Shard) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch, small
+from ds_ext.ops import scratch, small_matrices
 from ds_ext.ops.schema import FORMS
 from ds_ext.ops.shard import Block
 
@@ -21,7 +21,7 @@ Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the
 
 
 @dataclass(frozen=True)
-class Kept:
+class WeightStorage:
     """A weight that a kernel can read and write."""
 
     run: Tensor
@@ -42,16 +42,16 @@ class Source:
 
     form: str
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    numbers: Mapping[str, Number] = field(default_factory=dict)
-    kept: Kept | None = None  # weights that are read: as IS_WEIGHT, or added · decay
+    scalars: Mapping[str, Number] = field(default_factory=dict)
+    storage: WeightStorage | None = None  # weights that are read: as IS_WEIGHT, or added · decay
 
-    def plus(self, form: str, tensors: Mapping[str, Tensor], **numbers: Number) -> "Source":
+    def plus(self, form: str, tensors: Mapping[str, Tensor], **scalars: Number) -> "Source":
         """Returns the same in a form that needs more."""
         return replace(
             self,
             form=form,
             tensors={**self.tensors, **tensors},
-            numbers={**self.numbers, **numbers},
+            scalars={**self.scalars, **scalars},
         )
 
     @property
@@ -73,16 +73,16 @@ def source_of(x: Any) -> Source | None:
     """What a run is to a kernel; None if no kernel can read it."""
     if isinstance(x, Tensor):
         return Source("IS_RUN", {"x": x})
-    if hasattr(x, "kept"):
-        return Source("IS_WEIGHT", kept=x.kept())
+    if hasattr(x, "storage"):
+        return Source("IS_WEIGHT", storage=x.storage())
     return x.source() if hasattr(x, "source") else None
 
 
-def kept_of(p: Any) -> Kept | None:
+def storage_of(p: Any) -> WeightStorage | None:
     """What a weight is to a kernel; None if no kernel can write it."""
     if isinstance(p, Tensor):
-        return Kept(p)
-    return p.kept() if hasattr(p, "kept") else None
+        return WeightStorage(p)
+    return p.storage() if hasattr(p, "storage") else None
 
 
 class Run(Protocol):
@@ -169,7 +169,7 @@ class Scaled:
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
         x = source_of(self.x)
-        if x is None or {"factor", "bound", "scale"} & x.numbers.keys():
+        if x is None or {"factor", "bound", "scale"} & x.scalars.keys():
             return None
         if x.form != "IS_RUN":
             return None if self.bound else x.plus(x.form, {}, scale=self.factor)
@@ -269,10 +269,10 @@ class Quotient:
 
     def _of_small(self, b: Block) -> Tensor:
         x, row, col = read(self.x, b), self._rows(b).squeeze(2), self.col[b.mats].squeeze(1)
-        return small.scale_(x, row, col, room(x, self.x))
+        return small_matrices.scale_(x, row, col, room(x, self.x))
 
     def _is_small(self, b: Block) -> bool:
-        return small.holds_whole(b, len(self.row), self.row.shape[1], self.col.shape[2])
+        return small_matrices.holds_whole(b, len(self.row), self.row.shape[1], self.col.shape[2])
 
     def times(self, factor: Tensor | float) -> "Quotient":
         """Returns this · factor."""
@@ -328,10 +328,10 @@ class Sum:
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
-        x, kept = source_of(self.x), kept_of(self.y)
-        if x is None or kept is None or x.kept is not None:
+        x, storage = source_of(self.x), storage_of(self.y)
+        if x is None or storage is None or x.storage is not None:
             return None
-        return replace(x.plus(x.form, {}, decay=self.weight), kept=kept)
+        return replace(x.plus(x.form, {}, decay=self.weight), storage=storage)
 
 
 def plus(x: Readable, y: Readable, weight: float) -> Readable:

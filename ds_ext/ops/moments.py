@@ -64,7 +64,7 @@ class Residual:
         forms = {"IS_QUOTIENT": "IS_RESIDUAL", "IS_VECTOR": "IS_VECTOR_RESIDUAL"}
         if u is None or u.form not in forms:
             return None
-        return u.plus(forms[u.form], {"m": self.m}, weight=self.weight)
+        return u.plus(forms[u.form], {"m": self.m}, lerp1=self.weight)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class RootQuotient:
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
-        kept, (a, b) = columns(m=self.m, v=self.v), self.numbers
-        return Source("IS_ADAM", kept, {"a": a, "b": b}) if kept and len(kept) == 2 else None
+        found, (a, b) = columns(m=self.m, v=self.v), self.numbers
+        return Source("IS_ADAM", found, {"a": a, "b": b}) if found and len(found) == 2 else None
 
     @property
     def numbers(self) -> tuple[float, float]:
@@ -102,7 +102,7 @@ class AdamStep:
     """Adam's update ``u``, after its moments were advanced by ``g``.
 
     Reading a block advances them there: blocks are read in order, each once, which is asserted.
-    Where the moments are kept in 8 bits, the update is made before they are rounded: a v rounded
+    Where the moments are stored in 8 bits, the update is made before they are rounded: a v rounded
     to 0 would divide by eps alone.
     """
 
@@ -122,12 +122,12 @@ class AdamStep:
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
-        g, u, kept = source_of(self.g), self.u, columns(m=self.u.m, v=self.u.v)
-        if g is None or kept is None or g.form != "IS_RUN":
+        g, u, found = source_of(self.g), self.u, columns(m=self.u.m, v=self.u.v)
+        if g is None or found is None or g.form != "IS_RUN":
             return None
         a, b = u.numbers
-        form = "IS_ADAM_STEP" if len(kept) == 2 else "IS_ADAM8_STEP"
-        return g.plus(form, kept, a=a, b=b, beta1=1 - self.beta1, beta2=1 - self.beta2)
+        form = "IS_ADAM8_STEP" if "m_scale" in found else "IS_ADAM_STEP"
+        return g.plus(form, found, a=a, b=b, lerp1=1 - self.beta1, lerp2=1 - self.beta2)
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ class SignStep:
 
     def source(self) -> Source | None:
         """Returns what this is to a kernel; None if no kernel can read it."""
-        g, kept = source_of(self.g), columns(m=self.m)
-        if g is None or kept is None or g.form != "IS_RUN":
+        g, found = source_of(self.g), columns(m=self.m)
+        if g is None or found is None or g.form != "IS_RUN":
             return None
-        form = "IS_SIGN_STEP" if len(kept) == 1 else "IS_SIGN8_STEP"
-        return g.plus(form, kept, beta1=1 - self.beta1, beta2=1 - self.beta2)
+        form = "IS_SIGN8_STEP" if "m_scale" in found else "IS_SIGN_STEP"
+        return g.plus(form, found, lerp1=1 - self.beta1, lerp2=1 - self.beta2)
 
 
 def columns(**moments: Writable) -> dict[str, Any] | None:

@@ -55,7 +55,7 @@ class RowColSums(NamedTuple):
     like: Gradient
 
 
-class WeighedRowColSums(NamedTuple):
+class WeightedRowColSums(NamedTuple):
     """``RowColSums``, and column sums of squares divided by their row's new statistic."""
 
     x: Readable
@@ -70,20 +70,20 @@ class Factors(NamedTuple):
 
     row: Tensor  # [mats, rows], written
     col: Tensor  # [mats, cols], written
-    sums: tuple[Tensor, ...]  # of ``RowColSums`` or ``WeighedRowColSums``, over all ranks
+    sums: tuple[Tensor, ...]  # of ``RowColSums`` or ``WeightedRowColSums``, over all ranks
     eps: float
     beta: float
     clip: float
 
 
-class Squares(NamedTuple):
+class ScatteredSquares(NamedTuple):
     """The squares of a run at its place in the whole parameter, 0 elsewhere -> [numel]."""
 
     x: Readable
     like: Gradient
 
 
-class AdvanceNumbers(NamedTuple):
+class Advance1x1(NamedTuple):
     """Advances the statistics of matrices of one element -> the sum of x² / v, []."""
 
     row: Tensor  # [numel, 1], written
@@ -209,7 +209,7 @@ def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Ten
     return total
 
 
-def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
+def row_col_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     """Returns sums of the squares of a run over rows and columns, [mats, rows], [mats, cols].
 
     Rows and columns outside the run are 0, so that summing over ranks gives the whole matrix's.
@@ -217,16 +217,16 @@ def matrix_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tenso
     return cast(tuple[Tensor, Tensor], dispatch.run(RowColSums(x, like), shard))
 
 
-def weighed_square_sums(
+def weighted_square_sums(
     x: Readable, before: Tensor, eps: float, beta: float, shard: Shard, like: Gradient
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ``matrix_square_sums``, and column sums of squares divided by a number of their row.
+    """Returns ``row_col_square_sums``, and column sums of squares divided by a number of their row.
 
     That number is the row's new statistic, beta · ``before`` + (1 − beta) · mean(x² + eps). It is
     known as soon as the row is read, for runs hold whole rows.
     -> [mats, rows], [mats, cols], [mats, cols]
     """
-    asked = WeighedRowColSums(x, before, eps, beta, like)
+    asked = WeightedRowColSums(x, before, eps, beta, like)
     return cast(tuple[Tensor, Tensor, Tensor], dispatch.run(asked, shard))
 
 
@@ -242,25 +242,25 @@ def factors_(
     """v ← beta · v + (1 − beta) · mean(x² + eps) for a matrix's statistics ``row`` and ``col``,
     ``sums`` being those of x² -> factors [mats, rows, 1], [mats, 1, cols] of 1 / sqrt(v).
 
-    The estimate of v is row · col / mean(row). With ``weighed_square_sums`` as a third of the
+    The estimate of v is row · col / mean(row). With ``weighted_square_sums`` as a third of the
     sums, the factors are such that RMS(x / sqrt(v)) is ``clip`` at most.
     """
     asked = Factors(row, col, sums, eps, beta, clip)
     return cast(tuple[Tensor, Tensor], dispatch.run(asked, shard))
 
 
-def squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
+def scattered_squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """Returns the squares of a run at its place in the whole parameter, 0 elsewhere, [numel]."""
-    return cast(Tensor, dispatch.run(Squares(x, like), shard))
+    return cast(Tensor, dispatch.run(ScatteredSquares(x, like), shard))
 
 
-def advance_numbers_(
+def advance_1x1_(
     row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Shard
 ) -> Tensor:
     """v ← beta · v + (1 − beta) · (x² + eps), of matrices of one element, whose statistics ``row``
     and ``col`` are both v, [numel, 1] -> the sum of x² / v, [].
     """
-    return cast(Tensor, dispatch.run(AdvanceNumbers(row, col, squares, eps, beta), shard))
+    return cast(Tensor, dispatch.run(Advance1x1(row, col, squares, eps, beta), shard))
 
 
 def own_run(v: Tensor, shard: Shard) -> Tensor:

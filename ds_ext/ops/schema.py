@@ -13,7 +13,7 @@ import torch
 
 HEADER = Path(__file__).parent / "executors" / "native" / "schema.h"
 
-GROUP = 256  # weights that share a fingerprint: see edits.py
+GROUP = 256  # weights that share a fingerprint: see fingerprints.py
 PROBES = 31  # weights that tell whether a cached norm still holds: see passes.cpp
 GIVEN = 12  # numbers that the formulas of a kernel's pass may be made of
 # The 8 bits of weight_forms.CorrectedWeight have parts of what rounding may take from a weight, at
@@ -74,20 +74,19 @@ SHARED = (
     Column("scale", "float", "of an update"),
     Column("lr", "float", ""),
     Column("decay", "float", "weight decay"),
-    Column("weight", "float", "of a residual: of what the momentum moves towards"),
-    Column("beta1", "float", "the share of the new in m"),
-    Column("beta2", "float", "the share of the new in v"),
+    Column("lerp1", "float", "the weight of x in m: 1 − beta1"),
+    Column("lerp2", "float", "the weight of x² in v: 1 − beta2; Lion's of x in m"),
     Column("a", "float", "Adam: m / (sqrt(v) · a + b)"),
     Column("b", "float", ""),
     Column("eps", "float", ""),
     Column("clip", "float", "the largest RMS of an update"),
-    Column("share", "float", "of what a statistic or moment moves towards"),
+    Column("lerp", "float", "the weight of what a statistic or moment moves towards"),
 )
 # Of native passes alone, whose sums need no parts.
 NATIVE = (
     Column("out3", "float *", ""),
-    Column("measured", "double *", "[2]: sums of squares of changes and of new weights"),
-    Column("known", "float *", "[1 + PROBES]: a cached norm, and weights that were written"),
+    Column("update_sums", "double *", "[2]: sums of squares of changes and of new weights"),
+    Column("norm_cache", "float *", "[1 + PROBES]: a cached norm, and weights that were written"),
 )
 # Of kernels alone: which tiles they work on, what the tiles leave, and verdicts on gradients.
 KERNELS = (
@@ -131,7 +130,9 @@ FORMS = {
     "IS_RESIDUAL": Form("IS_QUOTIENT less the momentum m", is_by_matrix=True, advances=True),
     "IS_VECTOR_RESIDUAL": Form("IS_VECTOR less the momentum m", advances=True),
     "IS_ADAM8_STEP": Form("IS_ADAM_STEP with moments of 8 bits", advances=True),
-    "IS_SIGN_STEP": Form("Lion's: sign(m + beta1 · (x − m)), after which m moves", advances=True),
+    "IS_SIGN_STEP": Form(
+        "Lion's: sign(m + lerp1 · (x − m)), then m += lerp2 · (x − m)", advances=True
+    ),
     "IS_SIGN8_STEP": Form("the same with a momentum of 8 bits", advances=True),
 }
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -144,10 +145,20 @@ STORAGE = {
     "CORRECTED": (torch.bfloat16, torch.float16),
 }
 PASSES = (
-    *("largest", "squares", "statistics", "weighed", "factors", "numbers", "squared"),
+    *(
+        "largest",
+        "square_sums",
+        "row_col_sums",
+        "weighted_sums",
+        "factors",
+        "advance_1x1",
+        "scattered_squares",
+    ),
     *("lerp", "square_lerp", "apply", "mark", "mend"),
     *("normalize_whole_rows", "normalize_rows", "normalize_columns"),
 )
+# The forms that passes over whole rows read; the other passes read all of them.
+READ_BY = {"weighted_sums": {"IS_RUN"}, "normalize_whole_rows": {"IS_QUOTIENT"}}
 # What is the same for all parameters of a call. fresh: sums over rows and columns are to be
 # written where nothing was before.
 CALL = ("pass", "form", "dtype", "storage", "decays", "fresh")

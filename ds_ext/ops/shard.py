@@ -177,10 +177,10 @@ class Shard:
     @functools.cached_property
     def statistics(self) -> int:
         """How many sums over rows and columns the parameter has."""
-        return self.numel if self.is_numbers else self.mats * (self.rows + self.cols)
+        return self.numel if self.is_1x1 else self.mats * (self.rows + self.cols)
 
     @functools.cached_property
-    def is_numbers(self) -> bool:
+    def is_1x1(self) -> bool:
         """Whether the parameter is matrices of one element, as of 1 x 1 convolutions."""
         return self.mats > 1 and self.rows == self.cols == 1
 

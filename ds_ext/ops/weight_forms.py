@@ -1,7 +1,8 @@
 """The forms in which a weight of 16 bits is kept, each read and written as fp32.
 
 ``block`` and ``write_`` are what rules call; ``write_`` returns what the run then holds, which may
-lie where the new values were. ``part`` is the same of some elements. ``kept`` is what kernels see.
+lie where the new values were. ``part`` is the same of some elements. ``storage`` is
+what native code and kernels see.
 """
 
 import math
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch
-from ds_ext.ops.expressions import Kept
+from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.schema import HALF, MOST, PARTS
 from ds_ext.ops.shard import Block
@@ -26,9 +27,9 @@ class StochasticWeight:
     key: int  # 32 bits
     start: int  # element of the whole parameter that the run starts at
 
-    def kept(self) -> Kept:
+    def storage(self) -> WeightStorage:
         """Returns what this is to a kernel."""
-        return Kept(self.run, "STOCHASTIC", key=self.key, start=self.start)
+        return WeightStorage(self.run, "STOCHASTIC", key=self.key, start=self.start)
 
     def part(self, run: slice) -> "StochasticWeight":
         """Returns some elements of the run, to be read and written as they are in it."""
@@ -58,9 +59,9 @@ class SplitWeight:
     run: Tensor
     residual: Tensor
 
-    def kept(self) -> Kept:
+    def storage(self) -> WeightStorage:
         """Returns what this is to a kernel."""
-        return Kept(self.run, self.HOW, self.residual)
+        return WeightStorage(self.run, self.HOW, self.residual)
 
     def part(self, run: slice) -> "SplitWeight":
         """Returns some elements of the run, to be read and written as they are in it."""
@@ -95,9 +96,9 @@ class CopiedWeight:
     run: Tensor
     copy: Tensor
 
-    def kept(self) -> Kept:
+    def storage(self) -> WeightStorage:
         """Returns what this is to a kernel."""
-        return Kept(self.run, self.HOW, self.copy)
+        return WeightStorage(self.run, self.HOW, self.copy)
 
     def part(self, run: slice) -> "CopiedWeight":
         """Returns some elements of the run, to be read and written as they are in it."""
@@ -131,9 +132,9 @@ class CorrectedWeight:
     run: Tensor
     error: Tensor
 
-    def kept(self) -> Kept:
+    def storage(self) -> WeightStorage:
         """Returns what this is to a kernel."""
-        return Kept(self.run, self.HOW, self.error)
+        return WeightStorage(self.run, self.HOW, self.error)
 
     def part(self, run: slice) -> "CorrectedWeight":
         """Returns some elements of the run, to be read and written as they are in it."""

@@ -4,7 +4,7 @@ Rounded to nearest, a bf16 weight does not move by less than half its spacing (1
 small updates are lost; rounded up or down at random (``rounding``) it moves by them on average. A
 master keeps, beside the weight, what rounding takes from it: a bf16 weight is stepped as if it were
 fp32 for two bytes more, or nearly so for one. Weights that others change between steps are taken
-as they are: see ``edits``.
+as they are: see ``fingerprints``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ext.hyperparams import Size
-from ds_ext.ops import edits, passes, scratch
+from ds_ext.ops import fingerprints, passes, scratch
 from ds_ext.ops.batch import MASTER as MASTER
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.rounding import ROUND, key, keys
@@ -42,7 +42,7 @@ class Writing:
 
 
 # What is kept beside a weight, by its dtype and how it is written.
-KEPT = {
+MASTER_DTYPES = {
     ("master", torch.bfloat16): torch.int16,
     ("master", torch.float16): torch.float32,
     ("master24", torch.bfloat16): torch.int8,
@@ -87,7 +87,7 @@ def _prepare(
 
     Marks are dropped until ``mark`` is called after the step.
     """
-    dtype = KEPT.get((how.weight_update, p.dtype))
+    dtype = MASTER_DTYPES.get((how.weight_update, p.dtype))
     if dtype is None:
         drop(s)
     elif "master" not in s:
@@ -109,7 +109,7 @@ def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
     marked = []
     for p, s in zip(runs, states, strict=True):
         if _needs_marks(s):
-            s["marks"] = edits.room(p)
+            s["marks"] = fingerprints.room(p)
             marked.append((p, s["marks"]))
     if marked:
         passes.mark_(marked, are_batched=True)
@@ -137,7 +137,7 @@ def mark(p: Tensor, s: dict[str, Any]) -> None:
 
 def marks(run: Tensor) -> Tensor:
     """Returns the fingerprints of a 16-bit run [n], on its device, [ceil(n / GROUP)] int16."""
-    out = edits.room(run)
+    out = fingerprints.room(run)
     passes.mark_([(run, out)])
     return out
 
@@ -181,12 +181,12 @@ def master(p: Tensor, how: Writing) -> dict[str, Tensor]:
     1 byte for "master24"; for "master" 2 bytes for a bf16 weight and 4 for an fp16. And 2 for every
     ``GROUP`` weights, but for the 4.
     """
-    dtype = KEPT.get((how.weight_update, p.dtype))
+    dtype = MASTER_DTYPES.get((how.weight_update, p.dtype))
     if dtype is None:
         return {}
     if dtype == torch.float32:
         return {"master": p.float()}
-    return {"master": torch.zeros_like(p, dtype=dtype), "marks": edits.room(p)}
+    return {"master": torch.zeros_like(p, dtype=dtype), "marks": fingerprints.room(p)}
 
 
 def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:

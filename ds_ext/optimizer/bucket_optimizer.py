@@ -143,8 +143,8 @@ class BucketOptimizer(ParamTable):
 
         Call it after the version counters of published weights were incremented.
         """
-        for known, runs in self._norms.items():
-            known.note(runs)
+        for cache, runs in self._norms.items():
+            cache.note(runs)
         self._norms.clear()
 
     def rollback_step(self, params: Iterable[Tensor]) -> None:

@@ -13,9 +13,9 @@ from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Flat, Runs
-from ds_ext.ops.executors.table_batch import Known
-from ds_ext.ops.executors.tables import added_up
-from ds_ext.ops.executors.triton import devices, memory, waiting
+from ds_ext.ops.executors.batched import added_up
+from ds_ext.ops.executors.table_batch import AnyNormCache
+from ds_ext.ops.executors.triton import devices, launch_queue, memory
 from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import expert_stacks, fitting, nonfinite
@@ -24,7 +24,7 @@ from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import Group, Plan, State
 from ds_ext.optimizer.run_updates import RunUpdate, StagedRun
 
-WeightNorms = dict[Known, Runs]  # caches of the norms of weights, and the runs they are of
+WeightNorms = dict[AnyNormCache, Runs]  # caches of the norms of weights, and the runs they are of
 
 
 class BatchedStep:
@@ -58,14 +58,14 @@ class BatchedStep:
     def begin(self) -> lockstep.Rule:
         """Returns the generator of the rule, which steps all parameters of the batch."""
         p = weight_update.weights(self.runs, self.masters, self.rule, self.group.numbers, self.t)
-        self.group.known.check(self.runs)
-        p = replace(p, known=self.group.known)
+        self.group.norm_cache.check(self.runs)
+        p = replace(p, norm_cache=self.group.norm_cache)
         if self.stats is not None:
             self.sums = [
                 self.stats.sums_of(x.number, self.group.row, run, self.updates[x.at].num_replicas)
                 for run, x in zip(self.runs.tensors, self.group.pieces, strict=True)
             ]
-            p = replace(p, measured=self._measured())
+            p = replace(p, update_sums=self._measured())
         step: lockstep.Rule = self.rule.step(p, self.gradients, self.kept, self.t, self.batch)
         return step
 
@@ -119,7 +119,7 @@ class BatchedStep:
                 self.sums[some[0]] += torch.stack([totals[i] for i in some]).sum(0)
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
-        norms[self.group.known] = self.runs
+        norms[self.group.norm_cache] = self.runs
 
 
 class LoneStep:
@@ -182,7 +182,7 @@ class BucketStep:
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
             rules = {i: table.rule_at(i) for i in {*plan.rows}}
-            with memory.using(self.memory), waiting.together():
+            with memory.using(self.memory), launch_queue.deferred():
                 weight_update.prepare_all(
                     [run.update.p for run in self.joined],
                     [run.state for run in self.joined],
@@ -190,7 +190,7 @@ class BucketStep:
                 )
             self.batches = [BatchedStep(table, x, updates, states) for x in plan.groups]
         self.rules = [self._checked(batch) for batch in self.batches]
-        with waiting.together() as next_parameter:
+        with launch_queue.deferred() as next_parameter:
             for run in self.alone:
                 if run.update.param in check.params:
                     self.rules.append(self._checked(LoneStep(table, run)))
@@ -211,7 +211,7 @@ class BucketStep:
         """Stores weights and states, after the rules have ended."""
         for batch in self.batches:
             batch.end(self.norms)
-        with memory.using(self.memory), waiting.together() as next_parameter:
+        with memory.using(self.memory), launch_queue.deferred() as next_parameter:
             weight_update.mark_all(
                 [run.update.p for run in self.joined], [run.state for run in self.joined]
             )

@@ -25,9 +25,9 @@ from ds_ext import ops
 from ds_ext.distributed.lockstep import Rule, Sums
 from ds_ext.ops.batch import Flat, Placed
 from ds_ext.ops.executors.table_batch import TableBatch
-from ds_ext.ops.executors.triton import memory, verdicts, waiting
+from ds_ext.ops.executors.triton import launch_queue, memory, verdicts
 from ds_ext.ops.executors.triton.memory import Addresses, Memory
-from ds_ext.ops.executors.triton.passes import Table as KernelTable
+from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.formulas import Formula
 
 # A rank votes 1 for a good gradient, BAD_VOTE for a bad one. The sum over ranks of a good gradient
@@ -199,17 +199,17 @@ def checked_on_device(step: DeviceStep, own: Memory, check: GradCheck) -> Rule:
         limit = _limit_of_votes(step, check.votes)
         with memory.using(own):
             _record(step, limit, check, is_square=False)
-        waiting.next_rule()
+        launch_queue.next_rule()
     asked = _next(rule, None, own, limit)
     if by_sums:
-        waiting.next_rule()  # this pass, if there is one, runs in parallel with those before it
+        launch_queue.next_rule()  # a pass now runs in parallel with those before it
         with memory.using(own):
             squares = cast(Formula, step.squares())
         *totals, found = yield (*_values(asked), squares.values)
         limit = verdicts.Verdict(Flat(found, np.arange(len(found))), step.upper_bounds())
         with memory.using(own):
             _record(step, limit, check, is_square=True)
-        waiting.next_rule()
+        launch_queue.next_rule()
         asked = _next(rule, _answers(asked, totals), own, limit)
     while asked:
         answers = yield _values(asked)

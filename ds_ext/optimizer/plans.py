@@ -65,7 +65,7 @@ class Group:
         self.row, self.pieces, self.parts, self.device = row, pieces, parts, device
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.numbers = np.array([x.number for x in pieces], dtype=np.uint64)
-        self.known = self.batch.known()
+        self.norm_cache = self.batch.new_norm_cache()
         self._kept: dict[str, Any] | None = None  # of the step in progress
         self._seen: list[tuple[list[int], list[torch.dtype]]] = []
         self._where: list[Pointers] = []
@@ -245,7 +245,7 @@ class Plans:
         for key, plan in self._made.items():
             for group in plan.groups:
                 if any(key[piece.at] in left for piece in group.pieces):
-                    group.known.forget()
+                    group.norm_cache.forget()
 
 
 def _kind(u: RunUpdate) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Memory of the norms that a GPU caches for updated weights: ``KnownSums``."""
+"""Memory of the norms that a GPU caches for updated weights: ``DeviceNormCache``."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ds_ext.ops.executors.triton.passes import Table
+from ds_ext.ops.executors.triton.table import Table
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import plans
@@ -34,6 +34,6 @@ def num_bytes(rule: Any, shapes: Shapes, stage: int | None, ranks: int, dtype: t
         shard = Shard.of_rank(shape, 0, cut)
         if dtype in DTYPES and plans.notes_sums(own, shard):
             geometry = (shard.start, len(shard), shard.mats, shard.rows, shard.cols)
-            known = Table([geometry], [0], torch.device("meta")).known()
-            total += count * known.nbytes("by_matrix" if shard.is_matrix else "flat")
+            cache = Table([geometry], [0], torch.device("meta")).new_norm_cache()
+            total += count * cache.nbytes("by_matrix" if shard.is_matrix else "flat")
     return total

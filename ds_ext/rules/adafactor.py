@@ -23,7 +23,7 @@ from ds_ext.hyperparams import Fraction, Negative, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules import factored
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(
@@ -62,7 +62,7 @@ class Adafactor:
         s: dict[str, Part | Parts] = {"v": factored.keeps(shard)}
         return s if self.beta1 is None else s | {"m": Part.like(shard)}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         eps1, eps2 = self.eps
         beta2 = 1 - t**self.decay_rate
         u, (p_sq,) = yield from factored.normalize(

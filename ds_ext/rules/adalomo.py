@@ -20,7 +20,7 @@ from ds_ext.hyperparams import Negative, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules import factored
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(paper="2310.10195", state="4/R + 4/C", rounds="1, or 2", is_batched=True, relative=True)
@@ -37,7 +37,7 @@ class AdaLomo:
     def keeps(self, shard: Shard) -> Parts:
         return {"v": factored.keeps(shard)}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         eps1, eps2 = self.eps
         beta2 = 1 - t**self.decay_rate
         u, (p_sq,) = yield from factored.normalize(

@@ -15,7 +15,7 @@ from ds_ext.ops import formats, quantize
 from ds_ext.ops.formats import PLAIN, Format
 from ds_ext.ops.shard import Shard, outward
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import Kept, Sums
+from ds_ext.rules.base import State, Sums
 
 # The update, the weight that it is for, and the geometry of both.
 Step: TypeAlias = tuple[ops.AdamStep, ops.Writable, Shard]
@@ -61,7 +61,7 @@ class Adam:
         return self.keeps(outward(shard.start, shard.stop, self.unit(total), total), total)
 
     def advance(
-        self, s: Kept, g: ops.Readable, total: int, c1: float = 1.0, c2: float = 1.0
+        self, s: State, g: ops.Readable, total: int, c1: float = 1.0, c2: float = 1.0
     ) -> ops.AdamStep:
         """The update by a flat run ``g``; its blocks advance the moments and are read once."""
         m, v = (x.opened(s[key]) for x, key in zip(self._formats(total), ("m", "v"), strict=True))
@@ -71,7 +71,7 @@ class Adam:
         self,
         p: ops.Writable,
         g: ops.Gradient,
-        s: Kept,
+        s: State,
         shard: Shard,
         c1: float = 1.0,
         c2: float = 1.0,

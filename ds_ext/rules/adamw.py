@@ -20,7 +20,7 @@ from ds_ext.ops import quantize
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules.adam import Adam
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(
@@ -47,7 +47,7 @@ class AdamW:
     def keeps(self, shard: Shard) -> Parts:
         return self.adam.keeps_of(shard)
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
         ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 

@@ -35,7 +35,7 @@ from ds_ext.hyperparams import Count, Fraction, NonNegative, Positive, Scaling, 
 from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 GROWTH = 1.01  # what an update's norm may be of the one before
 TINY = 1e-8  # what norms are divided by at least
@@ -63,10 +63,10 @@ class APOLLO:
         moment = Part.of(slice(own.start * self.rank, own.stop * self.rank), n * self.rank)
         return {"m": moment, "v": moment, "n": Part.whole(), "stream": Part.stream()}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         (beta1, beta2), own = self.betas, _own_channels(shard)
         draw = (t - 1) // self.update_proj_gap
-        row_sq, col_sq = ops.matrix_square_sums(g, shard, g)
+        row_sq, col_sq = ops.row_col_square_sums(g, shard, g)
         g_sq = row_sq if _is_tall(shard) else col_sq
         r, g_sq = yield self.projected(g, s["stream"], draw, shard), g_sq.view(-1)
 

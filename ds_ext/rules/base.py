@@ -18,7 +18,7 @@ from ds_ext.ops.state import Parts
 
 Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
 Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, is sent their totals
-Kept: TypeAlias = dict[str, Any]  # the tensors of ``keeps``, nested as there
+State: TypeAlias = dict[str, Any]  # the tensors of ``keeps``, nested as there
 
 
 class Rule(Protocol):
@@ -34,7 +34,7 @@ class Rule(Protocol):
         """Returns what a rank keeps of a parameter between steps, as parts of a whole state."""
         ...
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         """Steps a run of the weight in place.
 
         Whether and how often it yields depends on the parameter's shape, the hyper-parameters,

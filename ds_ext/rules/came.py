@@ -23,7 +23,7 @@ from ds_ext.hyperparams import Fraction, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules import factored
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(paper="2307.02047", state="4/d + 8/R + 8/C", rounds="2, or 3", is_batched=True)
@@ -41,7 +41,7 @@ class CAME:
         s: dict[str, Part | Parts] = {"v": factored.keeps(shard), "m": Part.like(shard)}
         return s | {"r": factored.keeps(shard)} if shard.is_matrix else s
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         beta1, beta2, beta3 = self.betas
         eps1, eps2 = self.eps
         u, _ = yield from factored.normalize(g, s["v"], eps1, beta2, self.clip_threshold, shard)

@@ -42,9 +42,9 @@ def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...
     if not shard.is_matrix:
         return ()
     return (
-        (ops.squares(x, shard, like),)
-        if shard.is_numbers
-        else ops.matrix_square_sums(x, shard, like)
+        (ops.scattered_squares(x, shard, like),)
+        if shard.is_1x1
+        else ops.row_col_square_sums(x, shard, like)
     )
 
 
@@ -59,9 +59,9 @@ def divide_(
 ) -> Update:
     """Advances a matrix's v by ``sums`` and gives x / sqrt(v), to be evaluated block by block.
 
-    A third of the sums is ``weighed_square_sums``: the RMS of the quotient is bounded by ``clip``.
+    A third of the sums is ``weighted_square_sums``: the RMS of the quotient is bounded by ``clip``.
     """
-    if shard.is_numbers:
+    if shard.is_1x1:
         return _divide_numbers_(x, v, sums, eps, beta, shard)[0]
     factors = ops.factors_(v["row"], v["col"], sums, eps, beta, clip, shard)
     return ops.Quotient(x, *factors)
@@ -71,7 +71,7 @@ def _divide_numbers_(
     x: ops.Readable, v: Moment, sums: Sums, eps: float, beta: float, shard: Shard
 ) -> tuple[ops.RunQuotient, Tensor]:
     """The same of matrices of one element, and the sum of the squares of the quotient, []."""
-    u_sq = ops.advance_numbers_(v["row"], v["col"], sums[0], eps, beta, shard)
+    u_sq = ops.advance_1x1_(v["row"], v["col"], sums[0], eps, beta, shard)
     return ops.RunQuotient(x, ops.own_run(v["row"], shard)), u_sq
 
 
@@ -83,7 +83,7 @@ def normalize(
     ``more`` are further partial sums that travel with the first round; their totals are returned
     beside u. What AdaLomo, Adafactor and CAME have in common.
     """
-    if shard.is_numbers:
+    if shard.is_1x1:
         u, u_sq, totals = yield from _normalize_numbers(g, v, eps, beta, shard, *more)
     elif shard.is_matrix and shard.holds_rows:
         return (yield from _normalize_whole_rows(g, v, eps, beta, clip, shard, *more))
@@ -134,6 +134,6 @@ def _normalize_whole_rows(
 
     of which the inner sums, one for each column, travel with the statistics.
     """
-    mine = ops.weighed_square_sums(g, v["row"], eps, beta, shard, g)
-    row, col, weighed, *totals = yield (*mine, *more)
-    return divide_(g, v, (row, col, weighed), eps, beta, shard, clip), tuple(totals)
+    mine = ops.weighted_square_sums(g, v["row"], eps, beta, shard, g)
+    row, col, weighted, *totals = yield (*mine, *more)
+    return divide_(g, v, (row, col, weighted), eps, beta, shard, clip), tuple(totals)

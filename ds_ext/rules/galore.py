@@ -34,7 +34,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules import lowrank
 from ds_ext.rules.adam import Adam
-from ds_ext.rules.base import Kept, Rounds, Sums, register
+from ds_ext.rules.base import Rounds, State, Sums, register
 
 
 @register(
@@ -75,7 +75,7 @@ class GaLoreAdamW:
         part = lowrank.own_part(rank, right, shard, self.adam.unit(total))
         return self.adam.keeps(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         factor = self.adam.correction(t) if self.correct_bias else 1.0
         factor *= 1 - self.lr * self.weight_decay  # the decay is that of the updated weight
         u: ops.Readable
@@ -87,7 +87,7 @@ class GaLoreAdamW:
         ops.apply_(p, ops.Scaled(u, factor), shard, lr=self.lr, weight_decay=self.weight_decay)
 
     def projected(
-        self, g: ops.Gradient, s: Kept, t: int, shard: Shard
+        self, g: ops.Gradient, s: State, t: int, shard: Shard
     ) -> Generator[Sums, Sums, lowrank.Product]:
         """Adam in the low-rank space, whose basis is renewed first if it is time, and back."""
         rank, right = self.space(shard)

@@ -16,7 +16,7 @@ from ds_ext import ops
 from ds_ext.hyperparams import Fraction, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(paper="1904.00962", state="8/d", rounds="1", is_batched=True, relative=True)
@@ -40,7 +40,7 @@ class LAMB:
     def keeps(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard), "v": Part.like(shard)}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         beta1, beta2 = self.betas
         c1, c2 = (1 - beta1**t, 1 - beta2**t) if self.bias_correction else (1, 1)
         adam = ops.RootQuotient(s["m"], s["v"], self.eps, c1, c2)

@@ -15,7 +15,7 @@ from ds_ext.ops import companding, formats
 from ds_ext.ops.formats import Format
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(
@@ -36,7 +36,7 @@ class Lion:
     def keeps(self, shard: Shard) -> Parts:
         return {"m": formats.keeps(self.moment, shard)}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         p, x, shard = yield from formats.whole_groups(p, g, shard, self.moment.size)
         u = ops.SignStep(self.moment.opened(s["m"]), x, *self.betas)
         ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)

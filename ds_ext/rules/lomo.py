@@ -9,7 +9,7 @@ from ds_ext import ops
 from ds_ext.hyperparams import NonNegative
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(paper="2306.09782", state="0", rounds="0", is_batched=True)
@@ -23,6 +23,6 @@ class LOMO:
     def keeps(self, shard: Shard) -> Parts:
         return {}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         ops.apply_(p, g, shard, lr=self.lr, weight_decay=self.weight_decay)
         yield from ()

@@ -33,7 +33,7 @@ from ds_ext import ops
 from ds_ext.hyperparams import Adjustment, Count, Fraction, NonNegative, Number, Positive
 from ds_ext.ops.shard import BLOCK, Block, Shard
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import Kept, Rounds, Sums, register
+from ds_ext.rules.base import Rounds, State, Sums, register
 from ds_ext.rules.lowrank import Product
 
 
@@ -60,7 +60,7 @@ class Muon:
     def keeps(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard)}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         ops.lerp_(s["m"], g, 1 - self.momentum, shard)
         x: ops.Readable = s["m"]
         if self.nesterov:

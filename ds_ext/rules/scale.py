@@ -24,7 +24,7 @@ from ds_ext import ops
 from ds_ext.hyperparams import Axis, Fraction, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(
@@ -50,18 +50,18 @@ class SCALE:
     def keeps(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard)} if self.momentum else {}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         m: ops.Readable = g
         if self.momentum:
             ops.lerp_(s["m"], g, 1 - self.momentum, shard)
             m = s["m"]
         x = ops.unit_quotient(m, shard, g)
         if self.norm_axis == "column":
-            (sums,) = yield ops.matrix_square_sums(x, shard, g)[1:]
+            (sums,) = yield ops.row_col_square_sums(x, shard, g)[1:]
             x = ops.normalize_columns(x, sums, self.eps * shard.rows**0.5, shard)
         elif shard.holds_rows:
             x, _ = ops.normalize_whole_rows(x, self.eps * shard.cols**0.5, shard, g)
         else:
-            (sums,) = yield ops.matrix_square_sums(x, shard, g)[:1]
+            (sums,) = yield ops.row_col_square_sums(x, shard, g)[:1]
             x = ops.normalize_rows(x, sums, self.eps * shard.cols**0.5, shard)
         ops.apply_(p, x, shard, lr=self.lr, weight_decay=self.weight_decay)

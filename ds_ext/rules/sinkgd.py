@@ -26,7 +26,7 @@ from ds_ext import ops
 from ds_ext.hyperparams import Count, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
-from ds_ext.rules.base import Kept, Rounds, register
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(
@@ -50,15 +50,15 @@ class SinkGD:
     def keeps(self, shard: Shard) -> Parts:
         return {}
 
-    def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         x = ops.unit_quotient(g, shard, g)
         for _ in range(self.iterations):
             if shard.holds_rows:
                 x, sums = ops.normalize_whole_rows(x, self.eps, shard, g)
             else:
-                (sums,) = yield ops.matrix_square_sums(x, shard, g)[:1]
+                (sums,) = yield ops.row_col_square_sums(x, shard, g)[:1]
                 x = ops.normalize_rows(x, sums, self.eps, shard)
-                sums = ops.matrix_square_sums(x, shard, g)[1]
+                sums = ops.row_col_square_sums(x, shard, g)[1]
             (sums,) = yield (sums,)
             x = ops.normalize_columns(x, sums, self.eps, shard)
         ops.apply_(p, x, shard, lr=self.lr * self.alpha, weight_decay=self.weight_decay)

@@ -8,7 +8,7 @@ from ds_ext import ops
 from ds_ext.hyperparams import Fraction, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import REGISTRY, Kept, Rounds, register
+from ds_ext.rules.base import REGISTRY, Rounds, State, register
 
 NAME = "adan"
 
@@ -33,7 +33,7 @@ def enter() -> None:
         def keeps(self, shard: Shard) -> Parts:
             return {name: Part.like(shard) for name in ("m", "v", "n", "prev")}
 
-        def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
             beta1, beta2, beta3 = self.betas
             (p_sq,) = yield (ops.square_sum(p, shard, g),)
             change = ops.Sum(g, s["prev"], -1.0)

@@ -6,7 +6,7 @@ from ds_ext import ops
 from ds_ext.hyperparams import Fraction, NonNegative
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import REGISTRY, Kept, Rounds, register
+from ds_ext.rules.base import REGISTRY, Rounds, State, register
 
 NAME = "newcomer"
 
@@ -26,7 +26,7 @@ def enter(is_broken: bool = False) -> None:
         def keeps(self, shard: Shard) -> Parts:
             return {"m": Part.like(shard)}
 
-        def step(self, p: ops.Writable, g: ops.Gradient, s: Kept, t: int, shard: Shard) -> Rounds:
+        def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
             ops.lerp_(s["m"], g, 1 - self.momentum, shard)
             own = ops.square_sum(s["m"], shard, g)
             (total,) = yield (own,)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ext.ops import edits, quantize, rounding, scratch
+from ds_ext.ops import fingerprints, quantize, rounding, scratch
 
 HOST = torch.device("cpu")
 DEVICE = torch.device("cpu", 1)  # which no machine has
@@ -164,6 +164,6 @@ def device() -> Iterator[Memory]:
 def _forget() -> None:
     """Drops what is kept for a device: the next one is another."""
     scratch.clear()
-    edits._factors.cache_clear()
+    fingerprints._factors.cache_clear()
     rounding._noise.cache_clear()
     quantize._book.cache_clear()

@@ -12,13 +12,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ds_ext.ops.executors.triton import kernels, tables
+from ds_ext.ops.executors.triton import kernels, launches
 from ds_ext.ops.executors.triton.specs import Spec
 
 TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
 EIGHT = (kernels.IS_ADAM8_STEP.value, kernels.IS_SIGN8_STEP.value)
 ARGUMENTS = {"table": "*i64", "count": "i32"}
-DIVIDES = {"factors", "clipped_factors", "weighed", "wide_weighed"}
+DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}
 DIVIDES |= {"normalize", "normalize_whole_rows", "normalize_wide_rows"}
 
 
@@ -36,7 +36,7 @@ def compiled(constants: dict, warps: int):
     signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
     source = ASTSource(function, {name: signature[name] for name in function.arg_names}, values)
     target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options=tables.options(warps))
+    return triton.compile(source, target=target, options=launches.options(warps))
 
 
 def faults(code: str, passes: list[Spec]) -> list[str]:
@@ -66,7 +66,7 @@ def main() -> int:
     count = 0
     for label, warps, written in json.load(sys.stdin):
         constants = {name: given(x) for name, x in written.items()}
-        passes = [one for kind in tables.kinds_of(constants) for one in tables.passes_of(kind)]
+        passes = [one for kind in launches.kinds_of(constants) for one in launches.passes_of(kind)]
         try:
             code = compiled(constants, warps).asm["ptx"]
         except Exception as error:

@@ -12,7 +12,7 @@ import torch
 
 from ds_ext import ops
 from ds_ext.ops import passes
-from ds_ext.ops.executors.triton import sizes, tables
+from ds_ext.ops.executors.triton import launches, sizes
 from ds_ext.ops.executors.triton.specs import Spec
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
@@ -48,7 +48,7 @@ def asked_for(monkeypatch) -> list:
             seen.update(shown)
             found.append([label, warps, constants])
 
-    monkeypatch.setattr(tables, "start", note)
+    monkeypatch.setattr(launches, "start", note)
     paths.use(monkeypatch, "kernels")
     for name in FOR_ALL:
         for dtype, modes in MODES.items():
@@ -66,7 +66,7 @@ def asked_for(monkeypatch) -> list:
 
 def all_passes(constants):
     """The passes of all kinds of a launch."""
-    return [one for kind in tables.kinds_of(constants) for one in tables.passes_of(kind)]
+    return [one for kind in launches.kinds_of(constants) for one in launches.passes_of(kind)]
 
 
 def pairs_of(one):
@@ -126,9 +126,9 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypa
     """Every variant of every kernel, or one of each, where there is one of aligned runs."""
     asked = asked_for(monkeypatch)
     assert {one.name for *_, constants in asked for one in all_passes(constants)} == {
-        *("squares", "statistics", "weighed", "lerp", "square_lerp", "apply", "fold"),
+        *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors", "mark", "mend", "mend_unmarked"),
-        *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighed"),
+        *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighted_sums"),
         *("measured_apply", "noting_apply", "recall", "tell"),
     }
     if which == "one":

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext import ops
-from ds_ext.ops import passes, small
-from ds_ext.ops.executors.triton import tables, waiting
+from ds_ext.ops import passes, small_matrices
+from ds_ext.ops.executors.triton import launch_queue, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, table
@@ -35,10 +35,10 @@ def test_sums_over_rows_and_columns(shape, monkeypatch):
         x = whole.view(-1)[start:stop].float()
         before = torch.rand(run.mats, run.rows) + 0.5
         expected = exact(x, before, 0.1 / run.cols, run)
-        found = ops.matrix_square_sums(x, run, x)
+        found = ops.row_col_square_sums(x, run, x)
         if run.holds_rows and start % shard.cols == 0 == stop % shard.cols:
-            weighed = ops.weighed_square_sums(x, before / 0.9, 0.0, 0.9, run, x)[2]
-            found = *found, weighed
+            weighted = ops.weighted_square_sums(x, before / 0.9, 0.0, 0.9, run, x)[2]
+            found = *found, weighted
         for a, b in zip(found, expected, strict=False):
             assert (a - b).norm() <= 1e-6 * b.norm()
 
@@ -61,7 +61,7 @@ def test_the_bits_of_a_stack_are_those_of_its_blocks(name, monkeypatch):
     paths.use(monkeypatch, "ops")
 
     def trained(most):
-        monkeypatch.setattr(small, "MOST", most)
+        monkeypatch.setattr(small_matrices, "MOST", most)
         params = [nn.Parameter(p) for p in table.weights(SHAPES)]
         optimizer = OPTIMIZERS[name](params)
         for gradients in table.gradients(3, SHAPES):
@@ -120,7 +120,7 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
     """One of 512 x 512 x 3 x 3 took 500,000 rows of a table, which no kernel compiled for."""
     launched = []
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(tables, "start", lambda *args: launched.append(args[3]))
+    monkeypatch.setattr(launches, "start", lambda *args: launched.append(args[3]))
     p = nn.Parameter(torch.ones(64, 64, 3, 3))
     p.grad = torch.ones_like(p)
     OPTIMIZERS[name]([p, nn.Parameter(torch.ones(3, 2))]).step()
@@ -131,10 +131,10 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
 def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatch):
     launched = []
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(tables, "start", lambda *args: launched.append(args[3]))
+    monkeypatch.setattr(launches, "start", lambda *args: launched.append(args[3]))
     x = torch.ones(2, 4)
-    with waiting.together() as next_rule:
-        for _ in range(tables.TOGETHER + 5):
+    with launch_queue.deferred() as next_rule:
+        for _ in range(launches.MAX_PARAMETERS + 5):
             ops.apply_(x.view(-1), x.view(-1), Shard.whole((8,)), lr=0.1)
             next_rule()
-    assert launched == [tables.TOGETHER, 5]
+    assert launched == [launches.MAX_PARAMETERS, 5]

@@ -15,7 +15,7 @@ from torch import nn
 import ds_ext
 from benchmarks.host_gpu import Calls
 from ds_ext.backward import startup_log
-from ds_ext.ops.executors.triton import devices, tables
+from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.optimizer.nonfinite import BAD_VOTE, MAX_GOOD_VOTES, DeviceGradFlags, GradCheck
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths, table
@@ -207,7 +207,7 @@ def test_the_host_reads_nothing_before_a_step_ends_and_one_vector_then(name, mon
     """Reading a number of ``meta``, which stands for a GPU here, raises an error."""
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(tables, "start", lambda *_: None)
+    monkeypatch.setattr(launches, "start", lambda *_: None)
     model = nn.Sequential(nn.Linear(20, 18, device="meta"), nn.Linear(18, 9, device="meta"))
     groups = [p for p in model.parameters() if name != "scale" or p.dim() == 2]
     for p in set(model.parameters()) - {*groups}:
@@ -234,7 +234,7 @@ def test_to_judge_takes_no_launch(name, most, monkeypatch):
     launched = []
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(tables, "start", lambda label, *_: launched.append(label))
+    monkeypatch.setattr(launches, "start", lambda label, *_: launched.append(label))
     weights = [nn.Parameter(torch.ones(s, device="meta")) for s in LARGE]
     optimizer = ds_ext.optimizer.OPTIMIZERS[name](weights, **SIMULATED[name])
     shards = {p: ds_ext.ops.shard.Shard.whole(tuple(p.shape)) for p in weights}

@@ -9,7 +9,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext import ops
-from ds_ext.ops.executors.triton import devices, tables, waiting
+from ds_ext.ops.executors.triton import devices, launch_queue, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.run_updates import RunUpdate
 from tests.common import needs, paths
@@ -23,17 +23,17 @@ def test_one_launch_has_the_tensors_of_one_device(monkeypatch):
     launched = []
     monkeypatch.setattr(devices, "DEVICES", {"cpu", "meta"})
     monkeypatch.setattr(
-        tables,
+        launches,
         "start",
         lambda kernel, programs, table, count, *_: launched.append((kernel, table.device, count)),
     )
-    with waiting.together() as next_rule:
+    with launch_queue.deferred() as next_rule:
         for device in (HERE, THERE, HERE, THERE):
             x = torch.ones(300, device=device)
             ops.square_sum(x, Shard.whole((300,)), x)
             ops.apply_(x, x, Shard.whole((300,)), lr=0.1)
             next_rule()
-    kernels = itertools.product((HERE, THERE), ("squares", "apply", "fold"))
+    kernels = itertools.product((HERE, THERE), ("square_sums", "apply", "fold"))
     # as few launches as can be
     assert sorted(launched, key=str) == sorted(((k, d, 2) for d, k in kernels), key=str)
 
@@ -51,9 +51,9 @@ def test_the_current_device_is_the_tensors_own(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    with tables.current(Tensors.device):
+    with launches.current(Tensors.device):
         pass
-    with tables.current(HERE):
+    with launches.current(HERE):
         pass
     assert entered == [torch.device("cuda", 1)]
 
@@ -88,14 +88,14 @@ class Function:
 def test_compiled_kernels_are_kept(monkeypatch):
     """By what Triton compiles another for: constants, device, a count of 1 or a multiple of 16."""
     function = Function()
-    monkeypatch.setattr(tables._kernels(), "run", function)
-    monkeypatch.setattr(tables, "_compiled", {})
+    monkeypatch.setattr(launches._kernels(), "run", function)
+    monkeypatch.setattr(launches, "_compiled", {})
     named, other = ({"TC": 128, "COUNT": count, "FORM": "IS_RUN"} for count in (16, 32))
     table = torch.zeros(4, dtype=torch.int64)
     for _ in range(2):
         for count, constants in ((1, named), (2, named), (3, named), (16, named), (20, other)):
-            tables.start("apply", 7, table, count, constants, 4)
-        tables.start("apply", 7, table.to(THERE), 2, named, 4)
+            launches.start("apply", 7, table, count, constants, 4)
+        launches.start("apply", 7, table.to(THERE), 2, named, 4)
     assert [made.given[1] for made in function.made] == [1, 2, 16, 20, 2]
     again = [call for made in function.made for call in made.calls]
     assert all(len(call) == 1 + len(Function.arg_names) for call in again)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext.ops import edits, passes, weight_update
+from ds_ext.ops import fingerprints, passes, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, table
@@ -156,16 +156,16 @@ def test_no_pair_is_a_nan_where_the_weight_is_none(path, monkeypatch):
 
 
 def test_a_changed_weight_takes_its_group_along_and_zeroed_ones_themselves_alone():
-    kept, _, optimizer, step = twins("lomo", [(4 * edits.GROUP,)])
-    (gradients,) = table.gradients(1, [(4 * edits.GROUP,)], torch.bfloat16)
+    kept, _, optimizer, step = twins("lomo", [(4 * fingerprints.GROUP,)])
+    (gradients,) = table.gradients(1, [(4 * fingerprints.GROUP,)], torch.bfloat16)
     step(gradients)
     (p,) = kept
     before = held(optimizer, p)
     assert (before.bfloat16() == p).all() and (before != p).float().mean() > 0.9
     p.data[3] = 0.125
-    p.data[edits.GROUP + 3] = 0.0
+    p.data[fingerprints.GROUP + 3] = 0.0
     after = held(optimizer, p)
-    g = edits.GROUP
+    g = fingerprints.GROUP
     assert after[:g].equal(p[:g].float())
     same = after == before
     assert same[g:].sum() == 3 * g - 1 and after[g + 3] == 0

@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.host_gpu import Calls
 from ds_ext import ops
-from ds_ext.ops.executors.triton import devices, tables, waiting
+from ds_ext.ops.executors.triton import devices, launch_queue, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.run_updates import RunUpdate
@@ -76,9 +76,9 @@ def test_the_host_reads_nothing_and_copies_once_a_round(name, monkeypatch):
     copies, rounds = [], []
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(tables, "start", lambda *_: None)
-    original = tables.run
-    monkeypatch.setattr(tables, "run", lambda some: (copies.append(some), original(some)))
+    monkeypatch.setattr(launches, "start", lambda *_: None)
+    original = launches.run
+    monkeypatch.setattr(launches, "run", lambda some: (copies.append(some), original(some)))
     weights = [nn.Parameter(torch.ones(shape, device="meta")) for shape in SHAPES]
     optimizer = OPTIMIZERS[name](weights, **SIMULATED[name])
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, monkeypatch):
     launched = []
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(tables, "start", lambda label, *_: launched.append(label))
+    monkeypatch.setattr(launches, "start", lambda label, *_: launched.append(label))
     shapes = ((4096, 4096), (1024, 11008), (4096,), (32000, 4096))
     weights = [nn.Parameter(torch.ones(s, device="meta", dtype=torch.bfloat16)) for s in shapes]
     optimizer = OPTIMIZERS[name](weights, lr=None if name == "adafactor" else 0.1)
@@ -116,13 +116,13 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, monkeypatch):
 def test_the_plan_counts_what_is_noted_of_weights(name, monkeypatch):
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(tables, "start", lambda *_: None)
+    monkeypatch.setattr(launches, "start", lambda *_: None)
     shapes = {"a": (300, 700), "b": (33, 130), "c": (5000,)}
     weights = [nn.Parameter(torch.ones(s, device="meta")) for s in shapes.values()]
     optimizer = OPTIMIZERS[name](weights)
     optimizer.update(updates_of(weights, weights, 3), lambda total: None)
     groups = [group for plan in optimizer._plans._made.values() for group in plan.groups]
-    made = (x for group in groups for x in group.known.columns.values())
+    made = (x for group in groups for x in group.norm_cache.columns.values())
     planned = cached_norms.num_bytes(optimizer.hypers(), shapes, 3, 3, torch.float32)
     held = sum(x.values.nbytes for x in made)
     assert held == planned if name != "lamb" else 0.7 * planned < held <= planned
@@ -139,9 +139,9 @@ def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
     for path in ("kernels", "ops"):
         paths.use(monkeypatch, path)
         launched = []
-        start = tables.start
+        start = launches.start
         monkeypatch.setattr(
-            tables,
+            launches,
             "start",
             lambda label, *of, to=launched, by=start: (to.append(label), by(label, *of)),
         )
@@ -160,7 +160,7 @@ def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
                         p.mul_(3.0)
                     if i == 3:
                         p.data.mul_(3.0)  # which no counter tells
-        monkeypatch.setattr(tables, "start", start)
+        monkeypatch.setattr(launches, "start", start)
         stepped.append([p.detach().float() for p in weights])
         if path == "kernels":
             assert ["recall" in labels for labels in reads] == [False, True, False, True, True]
@@ -188,7 +188,7 @@ def test_what_waits_keeps_its_memory(monkeypatch):
     """A factor that nobody holds any more is read by a launch that is still to come."""
     paths.use(monkeypatch, "kernels")
     p, g, shard = torch.ones(4, 6), torch.ones(24), Shard.whole((4, 6))
-    with waiting.together():
+    with launch_queue.deferred():
         u = ops.unit_quotient(g, shard, g)
         ops.apply_(p.view(-1), u.times(torch.full((), 0.5)), shard, lr=torch.full((), 2.0))
         del u

@@ -11,8 +11,8 @@ import torch
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import rounding, scratch, weight_update
-from ds_ext.ops.executors import lone
-from ds_ext.ops.executors.triton import devices, sizes, tables, waiting
+from ds_ext.ops.executors import single
+from ds_ext.ops.executors.triton import devices, launch_queue, launches, sizes
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
@@ -63,13 +63,13 @@ def kernels(monkeypatch):
 def launched(monkeypatch):
     """What is launched, a list of the passes that each launch makes."""
     labels = []
-    original = tables.start
+    original = launches.start
 
     def start(label, *args):
         labels.append(label)
         original(label, *args)
 
-    monkeypatch.setattr(tables, "start", start)
+    monkeypatch.setattr(launches, "start", start)
     return labels
 
 
@@ -230,15 +230,15 @@ def test_statistics_of_a_run(shape, kernels, launched):
         exact = torch.zeros(whole.numel(), dtype=torch.float64)
         exact[start:stop] = x.cpu().double().square()
         exact = exact.view(shard.mats, shard.rows, shard.cols)
-        row, col = ops.matrix_square_sums(x, shard, x)
+        row, col = ops.row_col_square_sums(x, shard, x)
         (total,) = ops.square_sums((x,), shard, x)
         for found, expected in ((row, exact.sum(-1)), (col, exact.sum(-2)), (total, exact.sum())):
             assert (found.cpu() - expected).norm() <= 1e-6 * expected.norm()
-    assert set(passes(launched)) == {"statistics", "squares", "fold"}
+    assert set(passes(launched)) == {"row_col_sums", "square_sums", "fold"}
 
 
 @pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (50, 700), (42, 1040)])
-def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
+def test_weighted_statistics_of_whole_rows(shape, kernels, launched):
     (whole,) = table.gradients(1, [shape])[0]
     rows, cols = math.prod(shape[:-1]), shape[-1]
     before = torch.rand(shape[:-1], dtype=torch.float64).view(-1, shape[-2]) + 0.5
@@ -246,7 +246,7 @@ def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
         shard = Shard(shape, first * cols, last * cols, cols)
         x = cut(whole, shard).to(DEVICE, torch.float32)
         args = before.to(DEVICE, torch.float32) / 0.9, 0.0, 0.9, shard, x
-        found = ops.weighed_square_sums(x, *args)
+        found = ops.weighted_square_sums(x, *args)
         exact = torch.zeros(rows, cols, dtype=torch.float64)
         exact[first:last] = x.cpu().double().square().view(-1, cols)
         exact = exact.view(shard.mats, shard.rows, shard.cols)
@@ -254,7 +254,7 @@ def test_weighed_statistics_of_whole_rows(shape, kernels, launched):
         divided = exact / (before + 0.1 / shard.cols * row).unsqueeze(-1)
         for a, b in zip(found, (row, exact.sum(-2), divided.sum(-2)), strict=True):
             assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
-    assert set(passes(launched)) == {"weighed", "fold"}
+    assert set(passes(launched)) == {"weighted_sums", "fold"}
 
 
 @pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (42, 1040)])
@@ -340,14 +340,14 @@ def test_alone_and_together_give_the_same_bits(kernels):
 def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
     shapes = ((32, 64), (48,), (3, 8, 16), (20, 30), (5,))
     aligned = []
-    original = tables.start
+    original = launches.start
 
     def noted(label, programs, held, count, constants, warps):
-        for one in itertools.chain(*map(tables.passes_of, tables.kinds_of(constants))):
+        for one in itertools.chain(*map(launches.passes_of, launches.kinds_of(constants))):
             aligned.append((one.name.removeprefix("noting_"), one.fields.get("ALIGNED")))
         original(label, programs, held, count, constants, warps)
 
-    monkeypatch.setattr(tables, "start", noted)
+    monkeypatch.setattr(launches, "start", noted)
     found, before = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
     assert {("apply", True), ("apply", False)} <= set(aligned)
     monkeypatch.setattr(sizes, "ALIGNMENT", 2**40)  # which no address is a multiple of
@@ -375,13 +375,13 @@ def test_what_no_kernel_reads_is_applied_by_one_in_slices(
     name, hypers, dtype, world, kernels, launched, monkeypatch
 ):
     made, limit = [], 512
-    original = lone.read
+    original = single.read
 
     def read(u, b):
         made.append(original(u, b))
         return made[-1]
 
-    monkeypatch.setattr(lone, "read", read)
+    monkeypatch.setattr(single, "read", read)
     monkeypatch.setattr(scratch, "SLICE", limit)
     shapes, hypers = ((70, 64), (37, 150)), SETTINGS[name] | hypers
     found, before = trained(name, dtype, "stochastic", world, hypers, shapes)
@@ -426,13 +426,13 @@ def test_rows_wider_than_a_tile_are_read_twice(kernels, launched):
         kernels(on)
         x = ops.Scaled(cut(g.float(), shard).to(DEVICE, dtype), 0.5, 0.75)
         row, col = before.to(DEVICE, dtype), by_col.to(DEVICE, dtype)
-        weighed = ops.weighed_square_sums(x, row, 1e-3, 0.9, shard, x)
+        weighted = ops.weighted_square_sums(x, row, 1e-3, 0.9, shard, x)
         rows = ops.Quotient(x, row.unsqueeze(-1), col)
         rows, sums = ops.normalize_whole_rows(rows, 1e3, shard, x)
-        made.append((*weighed, rows.row, sums))
+        made.append((*weighted, rows.row, sums))
     for a, b in zip(*made, strict=True):
         assert (a - b).norm() <= 1e-6 * b.norm() and b.norm() > 0
-    assert set(passes(launched)) == {"wide_weighed", "normalize_wide_rows", "fold"}
+    assert set(passes(launched)) == {"wide_weighted_sums", "normalize_wide_rows", "fold"}
 
 
 def test_fp64_and_what_no_kernel_reads_are_left_to_the_ops(kernels, launched):
@@ -442,18 +442,18 @@ def test_fp64_and_what_no_kernel_reads_are_left_to_the_ops(kernels, launched):
     params[0].grad = torch.randn(30, 20, device=DEVICE)
     galore = OPTIMIZERS["galoreadamw"](params, rank=3)
     galore.step()
-    assert "statistics" not in passes(launched)
+    assert "row_col_sums" not in passes(launched)
 
 
 def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
     given = []
-    original = tables.options
+    original = launches.options
 
     def options(warps):
         given.append(original(warps))
         return given[-1]
 
-    monkeypatch.setattr(tables, "options", options)
+    monkeypatch.setattr(launches, "options", options)
     x = torch.ones(6, device=DEVICE)
     assert ops.square_sum(x, Shard.whole((6,)), x) == 6
     assert [one["enable_fp_fusion"] for one in given] == [False, False]
@@ -461,18 +461,18 @@ def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
 
 def test_an_error_leaves_nothing_waiting(kernels, launched):
     x = torch.ones(6, device=DEVICE)
-    with pytest.raises(KeyError), waiting.together():
+    with pytest.raises(KeyError), launch_queue.deferred():
         ops.square_sum(x, Shard.whole((6,)), x)
         raise KeyError
     assert not launched
     assert ops.square_sum(x, Shard.whole((6,)), x) == 6
-    assert launched == ["squares", "fold"]
+    assert launched == ["square_sums", "fold"]
 
 
 def test_reading_what_waits_launches_it(kernels):
     v, x = torch.zeros(6, device=DEVICE), torch.ones(6, device=DEVICE)
     shard = Shard.whole((6,))
-    with waiting.together():
+    with launch_queue.deferred():
         ops.lerp_(v, x, 0.5, shard)
         assert ops.count_beyond(v, 0.4, shard, v) == 6  # has no kernel
     assert copy.copy(v).sum() == 3

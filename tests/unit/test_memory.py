@@ -13,7 +13,7 @@ from ds_ext.backward.gradients import FusedBackward
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
-from ds_ext.ops import edits, weight_update
+from ds_ext.ops import fingerprints, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
 from ds_ext.optimizer.run_updates import RunUpdate
@@ -249,7 +249,7 @@ def test_state_of_a_7b_model(name, factored, sharded, hypers, ranks):
 )
 def test_a_master_is_what_16_bits_lack_and_a_copy_of_fp16(mode, dtype, size, marks, ranks):
     kept = plan("came", 3, ranks, dtype, weight_update=mode)
-    most = N * (size + marks / edits.GROUP)
+    most = N * (size + marks / fingerprints.GROUP)
     assert kept.master == pytest.approx(most / ranks, rel=1e-5)
     assert plan("came", 3, ranks, dtype).master == 0
     assert kept.state == plan("came", 3, ranks, dtype).state

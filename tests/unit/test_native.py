@@ -265,13 +265,13 @@ def test_what_is_known_of_a_weight_saves_reading_it(name, monkeypatch):
     for _ in range(2):
         optimizer.step()
     (plan,) = optimizer._plans._made.values()
-    known = plan.groups[0].known._values[0, 0]
+    known = plan.groups[0].norm_cache._values[0, 0]
     assert known == pytest.approx(float(p.detach().square().sum()), rel=1e-5)
-    plan.groups[0].known._values[0, 0] = 16 * known  # and then it is believed
+    plan.groups[0].norm_cache._values[0, 0] = 16 * known  # and then it is believed
     before = p.detach().clone()
     optimizer.step()
     moved = (p.detach() - before).norm()
-    plan.groups[0].known._values[0, 0] /= 16
+    plan.groups[0].norm_cache._values[0, 0] /= 16
     before = p.detach().clone()
     optimizer.step()
     assert moved > 3 * (p.detach() - before).norm() > 0
@@ -357,7 +357,7 @@ def test_a_gradient_that_is_not_finite_shows_in_every_sum(monkeypatch):
         x[3, 5] = odd
         batch = TableBatch([Shard.whole((70, 1100))])
         runs = ops.Runs([x.view(-1)])
-        row, col = ops.matrix_square_sums(runs, batch, x)
+        row, col = ops.row_col_square_sums(runs, batch, x)
         assert not ops.square_sums((runs,), batch, x)[0].isfinite()
         assert row.isfinite().logical_not().nonzero().tolist() == [[3]]
         assert col.isfinite().logical_not().nonzero().tolist() == [[5]]

@@ -251,7 +251,9 @@ def test_matrices_are_passed_over_twice_in_backward(monkeypatch):
         fused.optimizer.step()
         large = [name for name, n in passes if n >= 2000]
         # RMS(p) is known from the second step on: the pass for it reads a few weights
-        assert sorted(large) == sorted(["weighed", "squares", "factors", "apply"] * 2), step
+        assert sorted(large) == sorted(["weighted_sums", "square_sums", "factors", "apply"] * 2), (
+            step
+        )
 
 
 @needs.triton

@@ -11,7 +11,7 @@ import torch
 
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
-from ds_ext.ops.executors.triton import tables
+from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Box, Shard, Split
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.bucket_step import begin_rules
@@ -206,8 +206,8 @@ def test_noise_differs_from_box_to_box():
 @pytest.mark.parametrize("name, how", params(ON_KERNELS, QUICK_ON_KERNELS))
 def test_kernels_of_a_box(name, how, monkeypatch):
     used = []
-    start = tables.start
-    monkeypatch.setattr(tables, "start", lambda *args: (used.append(args[0]), start(*args)))
+    start = launches.start
+    monkeypatch.setattr(launches, "start", lambda *args: (used.append(args[0]), start(*args)))
     paths.use(monkeypatch, "kernels")
     error, _, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], 2, dtype=torch.float32)
     assert error <= 1e-5

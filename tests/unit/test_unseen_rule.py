@@ -139,4 +139,4 @@ def test_tables_make_the_passes_that_they_support(path, monkeypatch):
     monkeypatch.setattr(kind, "run", noting)
     params, optimizer = made()
     step(params, optimizer, table.gradients(1, SHAPES, torch.float32))
-    assert {"squares", "lerp"} <= set(ran) and "apply" not in ran
+    assert {"square_sums", "lerp"} <= set(ran) and "apply" not in ran

@@ -4,11 +4,11 @@ The order of registration is the order of preference: see ``ops.dispatch``.
 """
 
 from ds_ext.ops import dispatch
-from ds_ext.ops.executors.lone import LoneKernels
+from ds_ext.ops.executors.batched import BatchedExecutor
 from ds_ext.ops.executors.one_by_one import OneByOne
 from ds_ext.ops.executors.reference import Reference
-from ds_ext.ops.executors.tables import Tables
+from ds_ext.ops.executors.single import SingleKernels
 
 _reference = Reference()
-for _executor in (Tables(), LoneKernels(), OneByOne(_reference), _reference):
+for _executor in (BatchedExecutor(), SingleKernels(), OneByOne(_reference), _reference):
     dispatch.register(_executor)

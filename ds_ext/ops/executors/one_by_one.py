@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_ext.logs import logger
 from ds_ext.ops import dispatch, passes
 from ds_ext.ops.batch import Flat, Runs, Shifted, Weights
-from ds_ext.ops.executors.native.norm_cache import KnownSquares
+from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import verdicts
@@ -51,17 +51,17 @@ class OneByOne:
 
     def _apply(self, one: passes.Apply, p: Any, i: int, shard: Shard) -> None:
         """Writes the weights of parameter ``i``, and measures the change if that is asked for."""
-        before = _values(one.p, shard) if p.measured is not None else None
+        before = _values(one.p, shard) if p.update_sums is not None else None
         self.reference.run(one, shard)
-        if isinstance(p.known, KnownSquares):
-            p.known.clear()
+        if isinstance(p.norm_cache, NormCache):
+            p.norm_cache.clear()
         if before is not None:
             after = _values(one.p, shard)
             sums = torch.stack([(after - before).square().sum(), after.square().sum()])
-            if isinstance(p.measured, Flat):
-                p.measured.values[2 * i : 2 * i + 2] = sums
+            if isinstance(p.update_sums, Flat):
+                p.update_sums.values[2 * i : 2 * i + 2] = sums
             else:
-                p.measured.tensors[i] += sums
+                p.update_sums.tensors[i] += sums
 
     def flush(self) -> None:
         """See ``dispatch.Executor``: nothing waits here."""
@@ -97,7 +97,7 @@ _SKIPPED: dict[type, Callable[[Any, Shard], Any]] = {
     passes.Factors: lambda asked, _: tuple(
         torch.zeros_like(x).unsqueeze(at) for x, at in ((asked.row, -1), (asked.col, -2))
     ),
-    passes.AdvanceNumbers: lambda asked, _: _zero(asked.row),
+    passes.Advance1x1: lambda asked, _: _zero(asked.row),
     passes.Lerp: lambda *_: None,
     passes.SquareLerp: lambda *_: None,
     passes.Apply: lambda *_: None,
@@ -173,10 +173,10 @@ def _joined(asked: Any, made: Sequence[Any], batch: TableBatch) -> Any:
     if made[0] is None:
         return None
     if isinstance(asked, passes.SquareSums):
-        return [batch.numbers(torch.stack(sums)) for sums in zip(*made, strict=True)]
-    if isinstance(asked, passes.AdvanceNumbers):
+        return [batch.as_scalars(torch.stack(sums)) for sums in zip(*made, strict=True)]
+    if isinstance(asked, passes.Advance1x1):
         return torch.stack(list(made))
-    if isinstance(asked, passes.Squares):
+    if isinstance(asked, passes.ScatteredSquares):
         return torch.cat(list(made))
     if isinstance(asked, passes.NormalizeWholeRows):
         row = Flat(_flat([x.row for x, _ in made]), batch.row_firsts)

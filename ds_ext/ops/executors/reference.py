@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.ops import dispatch, edits, passes, scratch, small
+from ds_ext.ops import dispatch, fingerprints, passes, scratch, small_matrices
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.expressions import (
     Extended,
@@ -84,15 +84,15 @@ def largest(runs: Sequence[Tensor]) -> Tensor:
 
 
 @_makers.makes(passes.RowColSums)
-def matrix_square_sums(x: Readable, like: Gradient, shard: Shard) -> tuple[Tensor, Tensor]:
+def row_col_square_sums(x: Readable, like: Gradient, shard: Shard) -> tuple[Tensor, Tensor]:
     """Sums over each row and column, 0 outside the run."""
     row, col = _zeros(shard, like)
     ones = torch.ones(max(shard.rows, shard.cols), dtype=row.dtype, device=row.device)
     for b in scratch.blocks(shard):
-        if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
-            planes = small.square_planes(read(x, b))
-            small.write_row_sums(row[b.mats], planes)
-            small.write_col_sums(col[b.mats], planes)
+        if small_matrices.holds_whole(b, shard.mats, shard.rows, shard.cols):
+            planes = small_matrices.square_planes(read(x, b))
+            small_matrices.write_row_sums(row[b.mats], planes)
+            small_matrices.write_col_sums(col[b.mats], planes)
             continue
         square = squared(x, b)
         _, rows, cols = b.shape
@@ -102,8 +102,8 @@ def matrix_square_sums(x: Readable, like: Gradient, shard: Shard) -> tuple[Tenso
     return row, col
 
 
-@_makers.makes(passes.WeighedRowColSums)
-def weighed_square_sums(
+@_makers.makes(passes.WeightedRowColSums)
+def weighted_square_sums(
     x: Readable, before: Tensor, eps: float, beta: float, like: Gradient, shard: Shard
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and sums over each column of squares divided by their row's new statistic."""
@@ -114,12 +114,12 @@ def weighed_square_sums(
     for b in scratch.blocks(shard):
         old = torch.mul(before[b.mats, b.rows], beta, out=scratch.like(before[b.mats, b.rows]))
         old += (1 - beta) * eps
-        if small.holds_whole(b, shard.mats, shard.rows, shard.cols):
-            planes, sums = small.square_planes(read(x, b)), row[b.mats]
-            small.write_row_sums(sums, planes)
-            small.write_col_sums(both[b.mats, 0], planes)
-            small.scale_rows_(planes, old.add_(sums, alpha=share).reciprocal_())
-            small.write_col_sums(both[b.mats, 1], planes)
+        if small_matrices.holds_whole(b, shard.mats, shard.rows, shard.cols):
+            planes, sums = small_matrices.square_planes(read(x, b)), row[b.mats]
+            small_matrices.write_row_sums(sums, planes)
+            small_matrices.write_col_sums(both[b.mats, 0], planes)
+            small_matrices.scale_rows_(planes, old.add_(sums, alpha=share).reciprocal_())
+            small_matrices.write_col_sums(both[b.mats, 1], planes)
             continue
         square = squared(x, b)
         mats, rows, _ = b.shape
@@ -151,8 +151,8 @@ def factors_(
         if shard.rows > 1:
             torch.div(row[mats], mean, out=by_row[mats]).rsqrt_()
         if len(sums) > 2:
-            weighed = torch.div(sums[2][mats], col[mats], out=scratch.like(col[mats]))
-            u_sq += torch.dot(mean.view(-1), small.sums(weighed))
+            weighted = torch.div(sums[2][mats], col[mats], out=scratch.like(col[mats]))
+            u_sq += torch.dot(mean.view(-1), small_matrices.sums(weighted))
     if len(sums) > 2:
         by_row *= (clip / shard.rms(u_sq)).clamp(max=1)
     return by_row.expand_as(row).unsqueeze(-1), by_col.unsqueeze(-2)
@@ -161,7 +161,7 @@ def factors_(
 def _advance_mean_(v: Tensor, sums: Tensor, of: int, eps: float, weight: float) -> Tensor:
     """v ← v + weight · (sums / of + eps − v), of many matrices [mats, n] -> its means [mats, 1]."""
     v.lerp_(torch.div(sums, of, out=scratch.like(v)).add_(eps), weight)
-    return v if v.shape[1] == 1 else (small.sums(v) / v.shape[1]).unsqueeze(1)
+    return v if v.shape[1] == 1 else (small_matrices.sums(v) / v.shape[1]).unsqueeze(1)
 
 
 def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
@@ -171,8 +171,8 @@ def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     return row, torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
 
 
-@_makers.makes(passes.Squares)
-def squares(x: Readable, like: Gradient, shard: Shard) -> Tensor:
+@_makers.makes(passes.ScatteredSquares)
+def scattered_squares(x: Readable, like: Gradient, shard: Shard) -> Tensor:
     """Squares at the run's place, 0 elsewhere."""
     make = torch.empty if len(shard) == shard.numel else torch.zeros
     out = make(shard.numel, dtype=accumulator(like.dtype), device=like.device)
@@ -183,8 +183,8 @@ def squares(x: Readable, like: Gradient, shard: Shard) -> Tensor:
     return out
 
 
-@_makers.makes(passes.AdvanceNumbers)
-def advance_numbers_(
+@_makers.makes(passes.Advance1x1)
+def advance_1x1_(
     row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Shard
 ) -> Tensor:
     """Advances statistics that are both v; the sum of x² / v."""
@@ -310,11 +310,11 @@ def normalize_whole_rows(
 def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool) -> None:
     """Writes the fingerprints of each run."""
     for run, out in given:
-        edits.mark_(run, out)
+        fingerprints.mark_(run, out)
 
 
 @_makers.makes(passes.Mend)
 def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool) -> None:
     """Drops the remainders of edited weights of each run."""
     for run, residual, marked in given:
-        edits.mend_(run, residual, marked)
+        fingerprints.mend_(run, residual, marked)

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops.batch import CPU, Batch, Geometry
-from ds_ext.ops.executors.native.norm_cache import KnownSquares
+from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.native.table import Table
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.known import KnownSums
-from ds_ext.ops.executors.triton.passes import Table as KernelTable
+from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
+from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
 
 AnyTable: TypeAlias = Table | KernelTable
-Known: TypeAlias = KnownSquares | KnownSums
+AnyNormCache: TypeAlias = NormCache | DeviceNormCache
 
 
 class TableBatch(Batch):
@@ -37,11 +37,12 @@ class TableBatch(Batch):
         self.whole = new_table(self.whole_geometries, [0] * len(shards), device)
         self.own = new_table(self.geometries, self.noise_firsts, device)
 
-    def known(self) -> Known:
-        """Returns the cache of the norms of the weights, which lasts from step to step."""
-        return self.own.known() if isinstance(self.own, KernelTable) else KnownSquares(len(self))
+    def new_norm_cache(self) -> AnyNormCache:
+        """Returns a cache of the norms of the weights, which lasts from step to step."""
+        own = self.own
+        return own.new_norm_cache() if isinstance(own, KernelTable) else NormCache(len(self))
 
-    def numbers(self, values: Tensor) -> Any:
+    def as_scalars(self, values: Tensor) -> Any:
         """Returns numbers of each parameter, [n], as rules take them: passes compute on a GPU."""
         return Formula.given(values) if isinstance(self.own, KernelTable) else values
 

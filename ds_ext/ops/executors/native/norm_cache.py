@@ -8,7 +8,7 @@ from ds_ext.ops import schema
 from ds_ext.ops.batch import Pointers
 
 
-class KnownSquares:
+class NormCache:
     """The sums of squares of weights as they were last written, which need not be read for them.
 
     They hold for runs that lie where they did and that no operation of torch has written to since;

@@ -34,7 +34,7 @@
 
 #include "schema.h"
 
-// Entry.known caches the sum of the squares of weights as they were written, negative where none is
+// Entry.norm_cache caches the sum of the squares of weights as they were written, negative where none is
 // cached, and PROBES of these weights: if one has changed, somebody else has written since.
 
 namespace {
@@ -179,7 +179,7 @@ struct Strip {
 };
 
 bool is_by_matrix(const Call &call) {
-    return call.pass == STATISTICS || call.pass == WEIGHED || call.pass == NORMALIZE_WHOLE_ROWS;
+    return call.pass == ROW_COL_SUMS || call.pass == WEIGHTED_SUMS || call.pass == NORMALIZE_WHOLE_ROWS;
 }
 
 // Whether a pass is over the statistics of whole parameters, not over runs.
@@ -649,7 +649,7 @@ static __attribute__((noinline)) double sum_of(const float *x, int64_t n) {
     return lane[0];
 }
 
-// m ← m + weight · (x − m), as torch.lerp does it.
+// m ← m + weight · (x − m), as moments.moved does it.
 INLINE float moved(float m, float x, float weight) {
     float change = x - m;
     return weight < 0.5f ? m + weight * change : x - (1.0f - weight) * change;
@@ -669,21 +669,21 @@ template <class X> INLINE void times_factors_of(X x, float *__restrict u, int64_
 
 // Matrices of 3 x 3, as convolutions have them by the hundred thousand, are passed over as rows of
 // three, with the loops along the rows of many matrices.
-const int64_t SIDE = 3, SQUARE = SIDE * SIDE;
+const int64_t SIDE = 3, NINE = SIDE * SIDE;
 
 // Whether element ``at`` begins a matrix of 3 x 3; ``n`` then becomes whole ones.
-INLINE bool begins_squares(const Entry &e, int64_t at, int64_t &n) {
-    if (e.rows != SIDE || e.cols != SIDE || at % SQUARE || n < SQUARE) return false;
-    n = n / SQUARE * SQUARE;
+INLINE bool begins_3x3(const Entry &e, int64_t at, int64_t &n) {
+    if (e.rows != SIDE || e.cols != SIDE || at % NINE || n < NINE) return false;
+    n = n / NINE * NINE;
     return true;
 }
 
 // The same as times_factors_of, of whole matrices of 3 x 3: n elements, at most CHUNK.
-template <class X> static __attribute__((noinline)) void times_factors_of_squares(X x, float *__restrict u, int64_t n, const float *row,
+template <class X> static __attribute__((noinline)) void times_factors_3x3(X x, float *__restrict u, int64_t n, const float *row,
                                                                                   const float *col, float scale) {
     alignas(ALIGNED) float across[CHUNK];
-    for (int64_t m = 0; m < n / SQUARE; ++m)
-        for (int64_t r = 0; r < SIDE; ++r) std::memcpy(across + m * SQUARE + r * SIDE, col + m * SIDE, 4 * SIDE);
+    for (int64_t m = 0; m < n / NINE; ++m)
+        for (int64_t r = 0; r < SIDE; ++r) std::memcpy(across + m * NINE + r * SIDE, col + m * SIDE, 4 * SIDE);
     for (int64_t l = 0; l < n / SIDE; ++l) {
         float r = row[l] * scale;
         for (int64_t c = 0; c < SIDE; ++c) u[l * SIDE + c] = x[l * SIDE + c] * (across[l * SIDE + c] * r);
@@ -697,8 +697,8 @@ template <class X> static __attribute__((noinline)) void times_factors(const Ent
         int64_t line = at / cols, c = at % cols, mat = line / e.rows;
         int64_t left = (mat + 1) * e.rows * cols - at, part = n;
         const float *row = e.row + line, *col = e.col + mat * cols;
-        if (begins_squares(e, at, part)) {
-            times_factors_of_squares(x, u, part, row, col, e.scale);
+        if (begins_3x3(e, at, part)) {
+            times_factors_3x3(x, u, part, row, col, e.scale);
         } else {
             part = n < left ? n : left;
             times_factors_of(x, u, part, cols, c, row, col, e.scale);
@@ -820,12 +820,12 @@ static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int
 // Adam's update by moments of 8 bits, which are rounded after it.
 static __attribute__((noinline)) void adam8_step(const Entry &e, int64_t i, int64_t n, const float *g, float *__restrict out) {
     alignas(ALIGNED) float m[CHUNK], v[CHUNK];
-    float a = e.a, b = e.b, beta1 = e.beta1, beta2 = e.beta2, scale = e.scale;
+    float a = e.a, b = e.b, lerp1 = e.lerp1, lerp2 = e.lerp2, scale = e.scale;
     read_signed(e, i, n, m);
     read_squares(e, i, n, v);
     for (int64_t j = 0; j < n; ++j) {
-        m[j] = moved(m[j], g[j], beta1);
-        v[j] = std::sqrt(moved(v[j], g[j] * g[j], beta2));
+        m[j] = moved(m[j], g[j], lerp1);
+        v[j] = std::sqrt(moved(v[j], g[j] * g[j], lerp2));
     }
     for (int64_t j = 0; j < n; ++j) out[j] = m[j] / (v[j] * a + b) * scale;
     write_signed(e, i, n, m);
@@ -833,10 +833,10 @@ static __attribute__((noinline)) void adam8_step(const Entry &e, int64_t i, int6
 }
 
 INLINE void sign_of_moved(const Entry &e, const float *g, int64_t n, float *__restrict m, float *__restrict out) {
-    float beta1 = e.beta1, beta2 = e.beta2, scale = e.scale;
+    float lerp1 = e.lerp1, lerp2 = e.lerp2, scale = e.scale;
     for (int64_t j = 0; j < n; ++j) {
-        float x = g[j], c = moved(m[j], x, beta1);
-        m[j] = moved(m[j], x, beta2);
+        float x = g[j], c = moved(m[j], x, lerp1);
+        m[j] = moved(m[j], x, lerp2);
         out[j] = c > 0 ? scale : c < 0 ? -scale : 0.0f;
     }
 }
@@ -869,7 +869,7 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
             const float *__restrict v = e.v + i;
             for (int64_t j = 0; j < n; ++j) room[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
         }
-        float *__restrict m = e.m + i, weight = e.weight;
+        float *__restrict m = e.m + i, weight = e.lerp1;
         ask_ahead(m, n);
         for (int64_t j = 0; j < n; ++j) {
             float now = moved(m[j], room[j], weight);
@@ -898,13 +898,13 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
     }
     case IS_ADAM_STEP: {
         float *__restrict m = e.m + i, *__restrict v = e.v + i;
-        float a = e.a, b = e.b, beta1 = e.beta1, beta2 = e.beta2;
+        float a = e.a, b = e.b, lerp1 = e.lerp1, lerp2 = e.lerp2;
         for (int64_t k = 0; k < n; k += FEW_LINES) {
             int64_t end = n - k < FEW_LINES ? n : k + FEW_LINES;
             ask_ahead(m + k, end - k);
             ask_ahead(v + k, end - k);
             for (int64_t j = k; j < end; ++j) {
-                float g = u[j], now = moved(m[j], g, beta1), square = moved(v[j], g * g, beta2);
+                float g = u[j], now = moved(m[j], g, lerp1), square = moved(v[j], g * g, lerp2);
                 m[j] = now;
                 v[j] = square;
                 room[j] = now / (std::sqrt(square) * a + b) * scale;
@@ -930,7 +930,7 @@ INLINE void add_decayed(const float *u, const float *__restrict w, float decay, 
 }
 
 // Sums of squares: of what is read, and of the weights if they are asked for.
-static void squares(const Call &call, const Entry &e, const Strip &s, double *partial) {
+static void square_sums(const Call &call, const Entry &e, const Strip &s, double *partial) {
     alignas(ALIGNED) float room[CHUNK], other[CHUNK];
     double sum = 0, of_weights = 0;
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
@@ -970,8 +970,8 @@ static bool probed(const Call &call, const Entry &e, bool notes) {
     for (int64_t k = 0; k < PROBES && e.n; ++k) {
         float x = *weight(e, call.storage, (2 * k + 1) * e.n / (2 * PROBES), 1, room);
         if (notes)
-            e.known[1 + k] = x;
-        else if (as_bits(e.known[1 + k]) != as_bits(x))
+            e.norm_cache[1 + k] = x;
+        else if (as_bits(e.norm_cache[1 + k]) != as_bits(x))
             return false;
     }
     return true;
@@ -997,34 +997,34 @@ INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, in
 }
 
 // The same of whole matrices of 3 x 3, whose sums are written.
-static __attribute__((noinline)) void squares_of_squares(const float *x, int64_t n, float *row, float *col) {
+static __attribute__((noinline)) void row_col_sums_3x3(const float *x, int64_t n, float *row, float *col) {
     alignas(ALIGNED) float q[CHUNK + 2 * SIDE], t[CHUNK];
     for (int64_t j = 0; j < n; ++j) q[j] = x[j] * x[j];
     for (int64_t l = 0; l < n / SIDE; ++l) row[l] = q[l * SIDE] + q[l * SIDE + 1] + q[l * SIDE + 2];
     for (int64_t j = 0; j < n - 2 * SIDE; ++j) t[j] = q[j] + q[j + SIDE] + q[j + 2 * SIDE];
-    for (int64_t m = 0; m < n / SQUARE; ++m) std::memcpy(col + m * SIDE, t + m * SQUARE, 4 * SIDE);
+    for (int64_t m = 0; m < n / NINE; ++m) std::memcpy(col + m * SIDE, t + m * NINE, 4 * SIDE);
 }
 
-static __attribute__((noinline)) void weighed_squares_of_squares(const float *x, int64_t n, const float *before,
-                                                                 float kept, float least, float share, float *row,
+static __attribute__((noinline)) void weighted_sums_3x3(const float *x, int64_t n, const float *before,
+                                                                 float rest, float least, float share, float *row,
                                                                  float *col, float *by_weight) {
     alignas(ALIGNED) float y[CHUNK], t[CHUNK];
-    squares_of_squares(x, n, row, col);
+    row_col_sums_3x3(x, n, row, col);
     for (int64_t l = 0; l < n / SIDE; ++l) {
-        float inverse = 1.0f / (before[l] * kept + least + share * row[l]);
+        float inverse = 1.0f / (before[l] * rest + least + share * row[l]);
         for (int64_t c = 0; c < SIDE; ++c) y[l * SIDE + c] = x[l * SIDE + c] * x[l * SIDE + c] * inverse;
     }
     for (int64_t j = 0; j < n - 2 * SIDE; ++j) t[j] = y[j] + y[j + SIDE] + y[j + 2 * SIDE];
-    for (int64_t m = 0; m < n / SQUARE; ++m) std::memcpy(by_weight + m * SIDE, t + m * SQUARE, 4 * SIDE);
+    for (int64_t m = 0; m < n / NINE; ++m) std::memcpy(by_weight + m * SIDE, t + m * NINE, 4 * SIDE);
 }
 
 // Elements of a strip that are passed over at once where rows are narrow: whole matrices of 3 x 3,
 // or what there is before the first whole one.
-INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_squares) {
+INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_3x3) {
     int64_t n = end - i < CHUNK ? end - i : CHUNK, at = e.start + i;
-    is_squares = begins_squares(e, at, n);
-    if (!is_squares && e.rows == SIDE && e.cols == SIDE) {
-        int64_t next = SQUARE - at % SQUARE;
+    is_3x3 = begins_3x3(e, at, n);
+    if (!is_3x3 && e.rows == SIDE && e.cols == SIDE) {
+        int64_t next = NINE - at % NINE;
         n = n < next ? n : next;
     }
     return n;
@@ -1032,17 +1032,17 @@ INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_squa
 
 // Sums of squares over rows, into out, and over columns, into ``col`` [cols] of one matrix or,
 // where a strip has many small ones, [mats, cols].
-static void statistics(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
+static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
     alignas(ALIGNED) float room[CHUNK];
     if (e.cols <= NARROW) {
         for (int64_t i = s.begin; i < s.end;) {
-            bool is_squares;
-            int64_t n = narrow_part(e, i, s.end, is_squares);
+            bool is_3x3;
+            int64_t n = narrow_part(e, i, s.end, is_3x3);
             int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
             const float *x = value(call, e, i, n, room);
             float *to = is_one ? col - line / e.rows * e.cols : col;
-            if (is_squares)
-                squares_of_squares(x, n, e.out + line, to + line);
+            if (is_3x3)
+                row_col_sums_3x3(x, n, e.out + line, to + line);
             else
                 add_narrow(x, n, e.cols, e.rows, line, c, e.out, to);
             i += n;
@@ -1065,28 +1065,28 @@ static void statistics(const Call &call, const Entry &e, const Strip &s, float *
     }
 }
 
-// What sums over columns are weighed by: one by the new statistic of a row whose squares sum up to
+// What sums over columns are weighted by: one by the new statistic of a row whose squares sum up to
 // ``sum``.
-struct Weighing {
+struct RowWeights {
     const float *before;
-    float kept, least, share;
-    explicit Weighing(const Entry &e)
-        : before(e.before), kept(1.0f - e.share), least(e.share * e.eps), share(e.share / static_cast<float>(e.cols)) {}
-    float operator()(int64_t line, float sum) const { return 1.0f / (before[line] * kept + least + share * sum); }
+    float rest, least, share;
+    explicit RowWeights(const Entry &e)
+        : before(e.before), rest(1.0f - e.lerp), least(e.lerp * e.eps), share(e.lerp / static_cast<float>(e.cols)) {}
+    float operator()(int64_t line, float sum) const { return 1.0f / (before[line] * rest + least + share * sum); }
 };
 
 // The same of whole rows, and sums over columns of squares divided by the row's new statistic: where
 // rows are narrow.
-static void weighed_narrow(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
+static void weighted_sums_narrow(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
     alignas(ALIGNED) float room[CHUNK];
-    const Weighing weight(e);
+    const RowWeights weight(e);
     for (int64_t i = s.begin; i < s.end;) {
-        bool is_squares;
-        int64_t n = narrow_part(e, i, s.end, is_squares) / e.cols * e.cols;
+        bool is_3x3;
+        int64_t n = narrow_part(e, i, s.end, is_3x3) / e.cols * e.cols;
         int64_t line = (e.start + i) / e.cols;
         const float *x = gradient(e, call.dtype, i, n, room);
-        if (is_squares)
-            weighed_squares_of_squares(x, n, e.before + line, weight.kept, weight.least, weight.share, e.out + line,
+        if (is_3x3)
+            weighted_sums_3x3(x, n, e.before + line, weight.rest, weight.least, weight.share, e.out + line,
                                        col + line, by_weight + line);
         else
             for (int64_t j = 0; j < n; j += e.cols, ++line) {
@@ -1132,8 +1132,8 @@ template <class X> static __attribute__((noinline)) void add_squares(X x, int64_
 
 // The same where they are wide: four rows at a time of one matrix, so that sums over columns are
 // written to a quarter as often.
-template <class X> static void weighed_wide(const Entry &e, const Strip &s, X x, float *col, float *by_weight, bool is_one) {
-    const Weighing weight(e);
+template <class X> static void weighted_sums_wide(const Entry &e, const Strip &s, X x, float *col, float *by_weight, bool is_one) {
+    const RowWeights weight(e);
     for (int64_t i = s.begin; i < s.end;) {
         int64_t line = (e.start + i) / e.cols, mat = line / e.rows;
         int64_t rows = (s.end - i) / e.cols, left = (mat + 1) * e.rows - line;
@@ -1158,11 +1158,11 @@ template <class X> static void weighed_wide(const Entry &e, const Strip &s, X x,
     }
 }
 
-static void weighed(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
+static void weighted_sums(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
     if (e.cols <= NARROW)
-        weighed_narrow(call, e, s, col, by_weight, is_one);
+        weighted_sums_narrow(call, e, s, col, by_weight, is_one);
     else
-        with_gradient(e, call.dtype, 0, [&](auto x) { weighed_wide(e, s, x, col, by_weight, is_one); });
+        with_gradient(e, call.dtype, 0, [&](auto x) { weighted_sums_wide(e, s, x, col, by_weight, is_one); });
 }
 
 // The sum of the squares of x · y, of up to CHUNK numbers, in LANES sums.
@@ -1186,10 +1186,10 @@ static __attribute__((noinline)) double square_sum_of_product(const float *x, co
     return lane[0] + square_sum(rest, n - j);
 }
 
-// What a factor is at most: normalize.LARGEST.
+// What a factor is at most: reference.LARGEST.
 const float LARGEST_FACTOR = 1e18f;
 
-// The factor that brings a norm from factor · sqrt(sum) to ``root``: normalize._normalized.
+// The factor that brings a norm from factor · sqrt(sum) to ``root``: reference._normalized.
 INLINE float normalized(float factor, float sum, float least, float root) {
     float norm = factor * std::sqrt(sum), ratio = root / (norm < least ? least : norm);
     float now = factor * ratio;
@@ -1197,7 +1197,7 @@ INLINE float normalized(float factor, float sum, float least, float root) {
 }
 
 // to ← to + by² · the sum over four rows, or fewer, of (weight · x)²
-static __attribute__((noinline)) void add_weighed_squares(const float *const *x, const float *weight, int64_t rows,
+static __attribute__((noinline)) void add_weighted_squares(const float *const *x, const float *weight, int64_t rows,
                                                           const float *by, int64_t n, float *__restrict to) {
     if (rows == 4) {
         const float *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
@@ -1243,7 +1243,7 @@ static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &
             int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
             const float *x[4];
             for (int64_t r = 0; r < rows; ++r) x[r] = gradient(e, call.dtype, i + r * e.cols + k, n, room[r]);
-            add_weighed_squares(x, weight, rows, by_col + k, n, to + k);
+            add_weighted_squares(x, weight, rows, by_col + k, n, to + k);
         }
         i += rows * e.cols;
     }
@@ -1269,7 +1269,7 @@ INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols
     float *__restrict row = e.row + mat * rows, *__restrict col = e.col + mat * cols;
     const float *in = e.in + mat * rows, *in2 = e.in2 + mat * cols;
     float *__restrict out = e.out + mat * rows, *__restrict out2 = e.out2 + mat * cols;
-    float height = static_cast<float>(rows), width = static_cast<float>(cols), weight = e.share, eps = e.eps;
+    float height = static_cast<float>(rows), width = static_cast<float>(cols), weight = e.lerp, eps = e.eps;
     double sum = 0;
     for (int64_t r = 0; r < rows; ++r) row[r] = moved(row[r], in[r] / width + eps, weight);
     for (int64_t r = 0; r < rows; ++r) sum += row[r];
@@ -1283,19 +1283,19 @@ INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols
         col[c] = now;
         out2[c] = 1.0f / std::sqrt(now);
     }
-    double weighed = 0;
+    double weighted = 0;
     if (e.in3)
-        for (int64_t c = 0; c < cols; ++c) weighed += e.in3[mat * cols + c] / col[c];
-    return static_cast<double>(mean) * weighed;
+        for (int64_t c = 0; c < cols; ++c) weighted += e.in3[mat * cols + c] / col[c];
+    return static_cast<double>(mean) * weighted;
 }
 
 // The same of many matrices of 3 x 3, at most CHUNK / SIDE.
-static __attribute__((noinline)) double factors_of_squares(const Entry &e, int64_t mat, int64_t mats) {
+static __attribute__((noinline)) double factors_3x3(const Entry &e, int64_t mat, int64_t mats) {
     int64_t n = mats * SIDE;
     float *__restrict row = e.row + mat * SIDE, *__restrict col = e.col + mat * SIDE;
     const float *in = e.in + mat * SIDE, *in2 = e.in2 + mat * SIDE, *in3 = e.in3 ? e.in3 + mat * SIDE : nullptr;
     float *__restrict out = e.out + mat * SIDE, *__restrict out2 = e.out2 + mat * SIDE;
-    float mean[CHUNK], z[CHUNK], weight = e.share, eps = e.eps;
+    float mean[CHUNK], z[CHUNK], weight = e.lerp, eps = e.eps;
     for (int64_t j = 0; j < n; ++j) row[j] = moved(row[j], in[j] / 3.0f + eps, weight);
     for (int64_t m = 0; m < mats; ++m) mean[m] = (row[m * SIDE] + row[m * SIDE + 1] + row[m * SIDE + 2]) / 3.0f;
     for (int64_t m = 0; m < mats; ++m)
@@ -1316,7 +1316,7 @@ static void factors(const Entry &e, int64_t begin, int64_t end, double *partial)
     double sum = 0;
     if (e.rows == SIDE && e.cols == SIDE) {
         for (int64_t mat = begin; mat < end; mat += CHUNK / SIDE)
-            sum += factors_of_squares(e, mat, end - mat < CHUNK / SIDE ? end - mat : CHUNK / SIDE);
+            sum += factors_3x3(e, mat, end - mat < CHUNK / SIDE ? end - mat : CHUNK / SIDE);
     } else {
         for (int64_t mat = begin; mat < end; ++mat) sum += factors_of(e, mat, e.rows, e.cols);
     }
@@ -1325,8 +1325,8 @@ static void factors(const Entry &e, int64_t begin, int64_t end, double *partial)
 
 // row, col ← v, which is row + weight · (in + eps − row), of matrices of one element: both are v.
 // Leaves the sum of in / v.
-static void numbers(const Entry &e, const Strip &s, double *partial) {
-    float z[CHUNK], weight = e.share, eps = e.eps;
+static void advance_1x1(const Entry &e, const Strip &s, double *partial) {
+    float z[CHUNK], weight = e.lerp, eps = e.eps;
     double sum = 0;
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
@@ -1348,8 +1348,8 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, room);
-        float *__restrict m = e.out + i, weight = e.share, eps = e.eps;
-        if (call.pass == SQUARED)
+        float *__restrict m = e.out + i, weight = e.lerp, eps = e.eps;
+        if (call.pass == SCATTERED_SQUARES)
             for (int64_t j = 0; j < n; ++j) m[j] = u[j] * u[j];
         else if (call.pass == SQUARE_LERP)
             for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j] * u[j] + eps, weight);
@@ -1384,7 +1384,7 @@ static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped st
 }
 
 // The same in one loop for the commonest ways of keeping weights; whether it was done. ``squares``
-// becomes the sum of the squares of the new weights where it is to be ``known``.
+// becomes the sum of the squares of the new weights where they are cached.
 static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, double &squares) {
     float *__restrict wide = static_cast<float *>(e.w) + i;
     uint16_t *__restrict narrow = static_cast<uint16_t *>(e.w) + i;
@@ -1392,7 +1392,7 @@ static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int6
     case PLAIN_FP32:
         ask_ahead(wide, n);
         for (int64_t j = 0; j < n; ++j) wide[j] = stepped(wide[j], u[j]);
-        if (e.known) squares = square_sum(wide, n);
+        if (e.norm_cache) squares = square_sum(wide, n);
         return true;
     case PLAIN_BF16:
         ask_ahead(narrow, n);
@@ -1403,7 +1403,7 @@ static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int6
         break;
     default: return false;
     }
-    if (e.known) squares = square_sum_of(Bf16{narrow}, n);
+    if (e.norm_cache) squares = square_sum_of(Bf16{narrow}, n);
     return true;
 }
 
@@ -1416,16 +1416,16 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, room);
         double squares = 0;
-        if (!e.measured && step_at_once(call, e, stepped, i, n, u, squares)) {
+        if (!e.update_sums && step_at_once(call, e, stepped, i, n, u, squares)) {
             weights += squares;
             continue;
         }
         const float *w = weight(e, call.storage, i, n, old);
         for (int64_t j = 0; j < n; ++j) now[j] = stepped(w[j], u[j]);
-        if (e.measured && w != old) std::memcpy(old, w, sizeof(float) * static_cast<size_t>(n));
+        if (e.update_sums && w != old) std::memcpy(old, w, sizeof(float) * static_cast<size_t>(n));
         store(e, call.storage, i, n, now);
-        if (e.measured || e.known) weights += square_sum(now, n);
-        if (!e.measured) continue;
+        if (e.update_sums || e.norm_cache) weights += square_sum(now, n);
+        if (!e.update_sums) continue;
         for (int64_t j = 0; j < n; ++j) old[j] = now[j] - old[j];
         changes += square_sum(old, n);
     }
@@ -1433,14 +1433,14 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
     partial[1] = weights;
 }
 
-// edits._factors: an odd number for each element of a group.
+// fingerprints._factors: an odd number for each element of a group.
 INLINE int32_t odd_number(int64_t k) {
     uint32_t h = static_cast<uint32_t>(k + 1) * 0x9E3779B1u;
     h = (h ^ (h >> 15)) * 0x85EBCA77u;
     return static_cast<int32_t>(h | 1u);
 }
 
-// edits._hashes of one group of n 16-bit weights.
+// fingerprints._hashes of one group of n 16-bit weights.
 INLINE int16_t hash_of(const int16_t *w, int64_t n, const int32_t *numbers) {
     uint32_t sum = 0;
     for (int64_t k = 0; k < n; ++k) sum += static_cast<uint32_t>(static_cast<int32_t>(w[k])) * static_cast<uint32_t>(numbers[k]);
@@ -1460,7 +1460,7 @@ INLINE bool is_no_number(int size, int16_t rest) {
 }
 INLINE bool is_no_number(int, int8_t) { return false; }
 
-// aux ← 0 where the run is not what it was: edits.mend_.
+// aux ← 0 where the run is not what it was: fingerprints.mend_.
 template <class Rest> static void mend(const Entry &e, const Strip &s, const int32_t *numbers) {
     const int16_t *w = static_cast<const int16_t *>(e.w);
     Rest *rest = static_cast<Rest *>(e.aux);
@@ -1515,11 +1515,11 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
         if (call.fresh && (call.pass == NORMALIZE_WHOLE_ROWS || !(e.rows == SIDE && e.cols == SIDE))) {  // whose sums are written
             std::memset(e.out, 0, sizeof(float) * static_cast<size_t>(e.mats * e.rows));
             std::memset(e.out2, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
-            if (call.pass == WEIGHED) std::memset(e.out3, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
+            if (call.pass == WEIGHTED_SUMS) std::memset(e.out3, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
         }
-        if (call.pass == SQUARES && e.known && e.known[0] >= 0) {
+        if (call.pass == SQUARE_SUMS && e.norm_cache && e.norm_cache[0] >= 0) {
             if (probed(call, e, false)) continue;  // nothing is to be read
-            e.known[0] = -1;
+            e.norm_cache[0] = -1;
         }
         if (is_of_statistics(call)) {
             int64_t each = e.rows + e.cols, step = each < STRIP ? STRIP / (each ? each : 1) : 1;
@@ -1545,15 +1545,15 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     float *col = is_one ? columns + s.partial : e.out2;
     switch (call.pass) {
     case LARGEST: largest(call, e, s, sums); break;
-    case SQUARES: squares(call, e, s, sums); break;
-    case STATISTICS: statistics(call, e, s, col, is_one); break;
-    case WEIGHED: weighed(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
+    case SQUARE_SUMS: square_sums(call, e, s, sums); break;
+    case ROW_COL_SUMS: row_col_sums(call, e, s, col, is_one); break;
+    case WEIGHTED_SUMS: weighted_sums(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
     case FACTORS: factors(e, s.begin, s.end, sums); break;
     case NORMALIZE_WHOLE_ROWS: normalize_whole_rows(call, e, s, col, is_one); break;
     case NORMALIZE_ROWS:
     case NORMALIZE_COLUMNS: normalize(call, e, s.begin, s.end); break;
-    case NUMBERS: numbers(e, s, sums); break;
-    case SQUARED:
+    case ADVANCE_1X1: advance_1x1(e, s, sums); break;
+    case SCATTERED_SQUARES:
     case LERP:
     case SQUARE_LERP: advance(call, e, s); break;
     case APPLY: apply(call, e, s, sums); break;
@@ -1565,9 +1565,9 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
 static void end_with(const Call &call, const Entry &e, double sum, double other) {
     switch (call.pass) {
     case LARGEST:
-    case NUMBERS: *e.out = static_cast<float>(sum); break;
-    case SQUARES:
-        *e.out = e.known && e.known[0] >= 0 ? e.known[0] : static_cast<float>(sum);
+    case ADVANCE_1X1: *e.out = static_cast<float>(sum); break;
+    case SQUARE_SUMS:
+        *e.out = e.norm_cache && e.norm_cache[0] >= 0 ? e.norm_cache[0] : static_cast<float>(sum);
         if (e.out2) *e.out2 = static_cast<float>(other);
         break;
     case FACTORS:
@@ -1579,9 +1579,9 @@ static void end_with(const Call &call, const Entry &e, double sum, double other)
         }
         break;
     case APPLY:
-        if (e.measured) e.measured[0] += sum, e.measured[1] += other;
-        if (e.known) {
-            e.known[0] = static_cast<float>(other);
+        if (e.update_sums) e.update_sums[0] += sum, e.update_sums[1] += other;
+        if (e.norm_cache) {
+            e.norm_cache[0] = static_cast<float>(other);
             probed(call, e, true);
         }
         break;
@@ -1603,7 +1603,7 @@ static void put_together(const Call &call, Entry *entries, int64_t count, Work &
             int64_t first = (e.start + work.strips[k].begin) / (e.rows * e.cols) * e.cols;
             const float *from = work.columns() + work.strips[k].partial;
             for (int64_t c = 0; c < e.cols; ++c) e.out2[first + c] += from[c];
-            if (call.pass == WEIGHED)
+            if (call.pass == WEIGHTED_SUMS)
                 for (int64_t c = 0; c < e.cols; ++c) e.out3[first + c] += from[e.cols + c];
         }
         end_with(call, e, sum, other);

@@ -26,22 +26,21 @@ struct Entry {
     const float *in3;
     int16_t *marks;  // fingerprints of groups of weights
     float *out3;
-    double *measured;  // [2]: sums of squares of changes and of new weights
-    float *known;  // [1 + PROBES]: a cached norm, and weights that were written
+    double *update_sums;  // [2]: sums of squares of changes and of new weights
+    float *norm_cache;  // [1 + PROBES]: a cached norm, and weights that were written
     uint32_t key;  // of random bits
     float factor;  // of x
     float bound;  // of x · factor
     float scale;  // of an update
     float lr;
     float decay;  // weight decay
-    float weight;  // of a residual: of what the momentum moves towards
-    float beta1;  // the share of the new in m
-    float beta2;  // the share of the new in v
+    float lerp1;  // the weight of x in m: 1 − beta1
+    float lerp2;  // the weight of x² in v: 1 − beta2; Lion's of x in m
     float a;  // Adam: m / (sqrt(v) · a + b)
     float b;
     float eps;
     float clip;  // the largest RMS of an update
-    float share;  // of what a statistic or moment moves towards
+    float lerp;  // the weight of what a statistic or moment moves towards
 };
 
 // What is the same for all parameters of a call.
@@ -83,12 +82,12 @@ enum Storage {
 
 enum Pass {
     LARGEST,
-    SQUARES,
-    STATISTICS,
-    WEIGHED,
+    SQUARE_SUMS,
+    ROW_COL_SUMS,
+    WEIGHTED_SUMS,
     FACTORS,
-    NUMBERS,
-    SQUARED,
+    ADVANCE_1X1,
+    SCATTERED_SQUARES,
     LERP,
     SQUARE_LERP,
     APPLY,

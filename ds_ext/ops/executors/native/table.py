@@ -12,11 +12,12 @@ from ds_ext.ops import schema
 from ds_ext.ops.executors.native import library
 
 _TYPES = {"float": np.float32, "uint32_t": np.uint32}  # of columns; all others have 8 bytes
-ENTRY = np.dtype([(one.name, _TYPES.get(one.type, np.int64)) for one in schema.native_columns()])
+_FIELDS = [(one.name, _TYPES.get(one.type, np.int64)) for one in schema.native_columns()]
+ENTRY = np.dtype(_FIELDS, align=True)  # as C++ lays it out
 INSTRUCTIONS = 0  # the best that the processor has; 1: those that every one has
 # What a column is that a pass over runs does not set.
 DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0}
-DEFAULTS |= dict.fromkeys(("out2", "in3", "measured", "known"), 0)
+DEFAULTS |= dict.fromkeys(("out2", "in3", "update_sums", "norm_cache"), 0)
 NUMBER = (float, int)
 _FORMS = {name: i for i, name in enumerate(schema.FORMS)}
 _DTYPES = {dtype: i for i, dtype in enumerate(schema.DTYPES)}
@@ -35,6 +36,7 @@ class Table:
     adds_two = True  # squares of weights, and of what is read with them, in one pass
     fills_whole_sums = True  # passes over whole parameters write all of their sums
     passes = frozenset(schema.PASSES)
+    takes_formulas = frozenset[str]()  # columns that may be formulas
 
     def __init__(
         self, geometries: Sequence[tuple[int, int, int, int, int]], firsts: Sequence[int]
@@ -45,7 +47,7 @@ class Table:
         columns = np.array(geometries, dtype=np.int64).T
         self.set(**dict(zip(("start", "n", "mats", "rows", "cols"), columns, strict=True)))
         self.set(origin=np.array(firsts, dtype=np.int64))
-        self._numbers: dict[str, float] = {}  # what columns were set to that have one number
+        self._filled: dict[str, float] = {}  # what columns were set to that have one number
 
     def scratch(self, n: int) -> Tensor:
         """Returns memory for n numbers, [n] in fp32."""
@@ -54,10 +56,6 @@ class Table:
     def zeros(self, n: int) -> Tensor:
         """Returns sums of nothing yet, [n] in fp32."""
         return torch.zeros(n, dtype=torch.float32, device="cpu")
-
-    def reads(self, name: str, form: str, columns: Mapping[str, Any]) -> bool:
-        """Returns whether a pass can read such a form, and such numbers."""
-        return True
 
     def set(self, **columns: Any) -> None:
         """Fills columns, each by an array or tensor [n], or by one number."""
@@ -85,16 +83,16 @@ class Table:
             decays: whether ``decay`` times the weights is added to what is read.
             fresh: whether sums over rows and columns are to be written where nothing was yet.
         """
-        known = self._numbers
+        filled = self._filled
         for key, given in {**DEFAULTS, **columns}.items():
             if isinstance(given, NUMBER):
-                if known.get(key) == given:
+                if filled.get(key) == given:
                     continue
-                known.pop(key, None)  # until the column has it: Ctrl-C may come between
+                filled.pop(key, None)  # until the column has it: Ctrl-C may come between
                 self._columns[key][:] = given
-                known[key] = given
+                filled[key] = given
             else:
-                known.pop(key, None)
+                filled.pop(key, None)
                 self._columns[key][:] = getattr(given, "pointers", given)
         read = _FORMS[form], _DTYPES[dtype] if dtype else 0, _STORED[storage] if storage else 0
         call = _Call(_PASSES[name], *read, decays, fresh)

@@ -21,7 +21,7 @@ def take_matrices(shard: Shard) -> bool:
     Each matrix has tiles of its own and sums to be folded up: the ops are better at stacks of many.
     The answer is the same on all ranks.
     """
-    return not shard.is_numbers and shard.mats <= MATRICES
+    return not shard.is_1x1 and shard.mats <= MATRICES
 
 
 @functools.cache

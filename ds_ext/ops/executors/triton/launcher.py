@@ -10,25 +10,28 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton import folds, memory, tiles, verdicts, waiting
+from ds_ext.ops.executors.triton import folds, launch_queue, memory, tiles, verdicts
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS, NUMBERS
 from ds_ext.ops.executors.triton.folds import Fold, Parts
-from ds_ext.ops.executors.triton.known import KnownSums
+from ds_ext.ops.executors.triton.launches import Constants, HostNumber, Launch
 from ds_ext.ops.executors.triton.memory import Addresses
+from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.specs import Spec
-from ds_ext.ops.executors.triton.tables import Constants, HostNumber, Launch
-from ds_ext.ops.executors.triton.tiles import Geometry, Numbers, Tiles
+from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 from ds_ext.ops.formulas import Formula
 
 Columns = Mapping[str, Any]
 # The columns of runs that are read in vectors, and of those that are written too.
 VECTORS, OUT = slice(AT["x"], AT["aux"] + 1), slice(AT["x"], AT["out"] + 1)
-OF_WIDE_ROWS = {"weighed": "wide_weighed", "normalize_whole_rows": "normalize_wide_rows"}
+OF_WIDE_ROWS = {
+    "weighted_sums": "wide_weighted_sums",
+    "normalize_whole_rows": "normalize_wide_rows",
+}
 
 
 @dataclass(frozen=True)
-class Squares:
-    """Numbers that a pass leaves of each parameter, which add up to its sum of squares."""
+class SquareParts:
+    """Int64s that a pass leaves of each parameter, which add up to its sum of squares."""
 
     at: Any  # has ``pointers`` to them, [n]
     tiles: Tiles  # of what adds them up
@@ -54,19 +57,19 @@ class Launcher:
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
 
-    def added_up(self, squares: Squares) -> Tensor:
+    def added_up(self, squares: SquareParts) -> Tensor:
         """Returns the sums of what passes have left, [n]."""
         total = self.zeros(self.n)
         outs = Addresses(total, 4 * np.arange(self.n)).pointers
         own = np.arange(self.n)
         launch = self._fold(squares.tiles, own, squares.at.pointers, outs, [squares.at, total])
-        waiting.ask((), [launch])
+        launch_queue.ask((), [launch])
         return total
 
     def tell(self, verdict: verdicts.Verdict, out: Addresses) -> None:
         """Writes what a verdict has found of each parameter to ``out``."""
         columns = {"found": verdict.found, "out": out}
-        waiting.ask(self.launches("tell", (), self.by_parameter, columns))
+        launch_queue.ask(self.launches("tell", (), self.by_parameter, columns))
 
     def scratch(self, n: int) -> Tensor:
         """Returns memory for n numbers, [n] in fp32."""
@@ -91,9 +94,9 @@ class Launcher:
         """Tiles that are as wide as the rows."""
         return tiles.by_strip(self.geometry)
 
-    def known(self) -> KnownSums:
-        """Returns what is kept of sums of squares of new weights, from step to step."""
-        return KnownSums({name: parts for name, (parts, _) in self.sums.items()}, self.device)
+    def new_norm_cache(self) -> DeviceNormCache:
+        """Returns a cache of the norms of new weights, which lasts from step to step."""
+        return DeviceNormCache({name: parts for name, (parts, _) in self.sums.items()}, self.device)
 
     @functools.cached_property
     def recalled(self) -> dict[str, Tiles]:
@@ -120,12 +123,12 @@ class Launcher:
     def sums_of_tiles(self) -> tuple[tuple[Parts, Fold], tuple[Parts, Fold]]:
         """How sums over rows, and over columns, are added up of tiles'."""
         g, at = self.geometry, self.by_matrix
-        return folds.over_columns(g, at), folds.over_rows(g, at)
+        return folds.row_sums(g, at), folds.col_sums(g, at)
 
     @functools.cached_property
     def sums_of_strips(self) -> tuple[Parts, Fold]:
         """How sums over columns are added up of strips'."""
-        return folds.over_rows(self.geometry, self.by_strip)
+        return folds.col_sums(self.geometry, self.by_strip)
 
     @functools.cached_property
     def squares_of_tiles(self) -> Tiles:
@@ -175,7 +178,7 @@ class Launcher:
 
     def _filled(
         self, at: Tiles, columns: Columns
-    ) -> tuple[Numbers, dict[str, HostNumber], dict[str, Spec]]:
+    ) -> tuple[Int64s, dict[str, HostNumber], dict[str, Spec]]:
         """The rows of a table, the numbers of columns that the host has, formulas of others."""
         rows = at.rows.copy()
         numbers: dict[str, HostNumber] = {}
@@ -200,7 +203,7 @@ class Launcher:
                 numbers[f"given{i}"] = float(value)
         return rows, numbers, formulas
 
-    def _addresses(self, number: Tensor) -> Numbers | int:
+    def _addresses(self, number: Tensor) -> Int64s | int:
         """Where a number is, of each parameter or of all."""
         assert number.dtype == torch.float32 and number.is_contiguous()
         first = number.data_ptr()
@@ -214,7 +217,7 @@ class Launcher:
         return self._fold(fold.tiles, fold.owners, parts, outs, [part, out])
 
     def _fold(
-        self, at: Tiles, owners: Numbers, parts: Numbers, outs: Numbers, alive: list[object]
+        self, at: Tiles, owners: Int64s, parts: Int64s, outs: Int64s, alive: list[object]
     ) -> Launch:
         """The launch that adds up numbers of ``owners`` among the parameters."""
         rows, numbers, verdict = at.rows.copy(), {}, verdicts.current()

@@ -60,9 +60,9 @@ def _of_wide_strips(named: Mapping[str, Any]) -> Shape:
 
 
 _SHAPES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
-    "weighed": _of_strips,
+    "weighted_sums": _of_strips,
     "normalize_whole_rows": _of_strips,
-    "wide_weighed": _of_wide_strips,
+    "wide_weighted_sums": _of_wide_strips,
     "normalize_wide_rows": _of_wide_strips,
     "factors": _of_statistics,
     "clipped_factors": _of_statistics,

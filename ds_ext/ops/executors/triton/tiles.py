@@ -11,19 +11,19 @@ from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.columns import AT, COLUMNS
 from ds_ext.ops.schema import GROUP
 
-Numbers: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
+Int64s: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
 
 
 @dataclass(frozen=True)
 class Geometry:
     """Runs [start, start + n) of matrices [mats, rows, cols], whose noise begins at ``origin``."""
 
-    start: Numbers
-    n: Numbers
-    mats: Numbers
-    rows: Numbers
-    cols: Numbers
-    origin: Numbers
+    start: Int64s
+    n: Int64s
+    mats: Int64s
+    rows: Int64s
+    cols: Int64s
+    origin: Int64s
 
 
 class Kind(NamedTuple):
@@ -37,17 +37,17 @@ class Kind(NamedTuple):
 class Tiles:
     """The rows of a table, [n, columns], of which a program takes a tile each."""
 
-    rows: Numbers
-    programs: Numbers
+    rows: Int64s
+    programs: Int64s
     aligned: NDArray[np.bool_] | None = None  # [n]
-    widths: Numbers | None = None  # [n]
+    widths: Int64s | None = None  # [n]
 
-    def of(self, name: str) -> Numbers:
+    def of(self, name: str) -> Int64s:
         """Returns a column, [n]."""
-        column: Numbers = self.rows[:, AT[name]]
+        column: Int64s = self.rows[:, AT[name]]
         return column
 
-    def kinds(self, addresses: Numbers) -> list[tuple[Kind, Numbers]]:
+    def kinds(self, addresses: Int64s) -> list[tuple[Kind, Int64s]]:
         """Returns which parameters may be of one launch; none if their runs are empty.
 
         Args:
@@ -61,16 +61,16 @@ class Tiles:
         return self._grouped(self.aligned & are_even)
 
     @functools.cached_property
-    def _plain(self) -> list[tuple[Kind, Numbers]]:
+    def _plain(self) -> list[tuple[Kind, Int64s]]:
         return [(Kind(None, 0), np.arange(len(self.rows)))] if self.programs.any() else []
 
     @functools.cached_property
-    def _usual(self) -> list[tuple[Kind, Numbers]]:
+    def _usual(self) -> list[tuple[Kind, Int64s]]:
         """Those of runs that begin at multiples of 16 bytes."""
         assert self.aligned is not None
         return self._grouped(self.aligned)
 
-    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[Kind, Numbers]]:
+    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[Kind, Int64s]]:
         widths = np.zeros(len(aligned), dtype=np.int64) if self.widths is None else self.widths
         found: dict[Kind, list[int]] = {}
         for i, of in enumerate(map(Kind, aligned.tolist(), widths.tolist())):
@@ -78,7 +78,7 @@ class Tiles:
         return [(of, np.array(own)) for of, own in found.items() if self.programs[own].any()]
 
 
-def made(programs: Numbers, widths: Numbers | None = None, **columns: Numbers | int) -> Tiles:
+def made(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int) -> Tiles:
     """Returns tiles whose rows have these columns; the others are to be filled in."""
     rows = np.zeros((len(programs), len(COLUMNS)), dtype=np.int64)
     for name, column in columns.items():
@@ -123,7 +123,7 @@ def by_parameter(g: Geometry) -> Tiles:
     return made(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
 
 
-def _by_rows(g: Geometry, height: int) -> dict[str, Numbers]:
+def _by_rows(g: Geometry, height: int) -> dict[str, Int64s]:
     """The geometry of tiles that are so many rows high."""
     first, last = g.start // g.cols, (g.start + g.n - 1) // g.cols
     is_one = touched(g) == 1  # only the rows that the run has
@@ -134,12 +134,12 @@ def _by_rows(g: Geometry, height: int) -> dict[str, Numbers]:
     return at | {"mat0": first // g.rows, "row0": row0, "down": down}
 
 
-def across(g: Geometry) -> Numbers:
+def across(g: Geometry) -> Int64s:
     """How many tiles lie side by side."""
     return -(-g.cols // sizes.TC)
 
 
-def touched(g: Geometry) -> Numbers:
+def touched(g: Geometry) -> Int64s:
     """How many matrices each run touches."""
     size = g.rows * g.cols
     return np.where(g.n > 0, (g.start + g.n - 1) // size - g.start // size + 1, 0)

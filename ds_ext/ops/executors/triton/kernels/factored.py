@@ -12,12 +12,12 @@ from ds_ext.ops.executors.triton.kernels.table import (
     IN,
     IN2,
     IN3,
+    LERP,
     MATS,
     OUT,
     OUT2,
     ROW,
     ROWS,
-    SHARE,
     A,
     number,
     pointer,
@@ -38,7 +38,7 @@ def factors(t, tile, P: tl.constexpr):
 
 @triton.jit
 def clipped_factors(t, tile, P: tl.constexpr):
-    """The same, and out · clip / RMS where that is less than 1, of which in3 has weighed sums."""
+    """The same, and out · clip / RMS where that is less than 1, of which in3 has weighted sums."""
     TC: tl.constexpr = P.TC
     mats = tl.load(t + MATS)
     squares = tl.zeros([TC], dtype=tl.float32)
@@ -55,7 +55,7 @@ def clipped_factors(t, tile, P: tl.constexpr):
 
 @triton.jit
 def _advance_rows(t, mat, TC: tl.constexpr):
-    """row ← row + share · (in / cols + eps − row) of a matrix -> its mean; out ← 1 / sqrt(row /
+    """row ← row + lerp · (in / cols + eps − row) of a matrix -> its mean; out ← 1 / sqrt(row /
     that).
     """
     rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
@@ -76,7 +76,7 @@ def _advance_rows(t, mat, TC: tl.constexpr):
 
 @triton.jit
 def _advance_columns(t, mat, c, TC: tl.constexpr):
-    """col ← col + share · (in2 / rows + eps − col) of TC columns of a matrix, c and on; out2 ← 1 /
+    """col ← col + lerp · (in2 / rows + eps − col) of TC columns of a matrix, c and on; out2 ← 1 /
     sqrt(col) -> col, where those columns lie, which of them there are.
     """
     rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
@@ -90,11 +90,11 @@ def _advance_columns(t, mat, c, TC: tl.constexpr):
 @triton.jit
 def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of):
     """A statistic after it was advanced by a mean of ``of`` squares, as torch.lerp does it."""
-    share, eps = number(t, SHARE), number(t, EPS)
+    lerp, eps = number(t, LERP), number(t, EPS)
     old = tl.load(pointer(t, FIELD, tl.float32) + at, mask=has, other=1.0)
     mean = tl.load(pointer(t, SUMS, tl.float32) + at, mask=has, other=0.0) / of + eps
     mean = tl.where(has, mean, 1.0)
-    new = moved(old, mean, share)
+    new = moved(old, mean, lerp)
     tl.store(pointer(t, FIELD, tl.float32) + at, new, mask=has)
     return new
 

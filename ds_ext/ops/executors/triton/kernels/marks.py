@@ -1,4 +1,4 @@
-"""Marks of groups of weights, and what is done where they differ: edits.py on a GPU."""
+"""Marks of groups of weights, and what is done where they differ: fingerprints.py on a GPU."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def mark(t, tile, P: tl.constexpr):
 
 @triton.jit
 def mend(t, tile, P: tl.constexpr):
-    """aux, of dtype AD, ← 0 where w was changed: edits.mend_. It is read only where it may be."""
+    """aux, of dtype AD, ← 0 where w was changed: fingerprints.mend_. It is read only if needed."""
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
@@ -78,7 +78,7 @@ def _hashed(t, table_tile, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.const
 
 @triton.jit
 def _factor(k):
-    """edits._factors: an odd number for each element of a group."""
+    """fingerprints._factors: an odd number for each element of a group."""
     h = (k + 1).to(tl.uint32) * 0x9E3779B1
     h = (h ^ (h >> 15)) * 0x85EBCA77
     return (h | 1).to(tl.int32)

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from ds_ext.ops import companding
 from ds_ext.ops.executors.triton.kernels.table import (
-    BETA1,
-    BETA2,
+    LERP1,
+    LERP2,
     M_SCALE,
     V_SCALE,
     A,
@@ -53,8 +53,8 @@ def adam_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """The same, after m and v were advanced by a gradient."""
     at_m = run_at(t, M, tl.float32, e, TC, ALIGNED)
     at_v = run_at(t, V, tl.float32, e, TC, ALIGNED)
-    m = moved(tl.load(at_m, mask=ok, other=0.0), g, number(t, BETA1))
-    v = moved(tl.load(at_v, mask=ok, other=1.0), g * g, number(t, BETA2))
+    m = moved(tl.load(at_m, mask=ok, other=0.0), g, number(t, LERP1))
+    v = moved(tl.load(at_v, mask=ok, other=1.0), g * g, number(t, LERP2))
     tl.store(at_m, m, mask=ok)
     tl.store(at_v, v, mask=ok)
     return root_quotient(t, m, tl.sqrt_rn(v))
@@ -63,8 +63,8 @@ def adam_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def adam8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """The same by moments of 8 bits, which are rounded after it."""
-    m = moved(_signed(t, e, ok, TR, TC, ALIGNED), g, number(t, BETA1))
-    v = moved(_squares(t, e, ok, TR, TC, ALIGNED), g * g, number(t, BETA2))
+    m = moved(_signed(t, e, ok, TR, TC, ALIGNED), g, number(t, LERP1))
+    v = moved(_squares(t, e, ok, TR, TC, ALIGNED), g * g, number(t, LERP2))
     root = tl.sqrt_rn(v)
     _store_signed(t, e, ok, m, TR, TC, ALIGNED)
     _store_roots(t, e, ok, root, TR, TC, ALIGNED)
@@ -73,19 +73,19 @@ def adam8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.cons
 
 @triton.jit
 def sign_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Lion's: the sign of m + beta1 · (g − m), after which m was advanced by beta2."""
+    """Lion's: the sign of m + lerp1 · (g − m), after which m was advanced by lerp2."""
     at = run_at(t, M, tl.float32, e, TC, ALIGNED)
     m = tl.load(at, mask=ok, other=0.0)
-    tl.store(at, moved(m, g, number(t, BETA2)), mask=ok)
-    return _sign(moved(m, g, number(t, BETA1)))
+    tl.store(at, moved(m, g, number(t, LERP2)), mask=ok)
+    return _sign(moved(m, g, number(t, LERP1)))
 
 
 @triton.jit
 def sign8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """The same by a momentum of 8 bits."""
     m = _signed(t, e, ok, TR, TC, ALIGNED)
-    _store_signed(t, e, ok, moved(m, g, number(t, BETA2)), TR, TC, ALIGNED)
-    return _sign(moved(m, g, number(t, BETA1)))
+    _store_signed(t, e, ok, moved(m, g, number(t, LERP2)), TR, TC, ALIGNED)
+    return _sign(moved(m, g, number(t, LERP1)))
 
 
 @triton.jit

@@ -7,24 +7,24 @@ on. Each is a ``Spec``: Triton compiles a kernel for each set of them.
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels.factored import clipped_factors, factors
-from ds_ext.ops.executors.triton.kernels.marks import mark, mend, mend_unmarked
-from ds_ext.ops.executors.triton.kernels.passes import (
+from ds_ext.ops.executors.triton.kernels.elementwise import (
     apply,
     lerp,
     measured_apply,
     noting_apply,
     recall,
     square_lerp,
-    squares,
+    square_sums,
 )
+from ds_ext.ops.executors.triton.kernels.factored import clipped_factors, factors
+from ds_ext.ops.executors.triton.kernels.marks import mark, mend, mend_unmarked
 from ds_ext.ops.executors.triton.kernels.sums import (
     fold,
     normalize,
     normalize_whole_rows,
-    statistics,
+    row_col_sums,
     tell,
-    weighed,
+    weighted_sums,
 )
 from ds_ext.ops.executors.triton.kernels.table import (
     FIELDS,
@@ -34,7 +34,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
     number,
     parameter_of,
 )
-from ds_ext.ops.executors.triton.kernels.wide import normalize_wide_rows, wide_weighed
+from ds_ext.ops.executors.triton.kernels.wide import normalize_wide_rows, wide_weighted_sums
 
 
 @triton.jit
@@ -73,14 +73,14 @@ def _passes(t, tile, P: tl.constexpr):
 
 @triton.jit
 def _pass(t, tile, P: tl.constexpr):
-    if P.name == "squares":
-        squares(t, tile, P)
-    elif P.name == "statistics":
-        statistics(t, tile, P)
-    elif P.name == "weighed":
-        weighed(t, tile, P)
-    elif P.name == "wide_weighed":
-        wide_weighed(t, tile, P)
+    if P.name == "square_sums":
+        square_sums(t, tile, P)
+    elif P.name == "row_col_sums":
+        row_col_sums(t, tile, P)
+    elif P.name == "weighted_sums":
+        weighted_sums(t, tile, P)
+    elif P.name == "wide_weighted_sums":
+        wide_weighted_sums(t, tile, P)
     elif P.name == "normalize_whole_rows":
         normalize_whole_rows(t, tile, P)
     elif P.name == "normalize_wide_rows":

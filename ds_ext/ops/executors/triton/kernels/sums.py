@@ -17,6 +17,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
     HEIGHT,
     IN,
     IN2,
+    LERP,
     MAT0,
     OUT,
     PART,
@@ -24,7 +25,6 @@ from ds_ext.ops.executors.triton.kernels.table import (
     ROW,
     ROW0,
     ROWS,
-    SHARE,
     START,
     TOTAL,
     A,
@@ -39,11 +39,11 @@ from ds_ext.ops.executors.triton.kernels.table import (
 )
 from ds_ext.ops.executors.triton.kernels.values import factor_and_bound, scaled, value_of
 
-LARGEST_FACTOR = tl.constexpr(1e18)  # normalize.LARGEST
+LARGEST_FACTOR = tl.constexpr(1e18)  # reference.LARGEST
 
 
 @triton.jit
-def statistics(t, tile, P: tl.constexpr):
+def row_col_sums(t, tile, P: tl.constexpr):
     """Leaves sums of squares over the columns of a tile in part, [across, row tiles · TR], and
     over its rows in part2, [row tiles, cols].
     """
@@ -64,9 +64,9 @@ def statistics(t, tile, P: tl.constexpr):
 
 
 @triton.jit
-def weighed(t, tile, P: tl.constexpr):
+def weighted_sums(t, tile, P: tl.constexpr):
     """Sums of squares over whole rows, to out; and over the rows of a strip, in part, and of those
-    divided by their row's new statistic, before + share · (sum / cols + eps − before), in part2.
+    divided by their row's new statistic, before + lerp · (sum / cols + eps − before), in part2.
     Both parts are [strips, cols]. Of a run IS_RUN.
 
     A row is no wider than a tile: it is read once. The loop reads no table: what it loads first
@@ -82,7 +82,7 @@ def weighed(t, tile, P: tl.constexpr):
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
-    before, share, eps = pointer(t, BEFORE, tl.float32), number(t, SHARE), number(t, EPS)
+    before, lerp, eps = pointer(t, BEFORE, tl.float32), number(t, LERP), number(t, EPS)
     factor, most = factor_and_bound(t, BOUNDED)
     mat = tl.load(t + MAT0) + tile // down
     top = tl.load(t + ROW0) + (tile % down) * STRIP
@@ -98,8 +98,8 @@ def weighed(t, tile, P: tl.constexpr):
         u = scaled(values, factor, most, BOUNDED)
         square = u * u
         sums = tl.sum(square, axis=1)
-        old = (1.0 - share) * tl.load(before + row, mask=own, other=1.0) + share * eps
-        weights = 1.0 / (old + share / cols.to(tl.float32) * sums)
+        old = (1.0 - lerp) * tl.load(before + row, mask=own, other=1.0) + lerp * eps
+        weights = 1.0 / (old + lerp / cols.to(tl.float32) * sums)
         tl.store(out + row, sums, mask=own)
         plain += tl.sum(square, axis=0)
         divided += tl.sum(square * weights[:, None], axis=0)
@@ -113,7 +113,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     """To out, row · a / max(norm, eps) for each whole row of x · col, whose norm is times row;
     and the sums of the squares of out · x · col over the rows of a strip, in part, [strips, cols].
 
-    As ``weighed``, it reads a row once.
+    As ``weighted_sums``, it reads a row once.
     """
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC

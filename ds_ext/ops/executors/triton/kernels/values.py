@@ -17,10 +17,10 @@ from ds_ext.ops.executors.triton.kernels.table import (
     COLS,
     DECAY,
     FACTOR,
+    LERP1,
     ROW,
     ROWS,
     SCALE,
-    WEIGHT,
     M,
     V,
     X,
@@ -120,6 +120,6 @@ def _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED: tl.constexpr):
 def _less_momentum(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """u − m, after m ← m + weight · (u − m)."""
     at = run_at(t, M, tl.float32, e, TC, ALIGNED)
-    m = moved(tl.load(at, mask=ok, other=0.0), u, number(t, WEIGHT))
+    m = moved(tl.load(at, mask=ok, other=0.0), u, number(t, LERP1))
     tl.store(at, m, mask=ok)
     return u - m

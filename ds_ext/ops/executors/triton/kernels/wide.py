@@ -13,6 +13,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
     COLS,
     DOWN,
     EPS,
+    LERP,
     MAT0,
     OUT,
     PART,
@@ -20,7 +21,6 @@ from ds_ext.ops.executors.triton.kernels.table import (
     ROW,
     ROW0,
     ROWS,
-    SHARE,
     START,
     A,
     N,
@@ -34,8 +34,8 @@ from ds_ext.ops.executors.triton.kernels.values import factor_and_bound, scaled
 
 
 @triton.jit
-def wide_weighed(t, tile, P: tl.constexpr):
-    """As ``sums.weighed``."""
+def wide_weighted_sums(t, tile, P: tl.constexpr):
+    """As ``sums.weighted_sums``."""
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
     XD: tl.constexpr = P.XD
@@ -46,10 +46,10 @@ def wide_weighed(t, tile, P: tl.constexpr):
     for c in range(0, cols, TC):
         u, _ = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
         sums += tl.sum(u * u, axis=1)
-    share = number(t, SHARE)
+    lerp = number(t, LERP)
     old = tl.load(pointer(t, BEFORE, tl.float32) + row, mask=own, other=1.0)
-    old = (1.0 - share) * old + share * number(t, EPS)
-    weights = 1.0 / (old + share / cols.to(tl.float32) * sums)
+    old = (1.0 - lerp) * old + lerp * number(t, EPS)
+    weights = 1.0 / (old + lerp / cols.to(tl.float32) * sums)
     tl.store(pointer(t, OUT, tl.float32) + row, sums, mask=own)
     for c in range(0, cols, TC):
         u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)

@@ -1,6 +1,6 @@
 """Launches that wait, so that one copy to the device serves all of them.
 
-Within ``together`` those of several rules become as few launches as their order allows: a rule's
+Within ``deferred`` those of several rules become as few launches as their order allows: a rule's
 passes come after those whose results they read, passes over the same elements are made by the same
 programs, and all that may run side by side is one launch. Elsewhere each pass is launched at once.
 """
@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from ds_ext.ops.executors.triton import tables
-from ds_ext.ops.executors.triton.tables import Chain, Launch
+from ds_ext.ops.executors.triton import launches
+from ds_ext.ops.executors.triton.launches import Chain, Launch
 
 
 class Pass(NamedTuple):
@@ -39,7 +39,7 @@ _waiting = _Waiting()
 
 
 class Together:
-    """See ``together``; a generator would take some times as long, several times a step."""
+    """See ``deferred``; a generator would take some times as long, several times a step."""
 
     def __enter__(self) -> Callable[[], None]:
         _waiting.is_open = True
@@ -53,7 +53,7 @@ class Together:
             _waiting.take()
 
 
-def together() -> Together:
+def deferred() -> Together:
     """Collects passes, and launches them at the end; call what is given between two rules.
 
     What is collected has not run before: only passes that come later may read its results.
@@ -93,7 +93,7 @@ def launch() -> None:
     found = dict.fromkeys(one[0].memory.device for wave in waves for one in wave)
     for device in found:
         on_it = ([one for one in wave if one[0].memory.device == device] for wave in waves)
-        tables.run([joint for wave in on_it for joint in tables.merged(wave)])
+        launches.run([joint for wave in on_it for joint in launches.merged(wave)])
 
 
 def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton import sizes, tiles, waiting
+from ds_ext.ops.executors.triton import launch_queue, sizes, tiles
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS
-from ds_ext.ops.executors.triton.known import KnownSums
-from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, Squares
+from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
+from ds_ext.ops.executors.triton.launches import Constants, Launch
 from ds_ext.ops.executors.triton.memory import Addresses
-from ds_ext.ops.executors.triton.tables import Constants, Launch
-from ds_ext.ops.formulas import Formula
+from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
 
 
 @dataclass(frozen=True)
@@ -57,43 +56,43 @@ class Read:
         return "by_matrix" if schema.FORMS[self.form].is_by_matrix else "flat"
 
 
-def _squares(table: Launcher, read: Read) -> None:
-    known: KnownSums | None = read.columns.get("known")
-    if known is not None and known.are_valid:
+def _square_sums(table: Launcher, read: Read) -> None:
+    cache: DeviceNormCache | None = read.columns.get("norm_cache")
+    if cache is not None and cache.are_valid:
         columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
         made = table.launches(
-            "recall", read.constants, table.recalled[known.tiles], {**columns, **known.columns}
+            "recall", read.constants, table.recalled[cache.tiles], {**columns, **cache.columns}
         )
-        waiting.ask((), made, only_sums=True)
+        launch_queue.ask((), made, only_sums=True)
         return
     name = read.tiles
     how = table.sums[name]
     part, places = table.room(how)
-    columns = {k: v for k, v in read.numbers.items() if k not in ("out", "known")}
+    columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
     columns["part"] = places
     # updates of vectors, which are small, have the warps of whole rows, to be in one launch
     warps = sizes.WIDE_WARPS if read.form == "IS_VECTOR" else None
     constants = (*read.constants, ("WARPS", warps))
-    made = table.launches("squares", constants, getattr(table, name), columns)
-    waiting.ask(made, [table.folded(how, part, read.columns["out"])], read.only_sums)
+    made = table.launches("square_sums", constants, getattr(table, name), columns)
+    launch_queue.ask(made, [table.folded(how, part, read.columns["out"])], read.only_sums)
 
 
-def _statistics(table: Launcher, read: Read) -> Squares:
+def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
     by_row, by_col = table.sums_of_tiles
     (tall, at_tall), (wide, at_wide) = table.room(by_row), table.room(by_col)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
     columns |= {"part": at_tall, "part2": at_wide}
-    made = table.launches("statistics", read.constants, table.by_matrix, columns)
+    made = table.launches("row_col_sums", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
     folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
-    waiting.ask(made, folded, read.only_sums)
-    return Squares(at_tall, table.squares_of_tiles)
+    launch_queue.ask(made, folded, read.only_sums)
+    return SquareParts(at_tall, table.squares_of_tiles)
 
 
-def _weighed(table: Launcher, read: Read) -> Squares:
+def _weighted_sums(table: Launcher, read: Read) -> SquareParts:
     outs = {"out2": "part", "out3": "part2"}
-    _over_strips(table, read, "weighed", outs, only_sums=True)
-    return Squares(read.columns["out"], table.squares_of_rows)
+    _over_strips(table, read, "weighted_sums", outs, only_sums=True)
+    return SquareParts(read.columns["out"], table.squares_of_rows)
 
 
 def _normalize_whole_rows(table: Launcher, read: Read) -> None:
@@ -120,7 +119,7 @@ def _over_strips(
             columns[name] = value
     del columns["scale"]
     made = table.launches(kernel, read.run, table.by_strip, columns)
-    waiting.ask(made, folded, only_sums)
+    launch_queue.ask(made, folded, only_sums)
 
 
 def _factors(table: Launcher, read: Read) -> None:
@@ -132,7 +131,7 @@ def _factors(table: Launcher, read: Read) -> None:
         columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
     else:
         del columns["clip"]
-    waiting.ask(table.launches(kernel, (), table.by_parameter, columns))
+    launch_queue.ask(table.launches(kernel, (), table.by_parameter, columns))
 
 
 def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
@@ -140,25 +139,25 @@ def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
     count, size = (g.rows, g.cols) if is_by_row else (g.cols, g.rows)
     at = tiles.made(-(-g.mats * count // sizes.LONG), n=g.mats * count)
     columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
-    waiting.ask(table.launches("normalize", (), at, columns))
+    launch_queue.ask(table.launches("normalize", (), at, columns))
 
 
 def _lerp(table: Launcher, read: Read, kernel: str) -> None:
     at = getattr(table, read.tiles)
-    waiting.ask(table.launches(kernel, read.constants, at, read.numbers, OUT))
+    launch_queue.ask(table.launches(kernel, read.constants, at, read.numbers, OUT))
 
 
 def _apply(table: Launcher, read: Read) -> None:
     name = read.tiles
     at, columns = getattr(table, name), dict(read.numbers)
     constants = (*read.constants, ("RATE", None))
-    measured, known = columns.pop("measured", None), columns.pop("known", None)
-    notes = known is not None
+    sums, cache = columns.pop("update_sums", None), columns.pop("norm_cache", None)
+    notes = cache is not None
     if notes:
-        columns |= known.noted_by(name)
-    if measured is None:
+        columns |= cache.noted_by(name)
+    if sums is None:
         kernel = "noting_apply" if notes else "apply"
-        waiting.ask(table.launches(kernel, constants, at, columns))
+        launch_queue.ask(table.launches(kernel, constants, at, columns))
         return
     how = table.sums[name]
     moved, columns["part"] = table.room(how)
@@ -166,14 +165,14 @@ def _apply(table: Launcher, read: Read) -> None:
         columns["part2"] = table.room(how)[1]
     constants = (*constants, ("NOTED", notes))
     made = table.launches("measured_apply", constants, at, columns)
-    second = Addresses(measured.values, 4 * (measured.firsts + 1))
+    second = Addresses(sums.values, 4 * (sums.firsts + 1))
     held = columns["part2"].values
-    folded = [table.folded(how, moved, measured), table.folded(how, held, second)]
-    waiting.ask(made, folded)
+    folded = [table.folded(how, moved, sums), table.folded(how, held, second)]
+    launch_queue.ask(made, folded)
 
 
 def _mark(table: Launcher, read: Read) -> None:
-    waiting.ask(table.launches("mark", (), table.by_group, read.columns))
+    launch_queue.ask(table.launches("mark", (), table.by_group, read.columns))
 
 
 def _mend(table: Launcher, read: Read) -> None:
@@ -191,7 +190,7 @@ def _mend(table: Launcher, read: Read) -> None:
                 some = {"rows": one.rows[own], "programs": one.programs[own]}
                 at = np.arange(len(own)) if one.own is None else one.own
                 named = {"kernel": kernel, "constants": constants, "own": at[own]}
-                waiting.ask([replace(one, **named, **some)])
+                launch_queue.ask([replace(one, **named, **some)])
 
 
 def _name(dtype: torch.dtype | None) -> str:
@@ -199,10 +198,10 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype or torch.float32).removeprefix("torch.")
 
 
-PASSES: dict[str, Callable[[Launcher, Read], Squares | None]] = {
-    "squares": _squares,
-    "statistics": _statistics,
-    "weighed": _weighed,
+PASSES: dict[str, Callable[[Launcher, Read], SquareParts | None]] = {
+    "square_sums": _square_sums,
+    "row_col_sums": _row_col_sums,
+    "weighted_sums": _weighted_sums,
     "normalize_whole_rows": _normalize_whole_rows,
     "normalize_rows": functools.partial(_normalize, is_by_row=True),
     "normalize_columns": functools.partial(_normalize, is_by_row=False),
@@ -221,12 +220,7 @@ class Table(Launcher):
     adds_two = False  # squares of weights, and of what is read with them, in one pass
     fills_whole_sums = False  # sums lie beside those that are not filled
     passes = frozenset(PASSES)
-
-    def reads(self, name: str, form: str, columns: Columns) -> bool:
-        """Returns whether a pass can read such a form, and such numbers."""
-        if name == "weighed" and form != "IS_RUN":
-            return False
-        return all(column in FORMULAS for column, x in columns.items() if isinstance(x, Formula))
+    takes_formulas = frozenset(FORMULAS)  # columns that may be formulas
 
     def run(
         self,
@@ -237,7 +231,7 @@ class Table(Launcher):
         storage: tuple[str, torch.dtype] | None = None,
         decays: bool = False,
         fresh: bool = False,
-    ) -> Squares | None:
+    ) -> SquareParts | None:
         """Makes a pass: see that of ``native.table.Table``.
 
         What has addresses is an object with ``pointers``, [n]; a number is one of the host, an

@@ -5,7 +5,7 @@ A table makes passes by native code on a CPU and by kernels on a GPU. In a pass 
 a batch of one parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,10 +18,11 @@ from ds_ext.ops.batch import CPU, Flat, Placed, Runs, Shifted, Weights
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.executors.native import table
 from ds_ext.ops.executors.table_batch import AnyTable, TableBatch, new_table
-from ds_ext.ops.executors.triton import devices, waiting
-from ds_ext.ops.executors.triton.launcher import Squares
-from ds_ext.ops.executors.triton.passes import Table as KernelTable
+from ds_ext.ops.executors.triton import devices, launch_queue
+from ds_ext.ops.executors.triton.launcher import SquareParts
+from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.expressions import Number, Quotient, Scaled, Source, source_of
+from ds_ext.ops.formulas import Formula
 
 _makers = Makers()
 
@@ -30,7 +31,7 @@ class Unsupported(Exception):
     """No table reads an expression; nothing has been read or written yet."""
 
 
-class Tables:
+class BatchedExecutor:
     """The executor of passes over batches."""
 
     def run(self, asked: Any, where: Any) -> Any:
@@ -45,26 +46,26 @@ class Tables:
 
     def flush(self) -> None:
         """See ``dispatch.Executor``."""
-        waiting.launch()
+        launch_queue.launch()
 
 
 @_makers.makes(passes.SquareSums)
 def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
     """Sums of squares -> [n] each; of the weights too while something is read with them."""
     sources = [_source(x, batch) for x in runs]
-    if not all(batch.own.reads("squares", x.form, x.numbers) for x in sources):
-        raise Unsupported  # before one of them advances moments
+    for x in sources:  # before one of them advances moments
+        _refuse_unread("square_sums", batch.own, x.form, x.scalars)
     totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
     if len(sources) == 2 and batch.own.adds_two and _same(*sources):
-        _run("squares", batch, sources[1], out=_each(totals[1]), out2=_each(totals[0]))
+        _run("square_sums", batch, sources[1], out=_each(totals[1]), out2=_each(totals[0]))
         return totals
     for source, total in zip(sources, totals, strict=True):
-        known: Any = source.form == "IS_WEIGHT" and getattr(source.kept, "known", None)
-        if known:
-            known.are_wanted = True
-        more = {"known": known} if known else {}
-        _run("squares", batch, source, out=_each(total), **more)
-    return [batch.numbers(x) for x in totals]
+        cache: Any = source.form == "IS_WEIGHT" and getattr(source.storage, "norm_cache", None)
+        if cache:
+            cache.are_wanted = True
+        more = {"norm_cache": cache} if cache else {}
+        _run("square_sums", batch, source, out=_each(total), **more)
+    return [batch.as_scalars(x) for x in totals]
 
 
 @_makers.makes(passes.FlatSquareSums)
@@ -72,7 +73,7 @@ def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
     """Sums of squares of flat tensors of one dtype -> [n]."""
     if not takes(runs):
         raise Unsupported
-    return _each_of("squares", runs)
+    return _each_of("square_sums", runs)
 
 
 @_makers.makes(passes.Largest)
@@ -100,52 +101,52 @@ def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
 
 
 @_makers.makes(passes.RowColSums)
-def matrix_square_sums(x: Any, like: Any, batch: TableBatch) -> tuple[Tensor, Tensor]:
+def row_col_square_sums(x: Any, like: Any, batch: TableBatch) -> tuple[Tensor, Tensor]:
     """Sums of squares over rows and columns -> [rows of all], [columns of all]."""
     row, col = _sums(batch, batch.all_rows, batch.all_cols)
     left = _run(
-        "statistics",
+        "row_col_sums",
         batch,
         _source(x, batch),
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(col, batch.own_col_firsts),
     )
-    _note_squares(x, left or Flat(row, batch.row_firsts), like)
+    _note_square_parts(x, left or Flat(row, batch.row_firsts), like)
     return row, col
 
 
-@_makers.makes(passes.WeighedRowColSums)
-def weighed_square_sums(
+@_makers.makes(passes.WeightedRowColSums)
+def weighted_square_sums(
     x: Any, before: Runs, eps: float, beta: float, like: Any, batch: TableBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same of whole rows, and sums over columns of squares divided by their row's statistic."""
-    row, col, weighed = _sums(batch, batch.all_rows, batch.all_cols, batch.all_cols)
+    row, col, weighted = _sums(batch, batch.all_rows, batch.all_cols, batch.all_cols)
     left = _run(
-        "weighed",
+        "weighted_sums",
         batch,
         _source(x, batch),
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(col, batch.own_col_firsts),
-        out3=Flat(weighed, batch.own_col_firsts),
+        out3=Flat(weighted, batch.own_col_firsts),
         before=Shifted(before, batch.row_offsets),
-        share=1 - beta,
+        lerp=1 - beta,
         eps=eps,
     )
-    _note_squares(x, left or Flat(row, batch.row_firsts), like)
-    return row, col, weighed
+    _note_square_parts(x, left or Flat(row, batch.row_firsts), like)
+    return row, col, weighted
 
 
-def _note_squares(x: Any, left: Flat | Squares, like: Any) -> None:
+def _note_square_parts(x: Any, left: Flat | SquareParts, like: Any) -> None:
     """Notes what adds up to squares with the gradients, if ``x`` is these, for their norm."""
     if x is like:
-        cast(Runs, like.x if isinstance(like, Scaled) else like).squares = left
+        cast(Runs, like.x if isinstance(like, Scaled) else like).square_parts = left
 
 
 def added_up(runs: Any, batch: TableBatch) -> Any:
     """Sums of squares of gradients, [n], of what a pass has left with them; None if none has."""
-    left = cast(Runs, runs.x if isinstance(runs, Scaled) else runs).squares
-    if isinstance(left, Squares):
-        return batch.numbers(cast(KernelTable, batch.own).added_up(left))
+    left = cast(Runs, runs.x if isinstance(runs, Scaled) else runs).square_parts
+    if isinstance(left, SquareParts):
+        return batch.as_scalars(cast(KernelTable, batch.own).added_up(left))
     if left is None:
         return None
     sums = np.add.reduceat(left.values.numpy(), left.firsts, dtype=np.float64)
@@ -169,7 +170,7 @@ def factors_(
     totals = [Flat(x.contiguous(), at) for x, at in zip(sums, firsts, strict=False)]
     columns: dict[str, Any] = dict(zip(("in", "in2", "in3"), totals, strict=False))
     columns |= {"row": row, "col": col, "out": by_row, "out2": by_col}
-    batch.whole.run("factors", {**columns, "share": 1 - beta, "eps": eps, "clip": clip})
+    batch.whole.run("factors", {**columns, "lerp": 1 - beta, "eps": eps, "clip": clip})
     return by_row, by_col
 
 
@@ -215,26 +216,26 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, batch: TableBatch) ->
     return replace(x, row=Flat(row, batch.row_firsts)), sums
 
 
-@_makers.makes(passes.Squares)
-def squares(x: Any, like: Any, batch: TableBatch) -> Tensor:
+@_makers.makes(passes.ScatteredSquares)
+def scattered_squares(x: Any, like: Any, batch: TableBatch) -> Tensor:
     """The squares of runs where they lie in whole parameters, 0 elsewhere -> [elements of all]."""
-    _refuse_missing("squared", batch.own)
+    _refuse_missing("scattered_squares", batch.own)
     (out,) = _sums(batch, batch.elements)
     at = Flat(out, batch.firsts + batch.starts)
-    _run("squared", batch, _source(x, batch), out=at)
-    _note_squares(x, Flat(out, batch.firsts), like)
+    _run("scattered_squares", batch, _source(x, batch), out=at)
+    _note_square_parts(x, Flat(out, batch.firsts), like)
     return out
 
 
-@_makers.makes(passes.AdvanceNumbers)
-def advance_numbers_(
+@_makers.makes(passes.Advance1x1)
+def advance_1x1_(
     row: Runs, col: Runs, squares: Tensor, eps: float, beta: float, batch: TableBatch
 ) -> Tensor:
     """Advances the statistics of matrices of one element -> the sums of x² / v, [n]."""
-    _refuse_missing("numbers", batch.whole)
+    _refuse_missing("advance_1x1", batch.whole)
     totals, given = batch.own.zeros(len(batch)), Flat(squares.contiguous(), batch.firsts)
     columns = {"row": row, "col": col, "in": given, "out": _each(totals)}
-    batch.whole.run("numbers", {**columns, "share": 1 - beta, "eps": eps})
+    batch.whole.run("advance_1x1", {**columns, "lerp": 1 - beta, "eps": eps})
     return totals
 
 
@@ -247,13 +248,13 @@ def own_run(v: Runs, batch: TableBatch) -> Shifted:
 @_makers.makes(passes.Lerp)
 def lerp_(m: Runs, x: Any, weight: float, batch: TableBatch) -> None:
     """m ← m + weight · (x − m)."""
-    _run("lerp", batch, _source(x, batch), out=m, share=weight)
+    _run("lerp", batch, _source(x, batch), out=m, lerp=weight)
 
 
 @_makers.makes(passes.SquareLerp)
 def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: TableBatch) -> None:
     """v ← v + weight · (x² + eps − v)."""
-    _run("square_lerp", batch, _source(x, batch), out=v, share=weight, eps=eps)
+    _run("square_lerp", batch, _source(x, batch), out=v, lerp=weight, eps=eps)
 
 
 @_makers.makes(passes.Apply)
@@ -263,13 +264,13 @@ def apply_(p: Weights, u: Any, lr: Number, weight_decay: Number, batch: TableBat
     numbers: dict[str, Any] = {"lr": lr}
     decays = isinstance(weight_decay, Tensor) or weight_decay != 0
     if decays:
-        if "decay" in source.numbers:
+        if "decay" in source.scalars:
             raise Unsupported
         numbers["decay"] = weight_decay
-    if p.measured is not None:
-        numbers["measured"] = p.measured
-    if p.known is not None and p.known.are_wanted:
-        numbers["known"] = p.known
+    if p.update_sums is not None:
+        numbers["update_sums"] = p.update_sums
+    if p.norm_cache is not None and p.norm_cache.are_wanted:
+        numbers["norm_cache"] = p.norm_cache
     _run("apply", batch, source, p, decays, **numbers)
 
 
@@ -322,9 +323,24 @@ def _refuse_missing(name: str, of: AnyTable) -> None:
         raise Unsupported
 
 
+def _refuse_unread(name: str, of: AnyTable, form: str, columns: Mapping[str, Any]) -> None:
+    """Raises Unsupported for what a pass cannot read."""
+    if form not in schema.READ_BY.get(name, schema.FORMS):
+        raise Unsupported
+    if name == "normalize_whole_rows" and not _is_one(columns.get("scale", 1.0)):
+        raise Unsupported
+    formulas = {column for column, x in columns.items() if isinstance(x, Formula)}
+    if not formulas <= of.takes_formulas:
+        raise Unsupported
+
+
+def _is_one(x: Any) -> bool:
+    return isinstance(x, float) and x == 1
+
+
 def _same(a: Source, b: Source) -> bool:
     """Whether both have the same weights."""
-    return a.kept is not None and b.kept is not None and a.kept.run is b.kept.run
+    return a.storage is not None and b.storage is not None and a.storage.run is b.storage.run
 
 
 def _run(
@@ -334,17 +350,16 @@ def _run(
     p: Weights | None = None,
     decays: bool = False,
     **columns: Any,
-) -> Squares | None:
+) -> SquareParts | None:
     """Makes a pass that reads ``source``, and writes ``p`` where it is given."""
-    filled: dict[str, Any] = {**source.numbers, **columns}
-    if not batch.own.reads(name, source.form, filled):
-        raise Unsupported
+    filled: dict[str, Any] = {**source.scalars, **columns}
+    _refuse_unread(name, batch.own, source.form, filled)
     for field, runs in source.tensors.items():
         filled[field] = _runs(runs)
     if "row" in source.tensors:
         filled["row"] = Shifted(filled["row"], batch.row_offsets)
         filled["col"] = Shifted(filled["col"], batch.col_offsets)
-    weights: Any = p or source.kept
+    weights: Any = p or source.storage
     storage = dtype = None
     if weights is not None:
         storage = weights.how, weights.run.dtype
@@ -355,8 +370,8 @@ def _run(
             filled["key"] = weights.key
     if "x" in source.tensors:
         dtype = source.tensors["x"].dtype
-    is_decayed = decays or "decay" in source.numbers
-    fresh = batch.is_whole and name in ("statistics", "weighed", "normalize_whole_rows")
+    is_decayed = decays or "decay" in source.scalars
+    fresh = batch.is_whole and name in ("row_col_sums", "weighted_sums", "normalize_whole_rows")
     return batch.own.run(name, filled, source.form, dtype, storage, is_decayed, fresh)
 
 

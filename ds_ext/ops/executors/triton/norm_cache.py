@@ -12,7 +12,7 @@ from ds_ext.ops.executors.triton.folds import Parts
 from ds_ext.ops.executors.triton.memory import Addresses
 
 
-class KnownSums:
+class DeviceNormCache:
     """The sums of squares of weights that tiles left as they wrote them, for the next step.
 
     They hold for runs that lie where they did and that no operation of torch has written to since.

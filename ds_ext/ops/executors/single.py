@@ -16,17 +16,17 @@ from torch import Tensor
 from ds_ext.ops import passes, scratch
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.dispatch import Makers
-from ds_ext.ops.executors import tables
+from ds_ext.ops.executors import batched
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.waiting import launch
-from ds_ext.ops.expressions import Number, Source, kept_of, read, source_of
+from ds_ext.ops.executors.triton.launch_queue import launch
+from ds_ext.ops.expressions import Number, Source, read, source_of, storage_of
 from ds_ext.ops.shard import Shard
 
 _makers = Makers()
 
 
-class LoneKernels:
+class SingleKernels:
     """The executor of passes over one parameter on a GPU."""
 
     def run(self, asked: Any, where: Any) -> Any:
@@ -34,7 +34,10 @@ class LoneKernels:
         make = _makers.get(type(asked))
         if make is None or not isinstance(where, Shard):
             return NotImplemented
-        return make(*asked, where)
+        try:
+            return make(*asked, where)
+        except batched.Unsupported:
+            return NotImplemented
 
     def flush(self) -> None:
         """See ``dispatch.Executor``: passes wait with those of batches."""
@@ -45,28 +48,28 @@ def square_sums(runs: Sequence[Any], like: Any, shard: Shard) -> Any:
     """The pass ``ops.square_sums``."""
     if not all(_reads(source_of(x), like, shard) for x in runs):
         return NotImplemented
-    found = tables.square_sums(runs, like, _alone(shard, like.device))
+    found = batched.square_sums(runs, like, _alone(shard, like.device))
     return [x.values.view(()) for x in found]
 
 
 @_makers.makes(passes.RowColSums)
-def matrix_square_sums(x: Any, like: Any, shard: Shard) -> Any:
-    """The pass ``ops.matrix_square_sums``."""
+def row_col_square_sums(x: Any, like: Any, shard: Shard) -> Any:
+    """The pass ``ops.row_col_square_sums``."""
     if not _takes_matrices(like, shard) or source_of(x) is None:
         return NotImplemented
-    row, col = tables.matrix_square_sums(x, like, _alone(shard, like.device))
+    row, col = batched.row_col_square_sums(x, like, _alone(shard, like.device))
     return row.view(shard.mats, -1), col.view(shard.mats, -1)
 
 
-@_makers.makes(passes.WeighedRowColSums)
-def weighed_square_sums(
+@_makers.makes(passes.WeightedRowColSums)
+def weighted_square_sums(
     x: Any, before: Tensor, eps: float, beta: float, like: Any, shard: Shard
 ) -> Any:
-    """The pass ``ops.weighed_square_sums``."""
+    """The pass ``ops.weighted_square_sums``."""
     if not _takes_matrices(like, shard) or not _is_run(x):
         return NotImplemented
     batch = _alone(shard, like.device)
-    found = tables.weighed_square_sums(x, Runs([before.contiguous()]), eps, beta, like, batch)
+    found = batched.weighted_square_sums(x, Runs([before.contiguous()]), eps, beta, like, batch)
     return tuple(sums.view(shard.mats, -1) for sums in found)
 
 
@@ -76,7 +79,7 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, shard: Shard) -> Any:
     if not _takes_matrices(like, shard) or not _is_run(x.x):
         return NotImplemented
     batch = _alone(shard, like.device)
-    made, sums = tables.normalize_whole_rows(x, least, like, batch)
+    made, sums = batched.normalize_whole_rows(x, least, like, batch)
     row = made.row.values.view(shard.mats, -1, 1)
     return replace(x, row=row), sums.view(shard.mats, -1)
 
@@ -95,14 +98,14 @@ def factors_(
     if not _takes_matrices(row, shard) or not shard.numel:
         return NotImplemented
     statistics, batch = (Runs([row]), Runs([col])), _alone(shard, row.device)
-    found = tables.factors_(*statistics, sums, eps, beta, clip, batch)
+    found = batched.factors_(*statistics, sums, eps, beta, clip, batch)
     by_row, by_col = (factors.values.view(shard.mats, -1) for factors in found)
     return by_row.unsqueeze(-1), by_col.unsqueeze(-2)
 
 
-@_makers.makes(passes.Squares)
-def squares_(x: Any, like: Any, shard: Shard) -> Any:
-    """The pass ``ops.squares``."""
+@_makers.makes(passes.ScatteredSquares)
+def scattered_squares(x: Any, like: Any, shard: Shard) -> Any:
+    """The pass ``ops.scattered_squares``."""
     if not _reads(source_of(x), like, shard):
         return NotImplemented
     out = torch.zeros(shard.numel, dtype=torch.float32, device=like.device)
@@ -115,7 +118,7 @@ def lerp_(m: Any, x: Any, weight: float, shard: Shard) -> Any:
     """The pass ``ops.lerp_``."""
     if not isinstance(m, Tensor) or not _reads(source_of(x), m, shard):
         return NotImplemented
-    return tables.lerp_(Runs([m]), x, weight, _alone(shard, m.device))
+    return batched.lerp_(Runs([m]), x, weight, _alone(shard, m.device))
 
 
 @_makers.makes(passes.SquareLerp)
@@ -123,25 +126,25 @@ def square_lerp_(v: Any, x: Any, eps: float, weight: float, shard: Shard) -> Any
     """The pass ``ops.square_lerp_``."""
     if not isinstance(v, Tensor) or not _reads(source_of(x), v, shard):
         return NotImplemented
-    return tables.square_lerp_(Runs([v]), x, eps, weight, _alone(shard, v.device))
+    return batched.square_lerp_(Runs([v]), x, eps, weight, _alone(shard, v.device))
 
 
 @_makers.makes(passes.Apply)
 def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> Any:
     """The pass ``ops.apply_``."""
-    source, kept = source_of(u), kept_of(p)
-    if kept is None or not _takes(kept.run, shard):
+    source, weight = source_of(u), storage_of(p)
+    if weight is None or not _takes(weight.run, shard):
         return NotImplemented
     if source is None:
         return _apply_slices(p, u, shard, lr, weight_decay)
-    if not _reads(source, kept.run, shard):
+    if not _reads(source, weight.run, shard):
         return NotImplemented
-    if source.kept is not None and (isinstance(weight_decay, Tensor) or weight_decay != 0):
+    if source.storage is not None and (isinstance(weight_decay, Tensor) or weight_decay != 0):
         return NotImplemented
-    aux = None if kept.aux is None else Runs([kept.aux])
-    weights = Weights(Runs([kept.run]), kept.how, aux, np.array([kept.key], dtype=np.uint32))
-    batch = _alone(shard, kept.run.device, kept.start)
-    return tables.apply_(weights, u, lr, weight_decay, batch)
+    aux = None if weight.aux is None else Runs([weight.aux])
+    weights = Weights(Runs([weight.run]), weight.how, aux, np.array([weight.key], dtype=np.uint32))
+    batch = _alone(shard, weight.run.device, weight.start)
+    return batched.apply_(weights, u, lr, weight_decay, batch)
 
 
 def _apply_slices(p: Any, u: Any, shard: Shard, lr: Number, weight_decay: Number) -> None:

@@ -16,14 +16,14 @@ from ds_ext.ops.executors.triton import shapes
 from ds_ext.ops.executors.triton.columns import AT, COLUMNS
 from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.executors.triton.specs import Spec
-from ds_ext.ops.executors.triton.tiles import Numbers, Tiles
+from ds_ext.ops.executors.triton.tiles import Int64s, Tiles
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
 HostNumber: TypeAlias = float | NDArray[np.float32]  # one for all parameters, or one for each
 Kind: TypeAlias = Spec  # passes that are made one after another: see kernels/run.py
-TOGETHER = 1024  # parameters of a launch at most: each program looks for its own among them
+MAX_PARAMETERS = 1024  # parameters of a launch at most: each program looks for its own among them
 # Passes whose every element depends, of what passes before it have written, on itself alone.
-BY_ELEMENT = {"squares", "statistics", "lerp", "square_lerp"}
+BY_ELEMENT = {"square_sums", "row_col_sums", "lerp", "square_lerp"}
 BY_ELEMENT |= {"apply", "noting_apply", "measured_apply"}
 # Those whose bits do not depend on the number of warps.
 ANY_WARPS = {"lerp", "square_lerp", "apply", "tell"}
@@ -42,9 +42,9 @@ class Launch:
     constants: Constants
     memory: Memory
     tiles: Tiles
-    own: Numbers | None  # of the tiles' parameters; None: all
-    rows: Numbers  # [n, columns]
-    programs: Numbers  # of each parameter, [n]
+    own: Int64s | None  # of the tiles' parameters; None: all
+    rows: Int64s  # [n, columns]
+    programs: Int64s  # of each parameter, [n]
     numbers: Mapping[str, HostNumber]
     alive: Sequence[object]
 
@@ -122,16 +122,16 @@ def merged(chains: Iterable[Chain]) -> list[Joint]:
 
 
 def _joints(given: Sequence[tuple[Chain, Kind]], warps: int) -> Iterator[Joint]:
-    """Launches of up to ``TOGETHER`` parameters each."""
+    """Launches of up to ``MAX_PARAMETERS`` parameters each."""
     some: list[tuple[Chain, Kind]] = []
     count = 0
     for chain, kind in given:
         start, n = 0, len(chain[0].rows)
         while start < n:
-            stop = min(n, start + TOGETHER - count)
+            stop = min(n, start + MAX_PARAMETERS - count)
             some.append(([one.part(start, stop) for one in chain], kind))
             count, start = count + stop - start, stop
-            if count == TOGETHER:
+            if count == MAX_PARAMETERS:
                 yield _joint(some, warps)
                 some, count = [], 0
     if some:
@@ -170,7 +170,7 @@ def run(joints: Sequence[Joint]) -> None:
             start(_label(one.kinds), programs, held[at:], one.count, named, one.warps)
 
 
-def _fill(joint: Joint, words: Numbers, address: int) -> int:
+def _fill(joint: Joint, words: Int64s, address: int) -> int:
     """Writes a launch's table, which will lie at ``address``, and its numbers after that.
 
     -> its programs

@@ -8,6 +8,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
     COLS,
     DOWN,
     EPS,
+    LERP,
     LR,
     MAT0,
     OUT,
@@ -16,7 +17,6 @@ from ds_ext.ops.executors.triton.kernels.table import (
     PROBE,
     ROW0,
     ROWS,
-    SHARE,
     START,
     TOTAL,
     N,
@@ -45,7 +45,7 @@ def _read(t, tile, P: tl.constexpr):
 
 
 @triton.jit
-def squares(t, tile, P: tl.constexpr):
+def square_sums(t, tile, P: tl.constexpr):
     """Leaves the sum of the squares of each tile in part, [tiles]."""
     e, ok, u = _read(t, tile, P)
     tl.store(pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(u * u, axis=1), axis=0))
@@ -53,22 +53,22 @@ def squares(t, tile, P: tl.constexpr):
 
 @triton.jit
 def _advance(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """out ← out + share · (u − out)."""
+    """out ← out + lerp · (u − out)."""
     out = run_at(t, OUT, tl.float32, e, TC, ALIGNED)
     m = tl.load(out, mask=ok, other=0.0)
-    tl.store(out, moved(m, u, number(t, SHARE)), mask=ok)
+    tl.store(out, moved(m, u, number(t, LERP)), mask=ok)
 
 
 @triton.jit
 def lerp(t, tile, P: tl.constexpr):
-    """out ← out + share · (u − out)."""
+    """out ← out + lerp · (u − out)."""
     e, ok, u = _read(t, tile, P)
     _advance(t, e, ok, u, P.TC, P.ALIGNED)
 
 
 @triton.jit
 def square_lerp(t, tile, P: tl.constexpr):
-    """out ← out + share · (u² + eps − out)."""
+    """out ← out + lerp · (u² + eps − out)."""
     e, ok, u = _read(t, tile, P)
     _advance(t, e, ok, u * u + number(t, EPS), P.TC, P.ALIGNED)
 
