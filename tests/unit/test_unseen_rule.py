@@ -119,7 +119,7 @@ def test_moments_advance_once_where_only_a_later_run_is_unsupported(monkeypatch)
     g, m, v = (Runs([torch.full((6,), x)]) for x in (1.0, 0.0, 0.0))
     batch = table_batch.TableBatch([Shard.whole((6,))])
     step = ops.AdamStep(ops.RootQuotient(m, v, 1e-8), g, 0.9, 0.99)
-    scaled = ops.Scaled(g, batch.numbers(torch.tensor([2.0])))  # no kernel reads such a factor
+    scaled = ops.Scaled(g, batch.as_scalars(torch.tensor([2.0])))  # no kernel reads such a factor
     _, total = ops.square_sums((step, scaled), batch, g)
     assert torch.allclose(m.tensors[0], torch.full((6,), 0.1)) and total.values[0] == 24
 
