@@ -16,7 +16,7 @@ from ds_ext.ops.executors.triton import kernels, launches
 from ds_ext.ops.executors.triton.specs import Spec
 
 TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
-EIGHT = (kernels.IS_ADAM8_STEP.value, kernels.IS_SIGN8_STEP.value)
+EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
 ARGUMENTS = {"table": "*i64", "count": "i32"}
 DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}
 DIVIDES |= {"normalize", "normalize_whole_rows", "normalize_wide_rows"}
