@@ -14,7 +14,6 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import dtensor_state, validation
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
-from ds_ext.optimizer.first_round import Trials
 from ds_ext.optimizer.index import Index
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
@@ -30,7 +29,6 @@ class BucketOptimizer(ParamTable):
     def __init__(self) -> None:
         super().__init__()
         self._plans = Plans()
-        self._trials = Trials()
         self._has_batched_rule = False
         self._is_native: bool | None = None
         self._norms: WeightNorms = {}  # of weights since the last ``commit_weight_norms``
@@ -170,13 +168,13 @@ class BucketOptimizer(ParamTable):
         Args:
             shards: the parameters, and the run of each. Tensor parallelism has not cut them.
         """
-        self._trials.renew({row: self.rule_at(row) for row in {self.row_of[p] for p in shards}})
-        comes_first = self._trials.comes_first
-        return {
-            p
-            for p, shard in shards.items()
-            if p not in self.stacks and comes_first(self.row_of[p], shard, p.dtype)
-        }
+        rules_of = {row: self.rule_at(row) for row in {self.row_of[p] for p in shards}}
+        found = set()
+        for p, shard in shards.items():
+            rule = rules_of[self.row_of[p]]
+            if p not in self.stacks and rules.entry_of(type(rule)).sums_first(rule, shard):
+                found.add(p)
+        return found
 
     def in_kernels(self, shards: Mapping[Tensor, Shard], device: torch.device) -> set[Tensor]:
         """Returns the parameters that kernels step in batches, the same on all ranks.

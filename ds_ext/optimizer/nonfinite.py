@@ -1,7 +1,7 @@
 """Finds gradients that are not finite, and leaves their parameters unchanged.
 
 A gradient is bad if an element is not finite, or so large that sums of squares may overflow. If a
-rule writes nothing before its first round (``first_round``), that round checks the gradient at no
+rule writes nothing before its first round (``sums_first``), that round checks the gradient at no
 extra message: the sum of squares of each rank's run travels along, all ranks see the same total,
 and the rank's own sum is its part of the norm. If the rule needs sums of squares anyway, there is
 no extra pass either. Bad gradients are rare: the step of a batch that has some is dropped and begun

@@ -31,6 +31,7 @@ from ds_ext.rules.base import Rounds, State, register
     state="4/R + 4/C, and 4/d with `beta1`",
     rounds="1, or 2",
     is_batched=True,
+    sums_first=factored.sums_first,
     relative=lambda rule: rule.scale_parameter,
 )
 @dataclass(frozen=True)

@@ -23,7 +23,14 @@ from ds_ext.rules import factored
 from ds_ext.rules.base import Rounds, State, register
 
 
-@register(paper="2310.10195", state="4/R + 4/C", rounds="1, or 2", is_batched=True, relative=True)
+@register(
+    paper="2310.10195",
+    state="4/R + 4/C",
+    rounds="1, or 2",
+    is_batched=True,
+    sums_first=factored.sums_first,
+    relative=True,
+)
 @dataclass(frozen=True)
 class AdaLomo:
     """Adafactor's update with its size relative to the weights' (arXiv 2310.10195)."""

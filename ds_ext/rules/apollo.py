@@ -43,7 +43,7 @@ TINY = 1e-8  # what norms are divided by at least
 STATE = "8·r/(S·d), r the rank, S the short side"
 
 
-@register(paper="2412.05270", state=STATE, rounds="2", others={"type": "AdamW"})
+@register(paper="2412.05270", state=STATE, rounds="2", sums_first=True, others={"type": "AdamW"})
 @dataclass(frozen=True)
 class APOLLO:
     """The gradient, its channels scaled as Adam would scale them (arXiv 2412.05270)."""
@@ -112,6 +112,7 @@ class APOLLO:
     paper="2412.05270",
     state=STATE + ", r = 1",
     rounds="2",
+    sums_first=True,
     others={"type": "AdamW"},
     spelling="APOLLO-Mini",
 )

@@ -58,7 +58,8 @@ class Entry:
     paper: str  # arXiv number
     state: str  # bytes per parameter of a matrix [R, C] on each of d ranks
     rounds: str  # all-reduces of a bucket's partial sums
-    joins: Callable[[Any, Shard], bool] | bool  # see ``is_batched`` of ``register``
+    batched_if: Callable[[Any, Shard], bool] | bool  # see ``is_batched`` of ``register``
+    sums_first_if: Callable[[Any, Shard], bool] | bool  # see ``sums_first`` of ``register``
     # How parameters are stepped that the rule is not for, by their role: a group's keys.
     roles: Mapping[str, Mapping[str, Any]]
     any_shape: bool = True  # whether ``step`` is defined for more than matrices
@@ -68,11 +69,17 @@ class Entry:
     @property
     def is_batched(self) -> bool:
         """Whether ``step`` takes a batch of parameters as it takes one, of some at least."""
-        return bool(self.joins)
+        return bool(self.batched_if)
 
     def batches(self, rule: Rule, shard: Shard) -> bool:
         """Whether ``rule``, one of ``self.rule``, steps a run in a batch; alike on all ranks."""
-        return self.joins(rule, shard) if callable(self.joins) else self.joins
+        given = self.batched_if
+        return given(rule, shard) if callable(given) else given
+
+    def sums_first(self, rule: Rule, shard: Shard) -> bool:
+        """Whether ``rule``, one of ``self.rule``, yields sums of a run before it writes."""
+        given = self.sums_first_if
+        return given(rule, shard) if callable(given) else given
 
     def is_relative(self, rule: Rule) -> bool:
         """Whether the steps of ``rule``, one of ``self.rule``, are in proportion to the weights."""
@@ -101,6 +108,7 @@ def register(
     state: str,
     rounds: str,
     is_batched: Callable[[Any, Shard], bool] | bool = False,
+    sums_first: Callable[[Any, Shard], bool] | bool = False,
     others: Mapping[str, Any] | None = None,
     embedding: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
@@ -118,6 +126,9 @@ def register(
             passes of ``ops`` that do, and of formulas that hold for vectors of numbers [n]. Or a
             function of a rule and a run that tells it by hyper-parameters and geometry, alike on
             all ranks.
+        sums_first: whether ``step`` yields sums of the gradient before it writes the weight or its
+            state, so that the first round checks the gradient: a bad one has had no effect yet.
+            Or a function, as for ``is_batched``. If it is False, gradients are read once more.
         others: for a rule of the matrices of linear layers: the keys of the param group of all
             other parameters, such as {"type": "AdamW"}.
         embedding: those of embeddings, if they differ.
@@ -143,7 +154,7 @@ def register(
         is_for_all = "type" not in (others or {}) if any_shape is None else any_shape
         spelled = spelling or rule.__name__
         REGISTRY[name] = Entry(
-            rule, paper, state, rounds, is_batched, roles, is_for_all, relative, spelled
+            rule, paper, state, rounds, is_batched, sums_first, roles, is_for_all, relative, spelled
         )
         for tell in _subscribers:
             tell(name)

@@ -26,7 +26,13 @@ from ds_ext.rules import factored
 from ds_ext.rules.base import Rounds, State, register
 
 
-@register(paper="2307.02047", state="4/d + 8/R + 8/C", rounds="2, or 3", is_batched=True)
+@register(
+    paper="2307.02047",
+    state="4/d + 8/R + 8/C",
+    rounds="2, or 3",
+    is_batched=True,
+    sums_first=factored.sums_first,
+)
 @dataclass(frozen=True)
 class CAME:
     """Adafactor with momentum and a confidence factor (arXiv 2307.02047)."""

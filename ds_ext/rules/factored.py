@@ -24,6 +24,11 @@ Update: TypeAlias = ops.Quotient | ops.RunQuotient
 Unbounded: TypeAlias = Generator[Sums, Sums, tuple[Update, Tensor, Sums]]
 
 
+def sums_first(rule: object, shard: Shard) -> bool:
+    """Whether a rule yields a matrix's sums before it writes: statistics advance by totals."""
+    return shard.is_matrix
+
+
 def keeps(shard: Shard) -> dict[str, Part]:
     """What a rank keeps of the statistics."""
     if not shard.is_matrix:

@@ -42,6 +42,7 @@ from ds_ext.rules.base import Rounds, State, Sums, register
     state="about 8·r/(S·d) for moments + 4·r/L for a replicated basis, r the rank, S and L the "
     "short and the long side; 2 instead of 8 with 8-bit moments",
     rounds="1–2, more when the basis is renewed",
+    sums_first=lambda rule, shard: rule.projects(shard),
     others={"rank": None},
 )
 @dataclass(frozen=True)

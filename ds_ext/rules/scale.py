@@ -32,6 +32,7 @@ from ds_ext.rules.base import Rounds, State, register
     state="0; 4/d of the output head",
     rounds="0, or 1",
     is_batched=True,
+    sums_first=lambda rule, shard: rule.sums_first(shard),
     others={"type": "AdamW"},
     any_shape=True,
     embedding={"norm_axis": "column"},
@@ -50,6 +51,10 @@ class SCALE:
     def keeps(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard)} if self.momentum else {}
 
+    def sums_first(self, shard: Shard) -> bool:
+        """Whether a step needs totals, and writes no momentum before."""
+        return not self.momentum and (self.norm_axis == "column" or not shard.holds_rows)
+
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         m: ops.Readable = g
         if self.momentum:
@@ -59,7 +64,7 @@ class SCALE:
         if self.norm_axis == "column":
             (sums,) = yield ops.row_col_square_sums(x, shard, g)[1:]
             x = ops.normalize_columns(x, sums, self.eps * shard.rows**0.5, shard)
-        elif shard.holds_rows:
+        elif shard.holds_rows:  # needs no round
             x, _ = ops.normalize_whole_rows(x, self.eps * shard.cols**0.5, shard, g)
         else:
             (sums,) = yield ops.row_col_square_sums(x, shard, g)[:1]

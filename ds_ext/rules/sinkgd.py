@@ -34,6 +34,7 @@ from ds_ext.rules.base import Rounds, State, register
     state="0",
     rounds="5, or 10",
     is_batched=True,
+    sums_first=True,
     others={"type": "FlashAdamW"},
     any_shape=True,
 )
