@@ -21,7 +21,7 @@ from ds_ext.ops.shard import Shard
 Pointers: TypeAlias = NDArray[np.int64]
 Geometry: TypeAlias = tuple[int, int, int, int, int]  # start, elements, matrices, rows, columns
 CPU = torch.device("cpu")
-MASTER = frozenset({"master", "marks"})  # what a state holds that is of its weight's master
+MASTER = frozenset({"master", "marks"})  # the keys of a state that belong to the fp32 master
 
 
 class Runs:
@@ -52,7 +52,7 @@ class Runs:
         return self.tensors[0].device
 
     def source(self) -> Source:
-        """Returns what this is to a kernel."""
+        """Describes this to native code and kernels."""
         return Source("IS_RUN", {"x": cast(Tensor, self)})
 
 
@@ -102,12 +102,12 @@ class Weights:
     how: str = "PLAIN"
     aux: Runs | None = None
     key: NDArray[np.uint32] | None = None  # [n]
-    # Of two sums for each: on a CPU in fp64, which writing adds to; else in fp32, written to.
+    # Room for Σ(Δw²) and Σw² of each: on a CPU fp64, added to; on a GPU fp32, overwritten.
     update_sums: "Runs | Flat | None" = None
     norm_cache: Any = None  # the cached norms of the weights, of the executor
 
     def storage(self) -> WeightStorage:
-        """Returns what this is to a kernel: it has what a ``WeightStorage`` has, of each."""
+        """Describes this to native code and kernels: it has the fields of a ``WeightStorage``."""
         return cast(WeightStorage, self)
 
 

@@ -70,7 +70,7 @@ class Source:
 
 
 def source_of(x: Any) -> Source | None:
-    """What a run is to a kernel; None if no kernel can read it."""
+    """Describes a run to native code and kernels; None if they cannot read it."""
     if isinstance(x, Tensor):
         return Source("IS_RUN", {"x": x})
     if hasattr(x, "storage"):
@@ -79,7 +79,7 @@ def source_of(x: Any) -> Source | None:
 
 
 def storage_of(p: Any) -> WeightStorage | None:
-    """What a weight is to a kernel; None if no kernel can write it."""
+    """Describes a weight to native code and kernels; None if they cannot write it."""
     if isinstance(p, Tensor):
         return WeightStorage(p)
     return p.storage() if hasattr(p, "storage") else None
@@ -167,7 +167,7 @@ class Scaled:
         return x if self.bound is None else x.clamp_(-self.bound, self.bound)
 
     def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
+        """Describes this to native code and kernels; None if they cannot read it."""
         x = source_of(self.x)
         if x is None or {"factor", "bound", "scale"} & x.scalars.keys():
             return None
@@ -279,7 +279,7 @@ class Quotient:
         return replace(self, scale=self.scale * factor)
 
     def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
+        """Describes this to native code and kernels; None if they cannot read it."""
         x = source_of(self.x)
         if x is None or x.form != "IS_RUN":
             return None
@@ -306,7 +306,7 @@ class RunQuotient:
         return replace(self, scale=self.scale * factor)
 
     def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
+        """Describes this to native code and kernels; None if they cannot read it."""
         x = source_of(self.x)
         if x is None or x.form != "IS_RUN":
             return None
@@ -327,7 +327,7 @@ class Sum:
         return torch.mul(y, self.weight, out=room(y, self.y)).add_(x)
 
     def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
+        """Describes this to native code and kernels; None if they cannot read it."""
         x, storage = source_of(self.x), storage_of(self.y)
         if x is None or storage is None or x.storage is not None:
             return None

@@ -1,12 +1,13 @@
-"""Which weights were changed by others since they were written, where a master is kept of them.
+"""Fingerprints of weights, which detect edits by others where a residual is stored beside them.
 
-A weight and the 8 or 16 bits that are kept beside it have no bit to spare: a weight that someone
-sets (a row to zero, a mask, a loaded model) looks like any other beside what was left of the one
-before. So every ``GROUP`` elements of a run have a mark of 16 bits, a hash of their weights as
-they were written. Where it differs at the next step, their remainders are dropped: of a weight
-that was set to zero its own alone (a weight that is written as zero has none, but for numbers
-below 1e-40, in fp16 below 3e-8), else of the whole group, which then stands where the model has
-computed with it.
+A weight in 16 bits and its residual of 8 or 16 bits have no bit to spare: a weight that someone
+sets (a row to zero, a mask, a loaded model) looks like any other. So each ``GROUP`` weights have a
+fingerprint of 16 bits, a hash of the weights as they were written (the state's key "marks").
+
+If a group's hash differs at the next step, its residuals are dropped. If the edit set weights to
+zero, only the residuals of these are dropped: a weight that a step wrote as zero has none, except
+for numbers below 1e-40 (fp16: 3e-8). Otherwise all of the group are dropped, and its weights are
+those that the model has computed with.
 """
 
 import functools
@@ -22,23 +23,26 @@ INFINITE = 0x7F80  # the bits of a bf16 infinity; those of a NaN are more
 
 
 def room(run: Tensor) -> Tensor:
-    """Where the marks of a run may be written."""
+    """Returns room for the fingerprints of a run."""
     return torch.empty(-(-len(run) // GROUP), dtype=torch.int16, device=run.device)
 
 
 def mark_(run: Tensor, out: Tensor) -> None:
-    """out ← the marks of a run."""
+    """Writes the fingerprints of a run into ``out``."""
     for b in scratch.blocks(Shard.whole((len(run),))):
         found = _hashes(run[b.run])
         out[b.run.start // GROUP :][: len(found)] = found
 
 
 def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> None:
-    """Drops, in place, what is left in ``residual``, [n] int16 or int8, of weights that changed.
+    """Sets the residuals of edited weights to zero, in place.
 
-    ``marked`` are the marks of the run as it was written. With None, of a state that has none, only
-    pairs that stand for no number are found: 0 less something, inf or NaN and something. With 8
-    bits there are none.
+    Args:
+        run: the weights, [n] of 16 bits.
+        residual: [n] int16 or int8.
+        marked: the fingerprints of the run as it was written. Without them (a state of an older
+            file) only invalid pairs are found: zero with a negative int16 residual, inf or NaN
+            with any. An int8 residual is never invalid.
     """
     is_split = residual.dtype == torch.int16
     for b in scratch.blocks(Shard.whole((len(run),))):

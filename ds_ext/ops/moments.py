@@ -59,7 +59,7 @@ class Residual:
         return torch.sub(u, m, out=room(u, self.u))
 
     def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
+        """Describes this to native code and kernels; None if they cannot read it."""
         u = source_of(self.u)
         forms = {"IS_QUOTIENT": "IS_RESIDUAL", "IS_VECTOR": "IS_VECTOR_RESIDUAL"}
         if u is None or u.form not in forms:
@@ -87,7 +87,7 @@ class RootQuotient:
         return torch.div(m, divisor.mul_(a).add_(b), out=divisor)
 
     def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
+        """Describes this to native code and kernels; None if they cannot read it."""
         found, (a, b) = columns(m=self.m, v=self.v), self.numbers
         return Source("IS_ADAM", found, {"a": a, "b": b}) if found and len(found) == 2 else None
 
@@ -121,7 +121,7 @@ class AdamStep:
         return self.u.of(m, v)
 
     def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
+        """Describes this to native code and kernels; None if they cannot read it."""
         g, u, found = source_of(self.g), self.u, columns(m=self.u.m, v=self.u.v)
         if g is None or found is None or g.form != "IS_RUN":
             return None
@@ -153,7 +153,7 @@ class SignStep:
         return u
 
     def source(self) -> Source | None:
-        """Returns what this is to a kernel; None if no kernel can read it."""
+        """Describes this to native code and kernels; None if they cannot read it."""
         g, found = source_of(self.g), columns(m=self.m)
         if g is None or found is None or g.form != "IS_RUN":
             return None

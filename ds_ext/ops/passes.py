@@ -149,7 +149,7 @@ class NormalizeColumns(NamedTuple):
 
 
 class NormalizeWholeRows(NamedTuple):
-    """``NormalizeRows`` of runs of whole rows -> and sums of the new squares over columns."""
+    """``NormalizeRows`` for runs of whole rows; also returns column sums of the new squares."""
 
     x: Quotient
     least: Number
@@ -164,7 +164,7 @@ class Mark(NamedTuple):
 
 
 class Mend(NamedTuple):
-    """Drops the remainders of weights that were edited: of run, remainders and fingerprints."""
+    """Drops the residuals of edited weights: triples of run, residuals and fingerprints."""
 
     given: Sequence[tuple[Tensor, Tensor, Tensor | None]]
     are_batched: bool
@@ -329,12 +329,11 @@ def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool = False) -> 
 
 
 def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool = False) -> None:
-    """Drops, in place, the remainders of weights that were edited since ``mark_``.
+    """Sets the residuals of weights that were edited since ``mark_`` to zero, in place.
 
     Args:
-        given: of each run the weights, [n] of 16 bits, what is kept beside them, [n] int16 or int8,
-            and the fingerprints. Without these only pairs that stand for no number are found: 0
-            less something, inf or NaN and something. With 8 bits there are none.
+        given: the weights of each run, [n] of 16 bits, their residuals, [n] int16 or int8, and
+            their fingerprints or None: see ``fingerprints.mend_``.
         are_batched: whether the runs are stepped in batches.
     """
     dispatch.run(Mend(given, are_batched), None)

@@ -102,7 +102,7 @@ class Shard:
     stop: int
     size: int  # of a full run: the parameter is cut at multiples of it, unless it is split
     split: Split | None = None  # elements are then numbered box by box, not row by row
-    before: int = 0  # elements of a stack before this one of it; the multiples are the stack's
+    before: int = 0  # its offset in a stack, from whose start multiples of ``size`` count
     turn: int = 0  # the parameter's number, by which ranks take turns
 
     def __post_init__(self) -> None:
@@ -218,8 +218,9 @@ class Shard:
         return (square_sum / self.numel) ** 0.5  # type: ignore[no-any-return, operator]
 
     def pieces(self) -> Iterator[tuple[Box, int, int]]:
-        """The boxes that the run touches, and the numbers in it of the elements it begins and
-        ends at. All matrices of a parameter are one box.
+        """Yields the boxes that the run touches, each with the run's begin and end in it.
+
+        All matrices of a parameter are one box.
         """
         if self.split is None:
             if len(self):

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch
-from ds_ext.ops.shard import Block, Shard
+from ds_ext.ops.shard import Block
 
 MOST = 16  # rows, and columns, of a small matrix
-
-
-def is_small(shard: Shard) -> bool:
-    """Returns whether a parameter is a stack of small matrices."""
-    return shard.mats > 1 and 0 < shard.rows <= MOST and 0 < shard.cols <= MOST
 
 
 def holds_whole(b: Block, mats: int, rows: int, cols: int) -> bool:

@@ -28,7 +28,7 @@ class StochasticWeight:
     start: int  # element of the whole parameter that the run starts at
 
     def storage(self) -> WeightStorage:
-        """Returns what this is to a kernel."""
+        """Describes this to native code and kernels."""
         return WeightStorage(self.run, "STOCHASTIC", key=self.key, start=self.start)
 
     def part(self, run: slice) -> "StochasticWeight":
@@ -60,7 +60,7 @@ class SplitWeight:
     residual: Tensor
 
     def storage(self) -> WeightStorage:
-        """Returns what this is to a kernel."""
+        """Describes this to native code and kernels."""
         return WeightStorage(self.run, self.HOW, self.residual)
 
     def part(self, run: slice) -> "SplitWeight":
@@ -86,7 +86,7 @@ class SplitWeight:
 
 @dataclass(frozen=True)
 class CopiedWeight:
-    """An fp16 run and its fp32 copy, which counts where the run is still what was made of it.
+    """An fp16 run and its fp32 copy, which is used while the run still equals it in fp16.
 
     No 16 bits would do here: an fp32 has a wider range than fp16. Weights that someone else has
     changed since, say by loading a model, are taken from the run.
@@ -97,7 +97,7 @@ class CopiedWeight:
     copy: Tensor
 
     def storage(self) -> WeightStorage:
-        """Returns what this is to a kernel."""
+        """Describes this to native code and kernels."""
         return WeightStorage(self.run, self.HOW, self.copy)
 
     def part(self, run: slice) -> "CopiedWeight":
@@ -133,7 +133,7 @@ class CorrectedWeight:
     error: Tensor
 
     def storage(self) -> WeightStorage:
-        """Returns what this is to a kernel."""
+        """Describes this to native code and kernels."""
         return WeightStorage(self.run, self.HOW, self.error)
 
     def part(self, run: slice) -> "CorrectedWeight":

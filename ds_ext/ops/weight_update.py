@@ -176,10 +176,10 @@ def part(p: Weight, run: slice) -> Weight:
 
 
 def master(p: Tensor, how: Writing) -> dict[str, Tensor]:
-    """What is kept beside a run, to have its weights in more than 16 bits.
+    """Returns what is stored beside a run to have its weights in more than 16 bits.
 
-    1 byte for "master24"; for "master" 2 bytes for a bf16 weight and 4 for an fp16. And 2 for every
-    ``GROUP`` weights, but for the 4.
+    Per weight: 1 byte for "master24"; for "master" 2 bytes beside bf16 and 4 beside fp16. Without
+    an fp32 copy, also 2 bytes per ``GROUP`` weights.
     """
     dtype = MASTER_DTYPES.get((how.weight_update, p.dtype))
     if dtype is None:
@@ -190,7 +190,7 @@ def master(p: Tensor, how: Writing) -> dict[str, Tensor]:
 
 
 def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
-    """What a run ``p`` is: fp32 where it has a master, or itself."""
+    """Returns the values of a run: fp32 on the CPU if it has a master, else ``p`` itself."""
     if "master" not in s:
         return p
     if _needs_marks(s):

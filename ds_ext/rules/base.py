@@ -133,8 +133,8 @@ def register(
             other parameters, such as {"type": "AdamW"}.
         embedding: those of embeddings, if they differ.
         head: those of the output head, if they differ.
-        any_shape: whether ``step`` is defined for more than matrices, where a script's own param
-            group holds more; not given, that of a rule whose ``others`` have a type is not.
+        any_shape: whether ``step`` is defined for more than matrices, which a script's own param
+            group may hold. Default: False if ``others`` has a type, else True.
         relative: whether a step is in proportion to the size of the weights, so that ``lr`` is
             relative to that, and a matrix of zeros hardly moves; or a function of a rule.
         spelling: its name in papers, if that has dashes; configs may write either.

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ds_ext.ops.executors.triton import kernels, launches
-from ds_ext.ops.executors.triton.specs import Spec
+from ds_ext.ops.executors.triton.launches import Spec
 
 TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]

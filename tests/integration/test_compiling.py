@@ -13,7 +13,7 @@ import torch
 from ds_ext import ops
 from ds_ext.ops import passes
 from ds_ext.ops.executors.triton import launches, sizes
-from ds_ext.ops.executors.triton.specs import Spec
+from ds_ext.ops.executors.triton.launches import Spec
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck

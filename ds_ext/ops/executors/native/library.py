@@ -1,6 +1,6 @@
 """The C++ file as a library: built with the wheel, or once for a machine at its first use.
 
-Where neither can be had the torch ops serve, and one line in the log says so.
+Without either, the reference executor makes the passes, and one line in the log says so.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ FLAGS = (  # setup.py has the same for wheels
     # None of these changes a result: there is no fused multiply-add, and no sum in another order.
     "-fno-math-errno -fno-trapping-math -ffp-contract=off"
 ).split()
-SWITCH = "DS_EXT_NATIVE"  # environment: 0 for the torch ops
+SWITCH = "DS_EXT_NATIVE"  # environment: 0 for the reference executor
 SECONDS = 300  # that a compiler may take
 
 

@@ -11,8 +11,8 @@ from ds_ext.ops.batch import Pointers
 class NormCache:
     """The sums of squares of weights as they were last written, which need not be read for them.
 
-    They hold for runs that lie where they did and that no operation of torch has written to since;
-    of what writes past torch's version counters (``param.data``), a few dozen weights tell.
+    They hold for runs at the same address whose version counters have not changed. Writes through
+    ``param.data``, which do not count, are detected by ``schema.PROBES`` sampled weights.
     """
 
     def __init__(self, n: int) -> None:

@@ -291,8 +291,8 @@ INLINE uint16_t float_to_bf16(float x) {
     return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
-// Asks memory for what comes AHEAD bytes after ``n`` elements: with several runs read in turns, the
-// processor by itself waits at the beginning of each chunk.
+// Prefetches what comes AHEAD bytes after ``n`` elements: with several runs read in turns, the
+// hardware prefetcher stalls at the beginning of each chunk.
 template <class T> INLINE void ask_ahead(const T *from, int64_t n) {
     const char *at = reinterpret_cast<const char *>(from) + AHEAD;
     for (int64_t k = 0; k < n * static_cast<int64_t>(sizeof(T)); k += 64) __builtin_prefetch(at + k);

@@ -18,7 +18,7 @@ def take(device: torch.device) -> bool:
 def take_matrices(shard: Shard) -> bool:
     """Returns whether kernels add up rows and columns of a parameter, and divide by such sums.
 
-    Each matrix has tiles of its own and sums to be folded up: the ops are better at stacks of many.
+    Each matrix has tiles and sums of its own: torch's operations are faster for large stacks.
     The answer is the same on all ranks.
     """
     return not shard.is_1x1 and shard.mats <= MATRICES
@@ -29,6 +29,6 @@ def are_there() -> bool:
     """Returns whether Triton is installed; imports the kernels, which takes Triton with them."""
     try:
         from ds_ext.ops.executors.triton import kernels  # noqa: F401
-    except ImportError:  # a torch without Triton: the ops serve
+    except ImportError:  # a torch without Triton
         return False
     return True

@@ -39,7 +39,7 @@ _waiting = _Waiting()
 
 
 class Together:
-    """See ``deferred``; a generator would take some times as long, several times a step."""
+    """See ``deferred``. A class, since ``@contextmanager`` is several times slower."""
 
     def __enter__(self) -> Callable[[], None]:
         _waiting.is_open = True
@@ -56,7 +56,7 @@ class Together:
 def deferred() -> Together:
     """Collects passes, and launches them at the end; call what is given between two rules.
 
-    What is collected has not run before: only passes that come later may read its results.
+    Collected passes have not run yet: only later passes may read their results.
     """
     return Together()
 

@@ -13,10 +13,9 @@ from ds_ext.ops import schema
 from ds_ext.ops.executors.triton import folds, launch_queue, memory, tiles, verdicts
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS, NUMBERS
 from ds_ext.ops.executors.triton.folds import Fold, Parts
-from ds_ext.ops.executors.triton.launches import Constants, HostNumber, Launch
+from ds_ext.ops.executors.triton.launches import Constants, HostNumber, Launch, Spec
 from ds_ext.ops.executors.triton.memory import Addresses
 from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.specs import Spec
 from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 from ds_ext.ops.formulas import Formula
 
@@ -151,8 +150,8 @@ class Launcher:
     ) -> Iterator[Launch]:
         """A kernel over all parameters: one launch of those with vectors, one of the others.
 
-        Where tiles are as wide as rows, one for each width, and another kernel for rows that are
-        wider than tiles. For a parameter's bits must not depend on those that are beside it.
+        If tiles are as wide as rows, there is one launch for each width, and another kernel for
+        rows that are wider than tiles: a parameter's bits must not depend on its neighbours.
         """
         verdict = verdicts.current()
         constants = (*constants, ("JUDGED", verdict is not None))

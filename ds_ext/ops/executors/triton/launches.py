@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -12,11 +13,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.executors.triton import shapes
+from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.columns import AT, COLUMNS
 from ds_ext.ops.executors.triton.memory import Memory
-from ds_ext.ops.executors.triton.specs import Spec
 from ds_ext.ops.executors.triton.tiles import Int64s, Tiles
+
+
+class Spec:
+    """A constant of a kernel with named fields, some of which are such constants too.
+
+    A kernel reads its fields; Triton tells one from another by ``repr``, of which it makes names.
+    A tuple would not do: not all versions of Triton take tuples of tuples.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+        text = ", ".join(f"{name}={value!r}" for name, value in sorted(fields.items()))
+        self._name = "of_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+        vars(self).update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a kernel is not told {name}: it has {', '.join(self.fields)}")
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spec) and self._name == other._name
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
 HostNumber: TypeAlias = float | NDArray[np.float32]  # one for all parameters, or one for each
@@ -288,7 +315,7 @@ def _kind(passes: tuple[tuple[str, Constants], ...]) -> tuple[Kind, int]:
 def _pass(kernel: str, given: Constants) -> tuple[dict[str, Any], int]:
     """A pass -> its constants by their names, its number of warps."""
     named, kernels = dict(given), _kernels()
-    shape, warps = shapes.of(kernel, named)
+    shape, warps = sizes.shape_of(kernel, named)
     for name, numbers in (("FORM", kernels.FORM), ("STORAGE", kernels.HOW)):
         if name in named:
             named[name] = numbers[named[name]].value

@@ -43,7 +43,7 @@ def load_weight(
 def store_weight(
     t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
 ):
-    """Writes fp32 weights back: weight_update.py says how each kind rounds."""
+    """Writes fp32 weights back: see weight_forms.py and rounding.py."""
     w = run_at(t, W, WD, e, TC, ALIGNED)
     if STORAGE == SPLIT:
         bits = new.to(tl.int32, bitcast=True)
