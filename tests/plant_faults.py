@@ -40,8 +40,8 @@ FAULTS = (
     # groups of ranks that hold copies, and sums in two levels
     Fault(
         "distributed/placement.py",
-        "if size_of(self.copies) == 1:",
-        "if size_of(self.copies) >= 1:",
+        "if size_of(self.replicas) == 1:",
+        "if size_of(self.replicas) >= 1:",
         "distributed/test_copies.py -k 'one_process and 4-adalomo'",
     ),
     Fault(
@@ -57,7 +57,7 @@ FAULTS = (
         "distributed/test_copies.py -k checkpoint",
     ),
     Fault(
-        "distributed/two_levels.py",
+        "distributed/hierarchical_all_reduce.py",
         "dist.all_reduce(own, group=self.across)",
         "dist.all_reduce(own, group=self.inside)",
         "distributed/test_copies.py -k 'one_process and levels'",

@@ -76,7 +76,7 @@ class Buckets:
         self.wanted = wanted
         self.begin = begin
         self.owner = owner
-        self.overlap = overlap and (layout.is_shared or layout.device.type == "cuda")
+        self.overlap = overlap and (layout.sums_gradients or layout.device.type == "cuda")
         self.side_stream = SideStream(layout.device, overlap)
         self.sent: Sent | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass

@@ -64,7 +64,7 @@ class FusedBackward:
         rerun_context: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         if layout.is_part:  # other ranks have other parameters, and wait for this rank
-            consensus.together(lambda: fitting.check_model(optimizer, layout), ValueError)
+            consensus.run_on_all_ranks(lambda: fitting.check_model(optimizer, layout), ValueError)
         else:
             fitting.check_model(optimizer, layout)
         self.optimizer = optimizer
@@ -203,7 +203,7 @@ class FusedBackward:
     @contextmanager
     def rerun(self, loss: Tensor) -> Iterator[None]:
         """A context for a backward pass of ``loss`` that is run once more afterwards."""
-        with self._rerun_context(loss), self.layout.rehearsal():
+        with self._rerun_context(loss), self.layout.norm_prepass():
             yield
 
     @torch.no_grad()

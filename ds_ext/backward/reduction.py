@@ -109,19 +109,19 @@ class Reduction:
             bounds = [self._upper_bound(p, flat) for p, flat in flats.items()]
             good = torch.stack(found) <= _vector(bounds, found[0])
             votes[: len(flats)].masked_fill_(good.logical_not(), nonfinite.BAD_VOTE)
-            if not self.layout.is_shared:
+            if not self.layout.sums_gradients:
                 squares = dict(zip(flats, found, strict=True))
         present = torch.tensor(has, dtype=torch.bool, device="cpu")
         return squares, torch.where(present.to(votes.device, non_blocking=True), votes, 0)
 
     def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
         """The statistics of gradients: sums of squares, or the largest magnitudes if shared."""
-        op = ops.largest if self.layout.is_shared else ops.square_sums_of
+        op = ops.largest if self.layout.sums_gradients else ops.square_sums_of
         return _of_each(op, flats.values())
 
     def _upper_bound(self, param: Tensor, flat: Tensor) -> float:
         """The largest allowed value of ``_found``."""
-        if self.layout.is_shared:
+        if self.layout.sums_gradients:
             return self._bound(param, flat)
         numel = max(1, self.layout.shard(param).numel)
         return float(torch.finfo(ops.accumulator(flat.dtype)).max / numel)

@@ -1,7 +1,7 @@
 """What ranks have to know of each other: that one failed, that they differ, that one is gone.
 
 A rank that raises alone leaves the others waiting in a collective for as long as the time limit of
-the process group allows. What can fail on one rank is therefore done ``together``.
+the process group allows. What can fail on one rank is therefore done by ``run_on_all_ranks``.
 """
 
 import hashlib
@@ -41,7 +41,9 @@ def gathered(value: T, group: Group = None) -> list[T]:
     return values
 
 
-def together(action: Callable[[], T], error: Callable[[str], Exception], group: Group = None) -> T:
+def run_on_all_ranks(
+    action: Callable[[], T], error: Callable[[str], Exception], group: Group = None
+) -> T:
     """Runs ``action`` on every rank; if it fails on one, raises ``error(text)`` on all of them."""
     failed, result = None, None
     try:

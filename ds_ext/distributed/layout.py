@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_ext.distributed import groups, two_levels
+from ds_ext.distributed import groups, hierarchical_all_reduce
 from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, size_of
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard
@@ -41,7 +41,7 @@ class Layout:
         names: the names of all parameters, those without gradients too, in the same order on all
             ranks.
         placement_of: gives a parameter's placement.
-        copy_group: the ranks that hold one copy of the model's state together; by default
+        replica_group: the ranks that hold one copy of the model's state together; by default
             ``group``.
         device: where sums are made if there is no parameter; by default the CPU.
     """
@@ -57,11 +57,11 @@ class Layout:
         group: Group,
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
-        copy_group: Group = None,
+        replica_group: Group = None,
         device: torch.device | None = None,
     ) -> None:
         self.group = group
-        self.copy_group = copy_group or group
+        self.replica_group = replica_group or group
         self.names = names
         self.params = list(names)
         self.number_of = {p: i for i, p in enumerate(names)}
@@ -93,12 +93,12 @@ class Layout:
         return {group for group in found if group is not None}
 
     @property
-    def is_further_copy(self) -> bool:
+    def is_further_replica(self) -> bool:
         """Whether ranks before this one's group hold the same as these."""
-        return self.rank >= size_of(self.copy_group)
+        return self.rank >= size_of(self.replica_group)
 
     @property
-    def is_shared(self) -> bool:
+    def sums_gradients(self) -> bool:
         """Whether other ranks add to a gradient."""
         return any(placement.is_summed for placement in self.placements)
 
@@ -124,7 +124,9 @@ class Layout:
             ValueError: if ``size`` does not divide the number of ranks that add up.
         """
         for placement in self.placements:
-            placement.levels = two_levels.of(placement.statistics_group, size, self.device)
+            placement.levels = hierarchical_all_reduce.of(
+                placement.statistics_group, size, self.device
+            )
 
     def name(self, param: Tensor) -> str:
         """Returns a parameter's name in the model, or words for one that it has not."""
@@ -304,7 +306,7 @@ class Layout:
             placement.publish(some)
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def norm_prepass(self) -> Iterator[None]:
         """A backward pass runs within this context whose graph is run backward once more."""
         yield
 

@@ -15,11 +15,11 @@ from ds_ext.ops.executors.triton import memory
 from ds_ext.ops.executors.triton.waiting import together
 
 Sums: TypeAlias = tuple[Tensor, ...]
-Rule = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
-Flat = Generator[Tensor, Tensor, None]
+StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
+FlatSums = Generator[Tensor, Tensor, None]
 
 
-def lockstep(rules: Iterable[Rule]) -> Flat:
+def lockstep(rules: Iterable[StepGenerator]) -> FlatSums:
     """Merges rules into one: yields all partial sums of a round, flat [n], takes their totals.
 
     Those of batches on a GPU lie side by side as it is, and are added up where they are.
@@ -43,7 +43,9 @@ def lockstep(rules: Iterable[Rule]) -> Flat:
         )
 
 
-def _advance_all(answered: Iterable[tuple[Rule, Sums | None]]) -> list[tuple[Rule, Sums]]:
+def _advance_all(
+    answered: Iterable[tuple[StepGenerator, Sums | None]],
+) -> list[tuple[StepGenerator, Sums]]:
     """Sends each rule its totals -> those that have not ended, and what they ask for next."""
     waiting = []
     with together() as next_rule:
@@ -55,7 +57,7 @@ def _advance_all(answered: Iterable[tuple[Rule, Sums | None]]) -> list[tuple[Rul
     return waiting
 
 
-def _advance(rule: Rule, totals: Sums | None) -> Sums | None:
+def _advance(rule: StepGenerator, totals: Sums | None) -> Sums | None:
     """The next partial sums of a rule, None at its end. Asking for nothing takes no round."""
     try:
         sums = next(rule) if totals is None else rule.send(totals)
@@ -66,7 +68,7 @@ def _advance(rule: Rule, totals: Sums | None) -> Sums | None:
         return None
 
 
-def run(rules: Iterable[Rule], all_reduce: Callable[[Tensor], None] | None) -> int:
+def run(rules: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None] | None) -> int:
     """Runs rules to their end, ``all_reduce`` summing in place once a round; -> rounds taken.
 
     With None there is one rank: partial sums are the totals, and are not copied.
@@ -80,7 +82,7 @@ def run(rules: Iterable[Rule], all_reduce: Callable[[Tensor], None] | None) -> i
     return rounds
 
 
-def _run_alone(rules: Iterable[Rule]) -> int:
+def _run_alone(rules: Iterable[StepGenerator]) -> int:
     """Runs rules to their end, sending each its own partial sums; -> rounds taken."""
     rounds = 0
     waiting = _advance_all((rule, None) for rule in rules)
@@ -90,7 +92,7 @@ def _run_alone(rules: Iterable[Rule]) -> int:
     return rounds
 
 
-def merged_rounds(merged: Flat) -> Iterable[Tensor]:
+def merged_rounds(merged: FlatSums) -> Iterable[Tensor]:
     """Iterates over the flat tensors of ``lockstep``; each goes back as its own total."""
     try:
         flat = next(merged)
@@ -101,7 +103,7 @@ def merged_rounds(merged: Flat) -> Iterable[Tensor]:
         return
 
 
-def simulate(ranks: Sequence[Iterable[Rule]]) -> int:
+def simulate(ranks: Sequence[Iterable[StepGenerator]]) -> int:
     """Runs the rules of several ranks in one process, adding up what they yield; -> rounds."""
     rounds = 0
     for flats in zip(*(merged_rounds(lockstep(rules)) for rules in ranks), strict=True):

@@ -1,18 +1,17 @@
 """Placements: which run of a parameter a rank updates, how gradients reach it and updates leave it.
 
-Parameters that are spread alike share one. d is the number of ranks of data parallelism.
+Parameters with the same distribution share one. d is the number of data-parallel ranks.
 
 | placement    | weight kept | run   | gradient       | after the update   | partial sums     |
 |--------------|-------------|-------|----------------|--------------------|------------------|
 | `Replicated` | all         | all   | all-reduce     | nothing            | of one rank      |
 | `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | added up over d  |
 
-Where several groups of d ranks hold copies of the same runs, each run's sum is all-reduced among
-its copies after the reduce-scatter; partial sums stay within a group, for its copies know the same.
-ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in engine/zero3.py.
-With tensor parallelism "all" is the boxes of the matrix that a rank holds, and partial sums are
-added up over all ranks that hold some of it; parameters that it leaves whole have a placement of
-their own, and so have experts that only some ranks hold.
+If several groups of d ranks hold replicas of the same runs, each run's sum is all-reduced among its
+replicas after the reduce-scatter. Partial sums stay within a group, because replicas have the same.
+engine/zero3.py has the placement of ZeRO-3, where a rank keeps only its run. With tensor
+parallelism, "all" means the boxes of the matrix that a rank holds, and partial sums are added up
+over all ranks that hold a part of it. Unsplit parameters have their own placement, as do experts.
 """
 
 import abc
@@ -58,7 +57,7 @@ class TensorParallelShard(NamedTuple):
 
 
 class Levels(Protocol):
-    """What adds up sums in several collectives, as ``two_levels.TwoLevels`` does."""
+    """An all-reduce in several collectives: ``hierarchical_all_reduce.HierarchicalAllReduce``."""
 
     inside: Group
     across: Group
@@ -260,10 +259,10 @@ class Sharded(Summed):
 
     Args:
         group: the d ranks.
-        grad_divisor: by default the number of ranks in ``group`` and ``copies``.
+        grad_divisor: by default the number of ranks in ``group`` and ``replicas``.
         statistics_group: by default ``group``.
         tensor_parallel_shards: see ``Placement``.
-        copies: the ranks, one of each group of d, that hold the same runs; None if there are none.
+        replicas: the ranks, one of each group of d, that hold the same runs; None: no replicas.
     """
 
     def __init__(
@@ -272,17 +271,17 @@ class Sharded(Summed):
         grad_divisor: int | None = None,
         statistics_group: Group = None,
         tensor_parallel_shards: Mapping[Tensor, TensorParallelShard] | None = None,
-        copies: Group = None,
+        replicas: Group = None,
     ) -> None:
-        num_copies = size_of(copies)
+        num_replicas = size_of(replicas)
         super().__init__(
             group,
-            grad_divisor or size_of(group) * num_copies,
+            grad_divisor or size_of(group) * num_replicas,
             statistics_group or group,
             tensor_parallel_shards,
-            num_copies,
+            num_replicas,
         )
-        self.copies = copies
+        self.replicas = replicas
         self.num_shards = self.world
         self.shard_index = 0 if group is None else dist.get_rank(group)
 
@@ -291,12 +290,12 @@ class Sharded(Summed):
         return self.group.reduce_scatter_tensor_coalesced(runs, flats)  # type: ignore[union-attr]
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begins to sum flat gradients over the group, then over copies; see ``Placement.reduce``.
+        """Begins to sum flat gradients over the group, then over replicas; see ``Summed.reduce``.
 
-        All copies are sent the same bits.
+        All replicas receive the same bits.
         """
         runs, wait = super().reduce(flats)
-        if size_of(self.copies) == 1:
+        if size_of(self.replicas) == 1:
             return runs, wait
         summed = by_dtype(runs)
 
@@ -305,7 +304,7 @@ class Sharded(Summed):
             with explained():
                 for alike in summed:
                     self.bytes_sent += sum(run.nbytes for run in alike)
-                    self.copies.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
+                    self.replicas.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
 
         return runs, wait_for_both
 

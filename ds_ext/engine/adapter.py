@@ -56,7 +56,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.optimizer = optimizer
         self.module = engine.module
         self.layout = layout_of(engine)
-        self.dp_process_group = self.layout.copy_group  # DeepSpeed names files by it
+        self.dp_process_group = self.layout.replica_group  # DeepSpeed names files by it
         share_time_limit(self.layout)
         config = settings.effective(engine)
         how = parsing.gradients(config, engine.monitor.enabled, pipeline.gradients_kept_for(engine))
@@ -77,7 +77,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._entered = -1  # autograd's id of the last backward pass of the engine
-        self._rehearsing = False
+        self._is_prepass = False
         self._can_repeat = False  # whether a graph was found that can run backward twice
         self._take_over_from_engine()
         hook_cleanup.hide_from_copies(engine)
@@ -199,11 +199,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Hides a backward pass of ``loss`` within the context from the engine's hooks."""
         state = self._backward_hook_state
         hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
-        self._rehearsing = True
+        self._is_prepass = True
         try:
             yield
         finally:
-            self._rehearsing = False
+            self._is_prepass = False
             state._grad_acc_post_hooks = hooks
         self._tell_of_second_pass(loss)
 
@@ -226,7 +226,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.fused.reader.loss_scale = self.loss_scale  # a stage of a pipeline may have no loss
         engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
-        if self.needs_scaler() and not (scaled or self._rehearsing):
+        if self.needs_scaler() and not (scaled or self._is_prepass):
             raise RuntimeError(
                 f"the loss has to be multiplied by the loss scale ({self.loss_scale:g}) of fp16: "
                 "call engine.backward(loss), or engine.scale(loss).backward()."

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.distributed import lockstep
+from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Flat, Runs
 from ds_ext.ops.executors.table_batch import Known
@@ -55,7 +55,7 @@ class BatchedStep:
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
         self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
 
-    def begin(self) -> lockstep.Rule:
+    def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""
         p = weight_update.weights(self.runs, self.masters, self.rule, self.group.numbers, self.t)
         self.group.known.check(self.runs)
@@ -66,7 +66,7 @@ class BatchedStep:
                 for run, x in zip(self.runs.tensors, self.group.pieces, strict=True)
             ]
             p = replace(p, measured=self._measured())
-        step: lockstep.Rule = self.rule.step(p, self.gradients, self.kept, self.t, self.batch)
+        step: StepGenerator = self.rule.step(p, self.gradients, self.kept, self.t, self.batch)
         return step
 
     def _measured(self) -> Runs | Flat:
@@ -129,7 +129,7 @@ class LoneStep:
         self.table, self.run = table, run
         self.params = [run.update.param]
 
-    def begin(self) -> lockstep.Rule:
+    def begin(self) -> StepGenerator:
         """Returns the generator of the rule."""
         (rule,) = begin_rules(self.table, self.run.update, self.run.state)
         return rule
@@ -198,7 +198,7 @@ class BucketStep:
                     self.rules += begin_rules(table, run.update, run.state)
                 next_parameter()
 
-    def _checked(self, step: BatchedStep | LoneStep) -> lockstep.Rule:
+    def _checked(self, step: BatchedStep | LoneStep) -> StepGenerator:
         """The generator of a step, with a check of its gradients if that is asked for."""
         how = {(p in self.check.params, p in self.check.votes) for p in step.params}
         assert len(how) == 1, "the gradients of a batch are all checked in the same way"
@@ -229,7 +229,7 @@ class BucketStep:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
 
 
-def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[lockstep.Rule]:
+def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[StepGenerator]:
     """Begins a parameter's step: counts it in the state, which is made if there is none.
 
     Args:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.distributed.lockstep import Rule, Sums
+from ds_ext.distributed.lockstep import StepGenerator, Sums
 from ds_ext.ops.batch import Flat, Placed
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import memory, verdicts, waiting
@@ -134,7 +134,7 @@ class Step(Protocol):
 
     params: list[Tensor]
 
-    def begin(self) -> Rule:
+    def begin(self) -> StepGenerator:
         """Returns the generator of partial sums."""
 
     def squares(self) -> Tensor:
@@ -153,7 +153,7 @@ class DeviceStep(Step, Protocol):
     batch: TableBatch
 
 
-def checked_on_host(step: Step, check: GradCheck) -> Rule:
+def checked_on_host(step: Step, check: GradCheck) -> StepGenerator:
     """Steps by the gradients that the first round does not find to be bad."""
     rule = step.begin()
     sums = next(rule)
@@ -173,7 +173,7 @@ def checked_on_host(step: Step, check: GradCheck) -> Rule:
     yield from _resumed(rule, tuple(totals))
 
 
-def _resumed(rule: Rule, totals: Sums) -> Rule:
+def _resumed(rule: StepGenerator, totals: Sums) -> StepGenerator:
     """The rest of a generator that waits for ``totals``."""
     while True:
         try:
@@ -183,7 +183,7 @@ def _resumed(rule: Rule, totals: Sums) -> Rule:
         totals = yield sums
 
 
-def checked_on_device(step: DeviceStep, own: Memory, check: GradCheck) -> Rule:
+def checked_on_device(step: DeviceStep, own: Memory, check: GradCheck) -> StepGenerator:
     """Steps a batch on a GPU, whose kernels skip parameters of bad gradients.
 
     The batch's sums are formulas; this generator yields them as tensors.

@@ -17,14 +17,14 @@ from ds_ext.distributed import groups
 from ds_ext.distributed.placement import Group, size_of
 from ds_ext.distributed.rank_failure import explained
 
-SIZE = 256  # elements that share a scale
-LEAST, MOST = -8, 7  # codes
+BLOCK_SIZE = 256  # elements that share a scale
+MIN_CODE, MAX_CODE = -8, 7  # codes
 
 
 def num_bytes(n: int) -> int:
     """Returns how many bytes ``n`` elements are encoded in."""
-    scales = -(-n // SIZE)
-    return scales * (SIZE // 2 + 4)
+    scales = -(-n // BLOCK_SIZE)
+    return scales * (BLOCK_SIZE // 2 + 4)
 
 
 def encode(x: Tensor) -> Tensor:
@@ -38,25 +38,27 @@ def encode(x: Tensor) -> Tensor:
     Returns:
         Bytes, [..., num_bytes(n)].
     """
-    padded = functional.pad(x.float(), (0, -x.shape[-1] % SIZE)).unflatten(-1, (-1, SIZE))
+    padded = functional.pad(x.float(), (0, -x.shape[-1] % BLOCK_SIZE)).unflatten(
+        -1, (-1, BLOCK_SIZE)
+    )
     least, most = padded.aminmax(dim=-1, keepdim=True)
-    scale = torch.where(most > -least, most, least) / LEAST
+    scale = torch.where(most > -least, most, least) / MIN_CODE
     parts = padded / torch.where(scale == 0, torch.inf, scale)
-    codes = (parts.round_().clamp_(LEAST, MOST).nan_to_num_() - LEAST).to(torch.uint8)
+    codes = (parts.round_().clamp_(MIN_CODE, MAX_CODE).nan_to_num_() - MIN_CODE).to(torch.uint8)
     pairs = codes[..., 0::2] | codes[..., 1::2] << 4
     return torch.cat([pairs, scale.view(torch.uint8)], -1).flatten(-2)
 
 
 def decode(code: Tensor, n: int) -> Tensor:
     """Returns what ``encode`` left of rows of ``n`` elements: [..., n], fp32."""
-    found = code.unflatten(-1, (-1, SIZE // 2 + 4))
+    found = code.unflatten(-1, (-1, BLOCK_SIZE // 2 + 4))
     pairs, scale = found[..., :-4], found[..., -4:].contiguous().view(torch.float32)
     codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
-    values: Tensor = (codes.float() + LEAST) * scale
+    values: Tensor = (codes.float() + MIN_CODE) * scale
     return values.flatten(-2)[..., :n]
 
 
-class FourBits:
+class Int4ReduceScatter:
     """Sums flat gradients over the ranks of a group, and leaves each rank its run of them.
 
     Args:
@@ -68,30 +70,32 @@ class FourBits:
         self.inside, self.across = groups.divided(group, size)
         self.size, self.hosts = size, size_of(group) // size
 
-    def begin(self, flats: Sequence[Tensor], runs: Sequence[Tensor]) -> "FourBitSum":
+    def begin(self, flats: Sequence[Tensor], runs: Sequence[Tensor]) -> "Int4Work":
         """Begins to sum ``flats``, each [ranks · n], over the ranks into ``runs``, each [n].
 
         ``runs`` may be views of ``flats``; they are written when the sum is waited for.
         """
-        return FourBitSum(self, flats, runs)
+        return Int4Work(self, flats, runs)
 
     def num_bytes(self, runs: Sequence[Tensor]) -> int:
         """Returns the bytes that a rank hands to collectives for the sum of such runs."""
         return sum(num_bytes(len(run)) for run in runs) * self.hosts * (self.size + 1)
 
 
-class FourBitSum(dist.Work):
-    """A sum on its way; see ``FourBits.begin``."""
+class Int4Work(dist.Work):
+    """A sum on its way; see ``Int4ReduceScatter.begin``."""
 
-    def __init__(self, how: FourBits, flats: Sequence[Tensor], runs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, spec: Int4ReduceScatter, flats: Sequence[Tensor], runs: Sequence[Tensor]
+    ) -> None:
         super().__init__()
-        self.how, self.runs = how, runs
-        parts = [flat.view(how.hosts, how.size, -1).transpose(0, 1) for flat in flats]
-        self.inside = _Exchange(parts, how.inside)
+        self.spec, self.runs = spec, runs
+        parts = [flat.view(spec.hosts, spec.size, -1).transpose(0, 1) for flat in flats]
+        self.inside = _Exchange(parts, spec.inside)
 
     def wait(self, *_: object) -> bool:
         """Writes the runs: on a GPU in the current stream."""
-        across = _Exchange(self.inside.added_up(), self.how.across)
+        across = _Exchange(self.inside.added_up(), self.spec.across)
         for run, total in zip(self.runs, across.added_up(), strict=True):
             run.copy_(total)
         return True

@@ -14,7 +14,7 @@ from ds_ext.distributed.placement import Group, size_of
 from ds_ext.distributed.rank_failure import explained
 
 
-class TwoLevels:
+class HierarchicalAllReduce:
     """Adds up tensors over the ranks of a group.
 
     A rank gets its slice of the sums inside its group of ``size`` by a reduce-scatter; each slice
@@ -45,7 +45,7 @@ class TwoLevels:
         return padded.nbytes + 2 * own.nbytes
 
 
-def of(group: Group, size: int, device: torch.device) -> TwoLevels | None:
+def of(group: Group, size: int, device: torch.device) -> HierarchicalAllReduce | None:
     """Returns the levels of a group, None if one is enough: no more than ``size`` ranks, or 1.
 
     Raises:
@@ -59,4 +59,4 @@ def of(group: Group, size: int, device: torch.device) -> TwoLevels | None:
             f"ds_ext.sum_group_size = {size} does not divide the {ranks} ranks that add up a "
             "rule's sums: set it to a divisor, or remove it."
         )
-    return TwoLevels(group, size, device)
+    return HierarchicalAllReduce(group, size, device)
