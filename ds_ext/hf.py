@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ds_ext.backward.fuse import fuse_into_backward
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import fully_shard
 
 

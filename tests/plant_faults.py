@@ -95,13 +95,13 @@ FAULTS = (
         "distributed/test_fully_shard.py -k too_late",
     ),
     Fault(
-        "backward/gradients.py",
-        "is_same = max_norm in (self.how.max_norm, math.inf)",
+        "backward/fused_backward.py",
+        "is_same = max_norm in (self.grad_config.max_norm, math.inf)",
         "is_same = True",
         "unit/test_training_loops.py -k tells_the_norm",
     ),
     Fault(
-        "backward/gradients.py",
+        "backward/fused_backward.py",
         "if not trained.issubset(params):",
         "if not trained:",
         "unit/test_training_loops.py -k tells_the_norm",
@@ -318,7 +318,7 @@ FAULTS = (
     ),
     Fault(
         "backward/buckets.py",
-        "return flat.clone() if is_shared and is_view else flat",
+        "return flat.clone() if is_aliased and is_view else flat",
         "return flat",
         ZERO + "'2- and authors'",
     ),
@@ -336,12 +336,12 @@ FAULTS = (
     ),
     Fault(
         "backward/receivers.py",
-        "g = state.reader.gradient(param, run, state.coefficient)",
-        "g = state.reader.gradient(param, run, 1.0)",
+        "g = state.reader.gradient(param, grad, state.coefficient)",
+        "g = state.reader.gradient(param, grad, 1.0)",
         "distributed/test_training.py -k clip-stage3",
     ),
     Fault(
-        "backward/gradients.py",
+        "backward/fused_backward.py",
         "self.norm = norm = state.norm\n        if math.isfinite(norm):",
         "self.norm = norm = state.norm\n        if self.clipping.previous_norm is None:",
         "distributed/test_training.py -k previous",

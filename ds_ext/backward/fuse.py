@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ds_ext import logs
 from ds_ext.backward import owners, settings, startup_log
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Replicated, everyone
@@ -83,7 +83,7 @@ def fuse_into_backward(
     layout.broadcast(model)
     if bucket_size is None:
         bucket_size = _bucket_size(layout)
-    how = settings.Gradients(
+    grad_config = settings.GradientConfig(
         bucket_size,
         gradient_policy,
         max_grad_norm,
@@ -94,11 +94,13 @@ def fuse_into_backward(
         words=settings.ARGUMENTS,
     )
     optimizer.separate_experts(model)
-    fused = FusedBackward(model, optimizer, layout, how, is_boundary=layout.brings_gradients)
+    fused = FusedBackward(
+        model, optimizer, layout, grad_config, is_boundary=layout.brings_gradients
+    )
     warnings = [*startup_log.warnings(optimizer, layout, is_config=False)]
     if layout.rank == 0:
         where = "parts of fully_shard" if is_cut else "without DeepSpeed"
-        logs.show(startup_log.line(optimizer, layout, how, where))
+        logs.show(startup_log.line(optimizer, layout, grad_config, where))
         for warning in warnings:
             logs.logger.warning(warning)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.backward.runs import Run, Voters
+from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
 from ds_ext.backward.streams import SideStream, to_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import nonfinite
@@ -20,8 +20,8 @@ class Reduction:
         side_stream: the stream.
         size_of: the padded elements of each parameter.
         comm_dtype: returns the dtype that a parameter's gradient is summed in, None for its own.
-        together: parameters of modules that some ranks may not use. If no rank used them, they have
-            no run.
+        leaf_params: parameters of leaf modules, which some ranks may not use. If no rank used them,
+            they have no run.
     """
 
     def __init__(
@@ -30,29 +30,29 @@ class Reduction:
         side_stream: SideStream,
         size_of: Mapping[Tensor, int],
         comm_dtype: Callable[[Tensor], torch.dtype | None],
-        together: Collection[Tensor],
+        leaf_params: Collection[Tensor],
     ) -> None:
         self.layout = layout
         self.side_stream = side_stream
         self.size_of = size_of
         self.comm_dtype = comm_dtype
-        self.together = frozenset(together)
+        self.leaf_params = frozenset(leaf_params)
 
     def begin(
-        self, grads: dict[Tensor, Tensor | None], voters: Voters
-    ) -> Callable[[], dict[Tensor, Run]]:
-        """Begins to reduce gradients -> a function that waits for, and returns, this rank's runs.
+        self, grads: dict[Tensor, Tensor | None], voted_params: VotedParams
+    ) -> Callable[[], dict[Tensor, ReducedGrad]]:
+        """Begins to reduce gradients. Returns a function that waits for this rank's runs.
 
-        Runs share the memory of the gradients. The ranks also exchange votes: on ``voters``,
-        whether a gradient is bad or may overflow when summed; on ``together``, whether a rank has a
-        gradient. The host reads the votes on ``voters.host`` and ``together``, if there are any.
+        Runs share the memory of the gradients. The ranks also exchange votes: on ``voted_params``,
+        whether a gradient is bad or may overflow when summed; on ``leaf_params``, whether a rank
+        has a gradient. The host reads the votes on ``voted_params.host`` and ``leaf_params``.
         """
         flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
-        voted = {p: flats[p] for p in grads if p in voters.host or p in voters.device}
-        asked = [*voted, *(p for p in grads if p in self.together and p not in voted)]
-        is_read = any(p in self.together or p in voters.host for p in asked)
-        self.side_stream.follow(list(flats.values()))
-        with self.side_stream.work():
+        voted = {p: flats[p] for p in grads if p in voted_params.host or p in voted_params.device}
+        asked = [*voted, *(p for p in grads if p in self.leaf_params and p not in voted)]
+        is_read = any(p in self.leaf_params or p in voted_params.host for p in asked)
+        self.side_stream.wait_for_current(list(flats.values()))
+        with self.side_stream.context():
             squares, votes = self._votes(voted, [grads[p] is not None for p in asked])
             if votes is not None:  # to be reduced together with gradients
                 votes = votes.to(next(iter(flats.values())).dtype)
@@ -62,13 +62,13 @@ class Reduction:
                 wait()
                 read_votes = to_host(votes) if votes is not None and is_read else None
 
-        def arrived() -> dict[Tensor, Run]:
+        def arrived() -> dict[Tensor, ReducedGrad]:
             if self.side_stream.stream is None:
                 wait()
             if votes is None:
-                return {p: Run(run) for p, run in runs.items()}
+                return {p: ReducedGrad(run) for p, run in runs.items()}
             on_device = (
-                dict(zip(asked, votes.float().unbind(), strict=True)) if voters.device else {}
+                dict(zip(asked, votes.float().unbind(), strict=True)) if voted_params.device else {}
             )
             bad: dict[Tensor, Tensor] = {}
             unused: set[Tensor] = set()
@@ -77,13 +77,13 @@ class Reduction:
                 found = (votes.cpu() if read_votes is None else read_votes()).float()
                 bad = dict(zip(asked, (found > nonfinite.MAX_GOOD_VOTES).unbind(), strict=True))
                 used = dict(zip(asked, found.tolist(), strict=True))
-                unused = {p for p in asked if p in self.together and not used[p]}
+                unused = {p for p in asked if p in self.leaf_params and not used[p]}
             return {
-                p: Run(
+                p: ReducedGrad(
                     run,
-                    bad[p] if p in voters.host else None,
+                    bad[p] if p in voted_params.host else None,
                     squares.get(p),
-                    on_device[p] if p in voters.device else None,
+                    on_device[p] if p in voted_params.device else None,
                 )
                 for p, run in runs.items()
                 if p not in unused

@@ -73,7 +73,7 @@ ARGUMENTS = Words(  # of fuse_into_backward
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientConfig:
     """How gradients are reduced, kept and clipped; ValueError for what contradicts itself."""
 
     bucket_size: int = BUCKET_SIZE  # elements

@@ -17,7 +17,7 @@ class SideStream:
         self.device = device
         self.stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
 
-    def follow(self, tensors: Iterable[Tensor]) -> None:
+    def wait_for_current(self, tensors: Iterable[Tensor]) -> None:
         """Waits for the current stream, which has computed ``tensors``."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -25,7 +25,7 @@ class SideStream:
                 x.record_stream(self.stream)  # so that their memory is not reused before
 
     @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """A context whose launches run on the side stream."""
         if self.stream is None:
             yield
@@ -33,7 +33,7 @@ class SideStream:
             with torch.cuda.stream(self.stream):
                 yield
 
-    def join(self) -> None:
+    def make_current_wait(self) -> None:
         """Makes the current stream wait for the side stream; the host does not wait."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)

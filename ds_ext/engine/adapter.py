@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_ext.backward import startup_log
 from ds_ext.backward.autograd_graph import nodes
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import parsing, validation
 from ds_ext.distributed import consensus
 from ds_ext.engine import (
@@ -59,13 +59,19 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.dp_process_group = self.layout.replica_group  # DeepSpeed names files by it
         share_time_limit(self.layout)
         config = settings.effective(engine)
-        how = parsing.gradients(config, engine.monitor.enabled, pipeline.gradients_kept_for(engine))
+        grad_config = parsing.gradients(
+            config, engine.monitor.enabled, pipeline.gradients_kept_for(engine)
+        )
         self._prepare_optimizer(config["zero_optimization"].get("offload_optimizer"))
         self.fused = FusedBackward(
             engine.module,
             optimizer,
             self.layout,
-            replace(how, average=engine.gradient_average, overlap=bool(engine.zero_overlap_comm())),
+            replace(
+                grad_config,
+                average=engine.gradient_average,
+                overlap=bool(engine.zero_overlap_comm()),
+            ),
             self._comm_dtype,
             self._is_boundary,
             on_replaced=self._leave,
@@ -85,12 +91,12 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def log_start(self) -> None:
         """Logs how the engine trains. It is called after the scheduler was checked."""
-        config, how = settings.effective(self.engine), self.fused.how
+        config, grad_config = settings.effective(self.engine), self.fused.grad_config
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         if pipeline.is_pipeline(self.engine):
             where += f", the first of {self.engine.module.num_pipeline_stages()} stages"
-        show(startup_log.line(self.optimizer, self.layout, how, where))
-        for line in parsing.log_lines(how, config):
+        show(startup_log.line(self.optimizer, self.layout, grad_config, where))
+        for line in parsing.log_lines(grad_config, config):
             log(f"{type(self.optimizer).__name__}: {line}")
         for line in validation.ignored(config):
             log(line)

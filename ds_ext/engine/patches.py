@@ -223,7 +223,7 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
 def get_global_grad_norm(original: Method, engine: DeepSpeedEngine) -> Any:
     """Warns if accelerate asks for the norm to clip gradients by another value."""
     if isinstance(engine.optimizer, ZeroAdapter):
-        trainer_checks.warn_unclipped(engine.optimizer.fused.how.max_norm)
+        trainer_checks.warn_unclipped(engine.optimizer.fused.grad_config.max_norm)
     return original(engine)
 
 

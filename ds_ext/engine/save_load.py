@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import checks, folder, swap
 from ds_ext.distributed import consensus
 from ds_ext.engine import checkpoint_contents, checkpoint_files, pipeline

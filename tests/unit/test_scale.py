@@ -28,7 +28,7 @@ from benchmarks.giants import Counted
 from benchmarks.links import RING, TREE, Link, Sample
 from benchmarks.memory import llama
 from ds_ext.backward.receivers import Stepper
-from ds_ext.backward.runs import Voters
+from ds_ext.backward.reduced_grad import VotedParams
 from ds_ext.distributed import consensus as ranks
 from ds_ext.distributed import dtensors
 from ds_ext.distributed import lockstep as rounds
@@ -37,7 +37,6 @@ from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
 from ds_ext.rules import REGISTRY, lowrank
-from tests.common import apart
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
 from tests.distributed.fsdp2_beside import Matrices
@@ -224,7 +223,7 @@ def real_calls():
         return step, comm.Step([], gradients, [])
 
     ranks.alike = lambda *_: lambda: True  # is not counted
-    Stepper.voters = lambda _, params: Voters(host=set(params))  # all, as it is counted
+    Stepper.voted_params = lambda _, params: VotedParams(host=set(params))  # all, as it is counted
     found = {}
     for case in CASES:
         optimizer, stage, world = case
