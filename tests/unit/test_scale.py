@@ -37,6 +37,7 @@ from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
 from ds_ext.rules import REGISTRY, lowrank
+from tests.common import apart
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
 from tests.distributed.fsdp2_beside import Matrices
