@@ -30,7 +30,7 @@ from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.param_groups import role_groups
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
 Shape = tuple[int, ...]

@@ -225,8 +225,8 @@ FAULTS = (
     ),
     Fault(
         "optimizer/plans.py",
-        "== 1 for group in self.groups)",
-        ">= 1 for group in self.groups)",
+        "or len(steps) != 1:",
+        "or len(steps) < 1:",
         "unit/test_native.py unit/test_optimizer.py",
     ),
     Fault(

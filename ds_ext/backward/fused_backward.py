@@ -28,7 +28,7 @@ from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer, fitting, validation
+from ds_ext.optimizer import RuleOptimizer, state_checks, validation
 
 
 class FusedBackward:
@@ -63,12 +63,13 @@ class FusedBackward:
         on_discarded: Callable[[bool], None] = lambda had_begun: None,
         rerun_context: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
+        check = functools.partial(state_checks.check_model, optimizer, layout)
         if layout.is_part:  # other ranks have other parameters, and wait for this rank
-            consensus.run_on_all_ranks(lambda: fitting.check_model(optimizer, layout), ValueError)
+            consensus.run_on_all_ranks(check, ValueError)
         else:
-            fitting.check_model(optimizer, layout)
+            check()
         self.optimizer = optimizer
-        optimizer.set_batched(not layout.any(not optimizer.is_batched))
+        optimizer.set_native(not layout.any(not optimizer.uses_native))
         self.layout = layout
         self.grad_config = grad_config
         self.is_boundary = is_boundary

@@ -23,7 +23,7 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.nonfinite import GradCheck
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 
 
 class Stepper:

@@ -25,8 +25,8 @@ from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Group, Placement, size_of
 from ds_ext.engine import replica_groups, versions
 from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.group_index import ParamGroup
 from ds_ext.optimizer.model_view import ModelView
-from ds_ext.optimizer.param_groups import ParamGroup
 
 T = TypeVar("T")
 _TIED = "tied_modules."  # the prefix of tied parameters

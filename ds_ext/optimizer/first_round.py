@@ -5,7 +5,7 @@ rule is tried once on a short run of zeros, and the version counters of weight a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, zeros
+from ds_ext.optimizer.group_rules import structure
 
 TRIED_STEPS = (1, 2)  # the step numbers that a rule is tried with
 Answers: TypeAlias = dict[tuple[tuple[int, ...], int, torch.dtype], bool]  # by shape, cut and dtype
@@ -29,35 +30,24 @@ class Trials:
 
     def renew(self, rules: Mapping[int, Any]) -> None:
         """Sets the rules that groups have now, by the positions of the groups."""
-        for row, rule in rules.items():
-            known = self._of_group.get(row)
+        for group_index, rule in rules.items():
+            known = self._of_group.get(group_index)
             if known is None or known[0] is not rule:
-                self._of_group[row] = rule, self._found.setdefault(_structure(rule), {})
+                self._of_group[group_index] = rule, self._found.setdefault(structure(rule), {})
 
-    def comes_first(self, row: int, shard: Shard, dtype: torch.dtype) -> bool:
+    def comes_first(self, group_index: int, shard: Shard, dtype: torch.dtype) -> bool:
         """Returns whether a rule's first round comes before any write; the same on all ranks.
 
         Args:
-            row: position of the rule's group, given to ``renew`` before.
+            group_index: position of the rule's group, given to ``renew`` before.
             shard: the run; neither tensor parallelism nor a stack of experts has cut it.
             dtype: of weights and gradients.
         """
-        rule, answers = self._of_group[row]
+        rule, answers = self._of_group[group_index]
         key = shard.shape, shard.size, dtype
         if key not in answers:
             answers[key] = all(_comes_first(rule, _short(shard), dtype, t) for t in TRIED_STEPS)
         return answers[key]
-
-
-def _structure(rule: Any) -> object:
-    """The properties that control flow may depend on: all but the values of nonzero floats."""
-    return type(rule), tuple(_kind(getattr(rule, f.name)) for f in fields(rule))
-
-
-def _kind(value: Any) -> object:
-    if isinstance(value, tuple):
-        return tuple(map(_kind, value))
-    return ("real", value != 0) if isinstance(value, float) else value
 
 
 def _comes_first(rule: Any, shard: Shard, dtype: torch.dtype, t: int) -> bool:

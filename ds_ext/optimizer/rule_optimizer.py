@@ -13,9 +13,9 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import (
     dtensor_state,
     expert_stacks,
-    fitting,
     param_groups,
     plain_step,
+    state_checks,
     validation,
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
@@ -233,7 +233,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         states: dict[Tensor, dict[str, Any]] = {}
 
         def prepare(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            found = fitting.read(self, given)
+            found = state_checks.read(self, given)
             ids = itertools.chain(*(group["params"] for group in given["param_groups"]))
             numbers = dict(zip(ids, self.params(), strict=True))
             states.update((numbers[i], state) for i, state in found.items())

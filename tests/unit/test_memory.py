@@ -16,7 +16,7 @@ from ds_ext.distributed.placement import Sharded
 from ds_ext.ops import edits, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import memory
 from ds_ext.planner import models as known
 from tests.common import models

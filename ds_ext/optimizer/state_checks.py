@@ -21,7 +21,7 @@ from ds_ext.ops.state import Part, Parts, zeros
 from ds_ext.optimizer import dtensor_state, validation
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 
 State = dict[str, Any]
 
