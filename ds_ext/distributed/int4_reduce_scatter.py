@@ -1,9 +1,9 @@
-"""Gradients summed over ranks in 4 bits: inside each host, then across hosts.
+"""Reduce-scatter of gradients in 4 bits: inside each host, then across hosts.
 
-ZeRO++'s qgZ (Wang et al. 2023, arXiv 2306.10209): a rank sends each other one of its host what that
-one, or a rank with its place on another host, is to have; these add up and send each other host its
-part. So a gradient is rounded twice, and across hosts a rank sends 1 / (ranks of a host) of it.
-Here 256 elements share a scale, sums are made in fp32, and any number of elements is allowed.
+This is ZeRO++'s qgZ (Wang et al. 2023, arXiv 2306.10209). An all-to-all inside a host gives each
+rank the parts for itself and for its peers on other hosts. The rank adds them up and sends each
+peer its part. A gradient is rounded twice, and a rank sends 1 / (ranks of a host) of it across
+hosts. Here 256 elements share a scale, sums are in fp32, and any number of elements is allowed.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ MIN_CODE, MAX_CODE = -8, 7  # codes
 
 
 def num_bytes(n: int) -> int:
-    """Returns how many bytes ``n`` elements are encoded in."""
+    """Returns the bytes of ``n`` encoded elements."""
     scales = -(-n // BLOCK_SIZE)
     return scales * (BLOCK_SIZE // 2 + 4)
 
 
 def encode(x: Tensor) -> Tensor:
-    """Rounds rows, each 256 elements to multiples of an eighth of their largest magnitude.
+    """Rounds each 256 elements of a row to multiples of an eighth of their largest magnitude.
 
-    The element of that magnitude has the code -8, whatever its sign: the scale has a sign too.
+    The largest element has the code -8 for both signs, because the scale has a sign too.
 
     Args:
-        x: [..., n], floating point. Where one of the 256 is not finite, none is when decoded.
+        x: [..., n], floating point. If one of the 256 is not finite, none is after decoding.
 
     Returns:
         Bytes, [..., num_bytes(n)].
@@ -50,7 +50,7 @@ def encode(x: Tensor) -> Tensor:
 
 
 def decode(code: Tensor, n: int) -> Tensor:
-    """Returns what ``encode`` left of rows of ``n`` elements: [..., n], fp32."""
+    """Returns the decoded rows of ``n`` elements, [..., n] fp32."""
     found = code.unflatten(-1, (-1, BLOCK_SIZE // 2 + 4))
     pairs, scale = found[..., :-4], found[..., -4:].contiguous().view(torch.float32)
     codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
@@ -59,11 +59,11 @@ def decode(code: Tensor, n: int) -> Tensor:
 
 
 class Int4ReduceScatter:
-    """Sums flat gradients over the ranks of a group, and leaves each rank its run of them.
+    """Sums flat gradients over the ranks of a group; each rank receives its run.
 
     Args:
-        group: the ranks, those of a host next to one another.
-        size: ranks of a host, at least 2, a divisor of their number.
+        group: the ranks. Those of a host are consecutive.
+        size: ranks of a host, at least 2, a divisor of the number of ranks.
     """
 
     def __init__(self, group: Group, size: int) -> None:
@@ -73,17 +73,17 @@ class Int4ReduceScatter:
     def begin(self, flats: Sequence[Tensor], runs: Sequence[Tensor]) -> "Int4Work":
         """Begins to sum ``flats``, each [ranks · n], over the ranks into ``runs``, each [n].
 
-        ``runs`` may be views of ``flats``; they are written when the sum is waited for.
+        ``runs`` may be views of ``flats``; ``wait`` of the result writes them.
         """
         return Int4Work(self, flats, runs)
 
     def num_bytes(self, runs: Sequence[Tensor]) -> int:
-        """Returns the bytes that a rank hands to collectives for the sum of such runs."""
+        """Returns the bytes that a rank passes to collectives for the sum of ``runs``."""
         return sum(num_bytes(len(run)) for run in runs) * self.hosts * (self.size + 1)
 
 
 class Int4Work(dist.Work):
-    """A sum on its way; see ``Int4ReduceScatter.begin``."""
+    """A sum in progress; see ``Int4ReduceScatter.begin``."""
 
     def __init__(
         self, spec: Int4ReduceScatter, flats: Sequence[Tensor], runs: Sequence[Tensor]
@@ -94,7 +94,7 @@ class Int4Work(dist.Work):
         self.inside = _Exchange(parts, spec.inside)
 
     def wait(self, *_: object) -> bool:
-        """Writes the runs: on a GPU in the current stream."""
+        """Writes the runs, on a GPU in the current stream."""
         across = _Exchange(self.inside.added_up(), self.spec.across)
         for run, total in zip(self.runs, across.added_up(), strict=True):
             run.copy_(total)
@@ -102,7 +102,7 @@ class Int4Work(dist.Work):
 
 
 class _Exchange:
-    """Sends parts, each [ranks, ..., n], to the ranks of a group: the first to the first rank."""
+    """An all-to-all of parts, each [ranks, ..., n]: rank i receives index i of each."""
 
     def __init__(self, parts: Sequence[Tensor], group: Group) -> None:
         self.lengths = [part.shape[-1] for part in parts]
@@ -112,7 +112,7 @@ class _Exchange:
             self.work = dist.all_to_all_single(self.received, self.sent, group=group, async_op=True)
 
     def added_up(self) -> list[Tensor]:
-        """Waits for what the ranks have sent, and adds it up: [..., n] of each part, fp32."""
+        """Waits for the parts of all ranks, and returns their sums, each [..., n] fp32."""
         self.work.wait()
         codes = self.received.split([num_bytes(n) for n in self.lengths], -1)
         return [decode(code, n).sum(0) for code, n in zip(codes, self.lengths, strict=True)]

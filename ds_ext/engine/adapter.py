@@ -59,19 +59,14 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.dp_process_group = self.layout.replica_group  # DeepSpeed names files by it
         share_time_limit(self.layout)
         config = settings.effective(engine)
-        grad_config = parsing.gradients(
-            config, engine.monitor.enabled, pipeline.gradients_kept_for(engine)
-        )
+        kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
+        grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)
         self._prepare_optimizer(config["zero_optimization"].get("offload_optimizer"))
         self.fused = FusedBackward(
             engine.module,
             optimizer,
             self.layout,
-            replace(
-                grad_config,
-                average=engine.gradient_average,
-                overlap=bool(engine.zero_overlap_comm()),
-            ),
+            replace(grad_config, average=engine.gradient_average, overlap=overlap),
             self._comm_dtype,
             self._is_boundary,
             on_replaced=self._leave,
