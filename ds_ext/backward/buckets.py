@@ -45,8 +45,8 @@ class Buckets:
     Args:
         module: the model.
         layout: of the model.
-        size: elements that wait in a bucket at most, or one parameter with a few small ones before
-            it (``MIN_FILL``). Parameters that other ranks have no gradient of may wait longer.
+        size: most elements of a bucket, unless it has one larger parameter after a few small ones
+            (``MIN_FILL``). Parameters without a gradient on other ranks may wait longer.
         comm_dtype: returns the dtype that a gradient is reduced in, None for its own.
         look: called before the first gradient of a backward pass.
         wanted: returns whether to take a parameter's gradient; others stay in ``grad``.
@@ -199,14 +199,14 @@ class Buckets:
             self.elements += size
         if grad is not None:
             before, own = self.waiting[param], self._own(param, grad)
-            # another checkpointed segment brings a further part
+            # Another checkpointed segment adds a part.
             self.waiting[param] = own if before is None else before + own
         del grad
         if self.elements >= self.size:
             self.flush()
 
     def _taker(self, params: list[Tensor]) -> Callable[..., None]:
-        """A hook for a module whose parameters are taken together, whether used or not."""
+        """A hook for a leaf module, whose parameters are taken together, used or not."""
 
         def hook(*_: object) -> None:
             for param in params:
@@ -304,11 +304,11 @@ class Buckets:
         self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
 
     def begin_with(self, receiver: Receiver) -> None:
-        """Begins a backward pass with this receiver, instead of that of ``begin``."""
+        """Begins a backward pass with this receiver, not the one of ``begin``."""
         self.receiver = receiver
 
     def _find_receiver(self) -> Receiver:
-        """The receiver of this pass, which this rank may have had no gradient of itself."""
+        """The receiver of this pass, even if this rank has had no gradient in it."""
         if self.receiver is None:
             self.receiver = self.begin()
         return self.receiver

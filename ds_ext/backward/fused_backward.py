@@ -160,7 +160,7 @@ class FusedBackward:
         return self.clipping.needs_norm and not self._keeps()
 
     def measure_norm(self, loss: Tensor) -> None:
-        """Measures the norm of the gradients by a backward pass of its own, if that is needed.
+        """Measures the norm of the gradients by a separate backward pass, if that is needed.
 
         Call it before the backward pass that steps. It changes no weight and no state.
         """
@@ -334,9 +334,8 @@ class FusedBackward:
         self.buckets.discard()
         size_of = {p: self.buckets.size_of[p] // self.layout.of[p].num_shards for p in kept}
         pad = nn.functional.pad
-        self._begin_step(
-            {p: ReducedGrad(pad(x, (0, size_of[p] - len(x)))) for p, x in kept.items()}
-        )
+        padded = {p: pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
+        self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 
     def move_kept(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replaces each kept gradient by ``move`` of it."""
@@ -374,7 +373,7 @@ class FusedBackward:
             self.has_logged_cost = True
             return Keeping(state, self.grad_config.accumulate_in)
         if state.is_measured:
-            state.is_measured = False  # a further pass would need a norm of its own
+            state.is_measured = False  # another backward pass needs its own norm
             return SteppingMeasured(self.stepper, state)
         if self.must_measure:
             raise RuntimeError(messages.measure_first(self.grad_config.words))

@@ -42,22 +42,21 @@ class GradientReader:
         for i, grad in enumerate(grads.values()):
             alike.setdefault(grad.g.dtype if grad.square is None else None, []).append(i)
         items = list(grads.items())
-        found = [self._squares(dtype, [items[i] for i in some]) for dtype, some in alike.items()]
+        found = [
+            self._squares(dtype, dict(items[i] for i in some)) for dtype, some in alike.items()
+        ]
         if len(found) == 1:
             return found[0]
         numbers = [i for some in alike.values() for i in some]
         order = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         return torch.cat(found)[order.argsort().to(self.layout.device)]
 
-    def _squares(
-        self, dtype: torch.dtype | None, grads: list[tuple[Tensor, ReducedGrad]]
-    ) -> Tensor:
+    def _squares(self, dtype: torch.dtype | None, grads: ReducedGrads) -> Tensor:
         """The sums of squares of runs with one dtype; None: those known already."""
         if dtype is None:
-            return torch.stack(
-                [grad.square for _, grad in grads if grad.square is not None]
-            ).double()
-        found = ops.square_sums_of([self._own(param, grad) for param, grad in grads])
+            known = [grad.square for grad in grads.values() if grad.square is not None]
+            return torch.stack(known).double()
+        found = ops.square_sums_of([self._own(param, grad) for param, grad in grads.items()])
         return found.to(self.layout.device).double()
 
     def upper_bounds(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Receivers: what is done with the gradients of a backward pass.
+"""Receivers of the gradients of a backward pass: they step, measure or keep them.
 
 A backward pass has one receiver. With the policy ``fused``, ``Stepping`` and ``SteppingMeasured``
 use gradients at once and keep none. With ``sharded``, ``Keeping`` adds up this rank's runs until
@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.backward.reduced_grad import (
-    NO_VOTES,
-    ReducedGrad,
-    ReducedGrads,
-    VotedParams,
-    compact_copy,
-)
+from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads, VotedParams, compact_copy
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops.executors.triton import devices
@@ -92,7 +86,7 @@ class Stepper:
     def _by_statistics_group(
         self, params: Collection[Tensor]
     ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
-        """Groups parameters by the ranks that add up their partial sums -> all-reduce, group."""
+        """Parameters by the ranks that add up their partial sums, each with its all-reduce."""
         found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
         for placement, some in self.layout.by_placement(params):
             found.setdefault(placement.statistics_group, (placement.all_reduce, []))[1].extend(some)
@@ -132,8 +126,8 @@ class SteppingMeasured:
         self.stepper, self.state = stepper, state
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns nobody: all gradients are known to be good, or none is used."""
-        return NO_VOTES
+        """Returns none: all gradients are known to be good, or none is used."""
+        return VotedParams()
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Steps by the runs, unless a gradient of the step is bad."""
@@ -150,8 +144,8 @@ class Measuring:
         self.state = state
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns nobody: the sums of squares show which gradients are bad."""
-        return NO_VOTES
+        """Returns none: the sums of squares show which gradients are bad."""
+        return VotedParams()
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs to the norm."""
@@ -160,7 +154,7 @@ class Measuring:
 
 
 class Keeping:
-    """Adds gradients to those kept until the step, in ``dtype``, None for the accumulator's."""
+    """Adds gradients to the kept ones, in ``dtype``; None: the accumulator's dtype."""
 
     adds_up = True
 
@@ -168,8 +162,8 @@ class Keeping:
         self.kept, self.dtype = state.kept, dtype
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns nobody: the sums of squares show at the step which gradients are bad."""
-        return NO_VOTES
+        """Returns none: the sums of squares show at the step which gradients are bad."""
+        return VotedParams()
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs to the kept ones."""

@@ -39,9 +39,6 @@ class VotedParams(NamedTuple):
     device: Set[Tensor] = frozenset()  # kernels read the votes
 
 
-NO_VOTES = VotedParams()
-
-
 class Receiver(Protocol):
     """Receives the runs of a backward pass bucket by bucket, in the same order on all ranks."""
 

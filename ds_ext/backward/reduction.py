@@ -94,7 +94,7 @@ class Reduction:
     def _votes(
         self, flats: dict[Tensor, Tensor], has: list[bool]
     ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
-        """Sums of squares, if no other rank adds to the gradients; and votes, if there are any.
+        """Returns sums of squares, if no other rank adds to the gradients, and votes, if needed.
 
         A vote is 1 for a good gradient, 0 for none, and ``BAD_VOTE`` if the gradient, its sum over
         the ranks or its square may overflow. The first votes are on ``flats``, in order. The
@@ -115,7 +115,7 @@ class Reduction:
         return squares, torch.where(present.to(votes.device, non_blocking=True), votes, 0)
 
     def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
-        """The statistics of gradients: sums of squares, or the largest magnitudes if shared."""
+        """The values to check: sums of squares, or the largest magnitudes of summed gradients."""
         op = ops.largest if self.layout.sums_gradients else ops.square_sums_of
         return _of_each(op, flats.values())
 

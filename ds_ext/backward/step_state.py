@@ -42,14 +42,12 @@ class StepState:
     """The state of one step. ``FusedBackward`` makes it when a step begins, and drops it whole."""
 
     reader: GradientReader
-    kept: dict[Tensor, ReducedGrad] = field(
-        default_factory=dict
-    )  # gradients that wait for the step
+    kept: dict[Tensor, ReducedGrad] = field(default_factory=dict)  # until the step
     square: Tensor | None = None  # [], sum of squares of the mean gradient's elements on this rank
     beyond: Tensor | None = None  # [2], elements outside ± max_value, and all
     squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # of params, [n] each
     norm: float | None = None  # over all ranks, once it is known
-    coefficient: float = 1.0  # that gradients are clipped by
+    coefficient: float = 1.0  # by which gradients are clipped
     must_keep: bool = False  # whether gradients wait for the step, whatever the policy
     is_measured: bool = False  # whether the norm of the next backward pass was measured
     used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
@@ -102,16 +100,16 @@ class StepState:
         self.suspects += ((p, grad.bad) for p, grad in grads.items() if grad.bad is not None)
 
     def _squares(self, grads: ReducedGrads) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Parameters of one placement at a time, and this rank's share of their squares, [n]."""
+        """Yields the parameters of each placement, and this rank's share of their squares, [n]."""
         reader, layout = self.reader, self.reader.layout
         for placement, params in layout.by_placement(grads):
             share = reader.unscale(placement) ** 2 / layout.num_replicas(placement)
             yield params, reader.squares({p: grads[p] for p in params}) * share
 
     def add(self, check: GradCheck) -> None:
-        """Adds gradients to the norm that the host has checked while it stepped by them.
+        """Adds gradients to the norm that the host has checked during the step.
 
-        Rules read the mean gradient times ``coefficient``.
+        Their sum of squares contains ``coefficient``, because rules read clipped gradients.
         """
         if check.square is not None:
             square = torch.tensor(check.square, dtype=torch.float64, device="cpu")
@@ -191,7 +189,7 @@ class StepState:
         return self._read([])[0]
 
     def _read(self, squares: list[Tensor]) -> tuple[list[Tensor], float]:
-        """Reads the flags -> the parameters that kernels have skipped; the sum of ``squares``."""
+        """Reads the flags; returns the parameters that kernels skipped, and Σ ``squares``."""
         flags, self.flags = self.flags, None
         if not flags:
             return [], sum(x.item() for x in squares)

@@ -18,11 +18,11 @@ class SideStream:
         self.stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
 
     def wait_for_current(self, tensors: Iterable[Tensor]) -> None:
-        """Waits for the current stream, which has computed ``tensors``."""
+        """Makes the side stream wait for the current stream, which has computed ``tensors``."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             for x in tensors:
-                x.record_stream(self.stream)  # so that their memory is not reused before
+                x.record_stream(self.stream)  # so that their memory is not reused too early
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -40,7 +40,7 @@ class SideStream:
 
 
 def to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy ``x`` to the host -> a function that waits for the copy and returns it."""
+    """Starts to copy ``x`` to the host; returns a function that waits for the copy."""
     if x.device.type != "cuda":
         return lambda: x.cpu()
     held = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)

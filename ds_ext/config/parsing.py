@@ -106,15 +106,12 @@ def log_lines(grad_config: GradientConfig, config: dict[str, Any]) -> list[str]:
             'clip at its default, 1.0). Write "gradient_clipping": 0 to say so.'
         )
     elif grad_config.max_norm:
-        way = {"exact": "exactly, by running backward twice", "previous": "approximately"}[
-            grad_config.clip_mode
-        ]
-        if grad_config.policy == "sharded":
-            way = "exactly, by scaling the kept ones"
+        ways = {"exact": "exactly, by running backward twice", "previous": "approximately"}
+        is_kept = grad_config.policy == "sharded"
+        way = "exactly, by scaling the kept ones" if is_kept else ways[grad_config.clip_mode]
         lines.append(
             f"gradients are clipped to a norm of {grad_config.max_norm:g}, {way}. AdaLomo, "
-            "Adafactor and CAME bound the RMS of each update anyway: gradient_clipping = 0 costs "
-            "nothing."
+            "Adafactor and CAME bound the RMS of each update: gradient_clipping = 0 costs nothing."
         )
     return lines
 

@@ -44,7 +44,7 @@ def step(optimizer: BucketOptimizer) -> None:
         if not state:
             validation.refuse_shape(optimizer, param, shard)
         elif not is_one_bucket:
-            state_checks.check_kept(optimizer, param, shard, state, param.dtype, None)
+            state_checks.check_state(optimizer, param, shard, state, param.dtype, None)
         by_placement.setdefault(optimizer.placement(param), []).append(param)
     for placement, params in by_placement.items():
         for updates in buckets(params, size, placement):

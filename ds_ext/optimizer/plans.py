@@ -116,7 +116,7 @@ def _sizes(runs: Runs) -> tuple[list[int], list[torch.dtype]]:
 
 
 class Plan:
-    """Divides the runs of a bucket into groups that are stepped as batches, and runs stepped alone.
+    """Divides the runs of a bucket into batches, and runs that are stepped alone.
 
     Args:
         table: the table of the optimizer.
@@ -124,7 +124,7 @@ class Plan:
         states: their states.
 
     Attributes:
-        alone, joined: positions of the runs that are stepped alone, and in groups.
+        alone, joined: positions of the runs that are stepped alone, and in batches.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
     """
 
@@ -179,7 +179,7 @@ class Plan:
 class Plans:
     """The plans of the buckets stepped so far."""
 
-    MAX_PLANS = 4096  # more occur only if each step forms other buckets
+    MAX_PLANS = 4096  # more occur only if each step forms different buckets
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Plan] = {}  # by parameters and device
