@@ -1,1 +1,1 @@
-"""The format and files of checkpoints, without DeepSpeed."""
+"""What is saved? The format and files of checkpoints, without DeepSpeed."""

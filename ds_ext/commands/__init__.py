@@ -1,1 +1,1 @@
-"""The command line: a module for each command."""
+"""What can ds_ext do without a script? The command line, with a module for each command."""
