@@ -31,7 +31,7 @@ from benchmarks.collectives import (
 from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
 from benchmarks.ranks import on_ranks
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
 from ds_ext.backward.buckets import Buckets
-from ds_ext.backward.runs import Run, Voters
+from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.engine.zero3 import Zero3Placement
@@ -30,7 +30,7 @@ from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.param_groups import role_groups
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
 Shape = tuple[int, ...]
@@ -183,12 +183,12 @@ def reduced(
 
             adds_up = False
 
-            def voters(self, params: Sequence[Tensor]) -> Voters:
-                return Voters(host=set(params))
+            def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+                return VotedParams(host=set(params))
 
-            def receive(self, runs: dict[Tensor, Run]) -> None:
-                layout.publish(runs)
-                note(tuple(names[p] for p in runs))
+            def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
+                layout.publish(grads)
+                note(tuple(names[p] for p in grads))
 
         owner = Owner()
         buckets = Buckets(

@@ -27,7 +27,7 @@ from benchmarks.collectives import ALL_GATHER, REDUCE_SCATTER, Call
 from benchmarks.counting import NORM, Bucket, Owner, Pretended, Rule, zeros_on_hosts
 from benchmarks.giants import MODELS, Counted
 from ds_ext.backward.buckets import Buckets
-from ds_ext.backward.runs import Run, Voters
+from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
 from ds_ext.distributed import dtensors
 from ds_ext.distributed import fully_shard as layouts
 from ds_ext.optimizer import OPTIMIZERS
@@ -122,13 +122,13 @@ def _stepped(
 
         adds_up = False
 
-        def voters(self, params: Sequence[Tensor]) -> Voters:
-            return Voters(host=set(params))
+        def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+            return VotedParams(host=set(params))
 
-        def receive(self, runs: dict[Tensor, Run]) -> None:
+        def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
             agreed = tuple(call.nbytes for call in pretended.calls)
             pretended.calls.clear()
-            stepped = tuple(layout.names[p] for p in runs)
+            stepped = tuple(layout.names[p] for p in grads)
             if found[-1].stepped:
                 found.append(Bucket(ranks, (), found[-1].place, agreed, (), (), (), stepped))
             else:

@@ -24,7 +24,7 @@ from ds_ext.ops.executors.native import table
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
 BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]

@@ -23,7 +23,7 @@ from ds_ext.ops.executors.native import table
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, plain_step
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 
 Bucket = list[RunUpdate]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +92,7 @@ def weights() -> list[nn.Parameter]:
 
 
 def halves(params: list[nn.Parameter]) -> Iterator[Bucket]:
-    """Rank 0's runs of buckets of as many elements as a plain step takes together."""
+    """Rank 0's runs of buckets of as many elements as a plain step takes bucket_elements."""
     bucket: Bucket = []
     elements = 0
     for p in params:
@@ -100,7 +100,7 @@ def halves(params: list[nn.Parameter]) -> Iterator[Bucket]:
         run = p.detach().view(-1)[: len(shard)]
         bucket.append(RunUpdate(p, run, torch.empty_like(run), shard))
         elements += p.numel()
-        if elements >= plain_step.IN_BATCHES:
+        if elements >= plain_step.BATCHED_BUCKET_ELEMENTS:
             yield bucket
             bucket, elements = [], 0
     if bucket:

@@ -21,7 +21,7 @@ from benchmarks.train import MODELS, join_world_of_one
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.host_offload import HOST, HostOffload
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner.memory import nbytes
 
 DEVICE, FLIGHT, PAGED = "on the GPU, nothing offloaded", "in flight", "in flight, not pinned"

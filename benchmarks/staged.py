@@ -22,8 +22,8 @@ from benchmarks.giants import MODELS, Counted
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.receivers import Keeping
-from ds_ext.backward.runs import Run
-from ds_ext.backward.settings import Gradients
+from ds_ext.backward.reduced_grad import ReducedGrad
+from ds_ext.backward.settings import GradientConfig
 from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed.layout import Weight
 from ds_ext.distributed.pipeline_layout import PipelineLayout
@@ -67,21 +67,21 @@ def kept(
         weights = [Weight(name, p.numel(), p.dtype) for name, p in params.items()]
         meta = torch.device("meta")
         layout = PipelineLayout(group, names, lambda p: placement, weights, [], meta)  # type: ignore[arg-type]
-        state = StepState(GradientReader(layout, Gradients(size, "sharded")))
+        state = StepState(GradientReader(layout, GradientConfig(size, "sharded")))
         place = 0
 
         class Noting(Keeping):
             """Notes the gradients that it keeps."""
 
-            def receive(self, runs: dict[Tensor, Run]) -> None:
+            def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
                 nonlocal place
-                place += len(runs)
+                place += len(grads)
                 *agreed, summed = _taken(group)
-                arrived = tuple(names[p] for p in runs)
+                arrived = tuple(names[p] for p in grads)
                 found.append(
                     Bucket(ranks, arrived, place, (*agreed,), (summed,), (), (), (), SUMS[zero])
                 )
-                super().receive(runs)
+                super().receive(grads)
 
         is_ours = names.__contains__
         begin = functools.partial(Noting, state, None)

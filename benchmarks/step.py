@@ -24,7 +24,7 @@ from benchmarks.memory import DTYPES, LLAMAS, shapes_of
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import entry_of, lowrank
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """Fine-tune a whole model in the memory of its weights: fused, sharded optimizers for DeepSpeed.
 
-Importing ds_ext makes its optimizers known to DeepSpeed by name.
+Importing ds_ext registers its optimizers with DeepSpeed by name.
 """
 
-from ds_ext import versions as versions  # first of all: what is too old is told by one sentence
+from ds_ext import versions as versions  # first: reports old versions in one sentence
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
@@ -23,9 +23,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> type:
-    """The optimizer of a registered rule, ``ds_ext.AdaLomo``; of rules that are yours too.
+    """Returns the optimizer of a registered rule, such as ``ds_ext.AdaLomo``, or a HF callback.
 
-    And callbacks of HF Trainer, which import transformers and so do not come before they are used.
+    Callbacks import transformers, so they are imported on first use.
     """
     if name in ("MetricsCallback", "FuseCallback"):
         from ds_ext import hf

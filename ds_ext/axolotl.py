@@ -1,4 +1,4 @@
-"""axolotl's plugin: ``plugins: [ds_ext.axolotl.Plugin]`` in its YAML makes the optimizers known."""
+"""axolotl's plugin: ``plugins: [ds_ext.axolotl.Plugin]`` in its YAML registers the optimizers."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from axolotl.integrations.base import BasePlugin
 
 
 class Plugin(BasePlugin):  # type: ignore[misc]  # axolotl is not installed where types are checked
-    """Makes the optimizers of ds_ext known to DeepSpeed, by the import of this module."""
+    """Importing this module registers the optimizers of ds_ext with DeepSpeed."""
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Called by axolotl with its YAML, before a model is loaded.
+        """axolotl calls it with its YAML, before it loads a model.
 
         Raises:
-            ValueError: it names no DeepSpeed config, whose section "optimizer" would say which.
+            ValueError: the YAML names no DeepSpeed config, which has to name the optimizer.
         """
         if not cfg.get("deepspeed"):
             raise ValueError(

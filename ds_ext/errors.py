@@ -1,9 +1,9 @@
-"""The errors that a user of ds_ext may want to catch; wrong settings raise ValueError."""
+"""Errors that users may want to catch. Wrong settings raise ValueError."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, is damaged, or is not of this run."""
+    """A checkpoint cannot be written, is damaged, or belongs to another run."""
 
 
 class LostRankError(RuntimeError):
-    """Another rank has ended, or did not come within the time limit of the process group."""
+    """Another rank has ended, or exceeded the timeout of the process group."""

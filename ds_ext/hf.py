@@ -1,6 +1,6 @@
-"""For HF Trainer: callbacks that report what steps tell, and that step FSDP2's models in backward.
+"""Callbacks of HF Trainer: step metrics, and steps inside backward without DeepSpeed.
 
-The only import of transformers.
+Only this module imports transformers.
 """
 
 import sys
@@ -10,18 +10,18 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ds_ext.backward.fuse import fuse_into_backward
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import fully_shard
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Puts what a step tells into HF Trainer's logs, and so wherever ``report_to`` sends them.
+    """Adds step metrics to HF Trainer's logs, which ``report_to`` sends on.
 
-    ``Trainer(..., callbacks=[ds_ext.MetricsCallback()])``. Beside Trainer's own ``grad_norm`` these
-    are ``clip_coefficient``, ``clipped_fraction``, ``loss_scale``, ``skipped_steps`` of the whole
-    run, and by parameter group ``update_rms/NAME`` and ``weight_rms/NAME``, all of the last step;
-    and of the steps since the last log ``skipped_parameters`` and ``bytes_sent`` by this rank's
-    optimizer. To measure updates takes 5 to 30 % of the optimizer's time on a CPU.
+    ``Trainer(..., callbacks=[ds_ext.MetricsCallback()])``. Of the last step it adds
+    ``clip_coefficient``, ``clipped_fraction``, ``loss_scale`` and, by parameter group,
+    ``update_rms/NAME`` and ``weight_rms/NAME``; of the whole run ``skipped_steps``; and since the
+    last log ``skipped_parameters`` and this rank's ``bytes_sent``. Measuring updates takes 5 to
+    30 % of the optimizer's time on a CPU.
 
     Args:
         measure_updates: whether ``update_rms`` and ``weight_rms`` are measured.
@@ -37,7 +37,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        """Goes before the callbacks that report, which else would be told the logs first."""
+        """Moves this callback before those that report, so that they receive its metrics."""
         handler = sys._getframe(1).f_locals["self"]
         assert isinstance(handler, CallbackHandler)
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
@@ -49,7 +49,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        """Adds up what is told of each step."""
+        """Adds up the metrics of a step."""
         told = _stepped(optimizer).metrics()
         for name in _SUMMED:
             self.sums[name] += told.get(name, 0)
@@ -63,7 +63,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Adds the metrics to logs of training, not to those of evaluation or of its end."""
+        """Adds the metrics to logs of training, not of evaluation or of the end."""
         if "loss" not in logs:
             return
         told = _stepped(optimizer).metrics() | self.sums
@@ -77,12 +77,12 @@ _SUMMED = ("skipped_parameters", "bytes_sent")
 
 
 def _stepped(optimizer: Any) -> Any:
-    """What steps a Trainer's model, inside accelerate's wrapper: the engine's optimizer."""
+    """The optimizer of a Trainer's engine, inside accelerate's wrapper."""
     while optimizer is not None and not hasattr(optimizer, "measure_updates"):
         optimizer = getattr(optimizer, "optimizer", None)
     if optimizer is None:
         raise ValueError(
-            "ds_ext.MetricsCallback: this Trainer is stepped by no optimizer of ds_ext. Name one "
+            "ds_ext.MetricsCallback: no optimizer of ds_ext steps this Trainer's model. Name one "
             'in the DeepSpeed config: "optimizer": {"type": "AdaLomo"}; or leave it out.'
         )
     return optimizer
@@ -96,15 +96,15 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     applies. Trainer's ``max_grad_norm`` and ``gradient_accumulation_steps`` are honoured exactly.
 
     Args:
-        gradient_policy: as of ``fuse_into_backward``. None: "fused" where Trainer neither clips nor
+        gradient_policy: see ``fuse_into_backward``. None: "fused" if Trainer neither clips nor
             accumulates in one process; else "sharded", which keeps this rank's part of the
             gradients in fp32 until the step.
-        bucket_size: as of ``fuse_into_backward``, elements.
+        bucket_size: see ``fuse_into_backward``, elements.
 
     Raises:
-        ValueError: when training begins, if several ranks hold the model whole, or "fused" is asked
-            for where Trainer clips, or accumulates in one process.
-        TypeError: the optimizer is none of ds_ext.
+        ValueError: when training begins, if several ranks hold the whole model, or the policy is
+            "fused" and Trainer clips, or accumulates in one process.
+        TypeError: the optimizer is not one of ds_ext.
     """
 
     def __init__(self, gradient_policy: str | None = None, bucket_size: int | None = None) -> None:
@@ -127,20 +127,20 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leaves the model as it was."""
+        """Removes the hooks from the model."""
         if self.fused is not None:
             self.fused.remove()
 
 
 def _must_keep(args: Any, model: Any) -> str:
-    """Why gradients have to be kept until the step; empty if they need not be."""
+    """The reason for keeping gradients until the step; empty if there is none."""
     if args.max_grad_norm:
         return (
             f"max_grad_norm = {args.max_grad_norm:g} would need a second backward pass, which "
             "Trainer does not make. Set max_grad_norm=0"
         )
     steps = args.gradient_accumulation_steps
-    if steps > 1 and not fully_shard.cuts(model):  # FSDP2 itself keeps those of micro-batches
+    if steps > 1 and not fully_shard.cuts(model):  # FSDP2 accumulates micro-batches itself
         return (
             f"gradient_accumulation_steps = {steps} needs the gradients of all micro-batches. Set "
             "gradient_accumulation_steps=1"
@@ -149,7 +149,7 @@ def _must_keep(args: Any, model: Any) -> str:
 
 
 def _check_trainer(args: Any, model: Any, policy: str) -> None:
-    """Raises ValueError for what Trainer's arguments make impossible."""
+    """Raises ValueError if Trainer's arguments do not allow ``policy``."""
     if args.world_size > 1 and not fully_shard.cuts(model):
         raise ValueError(
             "ds_ext.FuseCallback: several ranks train a model that FSDP2 has not cut. Set "

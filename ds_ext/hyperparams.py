@@ -1,7 +1,7 @@
-"""What values a hyper-parameter may take, and the error that a user sees when one is wrong.
+"""Allowed values of hyper-parameters, and errors for wrong ones.
 
-A rule's dataclass annotates its fields with these types; ``check`` is called where values enter
-(the JSON config, an optimizer's constructor, a param group, what a scheduler sets there).
+A rule's dataclass annotates its fields with these types. ``check`` is called where values enter:
+the JSON config, an optimizer's constructor, a param group, and values set by schedulers.
 """
 
 import difflib
@@ -42,7 +42,7 @@ def names(rule: type) -> tuple[str, ...]:
 
 
 def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> dict[str, Any]:
-    """Returns all hyper-parameters of a rule: the given ones checked, the others' defaults.
+    """Returns all hyper-parameters of a rule: the given ones, checked, and defaults of the others.
 
     Args:
         rule: a dataclass whose fields are annotated with the types of this module.
@@ -50,8 +50,8 @@ def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params")
         where: the section of the JSON config that they come from; "" for arguments in Python.
 
     Raises:
-        ValueError: a name is unknown, or a value is not allowed, alone or beside the others. It
-            names the key, what was given, what is allowed, and what a misspelt key may have meant.
+        ValueError: a name is unknown, or a value is not allowed, alone or with the others. The
+            message has the key, the given and the allowed values, and the nearest known key.
     """
     checked, found = _checked(rule, given, where)
     if found:
@@ -60,32 +60,32 @@ def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params")
 
 
 def problems(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> list[str]:
-    """Returns all that ``check`` would raise, each in words."""
+    """Returns the messages of all errors that ``check`` would raise."""
     return _checked(rule, given, where)[1]
 
 
 def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) -> None:
     """Raises ValueError for a key that was likely meant to be a hyper-parameter of ``rule``.
 
-    Other keys are for others to read, such as timm's "lr_scale" and the "rho" of SAM.
+    Other code reads other keys, such as timm's "lr_scale" and the "rho" of SAM.
 
     Args:
-        rule: A dataclass, as of ``check``.
-        keys: Those that are not its hyper-parameters.
-        foreign: Hyper-parameters of other rules, which this rule would ignore.
+        rule: a dataclass: see ``check``.
+        keys: keys that are not its hyper-parameters.
+        foreign: hyper-parameters of other rules, which this rule would ignore.
     """
     for key in keys:
         if key in foreign or key in _OF_TORCH or _meant(key, names(rule)):
             raise ValueError(_unknown(rule, key, list(names(rule))))
 
 
-# What changes the step of torch's optimizers, and has no equal here.
+# Arguments of torch's optimizers that change their step, and are not supported here.
 _OF_TORCH = {"maximize", "amsgrad"}
 _SYNONYMS = {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}
 
 
 def _meant(key: str, known: Sequence[str]) -> str | None:
-    """The name that ``key`` may be a misspelling of. "lr_scale" is made with "lr" and is none."""
+    """The name that ``key`` may misspell. "lr_scale" contains "lr" and is no misspelling."""
     plain = key.lower().replace("-", "_").strip("_")
     if _SYNONYMS.get(plain) in known:
         return _SYNONYMS[plain]
@@ -96,7 +96,7 @@ def _meant(key: str, known: Sequence[str]) -> str | None:
 
 
 def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """All hyper-parameters, if nothing is wrong with the given ones; and what is."""
+    """All hyper-parameters, empty if a given one is wrong; and the error messages."""
     hints, adapters = _hints(rule), _adapters(rule)
     wrong = [_unknown(rule, joined(where, key), list(hints)) for key in given if key not in hints]
     checked = {}
@@ -116,7 +116,7 @@ def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str
 
 
 def joined(where: str, key: str) -> str:
-    """Returns a key as the user wrote it, in a section of a config or, for "", alone."""
+    """Returns a key with its section of a config; alone for ""."""
     return f"{where}.{key}" if where else key
 
 
@@ -128,12 +128,12 @@ def _hints(rule: type) -> dict[str, Any]:
 
 @functools.cache
 def _adapters(rule: type) -> dict[str, TypeAdapter[Any]]:
-    """What checks the value of each field."""
+    """The validators of the fields."""
     return {key: TypeAdapter(_strict_bool(hint)) for key, hint in _hints(rule).items()}
 
 
 def describe(hint: Any) -> str:
-    """Returns what a field's type allows, in words: "a number >= 0"."""
+    """Returns a description of the values that a type allows: "a number >= 0"."""
     for extra in getattr(hint, "__metadata__", ()):
         if getattr(extra, "description", None):
             return str(extra.description)
@@ -156,7 +156,7 @@ def _unknown(rule: type, key: str, known: list[str]) -> str:
 
 
 def _whose(rule: type) -> str:
-    """The optimizer of which keys are told: "AdaLomo: "; nothing for a section of a config."""
+    """The optimizer's name as a prefix: "AdaLomo: "; empty for a section of a config."""
     return f"{rule.__name__}: " if hasattr(rule, "step") else ""
 
 

@@ -1,4 +1,4 @@
-"""The log: lines of the logger "ds_ext", for whatever the application has configured, or stderr."""
+"""The logger "ds_ext". Without handlers of the application, it writes to stderr."""
 
 import logging
 import sys
@@ -9,11 +9,11 @@ logger.addHandler(logging.NullHandler())
 
 
 def show_by_default() -> None:
-    """Lets lines of level INFO and above reach stderr where nobody has configured logging.
+    """Writes lines of level INFO and above to stderr unless the application configures logging.
 
-    Called where training begins, not on import. An application that gives a handler to the logger
-    "ds_ext" or to the root gets the lines by that alone, also if it does so later; a level that
-    it has set stays.
+    It is called when training begins, not on import. If the application adds a handler to the
+    logger "ds_ext" or to the root, even later, only that handler gets the lines. A level that the
+    application has set does not change.
     """
     if _is_configured():
         return
@@ -24,11 +24,11 @@ def show_by_default() -> None:
 
 
 def show(message: str) -> None:
-    """Logs a line of level INFO that the user sees whatever the application has configured.
+    """Logs a line of level INFO that the user sees, whatever logging the application configured.
 
-    Programs such as axolotl configure the root logger for warnings alone, or filter the lines of
-    others. Where no handler would write the line, it goes to stderr. Only a level that was set on
-    the logger "ds_ext" itself keeps it back.
+    Programs such as axolotl configure the root logger for warnings only, or filter the lines of
+    other packages. If no handler would write the line, it goes to stderr. Only a higher level of
+    the logger "ds_ext" itself suppresses it.
     """
     show_by_default()
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
@@ -49,12 +49,12 @@ def _writes(handler: logging.Handler, record: logging.LogRecord) -> bool:
 
 
 def _is_configured() -> bool:
-    """Whether a handler of the application's would get a line."""
+    """Whether a handler of the application would get a line."""
     return any(not isinstance(h, (logging.NullHandler, _LastResort)) for h in _handlers())
 
 
 def _handlers() -> Iterator[logging.Handler]:
-    """All handlers that a line is passed to."""
+    """Yields all handlers that get a line."""
     at: logging.Logger | None = logger
     while at is not None:
         yield from at.handlers
@@ -62,7 +62,7 @@ def _handlers() -> Iterator[logging.Handler]:
 
 
 class _LastResort(logging.Handler):
-    """Writes to stderr what no other handler gets."""
+    """Writes lines to stderr that no other handler gets."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not _is_configured():

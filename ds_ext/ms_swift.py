@@ -1,4 +1,4 @@
-"""ms-swift's plugin: ``--external_plugins`` names this file, ``--optimizer`` one of ours."""
+"""ms-swift's plugin: ``--external_plugins`` is this file, ``--optimizer`` one of ds_ext."""
 
 import ast
 from typing import Any
@@ -38,18 +38,18 @@ class Callback(OptimizerCallback):  # type: ignore[misc]  # ms-swift is no requi
     """Makes the optimizer that ``--optimizer`` names, with the param groups of a config."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> RuleOptimizer:
-        """Called by ms-swift before it hands model and optimizer to accelerate.
+        """ms-swift calls it before it passes model and optimizer to accelerate.
 
         Raises:
-            ValueError: a hyper-parameter is unknown or its value wrong.
+            ValueError: a hyper-parameter is unknown or its value is wrong.
         """
         args = self.args
-        own = RATES[args.optimizer].params  # what a rate needs beside it
+        own = RATES[args.optimizer].params  # hyper-parameters that the rate was measured with
         params = {**own, **hypers(args.learning_rate, args.weight_decay, args.optim_args)}
         kind, model = OPTIMIZERS[args.optimizer], model or self.trainer.model
         if not args.deepspeed:
             return kind.for_model(model, **params)
-        from ds_ext.engine import optimizers  # which imports DeepSpeed
+        from ds_ext.engine import optimizers  # imports DeepSpeed
 
         return optimizers.for_model(kind, model, params)
 

@@ -1,14 +1,14 @@
-"""Learning rates: the one table that docs, configs, messages, planner and examples read.
+"""Learning rates, as used by docs, configs, messages, planner and examples.
 
-A rate is the peak of a schedule with warm-up. There are three kinds, which are not to be confused:
+A rate is the peak of a schedule with warm-up. There are three kinds:
 
 - ``Rate.start`` was measured here, in short fine-tunes of one small model on three data sets
   (``python -m benchmarks quality``, benchmarks/results/quality): the lowest of the rates whose
-  worst case over the data sets is within ``TOLERANCE`` of the best rate's. The lowest, because
-  larger models and longer runs want less.
-- ``Rate.published`` is what others have published for models of about 7B parameters, or for the
-  model that it names. Each was read at its source, and says no more than the source does.
-- The default of an optimizer's ``lr`` is its authors', and is in its rule (``ds_ext.rules``).
+  worst case over the data sets is within ``TOLERANCE`` of the best rate's. Larger models and
+  longer runs need lower rates.
+- ``Rate.published`` was published for models of about 7B parameters, or for the model that it
+  names. Each was read at its source.
+- The default of an optimizer's ``lr`` is that of its authors (``ds_ext.rules``).
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
-    """A rate that others have published, and what goes with it."""
+    """A published rate, and its setting."""
 
     lr: tuple[float, ...]  # one, or the lowest and the highest
     run: str  # the model and the task
@@ -33,7 +33,7 @@ class Rate:
     """The rates of an optimizer."""
 
     start: float
-    params: Mapping[str, Any] = field(default_factory=dict)  # that it goes with, if not defaults
+    params: Mapping[str, Any] = field(default_factory=dict)  # of the measurement, if not defaults
     published: Published | None = None
 
     @property
@@ -42,9 +42,9 @@ class Rate:
         return self.start / 2, self.start * 2
 
 
-MODEL = "135M"  # parameters of the model that the starts were measured with
+MODEL = "135M"  # parameters of the model in the measurements
 TOLERANCE = 0.025  # of the gain of fine-tuning
-LORA = "lora"  # adapters, by AdamW: the one entry that is no optimizer's name
+LORA = "lora"  # adapters, by AdamW: the only entry that is no optimizer
 
 _COSINE = "cosine, 3 % warm-up"
 _ALPACA = "https://github.com/tatsu-lab/stanford_alpaca"
@@ -183,9 +183,9 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
 
 
 def advice(optimizer: str) -> str:
-    """Returns "start at 1e-3, try 5e-4 and 2e-3", what that was measured with, what is published.
+    """Returns "start at 1e-3, try 5e-4 and 2e-3", the measured model, and published rates.
 
-    Nothing is returned for an optimizer without a rate.
+    Returns "" for an optimizer without a rate.
 
     Args:
         optimizer: its name, in any case.

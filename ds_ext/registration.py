@@ -1,4 +1,4 @@
-"""Makes our optimizers known to DeepSpeed when it is imported, and does not import it before."""
+"""Registers our optimizers with DeepSpeed when a program imports it, without importing it."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def register() -> None:
-    """Makes our optimizers known to DeepSpeed: now, or as soon as it is imported."""
+    """Registers our optimizers with DeepSpeed: now, or when it is imported."""
     if "deepspeed" in sys.modules:
         _patch()
     elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
@@ -23,7 +23,7 @@ def _patch() -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds DeepSpeed as the other finders do, and has it patched when its import ends."""
+    """Finds DeepSpeed by the other finders, and patches it after its import."""
 
     def __init__(self) -> None:
         self.is_asking = False
@@ -33,7 +33,7 @@ class _WhenImported(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != "deepspeed" or self.is_asking:
             return None
-        self.is_asking = True  # the others, through importlib, which asks this finder too
+        self.is_asking = True  # importlib asks all finders, including this one
         try:
             spec = importlib.util.find_spec(name)
         finally:

@@ -19,21 +19,21 @@ from ds_ext.backward import owners
 from ds_ext.backward.module_hooks import Hook
 from ds_ext.backward.owners import Owner
 from ds_ext.backward.partial_grads import Uses
+from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, compact_copy, has_other_users
 from ds_ext.backward.reduction import Reduction
-from ds_ext.backward.runs import Receiver, Run, apart, has_other_users
 from ds_ext.backward.streams import SideStream
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
 
 # A bucket that is filled to less than this fraction takes one more parameter of any size. Otherwise
 # norms between large matrices would each form a bucket.
-FEW = 1 / 16
+MIN_FILL = 1 / 16
 
 
 class Sent(NamedTuple):
     """A bucket that is being reduced."""
 
-    arrived: Callable[[], dict[Tensor, Run]]  # waits for the reduction
+    arrived: Callable[[], dict[Tensor, ReducedGrad]]  # waits for the reduction
     in_parts: set[Tensor]  # parameters whose gradient may have further parts
 
 
@@ -45,8 +45,8 @@ class Buckets:
     Args:
         module: the model.
         layout: of the model.
-        size: elements that wait in a bucket at most, or one parameter with a few small ones before
-            it (``FEW``). Parameters that other ranks have no gradient of may wait longer.
+        size: most elements of a bucket, unless it has one larger parameter after a few small ones
+            (``MIN_FILL``). Parameters without a gradient on other ranks may wait longer.
         comm_dtype: returns the dtype that a gradient is reduced in, None for its own.
         look: called before the first gradient of a backward pass.
         wanted: returns whether to take a parameter's gradient; others stay in ``grad``.
@@ -76,7 +76,7 @@ class Buckets:
         self.wanted = wanted
         self.begin = begin
         self.owner = owner
-        self.overlap = overlap and (layout.is_shared or layout.device.type == "cuda")
+        self.overlap = overlap and (layout.sums_gradients or layout.device.type == "cuda")
         self.side_stream = SideStream(layout.device, overlap)
         self.sent: Sent | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
@@ -84,14 +84,14 @@ class Buckets:
         self.elements = 0  # of waiting gradients
         self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
         self.aside: dict[Tensor, None] | None = None  # parameters not to be taken yet
-        self.parts: dict[Tensor, Run] = {}  # of parameters whose gradient comes in parts
+        self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
-        self.together = {p for params in leaves.values() for p in params}
+        self.leaf_params = {p for params in leaves.values() for p in params}
         self.uses = Uses(module, leaves | layout.units(), layout.brings_gradients)
         self.size_of = {p: placement.padded_numel(p) for p, placement in layout.of.items()}
         self.counted = {p: placement.max_padded_numel(p) for p, placement in layout.of.items()}
         self.reduction = Reduction(
-            layout, self.side_stream, self.size_of, comm_dtype, self.together
+            layout, self.side_stream, self.size_of, comm_dtype, self.leaf_params
         )
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
@@ -99,9 +99,8 @@ class Buckets:
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
             self.hooks.append(leaf.register_forward_pre_hook(Hook(check_inputs)))
         self.hooks += [self._hooked(p) for p in layout.names if may_be_trained(p)]
-        self.left: set[Tensor] = (
-            set()
-        )  # parameters without a group, whose gradient stays in ``grad``
+        # Parameters without a group. Their gradient stays in ``grad``.
+        self.left: set[Tensor] = set()
         self._drop_gradients(layout.names)
 
     def _hooked(self, param: Tensor) -> torch.utils.hooks.RemovableHandle:
@@ -109,7 +108,7 @@ class Buckets:
         frozen = not param.requires_grad
         if frozen:
             param.requires_grad_(True)  # otherwise torch does not hook it
-        take = _leave if param in self.together else _weakly(cast(MethodType, self.take))
+        take = _leave if param in self.leaf_params else _weakly(cast(MethodType, self.take))
         handle: torch.utils.hooks.RemovableHandle
         handle = param.register_post_accumulate_grad_hook(take)
         if frozen:
@@ -200,14 +199,14 @@ class Buckets:
             self.elements += size
         if grad is not None:
             before, own = self.waiting[param], self._own(param, grad)
-            # another checkpointed segment brings a further part
+            # Another checkpointed segment adds a part.
             self.waiting[param] = own if before is None else before + own
         del grad
         if self.elements >= self.size:
             self.flush()
 
     def _taker(self, params: list[Tensor]) -> Callable[..., None]:
-        """A hook for a module whose parameters are taken together, whether used or not."""
+        """A hook for a leaf module, whose parameters are taken together, used or not."""
 
         def hook(*_: object) -> None:
             for param in params:
@@ -220,13 +219,13 @@ class Buckets:
         """A gradient, flat and padded to equal parts for all ranks, in writable memory."""
         grad = self.layout.of[param].gradient(param, grad)
         # Autograd may pass a view of a gradient that other nodes still have to read.
-        is_shared = self.layout.of[param].is_summed and has_other_users(grad)
+        is_aliased = self.layout.of[param].is_summed and has_other_users(grad)
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:
             return nn.functional.pad(flat, (0, missing))
         is_view = flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
-        return flat.clone() if is_shared and is_view else flat
+        return flat.clone() if is_aliased and is_view else flat
 
     @torch.no_grad()
     def flush(self, ended: bool = False) -> bool:
@@ -234,8 +233,8 @@ class Buckets:
         more = {p: self.uses.in_parts(p) for p in self.waiting}
         agreed = self.layout.agree(more, ended)
         for piece in self.pieces(agreed.ready):
-            voters = self._find_receiver().voters(piece)
-            sent = self.reduction.begin({p: self._removed(p) for p in piece}, voters)
+            voted_params = self._find_receiver().voted_params(piece)
+            sent = self.reduction.begin({p: self._removed(p) for p in piece}, voted_params)
             self._receive()
             self.sent = Sent(sent, agreed.in_parts)
             if not self.overlap:
@@ -253,16 +252,16 @@ class Buckets:
         sent, self.sent = self.sent, None
         if sent is None:
             return
-        with self.side_stream.work():
-            runs = sent.arrived()
-            if not runs:
+        with self.side_stream.context():
+            grads = sent.arrived()
+            if not grads:
                 return
             receiver = self._find_receiver()
             if not receiver.adds_up:
-                for param in [p for p in runs if p in sent.in_parts]:  # in the order of all ranks
-                    self._hold(param, runs.pop(param))
-            if runs:
-                receiver.receive(runs)
+                for param in [p for p in grads if p in sent.in_parts]:  # in the order of all ranks
+                    self._hold(param, grads.pop(param))
+            if grads:
+                receiver.receive(grads)
 
     def finish(self) -> None:
         """Ends a backward pass: delivers gradients that wait on any rank, or came in parts."""
@@ -273,11 +272,11 @@ class Buckets:
         self._receive()
         parts, self.parts = self.parts, {}
         if parts:
-            with self.side_stream.work():
+            with self.side_stream.context():
                 self._find_receiver().receive(parts)
         self.receiver = None
         self.has_looked = False
-        self.side_stream.join()
+        self.side_stream.make_current_wait()
 
     def discard(self, params: Collection[Tensor] | None = None) -> None:
         """Drops undelivered gradients of ``params``; None: all, and ends the backward pass."""
@@ -289,12 +288,12 @@ class Buckets:
                 self.joining.pop(param, None)
             return
         if self.sent is not None:
-            with self.side_stream.work():
+            with self.side_stream.context():
                 self.sent.arrived()  # the reduction writes to its memory until then
         self.uses.forget(now=self.receiver is not None)
         self.abandon()
         self.has_looked = False
-        self.side_stream.join()
+        self.side_stream.make_current_wait()
 
     def abandon(self) -> None:
         """Drops the gradients of a backward pass that has failed, without waiting for other ranks.
@@ -305,11 +304,11 @@ class Buckets:
         self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
 
     def begin_with(self, receiver: Receiver) -> None:
-        """Begins a backward pass with this receiver, instead of that of ``begin``."""
+        """Begins a backward pass with this receiver, not the one of ``begin``."""
         self.receiver = receiver
 
     def _find_receiver(self) -> Receiver:
-        """The receiver of this pass, which this rank may have had no gradient of itself."""
+        """The receiver of this pass, even if this rank has had no gradient in it."""
         if self.receiver is None:
             self.receiver = self.begin()
         return self.receiver
@@ -328,14 +327,14 @@ class Buckets:
 
     def _has_room(self, elements: int, more: int) -> bool:
         """Whether a bucket with ``elements`` takes a parameter of ``more`` elements."""
-        return elements + more <= self.size or elements < FEW * self.size
+        return elements + more <= self.size or elements < MIN_FILL * self.size
 
-    def _hold(self, param: Tensor, run: Run) -> None:
+    def _hold(self, param: Tensor, grad: ReducedGrad) -> None:
         """Adds up the parts of a gradient."""
         if param in self.parts:
-            self.parts[param] = self.parts[param].plus(run)
+            self.parts[param] = self.parts[param].plus(grad)
         else:
-            self.parts[param] = apart(run, ops.accumulator(run.g.dtype))
+            self.parts[param] = compact_copy(grad, ops.accumulator(grad.g.dtype))
 
 
 def check_inputs(leaf: nn.Module, inputs: tuple[object, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Keeps the measuring backward pass from changing gradients that it does not measure.
+"""Keeps the norm prepass from changing gradients that it does not measure.
 
-These are the gradients of other leaves: a head with its own optimizer, inputs, the parameters of
-another engine. And those of tensors that the user called ``retain_grad()`` on.
+These are gradients of other leaves (a head with its own optimizer, inputs, the parameters of
+another engine) and of tensors with ``retain_grad()``.
 
 The pass in progress is identified by autograd's graph task id, which is right in any thread. On a
 CPU, hooks run in the thread that called backward. On a GPU, they run in a thread of the device,
@@ -39,7 +39,7 @@ class SavedGrad(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A measuring backward pass, with the passes that run inside of it."""
+    """A norm prepass, with the backward passes that run inside it."""
 
     by: object  # the owner of the measured gradients
     own: Own
@@ -115,12 +115,12 @@ def _part(this: Pass, roots: Sequence[Tensor], is_inner: bool) -> Iterator[None]
 
 
 def _nothing(grads: tuple[Tensor, ...]) -> tuple[None] | None:
-    """A hook before a leaf's node: replaces its gradient by None in a measuring pass."""
+    """A hook before a leaf's node: replaces its gradient by None in a norm prepass."""
     return None if measured() is None else (None,)
 
 
 def _guard(leaf: Tensor) -> Callable[[], None]:
-    """Disables a leaf's post-accumulate hooks in measuring passes -> a function that undoes it."""
+    """Disables a leaf's post-accumulate hooks in norm prepasses; returns a function to undo it."""
     hooks: dict[int, Callable[[Tensor], None]] = leaf._post_accumulate_grad_hooks or {}
     before = dict(hooks)
 
@@ -135,7 +135,7 @@ def _guard(leaf: Tensor) -> Callable[[], None]:
 
 
 def watch() -> None:
-    """Wraps ``retain_grad()`` and ``torch.autograd.backward``. To be called once.
+    """Wraps ``retain_grad()`` and ``torch.autograd.backward``. Call it once.
 
     A segment of reentrant checkpointing has a graph and a backward pass of its own.
     """

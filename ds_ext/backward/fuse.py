@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ds_ext import logs
 from ds_ext.backward import owners, settings, startup_log
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Group, Replicated, everyone
@@ -83,7 +83,7 @@ def fuse_into_backward(
     layout.broadcast(model)
     if bucket_size is None:
         bucket_size = _bucket_size(layout)
-    how = settings.Gradients(
+    config = settings.GradientConfig(
         bucket_size,
         gradient_policy,
         max_grad_norm,
@@ -94,11 +94,11 @@ def fuse_into_backward(
         words=settings.ARGUMENTS,
     )
     optimizer.separate_experts(model)
-    fused = FusedBackward(model, optimizer, layout, how, is_boundary=layout.brings_gradients)
+    fused = FusedBackward(model, optimizer, layout, config, is_boundary=layout.brings_gradients)
     warnings = [*startup_log.warnings(optimizer, layout, is_config=False)]
     if layout.rank == 0:
         where = "parts of fully_shard" if is_cut else "without DeepSpeed"
-        logs.show(startup_log.line(optimizer, layout, how, where))
+        logs.show(startup_log.line(optimizer, layout, config, where))
         for warning in warnings:
             logs.logger.warning(warning)
 
@@ -120,7 +120,7 @@ def _bucket_size(layout: Layout) -> int:
 
 
 def _whole_layout(model: nn.Module, group: Group) -> Layout:
-    """The layout of a model that every rank of ``group`` holds whole."""
+    """The layout of a model that is replicated on every rank of ``group``."""
     placement = Replicated(group or everyone())
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return Layout(placement.group, names, lambda param: placement)
@@ -130,8 +130,8 @@ def _group_of_cut(model: nn.Module, group: Group) -> Group:
     """The ranks that hold parts of a model. Raises ValueError if ``group`` is given."""
     if group is not None:
         raise ValueError(
-            "fuse_into_backward: the model's parameters are DTensors, whose mesh says which ranks "
-            "have them: leave group out."
+            "fuse_into_backward: the model's parameters are DTensors, whose mesh names the ranks: "
+            "leave group out."
         )
     return fully_shard.group_of(model)
 
@@ -153,10 +153,10 @@ def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
         if param.grad is not None:
             raise RuntimeError(
                 f"{layout.name(param)} has a gradient that did not come from backward, or came "
-                "before the parameter was in param_groups: after fuse_into_backward the gradients "
-                "that parameters are stepped by are taken inside backward. Assign none to .grad, "
-                "and set it to None of a parameter that you put into a group; or call .remove() of "
-                "what fuse_into_backward returned, and step as usual."
+                "before the parameter was in param_groups: after fuse_into_backward, gradients are "
+                "used inside backward. Assign none to .grad, and set .grad to None before you put "
+                "a parameter into a group; or call .remove() of what fuse_into_backward returned, "
+                "and step as usual."
             )
     if layout.has_kept():
         raise RuntimeError(
@@ -166,7 +166,7 @@ def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
 
 
 def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None:
-    """Takes ``model`` over. Raises ValueError if another optimizer steps other parameters of it."""
+    """Takes ``model`` over; raises ValueError if another optimizer steps other parameters of it."""
     params = [p for p in model.parameters() if p.requires_grad]
     for older in filter(None, map(owners.owner, params)):
         if older.optimizer.group_of.keys().isdisjoint(optimizer.group_of):

@@ -1,19 +1,14 @@
 """Scaling of gradients: average over ranks, loss scale and clipping, applied when a rule reads."""
 
-from collections.abc import Mapping
-from typing import TypeAlias
-
 import torch
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.backward import settings
-from ds_ext.backward.runs import Run
+from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.optimizer import nonfinite
-
-Runs: TypeAlias = Mapping[Tensor, Run]
 
 
 class GradientReader:
@@ -22,43 +17,46 @@ class GradientReader:
     Set ``loss_scale`` to the factor that the loss was multiplied by before backward.
     """
 
-    def __init__(self, layout: Layout, how: settings.Gradients) -> None:
+    def __init__(self, layout: Layout, grad_config: settings.GradientConfig) -> None:
         self.layout = layout
-        self.how = how
+        self.grad_config = grad_config
         self.loss_scale = 1.0
 
     def unscale(self, placement: Placement) -> float:
         """Returns the factor from a summed gradient of the scaled loss to the mean gradient."""
-        return 1 / (self.loss_scale * (placement.grad_divisor if self.how.average else 1))
+        return 1 / (self.loss_scale * (placement.grad_divisor if self.grad_config.average else 1))
 
-    def gradient(self, param: Tensor, run: Run, coefficient: float) -> ops.Gradient:
+    def gradient(self, param: Tensor, grad: ReducedGrad, coefficient: float) -> ops.Gradient:
         """Returns a run, [len(shard)], times the clip ``coefficient``, with bounded elements."""
-        g = self._own(param, run)
+        g = self._own(param, grad)
         factor = self.unscale(self.layout.of[param]) * coefficient
         wide = ops.accumulator(param.dtype)
         if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32
             g = g.to(wide)
-        bound = self.how.max_value or None
+        bound = self.grad_config.max_value or None
         return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
 
-    def squares(self, runs: Runs) -> Tensor:
+    def squares(self, grads: ReducedGrads) -> Tensor:
         """Returns the sums of squares of unscaled runs, [n] in fp64."""
         alike: dict[torch.dtype | None, list[int]] = {}  # None: the sum is known already
-        for i, run in enumerate(runs.values()):
-            alike.setdefault(run.g.dtype if run.square is None else None, []).append(i)
-        items = list(runs.items())
-        found = [self._squares(dtype, [items[i] for i in some]) for dtype, some in alike.items()]
+        for i, grad in enumerate(grads.values()):
+            alike.setdefault(grad.g.dtype if grad.square is None else None, []).append(i)
+        items = list(grads.items())
+        found = [
+            self._squares(dtype, dict(items[i] for i in some)) for dtype, some in alike.items()
+        ]
         if len(found) == 1:
             return found[0]
         numbers = [i for some in alike.values() for i in some]
         order = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         return torch.cat(found)[order.argsort().to(self.layout.device)]
 
-    def _squares(self, dtype: torch.dtype | None, runs: list[tuple[Tensor, Run]]) -> Tensor:
+    def _squares(self, dtype: torch.dtype | None, grads: ReducedGrads) -> Tensor:
         """The sums of squares of runs with one dtype; None: those known already."""
         if dtype is None:
-            return torch.stack([run.square for _, run in runs if run.square is not None]).double()
-        found = ops.square_sums_of([self._own(param, run) for param, run in runs])
+            known = [grad.square for grad in grads.values() if grad.square is not None]
+            return torch.stack(known).double()
+        found = ops.square_sums_of([self._own(param, grad) for param, grad in grads.items()])
         return found.to(self.layout.device).double()
 
     def upper_bounds(self) -> Tensor:
@@ -67,14 +65,14 @@ class GradientReader:
         bounds = [float(nonfinite.upper_bound(max(1, w.numel), w.dtype)) for w in weights]
         return torch.tensor(bounds, dtype=torch.float64, device="cpu")
 
-    def beyond(self, param: Tensor, run: Run, bound: float) -> Tensor:
+    def beyond(self, param: Tensor, grad: ReducedGrad, bound: float) -> Tensor:
         """Returns the number of a run's elements outside ± ``bound``, and of all elements, [2]."""
         shard = self.layout.shard(param)
-        g = self._own(param, run)
+        g = self._own(param, grad)
         beyond = ops.count_beyond(g, bound, shard, g)
         return torch.stack([beyond, torch.full_like(beyond, len(shard))])
 
-    def _own(self, param: Tensor, run: Run) -> Tensor:
+    def _own(self, param: Tensor, grad: ReducedGrad) -> Tensor:
         """The run without its padding."""
         n = len(self.layout.shard(param))
-        return run.g if len(run.g) == n else run.g[:n]
+        return grad.g if len(grad.g) == n else grad.g[:n]

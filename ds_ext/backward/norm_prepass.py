@@ -1,4 +1,4 @@
-"""The backward pass that only measures the norm: it must have no side effects.
+"""The norm prepass, a backward pass that only measures the norm, without side effects.
 
 A checkpointed segment draws random numbers and updates buffers when backward runs it again, so both
 are restored. A function that writes to its saved tensors in backward is an error. Fused losses do:

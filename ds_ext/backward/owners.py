@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ext.backward.partial_grads import Uses
-from ds_ext.backward.settings import Gradients
+from ds_ext.backward.settings import GradientConfig
 from ds_ext.distributed import consensus
 from ds_ext.distributed.placement import Group
 from ds_ext.logs import logger
@@ -27,7 +27,7 @@ class Owner(Protocol):
     """An object that steps parameters from hooks."""
 
     optimizer: RuleOptimizer
-    how: Gradients
+    grad_config: GradientConfig
 
     @property
     def uses(self) -> Uses:

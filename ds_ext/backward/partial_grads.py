@@ -30,7 +30,7 @@ class Uses:
     def __init__(
         self,
         module: nn.Module,
-        together: Mapping[nn.Module, list[Tensor]],
+        joint_params: Mapping[nn.Module, list[Tensor]],
         brings_gradients: Callable[[], bool] = lambda: True,
     ) -> None:
         self.brings_gradients = brings_gradients
@@ -42,21 +42,21 @@ class Uses:
         self.thread = threading.get_ident()  # of the last counted call
         self.is_stale = False  # whether the next forward pass begins another step
         self.calls: list[bool] = []  # in progress, outermost first: made with gradients?
-        self.together = {p for params in together.values() for p in params}
+        self.joint_params = {p for params in joint_params.values() for p in params}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         for owner in module.modules():
             own: list[Tensor] = [
-                p for p in owner.parameters(recurse=False) if p not in self.together
+                p for p in owner.parameters(recurse=False) if p not in self.joint_params
             ]
             if next(owner.parameters(), None) is not None:
-                enter = Hook(self._enter(together.get(owner, own), owner is module))
+                enter = Hook(self._enter(joint_params.get(owner, own), owner is module))
                 leave = Hook(self._leave)
                 self.hooks.append(owner.register_forward_pre_hook(enter))
                 self.hooks.append(owner.register_forward_hook(leave, always_call=True))
 
     def in_parts(self, param: Tensor) -> bool:
         """Returns whether the gradient of ``param`` may come in more than one part."""
-        return self.count[param] > 1 and (param in self.in_segment or param in self.together)
+        return self.count[param] > 1 and (param in self.in_segment or param in self.joint_params)
 
     def forget(self, now: bool) -> None:
         """Resets the counts ``now``, or when ``module`` is next called with gradients.

@@ -1,4 +1,4 @@
-"""Receivers: what is done with the gradients of a backward pass.
+"""Receivers of the gradients of a backward pass: they step, measure or keep them.
 
 A backward pass has one receiver. With the policy ``fused``, ``Stepping`` and ``SteppingMeasured``
 use gradients at once and keep none. With ``sharded``, ``Keeping`` adds up this rank's runs until
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.backward.grad_scaling import Runs
-from ds_ext.backward.runs import NOBODY, Run, Voters, apart
+from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads, VotedParams, compact_copy
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.nonfinite import GradCheck
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 
 
 class Stepper:
@@ -34,7 +33,7 @@ class Stepper:
 
     def step(
         self,
-        runs: Runs,
+        grads: ReducedGrads,
         state: StepState,
         checked: Set[Tensor] = frozenset(),
         votes: Mapping[Tensor, Tensor] | None = None,
@@ -42,23 +41,23 @@ class Stepper:
         """Steps parameters by their gradients, and records them in ``state``.
 
         Args:
-            runs: the gradients.
+            grads: the gradients.
             state: of the step in progress.
             checked: parameters whose gradients the first round checks, on a GPU on the device.
             votes: votes by which kernels check other gradients.
         """
-        state.use_up(runs.keys())
+        state.use_up(grads.keys())
         check = GradCheck(checked, votes, state.begin_flags())
-        for all_reduce, params in self._by_statistics_group(runs.keys()):
-            updates = [self._update(param, runs[param], state) for param in params]
+        for all_reduce, params in self._by_statistics_group(grads.keys()):
+            updates = [self._update(param, grads[param], state) for param in params]
             self.optimizer.update(updates, all_reduce, check)
         state.add(check)
-        stepped = [p for p in runs if p not in check.bad] if check.bad else runs
+        stepped = [p for p in grads if p not in check.bad] if check.bad else grads
         self.layout.publish(stepped)
         self.optimizer.commit_weight_norms()
         state.stepped += len(stepped)
 
-    def voters(self, params: Sequence[Tensor]) -> Voters:
+    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
         """Returns the parameters that need votes, because the first round cannot check them.
 
         They are the same on all ranks. All need votes if elements are bounded before rules read
@@ -76,18 +75,18 @@ class Stepper:
             some = shards if is_host else {p: shards[p] for p in on_device}
             first = self.optimizer.first_round_checks(some) if some else first
         others = set(params) - first
-        return Voters(others - on_device, others & on_device)
+        return VotedParams(others - on_device, others & on_device)
 
-    def _update(self, param: Tensor, run: Run, state: StepState) -> RunUpdate:
+    def _update(self, param: Tensor, grad: ReducedGrad, state: StepState) -> RunUpdate:
         """The runs of a parameter's weight and gradient on this rank."""
-        g = state.reader.gradient(param, run, state.coefficient)
+        g = state.reader.gradient(param, grad, state.coefficient)
         replicas = self.layout.num_replicas(self.layout.of[param])
         return RunUpdate(param, self.layout.run(param), g, self.layout.shard(param), replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
     ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
-        """Groups parameters by the ranks that add up their partial sums -> all-reduce, group."""
+        """Parameters by the ranks that add up their partial sums, each with its all-reduce."""
         found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
         for placement, some in self.layout.by_placement(params):
             found.setdefault(placement.statistics_group, (placement.all_reduce, []))[1].extend(some)
@@ -102,19 +101,19 @@ class Stepping:
     def __init__(self, stepper: Stepper, state: StepState) -> None:
         self.stepper, self.state = stepper, state
 
-    def voters(self, params: Sequence[Tensor]) -> Voters:
+    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
         """Returns the parameters whose first round cannot check gradients."""
-        return self.stepper.voters(params)
+        return self.stepper.voted_params(params)
 
-    def receive(self, runs: dict[Tensor, Run]) -> None:
+    def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Steps by the good gradients."""
-        voted = {p: run for p, run in runs.items() if run.is_voted}
+        voted = {p: grad for p, grad in grads.items() if grad.is_voted}
         if voted:
             self.state.record(voted)
         bad = self.state.find_bad()
-        good = {p: run for p, run in runs.items() if p not in bad} if bad else runs
-        votes = {p: run.votes for p, run in voted.items() if run.votes is not None}
-        self.stepper.step(good, self.state, runs.keys() - voted.keys(), votes)
+        good = {p: grad for p, grad in grads.items() if p not in bad} if bad else grads
+        votes = {p: grad.votes for p, grad in voted.items() if grad.votes is not None}
+        self.stepper.step(good, self.state, grads.keys() - voted.keys(), votes)
         self.state.use_up(bad)
 
 
@@ -126,14 +125,14 @@ class SteppingMeasured:
     def __init__(self, stepper: Stepper, state: StepState) -> None:
         self.stepper, self.state = stepper, state
 
-    def voters(self, params: Sequence[Tensor]) -> Voters:
-        """Returns nobody: all gradients are known to be good, or none is used."""
-        return NOBODY
+    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+        """Returns none: all gradients are known to be good, or none is used."""
+        return VotedParams()
 
-    def receive(self, runs: dict[Tensor, Run]) -> None:
+    def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Steps by the runs, unless a gradient of the step is bad."""
         if not self.state.overflow:
-            self.stepper.step(runs, self.state)
+            self.stepper.step(grads, self.state)
 
 
 class Measuring:
@@ -144,32 +143,32 @@ class Measuring:
     def __init__(self, state: StepState) -> None:
         self.state = state
 
-    def voters(self, params: Sequence[Tensor]) -> Voters:
-        """Returns nobody: the sums of squares show which gradients are bad."""
-        return NOBODY
+    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+        """Returns none: the sums of squares show which gradients are bad."""
+        return VotedParams()
 
-    def receive(self, runs: dict[Tensor, Run]) -> None:
+    def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs to the norm."""
-        self.state.use_up(runs)
-        self.state.record(runs)
+        self.state.use_up(grads)
+        self.state.record(grads)
 
 
 class Keeping:
-    """Adds gradients to those kept until the step, in ``dtype``, None for the accumulator's."""
+    """Adds gradients to the kept ones, in ``dtype``; None: the accumulator's dtype."""
 
     adds_up = True
 
     def __init__(self, state: StepState, dtype: torch.dtype | None) -> None:
         self.kept, self.dtype = state.kept, dtype
 
-    def voters(self, params: Sequence[Tensor]) -> Voters:
-        """Returns nobody: the sums of squares show at the step which gradients are bad."""
-        return NOBODY
+    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+        """Returns none: the sums of squares show at the step which gradients are bad."""
+        return VotedParams()
 
-    def receive(self, runs: dict[Tensor, Run]) -> None:
+    def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs to the kept ones."""
-        for param, run in runs.items():
+        for param, grad in grads.items():
             if param in self.kept:
-                self.kept[param] = self.kept[param].plus(run)
+                self.kept[param] = self.kept[param].plus(grad)
             else:
-                self.kept[param] = apart(run, self.dtype or ops.accumulator(run.g.dtype))
+                self.kept[param] = compact_copy(grad, self.dtype or ops.accumulator(grad.g.dtype))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.backward.runs import Run, Voters
+from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
 from ds_ext.backward.streams import SideStream, to_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import nonfinite
@@ -20,8 +20,8 @@ class Reduction:
         side_stream: the stream.
         size_of: the padded elements of each parameter.
         comm_dtype: returns the dtype that a parameter's gradient is summed in, None for its own.
-        together: parameters of modules that some ranks may not use. If no rank used them, they have
-            no run.
+        leaf_params: parameters of leaf modules, which some ranks may not use. If no rank used them,
+            they have no run.
     """
 
     def __init__(
@@ -30,29 +30,29 @@ class Reduction:
         side_stream: SideStream,
         size_of: Mapping[Tensor, int],
         comm_dtype: Callable[[Tensor], torch.dtype | None],
-        together: Collection[Tensor],
+        leaf_params: Collection[Tensor],
     ) -> None:
         self.layout = layout
         self.side_stream = side_stream
         self.size_of = size_of
         self.comm_dtype = comm_dtype
-        self.together = frozenset(together)
+        self.leaf_params = frozenset(leaf_params)
 
     def begin(
-        self, grads: dict[Tensor, Tensor | None], voters: Voters
-    ) -> Callable[[], dict[Tensor, Run]]:
-        """Begins to reduce gradients -> a function that waits for, and returns, this rank's runs.
+        self, grads: dict[Tensor, Tensor | None], voted_params: VotedParams
+    ) -> Callable[[], dict[Tensor, ReducedGrad]]:
+        """Begins to reduce gradients. Returns a function that waits for this rank's runs.
 
-        Runs share the memory of the gradients. The ranks also exchange votes: on ``voters``,
-        whether a gradient is bad or may overflow when summed; on ``together``, whether a rank has a
-        gradient. The host reads the votes on ``voters.host`` and ``together``, if there are any.
+        Runs share the memory of the gradients. The ranks also exchange votes: on ``voted_params``,
+        whether a gradient is bad or may overflow when summed; on ``leaf_params``, whether a rank
+        has a gradient. The host reads the votes on ``voted_params.host`` and ``leaf_params``.
         """
         flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
-        voted = {p: flats[p] for p in grads if p in voters.host or p in voters.device}
-        asked = [*voted, *(p for p in grads if p in self.together and p not in voted)]
-        is_read = any(p in self.together or p in voters.host for p in asked)
-        self.side_stream.follow(list(flats.values()))
-        with self.side_stream.work():
+        voted = {p: flats[p] for p in grads if p in voted_params.host or p in voted_params.device}
+        asked = [*voted, *(p for p in grads if p in self.leaf_params and p not in voted)]
+        is_read = any(p in self.leaf_params or p in voted_params.host for p in asked)
+        self.side_stream.wait_for_current(list(flats.values()))
+        with self.side_stream.context():
             squares, votes = self._votes(voted, [grads[p] is not None for p in asked])
             if votes is not None:  # to be reduced together with gradients
                 votes = votes.to(next(iter(flats.values())).dtype)
@@ -62,13 +62,13 @@ class Reduction:
                 wait()
                 read_votes = to_host(votes) if votes is not None and is_read else None
 
-        def arrived() -> dict[Tensor, Run]:
+        def arrived() -> dict[Tensor, ReducedGrad]:
             if self.side_stream.stream is None:
                 wait()
             if votes is None:
-                return {p: Run(run) for p, run in runs.items()}
+                return {p: ReducedGrad(run) for p, run in runs.items()}
             on_device = (
-                dict(zip(asked, votes.float().unbind(), strict=True)) if voters.device else {}
+                dict(zip(asked, votes.float().unbind(), strict=True)) if voted_params.device else {}
             )
             bad: dict[Tensor, Tensor] = {}
             unused: set[Tensor] = set()
@@ -77,13 +77,13 @@ class Reduction:
                 found = (votes.cpu() if read_votes is None else read_votes()).float()
                 bad = dict(zip(asked, (found > nonfinite.MAX_GOOD_VOTES).unbind(), strict=True))
                 used = dict(zip(asked, found.tolist(), strict=True))
-                unused = {p for p in asked if p in self.together and not used[p]}
+                unused = {p for p in asked if p in self.leaf_params and not used[p]}
             return {
-                p: Run(
+                p: ReducedGrad(
                     run,
-                    bad[p] if p in voters.host else None,
+                    bad[p] if p in voted_params.host else None,
                     squares.get(p),
-                    on_device[p] if p in voters.device else None,
+                    on_device[p] if p in voted_params.device else None,
                 )
                 for p, run in runs.items()
                 if p not in unused
@@ -94,7 +94,7 @@ class Reduction:
     def _votes(
         self, flats: dict[Tensor, Tensor], has: list[bool]
     ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
-        """Sums of squares, if no other rank adds to the gradients; and votes, if there are any.
+        """Returns sums of squares, if no other rank adds to the gradients, and votes, if needed.
 
         A vote is 1 for a good gradient, 0 for none, and ``BAD_VOTE`` if the gradient, its sum over
         the ranks or its square may overflow. The first votes are on ``flats``, in order. The
@@ -109,19 +109,19 @@ class Reduction:
             bounds = [self._upper_bound(p, flat) for p, flat in flats.items()]
             good = torch.stack(found) <= _vector(bounds, found[0])
             votes[: len(flats)].masked_fill_(good.logical_not(), nonfinite.BAD_VOTE)
-            if not self.layout.is_shared:
+            if not self.layout.sums_gradients:
                 squares = dict(zip(flats, found, strict=True))
         present = torch.tensor(has, dtype=torch.bool, device="cpu")
         return squares, torch.where(present.to(votes.device, non_blocking=True), votes, 0)
 
     def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
-        """The statistics of gradients: sums of squares, or the largest magnitudes if shared."""
-        op = ops.largest if self.layout.is_shared else ops.square_sums_of
+        """The values to check: sums of squares, or the largest magnitudes of summed gradients."""
+        op = ops.largest if self.layout.sums_gradients else ops.square_sums_of
         return _of_each(op, flats.values())
 
     def _upper_bound(self, param: Tensor, flat: Tensor) -> float:
         """The largest allowed value of ``_found``."""
-        if self.layout.is_shared:
+        if self.layout.sums_gradients:
             return self._bound(param, flat)
         numel = max(1, self.layout.shard(param).numel)
         return float(torch.finfo(ops.accumulator(flat.dtype)).max / numel)

@@ -17,7 +17,7 @@ class StepResult(NamedTuple):
     skipped: bool  # whether no parameter was stepped because of that
 
 
-def measured(
+def collect_metrics(
     state: StepState, optimizer: RuleOptimizer, layout: Layout, skipped_steps: int
 ) -> dict[str, float]:
     """Returns the metrics of a step; all ranks call it.

@@ -35,8 +35,8 @@ class Section:
     clip_mode: ClipMode = "exact"  # "previous": approximately, by the norm of the step before
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient's element; 0: none
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
-    shard_size: Size = 0  # ranks that hold one copy of what ZeRO cuts; 0: all ranks hold one
-    sum_group_size: SumGroups = 0  # sums are added up in groups of so many ranks first; 0: at once
+    shard_size: Size = 0  # ranks that hold one replica under ZeRO; 0: all ranks
+    sum_group_size: SumGroups = 0  # ranks of a group that adds up sums first; 0: all at once
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ ARGUMENTS = Words(  # of fuse_into_backward
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """How gradients are reduced, kept and clipped; ValueError for what contradicts itself."""
+class GradientConfig:
+    """How gradients are reduced, kept and clipped. ValueError if settings contradict each other."""
 
     bucket_size: int = BUCKET_SIZE  # elements
     policy: str = "fused"

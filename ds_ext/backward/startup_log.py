@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import rates
-from ds_ext.backward.settings import Gradients
+from ds_ext.backward.settings import GradientConfig
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops import state, weight_update
 from ds_ext.optimizer import RuleOptimizer
@@ -22,13 +22,13 @@ from ds_ext.optimizer.model_view import at_zero
 LEAST_RATE = 1e-4  # relative to the weights: a tenth of the default of such rules
 
 
-def line(optimizer: RuleOptimizer, layout: Layout, how: Gradients, where: str) -> str:
+def line(optimizer: RuleOptimizer, layout: Layout, grad_config: GradientConfig, where: str) -> str:
     """Returns a line that says how a model is stepped.
 
     Args:
         optimizer: of the model's parameters.
         layout: of the model.
-        how: policy, clipping and buckets.
+        grad_config: policy, clipping and buckets.
         where: such as "ZeRO stage 3".
     """
     trained = [p for p in optimizer.group_of if p.requires_grad]
@@ -38,7 +38,7 @@ def line(optimizer: RuleOptimizer, layout: Layout, how: Gradients, where: str) -
     writing = ", ".join(dict.fromkeys(_writing(optimizer, p) for p in trained))
     return (
         f"{' and '.join(kinds) or type(optimizer).__name__}, {where}, {ranks}: {elements:,} "
-        f'parameters trained, gradient_policy "{how.policy}", weights {writing or "none"}, '
+        f'parameters trained, gradient_policy "{grad_config.policy}", weights {writing or "none"}, '
         f"{state_bytes(optimizer, layout) / 2**20:,.2f} MiB of state on this rank"
     )
 
@@ -46,8 +46,8 @@ def line(optimizer: RuleOptimizer, layout: Layout, how: Gradients, where: str) -
 def _writing(optimizer: RuleOptimizer, param: Tensor) -> str:
     """A weight's dtype, and how it is rounded if it has 16 bits: 'bfloat16 ("stochastic")'."""
     dtype = str(param.dtype).removeprefix("torch.")
-    how = optimizer.rule_of(param).weight_update
-    return f'{dtype} ("{how}")' if param.dtype.itemsize == 2 else dtype
+    rounding = optimizer.rule_of(param).weight_update
+    return f'{dtype} ("{rounding}")' if param.dtype.itemsize == 2 else dtype
 
 
 def state_bytes(optimizer: RuleOptimizer, layout: Layout) -> int:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ds_ext.backward import messages
-from ds_ext.backward.grad_scaling import GradientReader, Runs
-from ds_ext.backward.runs import Run
+from ds_ext.backward.grad_scaling import GradientReader
+from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 
 
@@ -42,12 +42,12 @@ class StepState:
     """The state of one step. ``FusedBackward`` makes it when a step begins, and drops it whole."""
 
     reader: GradientReader
-    kept: dict[Tensor, Run] = field(default_factory=dict)  # gradients that wait for the step
+    kept: dict[Tensor, ReducedGrad] = field(default_factory=dict)  # until the step
     square: Tensor | None = None  # [], sum of squares of the mean gradient's elements on this rank
     beyond: Tensor | None = None  # [2], elements outside ± max_value, and all
     squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # of params, [n] each
     norm: float | None = None  # over all ranks, once it is known
-    coefficient: float = 1.0  # that gradients are clipped by
+    coefficient: float = 1.0  # by which gradients are clipped
     must_keep: bool = False  # whether gradients wait for the step, whatever the policy
     is_measured: bool = False  # whether the norm of the next backward pass was measured
     used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
@@ -78,38 +78,38 @@ class StepState:
         again = self.used_up.intersection(params)
         if again:
             name = self.reader.layout.name(again.pop())
-            raise RuntimeError(f"{name} {messages.second_gradient(self.reader.how.words)}")
+            raise RuntimeError(f"{name} {messages.second_gradient(self.reader.grad_config.words)}")
         self.used_up.update(params)
 
-    def record(self, runs: Runs) -> None:
+    def record(self, grads: ReducedGrads) -> None:
         """Adds gradients to the norm, and records the votes on them."""
         reader, layout = self.reader, self.reader.layout
-        for params, squares in self._squares(runs):
+        for params, squares in self._squares(grads):
             self.squares.append((params, squares))
             self._add(squares.sum())
-        if reader.how.max_value:
-            for placement, params in layout.by_placement(runs):
-                bound = reader.how.max_value / reader.unscale(placement)
-                counts = [reader.beyond(param, runs[param], bound) for param in params]
+        if reader.grad_config.max_value:
+            for placement, params in layout.by_placement(grads):
+                bound = reader.grad_config.max_value / reader.unscale(placement)
+                counts = [reader.beyond(param, grads[param], bound) for param in params]
                 self._add_beyond(torch.stack(counts).sum(0) / layout.num_replicas(placement))
-        if not runs:  # on this rank; others may have some
+        if not grads:  # on this rank; others may have some
             zero = torch.zeros(2, dtype=torch.float64, device=layout.device)
             self._add(zero[0])
-            if reader.how.max_value:
+            if reader.grad_config.max_value:
                 self._add_beyond(zero)
-        self.suspects += ((p, run.bad) for p, run in runs.items() if run.bad is not None)
+        self.suspects += ((p, grad.bad) for p, grad in grads.items() if grad.bad is not None)
 
-    def _squares(self, runs: Runs) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Parameters of one placement at a time, and this rank's share of their squares, [n]."""
+    def _squares(self, grads: ReducedGrads) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """Yields the parameters of each placement, and this rank's share of their squares, [n]."""
         reader, layout = self.reader, self.reader.layout
-        for placement, params in layout.by_placement(runs):
+        for placement, params in layout.by_placement(grads):
             share = reader.unscale(placement) ** 2 / layout.num_replicas(placement)
-            yield params, reader.squares({p: runs[p] for p in params}) * share
+            yield params, reader.squares({p: grads[p] for p in params}) * share
 
     def add(self, check: GradCheck) -> None:
-        """Adds gradients to the norm that the host has checked while it stepped by them.
+        """Adds gradients to the norm that the host has checked during the step.
 
-        Rules read the mean gradient times ``coefficient``.
+        Their sum of squares contains ``coefficient``, because rules read clipped gradients.
         """
         if check.square is not None:
             square = torch.tensor(check.square, dtype=torch.float64, device="cpu")
@@ -189,7 +189,7 @@ class StepState:
         return self._read([])[0]
 
     def _read(self, squares: list[Tensor]) -> tuple[list[Tensor], float]:
-        """Reads the flags -> the parameters that kernels have skipped; the sum of ``squares``."""
+        """Reads the flags; returns the parameters that kernels skipped, and Σ ``squares``."""
         flags, self.flags = self.flags, None
         if not flags:
             return [], sum(x.item() for x in squares)

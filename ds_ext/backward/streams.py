@@ -17,15 +17,15 @@ class SideStream:
         self.device = device
         self.stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
 
-    def follow(self, tensors: Iterable[Tensor]) -> None:
-        """Waits for the current stream, which has computed ``tensors``."""
+    def wait_for_current(self, tensors: Iterable[Tensor]) -> None:
+        """Makes the side stream wait for the current stream, which has computed ``tensors``."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             for x in tensors:
-                x.record_stream(self.stream)  # so that their memory is not reused before
+                x.record_stream(self.stream)  # so that their memory is not reused too early
 
     @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """A context whose launches run on the side stream."""
         if self.stream is None:
             yield
@@ -33,14 +33,14 @@ class SideStream:
             with torch.cuda.stream(self.stream):
                 yield
 
-    def join(self) -> None:
+    def make_current_wait(self) -> None:
         """Makes the current stream wait for the side stream; the host does not wait."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 def to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy ``x`` to the host -> a function that waits for the copy and returns it."""
+    """Starts to copy ``x`` to the host; returns a function that waits for the copy."""
     if x.device.type != "cuda":
         return lambda: x.cpu()
     held = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)

@@ -68,7 +68,7 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
     def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if found := {by for by in map(owners.owner, params) if by is not None}:
-            before, norm_of = _BEFOREHAND[next(iter(found)).how.words is settings.CONFIG]
+            before, norm_of = _BEFOREHAND[next(iter(found)).grad_config.words is settings.CONFIG]
             asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
             if len(found) == 1 and (norm := found.pop().clipped_norm(params, asked)) is not None:
                 return norm

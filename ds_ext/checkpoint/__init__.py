@@ -1,1 +1,1 @@
-"""What lasts of a run? Its format, and its files; knows no DeepSpeed."""
+"""What is saved? The format and files of checkpoints, without DeepSpeed."""

@@ -1,1 +1,1 @@
-"""What can ds_ext do without a script? A module for each command of the command line."""
+"""What can ds_ext do without a script? The command line, with a module for each command."""

@@ -25,11 +25,11 @@ from ds_ext.optimizer.param_groups import Grouped
 from ds_ext.planner import lora, models
 from ds_ext.rules import REGISTRY
 
-HELP = "tell all that is wrong with a DeepSpeed config, before a run"
+HELP = "list all problems of a DeepSpeed config before a run"
 DESCRIPTION = (
-    "Checks a DeepSpeed config as a run would, and lists all that is wrong with it. With --model "
-    "also what its optimizer would be for which parameters; no weights are read. Exit code 1 if "
-    "anything is wrong."
+    "Checks a DeepSpeed config as a run would, and lists all problems. With --model, also shows "
+    "which optimizer steps which parameters; no weights are read. The exit code is 1 if there is a "
+    "problem."
 )
 # Values like those that HF Trainer fills in for "auto". Only their types matter here.
 _FILLED = {
@@ -78,10 +78,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora",
         metavar="RANK",
-        help="with --model: LoRA's adapters of this rank are trained; or the folder of PEFT's "
+        help="with --model: train LoRA's adapters of this rank; or the folder of PEFT's "
         "adapter_config.json",
     )
-    parser.add_argument("--ranks", type=int, help="of data parallelism, to check batch sizes for")
+    parser.add_argument("--ranks", type=int, help="data-parallel ranks, to check batch sizes")
 
 
 def run(options: argparse.Namespace) -> int:

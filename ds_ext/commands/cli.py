@@ -22,8 +22,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "plan": Command(
         "print the bytes per rank of an optimizer, of AdamW and of Megatron-LM",
-        "Bytes per rank of an optimizer at each ZeRO stage, beside AdamW in DeepSpeed "
-        "and Megatron-LM's distributed optimizer; with --seq, of activations too.",
+        "Prints the bytes per rank of an optimizer at each ZeRO stage, of AdamW in DeepSpeed and "
+        "of Megatron-LM's distributed optimizer; with --seq, also of activations.",
         plan.add_options,
         plan.run,
     ),

@@ -10,8 +10,8 @@ from ds_ext.rules import REGISTRY
 
 HELP = "print a DeepSpeed config of an optimizer"
 DESCRIPTION = (
-    "A DeepSpeed config, to be redirected into a file. With --hf, HF Trainer, TRL and accelerate "
-    'fill in what is "auto" from their arguments; with --numbers it is for deepspeed.initialize.'
+    "Prints a DeepSpeed config, to redirect into a file. With --hf, HF Trainer, TRL and accelerate "
+    'replace "auto" by their arguments; with --numbers it is for deepspeed.initialize.'
 )
 # DeepSpeed has optimizers of these names too, so ours need the prefix.
 _DEEPSPEED_HAS_TOO = {"adamw", "lion", "muon"}

@@ -1,4 +1,4 @@
-"""``python -m ds_ext run``: runs a program of others in which DeepSpeed knows our optimizers.
+"""``python -m ds_ext run``: runs a program with our optimizers registered in DeepSpeed.
 
 This process becomes the program (``exec``). Only PYTHONPATH changes: it begins with a folder that
 contains a ``sitecustomize`` module. Python imports that module when it starts, also in all child
@@ -16,10 +16,10 @@ from ds_ext.commands.check import read_config
 from ds_ext.config.override import VARIABLE
 from ds_ext.optimizer import named
 
-HELP = "run a program that is not yours, with the optimizers known to DeepSpeed"
+HELP = "run an unmodified program with the optimizers of ds_ext"
 DESCRIPTION = (
-    "Runs TARGET as it would run without this, in this environment, but DeepSpeed knows the "
-    "optimizers of ds_ext there, and in all that TARGET starts. Launchers take it too: "
+    "Runs TARGET in this environment. DeepSpeed knows the optimizers of ds_ext in TARGET and in "
+    "all processes that it starts. Launchers can start it too: "
     "torchrun ... -m ds_ext run ..., accelerate launch -m ds_ext run ..., "
     "deepspeed --module ds_ext run ..."
 )
@@ -37,8 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="a DeepSpeed config whose optimizer, and section ds_ext, replace those of the config "
-        'that TARGET writes in code, as OpenRLHF does; "auto" keeps a value of TARGET\'s',
+        help="a DeepSpeed config; its optimizer and section ds_ext replace those of the config "
+        'that TARGET makes in code, as OpenRLHF does; "auto" keeps the value of TARGET',
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module")
     parser.add_argument(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ds_ext import hyperparams
-from ds_ext.backward.settings import BUCKET_SIZE, Gradients, Section
+from ds_ext.backward.settings import BUCKET_SIZE, GradientConfig, Section
 
 _DTYPES = {  # as DeepSpeed spells them
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
@@ -47,7 +47,9 @@ def section(config: dict[str, Any]) -> Section:
     return Section(**hyperparams.check(Section, given, "ds_ext"))
 
 
-def gradients(config: dict[str, Any], monitored: bool = False, kept_for: str = "") -> Gradients:
+def gradients(
+    config: dict[str, Any], monitored: bool = False, kept_for: str = ""
+) -> GradientConfig:
     """Returns how a DeepSpeed config wants gradients to be reduced, kept and clipped.
 
     Args:
@@ -83,7 +85,7 @@ def gradients(config: dict[str, Any], monitored: bool = False, kept_for: str = "
     dtype = lookup(config, "data_types.grad_accum_dtype")
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
         raise ValueError(f"data_types.grad_accum_dtype is {dtype!r}; allowed: fp32, bf16, fp16.")
-    return Gradients(
+    return GradientConfig(
         bucket_size=bucket_size(config),
         policy=own.gradient_policy or ("sharded" if kept or kept_for else "fused"),
         max_norm=float(max_norm),
@@ -94,24 +96,22 @@ def gradients(config: dict[str, Any], monitored: bool = False, kept_for: str = "
     )
 
 
-def log_lines(how: Gradients, config: dict[str, Any]) -> list[str]:
+def log_lines(grad_config: GradientConfig, config: dict[str, Any]) -> list[str]:
     """Returns the lines that the log shows about bucket size and clipping."""
-    lines = [
-        f"buckets of {how.bucket_size:,} gradient elements (zero_optimization.reduce_bucket_size)"
-    ]
+    size = f"{grad_config.bucket_size:,}"
+    lines = [f"buckets of {size} gradient elements (zero_optimization.reduce_bucket_size)"]
     if without_auto(config).get("gradient_clipping") is None:
         lines.append(
             "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers would "
             'clip at its default, 1.0). Write "gradient_clipping": 0 to say so.'
         )
-    elif how.max_norm:
-        cost = {"exact": "exactly, by running backward twice", "previous": "approximately"}
-        way = (
-            "exactly, by scaling the kept ones" if how.policy == "sharded" else cost[how.clip_mode]
-        )
+    elif grad_config.max_norm:
+        ways = {"exact": "exactly, by running backward twice", "previous": "approximately"}
+        is_kept = grad_config.policy == "sharded"
+        way = "exactly, by scaling the kept ones" if is_kept else ways[grad_config.clip_mode]
         lines.append(
-            f"gradients are clipped to a norm of {how.max_norm:g}, {way}. AdaLomo, Adafactor and "
-            "CAME bound the RMS of each update anyway: gradient_clipping = 0 costs nothing."
+            f"gradients are clipped to a norm of {grad_config.max_norm:g}, {way}. AdaLomo, "
+            "Adafactor and CAME bound the RMS of each update: gradient_clipping = 0 costs nothing."
         )
     return lines
 

@@ -182,7 +182,7 @@ def has_state(rule: Any, dtype: torch.dtype) -> bool:
 
     Args:
         rule: an instance of ``RuleOptimizer.hypers``.
-        dtype: that of the weights, some of which need a master copy.
+        dtype: of the weights, which may need a master copy.
     """
     parts = leaves(rule.keeps(Shard.whole((512, 512))))
     masters = weight_update.master(torch.empty(0, dtype=dtype, device="cpu"), rule)

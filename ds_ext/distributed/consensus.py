@@ -1,7 +1,7 @@
-"""What ranks have to know of each other: that one failed, that they differ, that one is gone.
+"""Agreement between ranks: a failure of one is raised on all, and differences are found.
 
-A rank that raises alone leaves the others waiting in a collective for as long as the time limit of
-the process group allows. What can fail on one rank is therefore done ``together``.
+If only one rank raises, the others wait in a collective until the process group's timeout. Code
+that can fail on one rank therefore runs in ``run_on_all_ranks``.
 """
 
 import hashlib
@@ -22,17 +22,17 @@ MESSAGE = 16  # bytes that each rank sends to compare
 
 
 def several(group: Group = None) -> bool:
-    """Whether there are other ranks than this one."""
+    """Returns whether ``group`` has more than one rank."""
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def is_first() -> bool:
-    """Whether this is the first of all ranks, which is the one that tells the user."""
+    """Returns whether this is the first rank, which logs for all."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def gathered(value: T, group: Group = None) -> list[T]:
-    """The values of all ranks, in their order; without a process group this one's."""
+    """Returns the values of all ranks, in order; without a process group, this rank's."""
     if not several(group):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -41,8 +41,10 @@ def gathered(value: T, group: Group = None) -> list[T]:
     return values
 
 
-def together(action: Callable[[], T], error: Callable[[str], Exception], group: Group = None) -> T:
-    """Runs ``action`` on every rank; if it fails on one, raises ``error(text)`` on all of them."""
+def run_on_all_ranks(
+    action: Callable[[], T], error: Callable[[str], Exception], group: Group = None
+) -> T:
+    """Returns the result of ``action``; if it fails on one rank, raises ``error(text)`` on all."""
     failed, result = None, None
     try:
         result = action()
@@ -58,7 +60,7 @@ def together(action: Callable[[], T], error: Callable[[str], Exception], group: 
 
 
 def _of_ranks(text: str, ranks: list[int], size: int) -> str:
-    """A text, and which ranks of ``size`` have told it if they are not all."""
+    """A message, with the ranks that raised it unless all ``size`` ranks did."""
     if len(ranks) == size:
         return text
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
@@ -74,7 +76,7 @@ def facts(
     optimizer: Optimizer | None,
     shape_of: Callable[[Tensor], tuple[int, ...]] = lambda param: tuple(param.shape),
 ) -> dict[str, Any]:
-    """What ranks that train the same model by the same optimizer agree in."""
+    """Returns the facts that must agree on ranks with the same model and optimizer."""
     names = {p: n for n, p in model.named_parameters()}
     return {
         "parameter": [(n, shape_of(p), str(p.dtype), p.requires_grad) for p, n in names.items()],
@@ -86,7 +88,7 @@ def facts(
 
 
 def agree(told: Mapping[str, Any], group: Group = None) -> None:
-    """Raises ValueError on all ranks if they differ in a fact, naming it, and where it differs."""
+    """Raises ValueError on all ranks if they differ in a fact. The message names the difference."""
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
     if len(set(gathered(digest, group))) == 1:
         return
@@ -103,9 +105,10 @@ def agree(told: Mapping[str, Any], group: Group = None) -> None:
 
 
 def alike(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
-    """Begins to compare numbers by a message of 16 bytes -> what waits, and whether all are alike.
+    """Begins to compare numbers over the ranks, by a message of 16 bytes.
 
-    What is compared is a hash of 62 bits, the same in every process.
+    Returns a function that waits and returns whether all are equal. Ranks compare a 62-bit hash,
+    which is the same in every process.
     """
     if not several(group):
         return lambda: True
@@ -123,7 +126,7 @@ def alike(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
 
 
 def _difference(a: Any, b: Any, where: str = "") -> str:
-    """The first place in which two nested values differ, with both."""
+    """The first difference of two nested values: its place, and both values."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in [*a, *(k for k in b if k not in a)]:
             if a.get(key) != b.get(key) or (key in a) != (key in b):

@@ -1,9 +1,9 @@
-"""Whether the ranks of ZeRO-3 go through the model alike, found before they wait for each other.
+"""Detects ZeRO-3 ranks that use modules in different orders, before a collective mixes them up.
 
-A collective sums, or gathers, whatever the ranks bring to it: of another parameter that is silently
-wrong, of another size it ends or hangs. So they compare, from host to host, a hash of what comes
-next: of every bucket of gradients, and in the first pass of every module that is gathered for.
-Later passes of another order are seen where their gradients differ.
+A collective accepts whatever tensors the ranks pass. If they are of different parameters, the
+result is silently wrong; if their sizes differ, it fails or hangs. So the hosts compare a hash of
+what comes next: of every bucket of gradients and, in the first pass, of every gathered module.
+Later passes in another order are detected if their gradients differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ from ds_ext.distributed.placement import Group
 
 
 class OrderCheck:
-    """Compares what the ranks of ``group`` come to, and raises RuntimeError on all of them.
+    """Compares the order of the ranks of ``group``, and raises RuntimeError on all if it differs.
 
-    ``ahead``: a bucket may be sent before it is known to be alike, but is not waited for.
+    With ``ahead``, a bucket is sent before its comparison has ended, but not waited for.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class OrderCheck:
         self.asked: tuple[Callable[[], bool], Callable[[], list[str]]] | None = None
 
     def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> int:
-        """Compares a bucket, whether more may come of each gradient, and if it is the last.
+        """Compares a bucket, which gradients may have further parts, and whether it is the last.
 
-        -> the bytes sent.
+        Returns the bytes sent.
         """
         bucket = dict(waiting)
 
         def words() -> list[str]:
-            more = ", of which more may come"
+            more = ", which may have further parts"
             said = [f"the gradient of {self.names[p]}{more * m}" for p, m in bucket.items()]
             return [*said, "the end of backward" if ended else "a full bucket"]
 
@@ -50,7 +50,7 @@ class OrderCheck:
         return consensus.MESSAGE if consensus.several(self.group) else 0
 
     def watch_first_pass(self, coordinator: Any) -> None:
-        """Compares each module that DeepSpeed gathers for, until it has recorded a pass."""
+        """Compares each module that DeepSpeed gathers, until DeepSpeed has recorded a pass."""
         fetch = coordinator.fetch_sub_module
 
         def fetch_sub_module(module: nn.Module, forward: bool) -> None:
@@ -66,11 +66,11 @@ class OrderCheck:
         coordinator.fetch_sub_module = fetch_sub_module
 
     def _ask(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> None:
-        self._hear()  # of what was asked before
+        self._hear()  # the comparison before
         self.asked = consensus.alike(numbers, self.group), words
 
     def _hear(self) -> None:
-        """Waits for the answer to what was asked."""
+        """Waits for the comparison in progress; raises RuntimeError if the ranks differ."""
         asked, self.asked = self.asked, None
         if asked is None:
             return

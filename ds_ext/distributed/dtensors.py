@@ -1,9 +1,10 @@
-"""DTensors as runs of matrices: parameters that torch itself has cut and spread over a mesh.
+"""DTensors as runs of matrices: parameters that torch has sharded over a mesh.
 
-``fully_shard`` (FSDP2) leaves a rank some rows of each parameter; torch's tensor parallelism rows
-or columns; both together a box. Torch brings their gradients cut alike, averaged over the ranks.
+With ``fully_shard`` (FSDP2) a rank holds some rows of each parameter, with torch's tensor
+parallelism rows or columns, with both a box. Torch shards their gradients in the same way, averaged
+over the ranks.
 
-torch.distributed.tensor takes seconds to import: who has DTensors has imported it.
+Importing torch.distributed.tensor takes seconds; a program with DTensors has imported it.
 """
 
 import functools
@@ -29,7 +30,7 @@ _MODULE = "torch.distributed.tensor"
 
 
 def is_dtensor(x: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor is a DTensor, of which this process may hold a part."""
+    """Returns whether a tensor is a DTensor."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(x, module.DTensor)
 
@@ -43,7 +44,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def lying_as(param: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns a DTensor of ``shape`` that lies as a parameter does, this rank's part in place."""
+    """Returns a DTensor of ``shape``, placed like ``param``, that shares memory with ``part``."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(param, DTensor)
@@ -54,18 +55,18 @@ def lying_as(param: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class DTensorLocation(NamedTuple):
-    """Where a DTensor lies, as this rank sees it."""
+    """The location of a DTensor, from this rank's view."""
 
-    shard: Shard  # which elements of the whole parameter it holds
-    ranks: tuple[int, ...]  # global ranks that hold the parts of one copy, this one among them
-    dim: int | None  # of the mesh, if that alone cuts it
+    shard: Shard  # which elements of the whole parameter this rank holds
+    ranks: tuple[int, ...]  # global ranks of one replica, including this one
+    dim: int | None  # the only mesh dimension that shards it, if there is one
 
 
 def locate(param: "DTensor") -> DTensorLocation:
-    """Returns where a parameter lies.
+    """Returns the location of a parameter.
 
     Raises:
-        ValueError: it is laid out in a way of which no runs can be made.
+        ValueError: its placements are not supported.
     """
     return _locate(tuple(param.shape), param.device_mesh, tuple(param.placements), dist.get_rank())
 
@@ -97,7 +98,7 @@ def _locate(
 
 
 def _check(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]) -> None:
-    """Raises ValueError for partial sums, and for cuts in an order that is not known here."""
+    """Raises ValueError for partial sums, and for sharding in an unknown order."""
     for placement in placements:
         factor = getattr(placement, "split_factor", 1)
         after = math.prod(
@@ -107,21 +108,20 @@ def _check(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]
         )
         if placement.is_partial() or factor not in (1, after):
             raise ValueError(
-                f"a parameter of shape {list(shape)} is a DTensor laid out as {placements}, of "
-                "which no rank holds rows or columns that rules could be given: make it a "
-                "parameter of Shard and Replicate placements, as fully_shard and "
+                f"a parameter of shape {list(shape)} is a DTensor laid out as {placements}. Rules "
+                "need rows or columns: use Shard and Replicate placements, as fully_shard and "
                 "parallelize_module do."
             )
 
 
 def _cut_dim(placement: Any) -> int | None:
-    """The dimension that a placement cuts, None if it does not."""
+    """The dimension that a placement shards; None if it does not."""
     dim = getattr(placement, "dim", None)
     return None if dim is None else int(dim)
 
 
 def rows_of(shape: tuple[int, ...], rank: int, world: int) -> Shard:
-    """Returns the run of ``Shard(0)``: as many whole rows, or matrices, for each, fewer at last."""
+    """Returns the run of ``Shard(0)``: equally many whole rows, or fewer on the last ranks."""
     numel = math.prod(shape)
     size = -(-shape[0] // world) * math.prod(shape[1:])
     return Shard(shape, min(rank * size, numel), min((rank + 1) * size, numel), size)
@@ -132,8 +132,8 @@ def _held(
 ) -> list[range]:
     """The indices of each dimension that the rank at a coordinate holds.
 
-    Dimensions of the mesh cut one after another, those of strided cuts last: ``fully_shard`` cuts
-    what tensor parallelism has left.
+    Mesh dimensions are applied in order, strided ones last, because ``fully_shard`` shards the
+    parts of tensor parallelism.
     """
     held = [range(n) for n in shape]
     order = sorted(range(len(cuts)), key=lambda i: hasattr(cuts[i], "split_factor"))
@@ -146,7 +146,7 @@ def _held(
 
 
 def _boxes(shape: Sequence[int], held: Sequence[range]) -> tuple[Box, ...]:
-    """The boxes of held indices, in their order in memory; all matrices are rows of one."""
+    """The boxes of held indices, in memory order; the rows of all matrices are counted together."""
     if not all(held):
         return ()
     *above, rows, cols = (range(1), *held)[-max(2, len(held)) :]
@@ -166,10 +166,10 @@ def _boxes(shape: Sequence[int], held: Sequence[range]) -> tuple[Box, ...]:
 
 
 class DTensorPlacement(Placement):
-    """DTensors of which a rank holds a part alone, whose gradients torch has reduced already.
+    """DTensors: a rank holds only its part, and torch has already reduced the gradients.
 
     Args:
-        statistics_group: the ranks that hold the parts of one copy.
+        statistics_group: the ranks of one replica.
         num_replicas: how many ranks hold the same part.
         is_boxed: whether parts are boxes, not consecutive elements of the flattened parameter.
     """
@@ -180,50 +180,50 @@ class DTensorPlacement(Placement):
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks hold boxes of matrices, as of tensor parallelism."""
+        """Whether ranks hold boxes of matrices."""
         return self.is_boxed
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
-        """The shape of this rank's part."""
+        """Returns the shape of this rank's part."""
         return tuple(local(param).shape)
 
     def shard(self, param: Tensor) -> Shard:
-        """Which elements of the whole parameter this rank holds."""
+        """Returns which elements of the whole parameter this rank holds."""
         return locate(param).shard  # type: ignore[arg-type]
 
     def run(self, param: Tensor) -> Tensor:
-        """This rank's part of the weight, [len(shard)], to be updated in place."""
+        """Returns this rank's part of the weight, [len(shard)], which is updated in place."""
         return flat(local(param))
 
     def padded_numel(self, param: Tensor) -> int:
-        """Elements of this rank's part: there is no padding."""
+        """Returns the elements of this rank's part, without padding."""
         return len(self.shard(param))
 
     def max_padded_numel(self, param: Tensor) -> int:
-        """The same on the rank that holds most."""
+        """Returns the same for the rank that holds most."""
         shard = self.shard(param)
         if shard.split is None:
             return shard.size
         return max(map(shard.split.numel, range(len(shard.split.boxes))))
 
     def gradient(self, param: Tensor, grad: Tensor) -> Tensor:
-        """What this rank has of a gradient: torch is asked for parts like the parameter's."""
+        """Returns this rank's part of a gradient, redistributed like the parameter if needed."""
         if is_dtensor(grad) and is_dtensor(param) and grad.placements != param.placements:
             grad = grad.redistribute(param.device_mesh, param.placements)
         return local(grad)
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Tells autograd that the parts were written to; no other rank holds them."""
+        """Increments the version counters of the parts; no other rank holds them."""
         params = list(params)
         super().publish(params)
         super().publish(map(local, params))
 
 
 class Placements:
-    """The placements of DTensors, one for those that lie alike; ranks make them in one order.
+    """The placements of DTensors, one for each layout. All ranks make them in the same order.
 
     Args:
-        world: how many ranks have the model; None: those of a parameter's own mesh.
+        world: the number of ranks of the model; None: of each parameter's mesh.
     """
 
     def __init__(self, world: int | None = None) -> None:
@@ -246,5 +246,5 @@ def _group(param: "DTensor", lies: DTensorLocation) -> Group:
     """The group over which the sums of a parameter's parts are added up."""
     if len(lies.ranks) == 1:
         return None
-    # Torch may hand out a mesh of before, whose groups were destroyed with the process group.
+    # Torch may return an older mesh, whose groups were destroyed with the process group.
     return groups.for_sums(groups.of_ranks(lies.ranks), param.device)

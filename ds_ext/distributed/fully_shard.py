@@ -1,9 +1,9 @@
-"""The layout of a model whose parameters are DTensors: cut by ``fully_shard`` (FSDP2), or so.
+"""The layout of a model whose parameters are DTensors, as made by ``fully_shard`` (FSDP2).
 
-FSDP2 gathers the weights of a unit, a module that it was applied to, when that is called, and in
-backward reduces its gradients together and calls the hooks of its sharded parameters. So gradients
-arrive reduced, and alike on all ranks. What reads FSDP2's own objects is in this file: they are
-private in torch 2.13.
+FSDP2 gathers the weights of a unit, a module that ``fully_shard`` was applied to, when the unit is
+called. In backward it reduces the unit's gradients together, and calls the hooks of its sharded
+parameters. So gradients arrive reduced, in one order on all ranks. Only this file reads FSDP2's
+own objects, which are private in torch 2.13.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -21,12 +21,12 @@ from ds_ext.distributed.rank_failure import explained
 
 
 def cuts(model: nn.Module) -> bool:
-    """Whether some of a model's parameters are DTensors."""
+    """Returns whether some of a model's parameters are DTensors."""
     return any(map(dtensors.is_dtensor, model.parameters()))
 
 
 def group_of(model: nn.Module) -> Group:
-    """Returns the group of all ranks that have a part of a model, or a copy of one."""
+    """Returns the group of all ranks that have a part of a model."""
     ranks: set[int] = set()
     for param in filter(dtensors.is_dtensor, model.parameters()):
         ranks |= {*param.device_mesh.mesh.flatten().tolist()}
@@ -34,15 +34,14 @@ def group_of(model: nn.Module) -> Group:
 
 
 class FSDP2Layout(Layout):
-    """The layout of a model of DTensors; ``group`` are all ranks that have it.
+    """The layout of a model of DTensors.
 
     Args:
         module: the model.
-        group: of ``group_of``.
+        group: all its ranks: see ``group_of``.
 
     Raises:
-        ValueError: a parameter is trained that is no DTensor, or lies in a way of which no runs
-            can be made.
+        ValueError: a trained parameter is no DTensor, or its placements are not supported.
     """
 
     def __init__(self, module: nn.Module, group: Group) -> None:
@@ -57,15 +56,15 @@ class FSDP2Layout(Layout):
         self.held = {_in_place(own): own for g in self.param_groups for own in g.fsdp_params}
 
     def broadcast(self, module: nn.Module) -> None:
-        """Does nothing: each rank has its own part."""
+        """Does nothing, because each rank has its own part."""
 
     def leaf(self, param: Tensor) -> Tensor:
-        """The whole parameter that FSDP2 has gathered last; the part, if it has gathered none."""
+        """Returns the parameter that FSDP2 gathered last; the sharded one if it gathered none."""
         whole: Tensor = getattr(self.held.get(param), "_unsharded_param", param)
         return whole
 
     def own_leaves(self, params: Container[Tensor]) -> Container[Tensor]:
-        """The parts, and the whole parameters that FSDP2 has gathered, twice if tied later."""
+        """Returns sharded and gathered parameters; two gathered ones if tied after sharding."""
         held = (own for group in self.param_groups for own in group.fsdp_params)
         gathered = {
             own._unsharded_param
@@ -75,7 +74,7 @@ class FSDP2Layout(Layout):
         return {p for p in self.names if p in params} | gathered
 
     def units(self) -> dict[nn.Module, list[Tensor]]:
-        """Modules of FSDP2, and those of its parameters that each brings."""
+        """Returns FSDP2's units, and the parameters of each."""
         found: dict[nn.Module, list[Tensor]] = {}
         for group in self.param_groups:
             owners = {_in_place(own): own._module_info.module for own in group.fsdp_params}
@@ -87,32 +86,32 @@ class FSDP2Layout(Layout):
         return found
 
     def hook(self) -> list[RemovableHandle]:
-        """Makes FSDP2 see each segment of reentrant checkpointing that calls a unit again."""
+        """Makes FSDP2 handle reentrant checkpointing that calls a unit again: ``_call_anew``."""
         modules = {module for group in self.param_groups for module in group.modules}
         return [m.register_forward_pre_hook(_call_anew, prepend=True) for m in modules]
 
     def brings_gradients(self) -> bool:
-        """Whether FSDP2 is to reduce them (``set_requires_gradient_sync``), over all ranks."""
+        """Returns whether FSDP2 will reduce gradients (``set_requires_gradient_sync``)."""
         return all(
             group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)
             for group in self.param_groups
         )
 
     def has_kept(self) -> bool:
-        """Whether FSDP2 has kept gradients that it has not reduced, or not over all ranks."""
+        """Returns whether FSDP2 holds gradients that it has not reduced over all ranks."""
         return any(
             group._partial_reduce_output is not None or any(map(_has_waiting, group.fsdp_params))
             for group in self.param_groups
         )
 
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        """Finds that all that waits is ready: torch has reduced it on all ranks together."""
+        """Returns that all gradients are ready, because torch has reduced them."""
         return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
     def reduce(
         self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
     ) -> tuple[dict[Tensor, Tensor], Tensor | None, Callable[[], None]]:
-        """Returns gradients as they are, and begins to add up votes on them."""
+        """Returns the reduced gradients unchanged, and begins to add up votes on them."""
         group = self.placements[0].statistics_group if self.is_uniform else self.group
         if votes is None or size_of(group) == 1:
             return dict(flats), votes, lambda: None
@@ -128,28 +127,28 @@ class FSDP2Layout(Layout):
 
 
 def _refuse_plain(names: Mapping[Tensor, str]) -> None:
-    """Raises ValueError for parameters that are trained and are no DTensors."""
+    """Raises ValueError for trained parameters that are no DTensors."""
     for param, name in names.items():
         if param.requires_grad and not dtensors.is_dtensor(param):
             raise ValueError(
-                f"{name} is trained and is no DTensor, as others of the model are: nobody would "
-                "average its gradient over the ranks. Apply fully_shard to the whole model after "
+                f"{name} is trained and is no DTensor, unlike others of the model: its gradient "
+                "would not be averaged over the ranks. Apply fully_shard to the whole model after "
                 "its layers, without ignored_params; or freeze it."
             )
 
 
 def _in_place(own: Any) -> Tensor:
-    """The parameter that FSDP2 takes one of its own for: another one if weights were tied since."""
+    """The module's parameter of an FSDP2 parameter: another one if weights were tied later."""
     here = own._module_info.module._parameters.get(own._module_info.param_name)
     param: Tensor = here if here is not None and dtensors.is_dtensor(here) else own.sharded_param
     return param
 
 
 def _refuse_cut_twice(model: nn.Module, param_groups: Iterable[Any]) -> None:
-    """Raises ValueError for tied weights that FSDP2 cuts twice, into parts of several sizes.
+    """Raises ValueError for padded weights that were tied after FSDP2 had sharded both.
 
-    Tied after they were cut, each has parts of its own. FSDP2 takes up the tied one for both; where
-    it pads parts it copies them for that, and one of the two would keep old values.
+    FSDP2 uses the tied parameter for both. If it pads shards, it copies them, and one of the two
+    copies would keep old values.
     """
     names = {module: name for name, module in model.named_modules()}
     seen: dict[Tensor, str] = {}
@@ -168,19 +167,19 @@ def _refuse_cut_twice(model: nn.Module, param_groups: Iterable[Any]) -> None:
 
 
 def _param_groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's groups of parameters that are gathered and reduced together, each once."""
+    """Yields FSDP2's groups of parameters that are gathered and reduced together, each once."""
     modules: list[Any] = [m for m in module.modules() if hasattr(m, "_get_fsdp_state")]
     for state in dict.fromkeys(m._get_fsdp_state() for m in modules):
         yield from state._fsdp_param_groups
 
 
 def _call_anew(module: Any, *_: object) -> None:
-    """Lets FSDP2 take a unit's call in backward as a further one; the hook of a unit.
+    """The hook of a unit: makes FSDP2 treat a call in backward as a new call.
 
     A segment of reentrant checkpointing runs forward with gradients in backward. Once FSDP2 has
-    reduced the gradients of a unit, it takes any call of it in the same pass for the repetition of
-    one that it has seen with gradients, neither reduces those of the segment nor lets go of the
-    unit's weights, and the next forward pass would take the old ones.
+    reduced a unit's gradients, it treats any call in the same pass as a repetition of an earlier
+    one. It would not reduce the segment's gradients, and would keep the unit's old gathered
+    weights for the next forward pass.
     """
     if torch._C._current_graph_task_id() == -1 or not hasattr(module, "_get_fsdp_state"):
         return

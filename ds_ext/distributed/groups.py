@@ -1,12 +1,11 @@
-"""Process groups of the same ranks as others, made once in a process.
+"""Process groups with their own queue, created once per process and set of ranks.
 
-On a GPU the collectives of a group wait for each other, in one queue: DeepSpeed's gathering of the
-next layers would wait for a rule's sums, which wait for the gradients that they are of. So sums
-travel on groups of their own there. Gloo's collectives have threads, and need no second group,
-which would cost a connection to each rank.
+On a GPU, the collectives of a group wait for each other in one queue. DeepSpeed's gathers of the
+next layers would wait for a rule's sums, which wait for gradients. So sums use their own groups.
+Gloo runs collectives in threads and needs no second group, which costs a connection to each rank.
 
-They last until ``torch.distributed.destroy_process_group``, for all engines of a process: to end
-one of NCCL's its ranks wait for each other, which must not be when one of them is lost.
+Groups last until ``torch.distributed.destroy_process_group``, because the ranks of an NCCL group
+wait for each other when it ends, which would hang if one of them is lost.
 """
 
 import contextlib
@@ -19,27 +18,27 @@ import torch.distributed as dist
 
 from ds_ext.distributed.placement import Group, everyone, size_of
 
-# Kinds of devices whose collectives do not wait for each other, and those that compute nothing.
+# Device types whose collectives do not wait for each other, or that compute nothing.
 WITHOUT_QUEUES = {"cpu", "meta"}
-ON_HOSTS = {"cpu", "meta"}  # what is known there is known to the host
+ON_HOSTS = {"cpu", "meta"}  # device types whose values the host can read at once
 
 _made: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup] = {}
 _counts: Counter[tuple[int, ...]] = Counter()  # groups made, by ranks; the same on all of them
 
 
 def for_sums(group: Group, device: torch.device) -> Group:
-    """Returns the group over which sums on ``device`` are added up, of the ranks of ``group``.
+    """Returns a group of the same ranks for sums on ``device``.
 
-    All ranks of the group call it, and in the same order for groups that share ranks.
+    All ranks of ``group`` call it, in the same order for groups that share ranks.
     """
     if device.type not in WITHOUT_QUEUES:
         return _twin(group, device, None)
-    # Weights that are offloaded to the host, of ranks that talk by their GPUs.
+    # Weights may be offloaded to the host while ranks communicate by NCCL.
     return group if group is None or _reaches(group, device) else _twin(group, device, "gloo")
 
 
 def of_ranks(ranks: tuple[int, ...]) -> Group:
-    """Returns a group of global ranks, in their order, which all of them ask for alike."""
+    """Returns a group of global ranks, in their order. All of them call it."""
     world = everyone()
     if len(ranks) < 2 or world is None:
         return None
@@ -52,7 +51,7 @@ def of_ranks(ranks: tuple[int, ...]) -> Group:
 
 
 def alone() -> Group:
-    """Returns a group of this process alone, None without a process group."""
+    """Returns a group of only this process; None without a process group."""
     world = everyone()
     if world is None or size_of(world) == 1:
         return world
@@ -64,17 +63,14 @@ def alone() -> Group:
 
 
 def divided(group: Group, size: int) -> tuple[Group, Group]:
-    """Divides the ranks of a group into groups of ``size`` consecutive ones.
-
-    All ranks of the group call it.
+    """Divides a group into groups of ``size`` consecutive ranks. All ranks of the group call it.
 
     Args:
         group: the ranks.
-        size: divides their number.
+        size: a divisor of the number of ranks.
 
     Returns:
-        This rank's group, and that of the ranks which have its place in the others; None for one
-        rank.
+        This rank's group, and the group of its peers in the others; None for one rank.
     """
     if group is None:
         return None, None
@@ -84,12 +80,12 @@ def divided(group: Group, size: int) -> tuple[Group, Group]:
 
 
 def for_hosts(group: Group, device: torch.device) -> Group:
-    """The same for what hosts tell each other: what a GPU computes is not waited for."""
+    """Returns a group of the same ranks for messages between hosts, which wait for no GPU."""
     return group if device.type in ON_HOSTS else _twin(group, device, "gloo")
 
 
 def _twin(group: Group, device: torch.device, backend: str | None) -> Group:
-    """The one group of these ranks and ``backend``, None for that of the group of all."""
+    """The group of these ranks and ``backend``; None: the backend of the group of all ranks."""
     if group is None or size_of(group) == 1:
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -110,7 +106,7 @@ def _new(ranks: tuple[int, ...], timeout: timedelta, backend: str | None) -> dis
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long a group's collectives wait."""
+    """The timeout of a group's collectives."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 
@@ -122,11 +118,10 @@ def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def _named(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Names the group that is made by its ranks and how many of them were made so far.
+    """A context that names a new group by its ranks, and by how many groups they made before.
 
-    Torch would take the number of groups that this process has now, of whatever ranks: where
-    another was destroyed before, or a rank has more of them, ranks would wait for each other under
-    names that are old or differ.
+    Torch would use the number of groups in this process. If one was destroyed, or a rank has more,
+    ranks would wait for each other under old or different names.
     """
     _counts[ranks] += 1
     name = f"ds_ext:{'_'.join(map(str, ranks))}:{_counts[ranks]}"

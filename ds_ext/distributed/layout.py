@@ -1,4 +1,4 @@
-"""The layout of a model: the placements of its parameters, and what its ranks find out together."""
+"""The layout of a model: the placements of its parameters, and agreement between its ranks."""
 
 import contextlib
 import dataclasses
@@ -11,22 +11,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_ext.distributed import groups, two_levels
+from ds_ext.distributed import groups, hierarchical_all_reduce
 from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, size_of
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard
 
 
 class Agreement(NamedTuple):
-    """What the ranks found out about the gradients that wait on them."""
+    """The ranks' agreement on the gradients that wait to be reduced."""
 
     ready: list[Tensor]  # parameters to be reduced now, in the same order on all ranks
-    in_parts: set[Tensor]  # those of which a further part may come on some rank
-    ended: bool  # no rank will bring more
+    in_parts: set[Tensor]  # parameters with a further part on some rank
+    ended: bool  # whether backward has ended on all ranks
 
 
 class Weight(NamedTuple):
-    """A parameter of the model, whichever ranks have it."""
+    """A parameter of the model, on this or another rank."""
 
     name: str
     numel: int
@@ -34,22 +34,20 @@ class Weight(NamedTuple):
 
 
 class Layout:
-    """The placements of a model's parameters, and what its ranks find out together.
+    """The placements of a model's parameters, and agreement between its ranks.
 
     Args:
         group: the ranks of data parallelism; None for a process alone.
-        names: the names of all parameters, those without gradients too, in the same order on all
-            ranks.
-        placement_of: gives a parameter's placement.
-        copy_group: the ranks that hold one copy of the model's state together; by default
-            ``group``.
-        device: where sums are made if there is no parameter; by default the CPU.
+        names: the names of all parameters, trained or not, in the same order on all ranks.
+        placement_of: returns a parameter's placement.
+        replica_group: the ranks that hold one replica of the state; by default ``group``.
+        device: of sums if there is no parameter; by default the CPU.
     """
 
-    # Whether other ranks have other parameters: then all of them end a step together, those too
-    # that have no gradient in it.
+    # Whether other ranks have other parameters. All ranks then end a step together, even those
+    # without a gradient in it.
     is_part = False
-    # Tied parameters that ranks of another stage save.
+    # Tied parameters that another stage saves.
     saved_elsewhere: frozenset[Tensor] = frozenset()
 
     def __init__(
@@ -57,11 +55,11 @@ class Layout:
         group: Group,
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
-        copy_group: Group = None,
+        replica_group: Group = None,
         device: torch.device | None = None,
     ) -> None:
         self.group = group
-        self.copy_group = copy_group or group
+        self.replica_group = replica_group or group
         self.names = names
         self.params = list(names)
         self.number_of = {p: i for i, p in enumerate(names)}
@@ -69,7 +67,7 @@ class Layout:
         self.placements = list(dict.fromkeys(self.of.values()))
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
-        self.is_first = self.rank == 0  # the rank that tells the user of the model's steps
+        self.is_first = self.rank == 0  # whether this rank logs for all
         given = device or torch.device("cpu")
         self.device = next(iter(names)).device if names else given
         self.host_group = groups.for_hosts(group, self.device)
@@ -79,11 +77,11 @@ class Layout:
             param: dataclasses.replace(placement.shard(param), turn=i)
             for i, (param, placement) in enumerate(self.of.items())
         }
-        self.everyone = everyone()  # who has a part of the model
+        self.everyone = everyone()  # the ranks that hold a part of the model
         self.bytes_sent = 0
         self.shapes = [p.shape for p in self.params]
         for param in names:
-            self.run(param)  # puts its elements in order, before the first step
+            self.run(param)  # makes its elements contiguous before the first step
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
@@ -93,12 +91,12 @@ class Layout:
         return {group for group in found if group is not None}
 
     @property
-    def is_further_copy(self) -> bool:
-        """Whether ranks before this one's group hold the same as these."""
-        return self.rank >= size_of(self.copy_group)
+    def is_further_replica(self) -> bool:
+        """Whether earlier ranks hold the same replica."""
+        return self.rank >= size_of(self.replica_group)
 
     @property
-    def is_shared(self) -> bool:
+    def sums_gradients(self) -> bool:
         """Whether other ranks add to a gradient."""
         return any(placement.is_summed for placement in self.placements)
 
@@ -114,20 +112,22 @@ class Layout:
 
     @functools.cached_property
     def index_of(self) -> Mapping[Tensor, int]:
-        """Where this rank's parameters are among ``weights``."""
+        """The positions of this rank's parameters in ``weights``."""
         return self.number_of
 
     def add_up_in_groups(self, size: int) -> None:
-        """Makes a rule's sums be added up inside groups of so many ranks first, then across.
+        """Adds up sums of rules inside groups of ``size`` ranks first, then across groups.
 
         Raises:
-            ValueError: if ``size`` does not divide the number of ranks that add up.
+            ValueError: ``size`` does not divide the number of ranks.
         """
         for placement in self.placements:
-            placement.levels = two_levels.of(placement.statistics_group, size, self.device)
+            placement.levels = hierarchical_all_reduce.of(
+                placement.statistics_group, size, self.device
+            )
 
     def name(self, param: Tensor) -> str:
-        """Returns a parameter's name in the model, or words for one that it has not."""
+        """Returns a parameter's name in the model, or a phrase if the model lacks it."""
         return self.names.get(param, "a parameter outside the model")
 
     def shard(self, param: Tensor) -> Shard:
@@ -135,7 +135,7 @@ class Layout:
         return self.shards[param]
 
     def run(self, param: Tensor) -> Tensor:
-        """This rank's run of the weight, [len(shard)], to be updated in place."""
+        """Returns this rank's run of the weight, [len(shard)], which is updated in place."""
         return self.of[param].run(param)
 
     def refuse_resized(self) -> None:
@@ -153,11 +153,11 @@ class Layout:
                 )
 
     def may_have(self, param: Tensor, shape: torch.Size) -> bool:
-        """Whether a parameter, which had ``shape`` at first, may have the shape that it has."""
+        """Returns whether a parameter that had ``shape`` at first may have its current shape."""
         return param.shape == shape
 
     def by_placement(self, params: Iterable[Tensor]) -> list[tuple[Placement, list[Tensor]]]:
-        """Parameters by placement, in the same order on all ranks."""
+        """Returns parameters by placement, in the same order on all ranks."""
         found: dict[Placement, list[Tensor]] = {placement: [] for placement in self.placements}
         for param in params:
             found[self.of[param]].append(param)
@@ -171,39 +171,39 @@ class Layout:
                 broadcast(value.detach(), source, self.group)
 
     def leaf(self, param: Tensor) -> Tensor:
-        """What stands for a parameter in the graph of a loss: itself, if not gathered there."""
+        """Returns the leaf of a parameter in graphs: itself, unless it is gathered."""
         return param
 
     def own_leaves(self, params: Container[Tensor]) -> Container[Tensor]:
-        """What stands for ``params`` in graphs."""
+        """Returns the leaves of ``params`` in graphs."""
         return params
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
-        """Modules whose parameters arrive together, used or not: ZeRO-3's leaf modules."""
+        """Returns ZeRO-3's leaf modules, whose gradients arrive together, even if unused."""
         return {}
 
     def units(self) -> dict[nn.Module, list[Tensor]]:
-        """Modules whose parameters arrive at each of their calls' end in backward: FSDP2's."""
+        """Returns modules whose gradients arrive when backward leaves a call of them: FSDP2's."""
         return {}
 
     def hook(self) -> list[RemovableHandle]:
-        """Hooks the model where its gradients would not all arrive otherwise."""
+        """Hooks the model if some of its gradients would not arrive otherwise."""
         return []
 
     def brings_gradients(self) -> bool:
-        """Whether a backward pass now brings the gradients of a step, not only parts of them."""
+        """Returns whether the next backward pass computes complete gradients, not only parts."""
         return True
 
     def has_kept(self) -> bool:
-        """Whether others than ds_ext have kept gradients, which the next pass will bring too."""
+        """Returns whether FSDP2 holds gradients that the next backward pass will add to."""
         return False
 
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        """Finds the parameters that can be reduced now. All ranks call it equally often.
+        """Returns the parameters that can be reduced now. All ranks call it equally often.
 
-        ``waiting`` tells of each parameter whether a further part may come. Ranks may use
-        different parameters in a step (mixtures of experts): what all have is ready; what some
-        have is ready when backward has ``ended`` on every rank.
+        ``waiting`` maps each parameter to whether a further part may come. Ranks may use different
+        parameters in a step (mixtures of experts). A gradient is ready if all ranks have it, or if
+        some have it and backward has ``ended`` on all.
         """
         if self.world == 1:
             return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
@@ -257,11 +257,11 @@ class Layout:
         return {p: runs[p] for p in flats}, votes, wait_for_all
 
     def num_replicas(self, placement: Placement) -> int:
-        """How many ranks add the same run to a ``total``."""
+        """Returns how many ranks add the same run to a ``total``."""
         return placement.num_replicas if len(self.placements) > 1 else 1
 
     def total(self, sums: Tensor) -> Tensor:
-        """Adds up sums over this rank's runs, divided by their ``num_replicas``, over the model."""
+        """Returns the total over the model of sums of runs, divided by their ``num_replicas``."""
         sums = sums.clone()
         if len(self.placements) == 1:
             self.placements[0].all_reduce(sums)
@@ -272,11 +272,11 @@ class Layout:
         return sums
 
     def total_of_params(self, sums: Tensor) -> Tensor:
-        """Adds up sums of each of this rank's parameters, over the ranks that have the same."""
+        """Returns the totals of sums of each parameter, over the ranks that have it."""
         return self.total(sums)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank of the model; all ranks call it."""
+        """Returns whether ``flag`` is true on any rank of the model; all ranks call it."""
         group = self.group if self.is_uniform else self.everyone
         if size_of(group) == 1:
             return flag
@@ -287,7 +287,7 @@ class Layout:
         return bool(votes)
 
     def take_bytes_sent(self) -> int:
-        """Bytes handed to collectives since the last call."""
+        """Returns the bytes passed to collectives since the last call."""
         sent, self.bytes_sent = self.bytes_sent, 0
         for placement in self.placements:
             sent += placement.bytes_sent
@@ -295,25 +295,25 @@ class Layout:
         return sent
 
     def stored(self) -> list[Tensor]:
-        """The tensors whose memory holds the model's weights on this rank."""
+        """Returns the tensors that store the model's weights on this rank."""
         return self.params
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Brings updated runs to the ranks that hold the whole parameter."""
+        """Sends updated runs to the ranks that hold the whole parameter."""
         for placement, some in self.by_placement(params):
             placement.publish(some)
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """A backward pass runs within this context whose graph is run backward once more."""
+    def norm_prepass(self) -> Iterator[None]:
+        """A context for a backward pass whose graph will run backward again."""
         yield
 
     def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Runs of kept gradients of weights that ranks with other layers use too, added up."""
+        """Returns the sums of kept gradients of weights that other stages share."""
         return {}
 
     def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns what is stepped by kept gradients, divided into what may share a bucket."""
+        """Returns parameters with kept gradients, divided by whether they may share a bucket."""
         return [list(params)]
 
     def end_backward(self) -> None:

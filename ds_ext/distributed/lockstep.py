@@ -1,8 +1,8 @@
-"""Lock-step rounds: the rules of many parameters advance together, one reduction a round.
+"""Lock-step rounds: the rules of many parameters advance together, with one reduction per round.
 
-A rule yields a tuple of partial sums and is sent back their totals over all ranks. ``lockstep``
-merges many rules into one generator of flat tensors; ``run`` drives it with a real reduction, and
-N merged generators advanced side by side are N ranks simulated in one process (``simulate``).
+A rule's generator yields a tuple of partial sums and receives their totals over all ranks.
+``lockstep`` merges many generators into one that yields flat tensors. ``run`` drives it with a real
+reduction. ``simulate`` advances N merged generators, which are N ranks, in one process.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -15,20 +15,20 @@ from ds_ext.ops.executors.triton import memory
 from ds_ext.ops.executors.triton.launch_queue import deferred
 
 Sums: TypeAlias = tuple[Tensor, ...]
-Rule = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
-Flat = Generator[Tensor, Tensor, None]
+StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
+FlatSums = Generator[Tensor, Tensor, None]
 
 
-def lockstep(rules: Iterable[Rule]) -> Flat:
-    """Merges rules into one: yields all partial sums of a round, flat [n], takes their totals.
+def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
+    """Merges generators: yields all partial sums of a round, flat [n], and receives their totals.
 
-    Those of batches on a GPU lie side by side as it is, and are added up where they are.
+    The sums of batches on a GPU are adjacent in memory, and are reduced in place.
     """
-    waiting = _advance_all((rule, None) for rule in rules)
+    waiting = _advance_all((generator, None) for generator in generators)
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
         flat = memory.joined(partial)
-        if flat is not None:  # the sums are the totals, once these are there
+        if flat is not None:  # the totals replace the sums
             total = yield flat
             if total is not flat:
                 flat.copy_(total)
@@ -36,62 +36,64 @@ def lockstep(rules: Iterable[Rule]) -> Flat:
             continue
         total = yield torch.cat([x.reshape(-1) for x in partial])
         answers = iter(total.split([x.numel() for _, sums in waiting for x in sums]))
-        # Where a parameter is fp64, sums of others travel as fp64 too.
+        # If a parameter is fp64, the sums of the others are sent as fp64 too.
         waiting = _advance_all(
-            (rule, tuple(next(answers).view(x.shape).to(x.dtype) for x in sums))
-            for rule, sums in waiting
+            (generator, tuple(next(answers).view(x.shape).to(x.dtype) for x in sums))
+            for generator, sums in waiting
         )
 
 
-def _advance_all(answered: Iterable[tuple[Rule, Sums | None]]) -> list[tuple[Rule, Sums]]:
-    """Sends each rule its totals -> those that have not ended, and what they ask for next."""
+def _advance_all(
+    answered: Iterable[tuple[StepGenerator, Sums | None]],
+) -> list[tuple[StepGenerator, Sums]]:
+    """Sends totals to each generator; returns those that have not ended, with their next sums."""
     waiting = []
     with deferred() as next_rule:
-        for rule, totals in answered:
-            sums = _advance(rule, totals)
+        for generator, totals in answered:
+            sums = _advance(generator, totals)
             next_rule()
             if sums is not None:
-                waiting.append((rule, sums))
+                waiting.append((generator, sums))
     return waiting
 
 
-def _advance(rule: Rule, totals: Sums | None) -> Sums | None:
-    """The next partial sums of a rule, None at its end. Asking for nothing takes no round."""
+def _advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
+    """The next partial sums of a generator, None at its end. An empty yield costs no round."""
     try:
-        sums = next(rule) if totals is None else rule.send(totals)
+        sums = next(generator) if totals is None else generator.send(totals)
         while not sums:
-            sums = rule.send(())
+            sums = generator.send(())
         return sums
     except StopIteration:
         return None
 
 
-def run(rules: Iterable[Rule], all_reduce: Callable[[Tensor], None] | None) -> int:
-    """Runs rules to their end, ``all_reduce`` summing in place once a round; -> rounds taken.
+def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None] | None) -> int:
+    """Runs generators to their end, with one in-place ``all_reduce`` per round; returns the rounds.
 
-    With None there is one rank: partial sums are the totals, and are not copied.
+    None means one rank: its partial sums are the totals, and are not copied.
     """
     if all_reduce is None:
-        return _run_alone(rules)
-    merged, rounds = lockstep(rules), 0
+        return _run_alone(generators)
+    merged, rounds = lockstep(generators), 0
     for flat in merged_rounds(merged):
         all_reduce(flat)
         rounds += 1
     return rounds
 
 
-def _run_alone(rules: Iterable[Rule]) -> int:
-    """Runs rules to their end, sending each its own partial sums; -> rounds taken."""
+def _run_alone(generators: Iterable[StepGenerator]) -> int:
+    """Runs generators to their end, sending each its own partial sums; returns the rounds."""
     rounds = 0
-    waiting = _advance_all((rule, None) for rule in rules)
+    waiting = _advance_all((generator, None) for generator in generators)
     while waiting:
         rounds += 1
         waiting = _advance_all(waiting)
     return rounds
 
 
-def merged_rounds(merged: Flat) -> Iterable[Tensor]:
-    """Iterates over the flat tensors of ``lockstep``; each goes back as its own total."""
+def merged_rounds(merged: FlatSums) -> Iterable[Tensor]:
+    """Yields the flat tensors of ``lockstep``, and sends each back as its own total."""
     try:
         flat = next(merged)
         while True:
@@ -101,10 +103,10 @@ def merged_rounds(merged: Flat) -> Iterable[Tensor]:
         return
 
 
-def simulate(ranks: Sequence[Iterable[Rule]]) -> int:
-    """Runs the rules of several ranks in one process, adding up what they yield; -> rounds."""
+def simulate(ranks: Sequence[Iterable[StepGenerator]]) -> int:
+    """Runs the generators of several ranks in one process, and returns the number of rounds."""
     rounds = 0
-    for flats in zip(*(merged_rounds(lockstep(rules)) for rules in ranks), strict=True):
+    for flats in zip(*(merged_rounds(lockstep(generators)) for generators in ranks), strict=True):
         total = torch.stack(flats).sum(0)
         for flat in flats:
             flat.copy_(total)

@@ -32,8 +32,8 @@ class PipelineLayout(Layout):
     Args:
         group: the ranks of the stage.
         names: of its parameters, by names that no other parameter of the model has.
-        placement_of: gives a parameter's placement, whose ``num_replicas`` counts all ranks that
-            update the same run, those of other stages too.
+        placement_of: returns a parameter's placement, whose ``num_replicas`` counts all ranks that
+            update the same run, in all stages.
         weights: the parameters of all stages, in the same order on all ranks.
         ties: in the same order on all ranks that share them.
         device: of the stage, which may have no parameter.
@@ -67,24 +67,24 @@ class PipelineLayout(Layout):
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
-        """All groups that collectives run over."""
+        """All groups of its collectives."""
         return super().groups | {tie.group for tie in self.ties}
 
     @property
     def is_uniform(self) -> bool:
-        """No: other stages have other placements."""
+        """False, because other stages have other placements."""
         return False
 
     def num_replicas(self, placement: Placement) -> int:
-        """How many ranks add the same run to a ``total``."""
+        """Returns how many ranks add the same run to a ``total``."""
         return placement.num_replicas
 
     def total(self, sums: Tensor) -> Tensor:
-        """Adds up sums over runs, divided by their ``num_replicas``, over all stages."""
+        """Returns the total over all stages of sums of runs, divided by their ``num_replicas``."""
         return self._summed(sums, self.everyone)
 
     def total_of_params(self, sums: Tensor) -> Tensor:
-        """Adds up sums of each of this stage's parameters, over its ranks."""
+        """Returns the totals of sums of each parameter of this stage, over its ranks."""
         return self._summed(sums, self.group)
 
     def _summed(self, sums: Tensor, group: Group) -> Tensor:
@@ -95,13 +95,13 @@ class PipelineLayout(Layout):
         return sums
 
     def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Adds up kept gradients of tied weights over their stages, some of which may have none.
+        """Adds up kept gradients of tied weights over their stages; some stages may have none.
 
         Args:
             kept: runs of gradients, each summed over the ranks of this stage.
 
         Returns:
-            Runs of those of them that a stage has, in fp32 (fp64 of fp64 weights).
+            The summed runs that any stage has, in fp32 (fp64 of fp64 weights).
         """
         found = {}
         for group, params in self.ties:
@@ -114,7 +114,7 @@ class PipelineLayout(Layout):
         return found
 
     def _tied_run(self, param: Tensor, own: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-        """The run of one gradient, of which this stage may have none, summed over its stages."""
+        """The run of one gradient, summed over its stages. This stage may have none."""
         dtype = ops.accumulator(param.dtype)
         if own is None:
             placement = self.of[param]
@@ -127,10 +127,10 @@ class PipelineLayout(Layout):
         return own
 
     def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns parameters that are stepped by kept gradients, tied ones by themselves.
+        """Returns parameters with kept gradients, with tied ones in their own buckets.
 
-        A rule's sums are added up in an order that depends on what travels with them: that has to
-        be the same on all stages that step a weight.
+        The order of a rule's sums depends on the other parameters of the bucket, which have to be
+        the same on all stages that step a weight.
         """
         given, tied = {*params}, {p for tie in self.ties for p in tie.params}
         alone = [[p for p in tie.params if p in given] for tie in self.ties]

@@ -1,18 +1,17 @@
-"""Placements: which run of a parameter a rank updates, how gradients reach it and updates leave it.
+"""Placements: which run of a parameter a rank updates, and its collectives.
 
-Parameters that are spread alike share one. d is the number of ranks of data parallelism.
+Parameters with the same distribution share one. d is the number of data-parallel ranks.
 
 | placement    | weight kept | run   | gradient       | after the update   | partial sums     |
 |--------------|-------------|-------|----------------|--------------------|------------------|
 | `Replicated` | all         | all   | all-reduce     | nothing            | of one rank      |
 | `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | added up over d  |
 
-Where several groups of d ranks hold copies of the same runs, each run's sum is all-reduced among
-its copies after the reduce-scatter; partial sums stay within a group, for its copies know the same.
-ZeRO-3's, where a rank keeps its run alone, is with DeepSpeed's partitions in engine/zero3.py.
-With tensor parallelism "all" is the boxes of the matrix that a rank holds, and partial sums are
-added up over all ranks that hold some of it; parameters that it leaves whole have a placement of
-their own, and so have experts that only some ranks hold.
+If several groups of d ranks hold replicas of the same runs, each run's sum is all-reduced among its
+replicas after the reduce-scatter. Partial sums stay within a group, because replicas have the same.
+engine/zero3.py has the placement of ZeRO-3, where a rank keeps only its run. With tensor
+parallelism, "all" means the boxes of the matrix that a rank holds, and partial sums are added up
+over all ranks that hold a part of it. Unsplit parameters have their own placement, as do experts.
 """
 
 import abc
@@ -40,15 +39,15 @@ def size_of(group: Group) -> int:
 
 
 class TensorParallelShard(NamedTuple):
-    """What this rank holds of a parameter that tensor parallelism has split."""
+    """This rank's part of a parameter that tensor parallelism has split."""
 
     shape: tuple[int, ...]  # of the whole parameter
-    split: Split  # the boxes of it that each rank of the tensor-parallel group holds
-    rank: int  # this rank's in that group
+    split: Split  # the boxes of each rank of the tensor-parallel group
+    rank: int  # in that group
 
     @property
     def start(self) -> int:
-        """The number of its first element, where elements are numbered rank by rank."""
+        """The index of its first element, with elements numbered rank by rank."""
         return self.split.first(self.rank)
 
     @property
@@ -58,36 +57,34 @@ class TensorParallelShard(NamedTuple):
 
 
 class Levels(Protocol):
-    """What adds up sums in several collectives, as ``two_levels.TwoLevels`` does."""
+    """An all-reduce in several collectives: ``hierarchical_all_reduce.HierarchicalAllReduce``."""
 
     inside: Group
     across: Group
 
     def add_up(self, sums: Tensor) -> int:
-        """Adds up partial sums, in place; returns the bytes handed to collectives."""
+        """Adds up partial sums in place; returns the bytes passed to collectives."""
 
 
 class Placement:
-    """How parameters are spread over ranks, and the collectives that follow from it.
+    """The distribution of parameters over ranks, and its collectives.
 
-    This class by itself takes gradients for summed; ``Summed`` ones are summed here.
+    This class assumes that gradients are already summed; ``Summed`` sums them.
 
     Args:
-        group: the ranks over which gradients are summed; None for a process alone.
-        grad_divisor: how many mean losses a summed gradient is of, by which it is divided to be
-            that of their mean; by default the size of ``group``.
-        statistics_group: the ranks that each have a run of the same parameters, over which a
-            rule's partial sums are added up; None where every rank has all of them.
-        tensor_parallel_shards: what this rank holds of the parameters that tensor parallelism
-            has split.
+        group: the ranks over which gradients are summed; None for a single process.
+        grad_divisor: the number of mean losses in a summed gradient, by which it is divided; by
+            default the size of ``group``.
+        statistics_group: the ranks that share a parameter and add up a rule's partial sums; None
+            if every rank has whole parameters.
+        tensor_parallel_shards: this rank's parts of the parameters that tensor parallelism split.
         num_replicas: how many ranks have, and update, the same run.
 
     Attributes:
-        num_shards: into how many equal parts a flat gradient is cut.
-        shard_index: which of them is this rank's.
-        levels: what adds up partial sums in two levels; None for the backend's all-reduce.
-        bytes_sent: bytes that this rank has handed to collectives for gradients, statistics and
-            updated weights.
+        num_shards: the number of equal parts of a flat gradient.
+        shard_index: the index of this rank's part.
+        levels: adds up partial sums in two levels; None: the backend's all-reduce.
+        bytes_sent: bytes that this rank passed to collectives for gradients, sums and weights.
     """
 
     num_shards = 1
@@ -112,7 +109,7 @@ class Placement:
 
     @property
     def groups(self) -> set[Group]:
-        """The groups that its collectives run over."""
+        """The groups of its collectives."""
         found = {self.group, self.statistics_group}
         return found if self.levels is None else found | {self.levels.inside, self.levels.across}
 
@@ -127,33 +124,33 @@ class Placement:
         return bool(self.tensor_parallel_shards)
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
-        """The shape of what this rank holds of a parameter, before ZeRO-3 cuts it."""
+        """Returns the shape of this rank's part of a parameter, before ZeRO-3 partitions it."""
         return tuple(param.shape)
 
     def shard(self, param: Tensor) -> Shard:
-        """The run of a parameter that this rank updates, within the whole parameter."""
+        """Returns this rank's run within the whole parameter."""
         held = self.tensor_parallel_shards.get(param)
         if held is None:
             return Shard.of_rank(self.shape(param), self.shard_index, self.num_shards)
         return Shard.of_split(held.shape, held.split, held.rank, self.shard_index)
 
     def run(self, param: Tensor) -> Tensor:
-        """This rank's run of the weight, [len(shard)], a view that is updated in place."""
+        """Returns this rank's run of the weight, [len(shard)], a view that is updated in place."""
         shard, held = self.shard(param), self.tensor_parallel_shards.get(param)
         first = shard.start - (held.start if held else 0)
         return flat(param)[first : first + len(shard)]
 
     def gradient(self, param: Tensor, grad: Tensor) -> Tensor:
-        """What this rank has of a gradient as autograd brings it, not sparse."""
+        """Returns this rank's part of a gradient from autograd, as a dense tensor."""
         return grad if grad.layout is torch.strided else grad.to_dense()
 
     def padded_numel(self, param: Tensor) -> int:
-        """Elements of a gradient on this rank, padded to equal parts."""
+        """Returns the elements of a gradient on this rank, padded to equal parts."""
         held = self.tensor_parallel_shards.get(param)
         return self._padded(held.numel if held else self.shard(param).numel)
 
     def max_padded_numel(self, param: Tensor) -> int:
-        """The same on the rank that holds most, by which buckets are filled alike on all ranks."""
+        """Returns the same for the rank that holds most, so that all ranks fill buckets alike."""
         held = self.tensor_parallel_shards.get(param)
         if held is None:
             return self.padded_numel(param)
@@ -163,7 +160,7 @@ class Placement:
         return numel + -numel % self.num_shards
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Returns this rank's runs of gradients that are summed already: as they are.
+        """Returns this rank's runs of gradients, which are already summed.
 
         Args:
             flats: gradients, each [padded_numel], in the same order on all ranks.
@@ -174,7 +171,7 @@ class Placement:
         return list(flats), lambda: None
 
     def all_reduce(self, sums: Tensor) -> None:
-        """Adds up partial sums, [n], in place, over the ranks that share a parameter."""
+        """Adds up partial sums [n] in place, over the ranks that share a parameter."""
         if self.levels is not None:
             self.bytes_sent += self.levels.add_up(sums)
         elif size_of(self.statistics_group) > 1:
@@ -183,10 +180,10 @@ class Placement:
                 dist.all_reduce(sums, group=self.statistics_group)
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Brings updated runs to the ranks that hold the whole parameter.
+        """Sends updated runs to the ranks that hold the whole parameter.
 
-        Autograd is told that it was written to, which kernels do unseen: what else of the
-        backward pass has yet to read it raises an error.
+        Increments version counters, because kernels write without autograd's knowledge. A node of
+        the backward pass that still has to read the old weight then raises an error.
         """
         for param in params:
             torch.autograd.graph.increment_version(param)
@@ -196,7 +193,7 @@ class Summed(Placement, abc.ABC):
     """Parameters whose gradients are summed over ``group``."""
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begins to sum flat gradients over the ranks, in place, by one collective for each dtype.
+        """Begins to sum flat gradients over the ranks in place, with one collective per dtype.
 
         Args:
             flats: gradients, each [padded_numel], in the same order on all ranks.
@@ -223,19 +220,19 @@ class Summed(Placement, abc.ABC):
 
     @abc.abstractmethod
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
-        """Begins a collective that leaves this rank's part of the sums in ``_own_part``."""
+        """Begins a collective that writes this rank's part of the sums to ``_own_part``."""
 
     def _bytes_of_sum(self, flats: Sequence[Tensor]) -> int:
-        """The bytes that this rank hands to collectives for a sum of gradients."""
+        """The bytes that this rank passes to collectives for a sum of gradients."""
         return sum(flat.nbytes for flat in flats)
 
     def _own_part(self, flat: Tensor) -> Tensor:
-        """This rank's run, padded, of a flat gradient or weight: a view."""
+        """A view of this rank's padded run of a flat gradient or weight."""
         return flat.view(self.num_shards, -1)[self.shard_index]
 
 
 class Replicated(Summed):
-    """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP, one process.
+    """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP or one process.
 
     Args: see ``Placement``.
     """
@@ -256,14 +253,14 @@ class Replicated(Summed):
 
 
 class Sharded(Summed):
-    """Parameters that every rank holds, updating 1/d of each: ZeRO stages 1 and 2.
+    """Parameters that every rank holds whole, and updates 1/d of: ZeRO stages 1 and 2.
 
     Args:
         group: the d ranks.
-        grad_divisor: by default the number of ranks in ``group`` and ``copies``.
+        grad_divisor: by default the number of ranks in ``group`` and ``replicas``.
         statistics_group: by default ``group``.
         tensor_parallel_shards: see ``Placement``.
-        copies: the ranks, one of each group of d, that hold the same runs; None if there are none.
+        replicas: the ranks, one of each group of d, that hold the same runs; None: no replicas.
     """
 
     def __init__(
@@ -272,17 +269,17 @@ class Sharded(Summed):
         grad_divisor: int | None = None,
         statistics_group: Group = None,
         tensor_parallel_shards: Mapping[Tensor, TensorParallelShard] | None = None,
-        copies: Group = None,
+        replicas: Group = None,
     ) -> None:
-        num_copies = size_of(copies)
+        num_replicas = size_of(replicas)
         super().__init__(
             group,
-            grad_divisor or size_of(group) * num_copies,
+            grad_divisor or size_of(group) * num_replicas,
             statistics_group or group,
             tensor_parallel_shards,
-            num_copies,
+            num_replicas,
         )
-        self.copies = copies
+        self.replicas = replicas
         self.num_shards = self.world
         self.shard_index = 0 if group is None else dist.get_rank(group)
 
@@ -291,12 +288,12 @@ class Sharded(Summed):
         return self.group.reduce_scatter_tensor_coalesced(runs, flats)  # type: ignore[union-attr]
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begins to sum flat gradients over the group, then over copies; see ``Placement.reduce``.
+        """Begins to sum flat gradients over the group, then over replicas; see ``Summed.reduce``.
 
-        All copies are sent the same bits.
+        All replicas receive the same bits.
         """
         runs, wait = super().reduce(flats)
-        if size_of(self.copies) == 1:
+        if size_of(self.replicas) == 1:
             return runs, wait
         summed = by_dtype(runs)
 
@@ -305,12 +302,12 @@ class Sharded(Summed):
             with explained():
                 for alike in summed:
                     self.bytes_sent += sum(run.nbytes for run in alike)
-                    self.copies.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
+                    self.replicas.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
 
         return runs, wait_for_both
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Gathers the runs of ``params`` that all ranks have updated, into each parameter."""
+        """All-gathers the updated runs of ``params`` into each parameter."""
         super().publish(params)
         if self.world == 1:
             return
@@ -326,7 +323,7 @@ class Sharded(Summed):
                 values.copy_(whole[: len(values)])
 
     def _padded_weight(self, param: Tensor) -> Tensor:
-        """A weight, flat, in equal parts for all ranks: itself, or a copy of this rank's run."""
+        """A flat weight, padded to equal parts: itself, or a copy of this rank's run."""
         values, size = flat(param), self.padded_numel(param)
         if size == len(values):
             return values
@@ -339,7 +336,7 @@ class Sharded(Summed):
 def flat(param: Tensor) -> Tensor:
     """Returns the elements of a parameter in row-major order: a view, [numel].
 
-    A parameter that lies in memory in another order (``channels_last``) is first put in this one.
+    A parameter with another memory format (``channels_last``) is first made contiguous.
     """
     if not param.is_contiguous():
         param.data = param.data.contiguous()
@@ -347,13 +344,13 @@ def flat(param: Tensor) -> Tensor:
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> None:
-    """Overwrites ``x`` on all ranks of ``group`` by its values on one, however they lie in memory.
+    """Overwrites ``x`` on all ranks of ``group`` by its values on one, for any strides.
 
-    Of a dimension that was expanded, one index is sent.
+    Only one index of an expanded dimension is sent.
 
     Args:
         x: the tensor, of the same shape and strides on all ranks.
-        source: the global rank whose values are sent.
+        source: the global rank that sends its values.
         group: the ranks.
 
     Raises:
@@ -370,12 +367,12 @@ def broadcast(x: Tensor, source: int, group: Group) -> None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor, [bytes] uint8: any backend moves that."""
+    """Returns the memory of a contiguous tensor, [bytes] uint8, which any backend can send."""
     return x.view(-1).view(torch.uint8)
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors of each dtype, in the order in which dtypes are first seen."""
+    """Returns the tensors of each dtype, with dtypes in order of first occurrence."""
     found: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
         found.setdefault(x.dtype, []).append(x)

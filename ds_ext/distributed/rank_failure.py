@@ -1,4 +1,4 @@
-"""What a lost connection to another rank means, said to the user."""
+"""Explains errors of lost connections to other ranks."""
 
 import contextlib
 import re
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ds_ext.errors import LostRankError
 
-# How torch's backends tell that a peer is gone or late: gloo by words, NCCL by DistError.
+# Signs that a peer has ended or is late: words in gloo's errors; NCCL raises DistError.
 _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket (closed|timeout)|"
     r"remote (process|peer) (exited|closed)|failed to (recv|connect)|no route to host",
@@ -18,7 +18,7 @@ _LOST = re.compile(
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Says what a lost connection to another rank means, as LostRankError."""
+    """A context that replaces errors of lost connections by LostRankError, which explains them."""
     try:
         yield
     except LostRankError:

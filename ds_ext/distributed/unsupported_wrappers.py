@@ -1,6 +1,6 @@
-"""Models that another kind of data parallelism has wrapped: refused, told by their classes.
+"""Refuses models that FSDP1 or DDP has wrapped. It compares names of classes.
 
-torch.distributed.fsdp takes seconds to import; who has such a model has imported it.
+Importing torch.distributed.fsdp takes seconds; a program with such a model has imported it.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_dtensors(model: nn.Module) -> None:
-    """Raises ValueError if torch has cut parameters of a model that DeepSpeed is to spread."""
+    """Raises ValueError if parameters of a model for DeepSpeed are DTensors."""
     for name, param in model.named_parameters():
         if is_dtensor(param):
             raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_ext.backward import startup_log
 from ds_ext.backward.autograd_graph import nodes
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import parsing, validation
 from ds_ext.distributed import consensus
 from ds_ext.engine import (
@@ -56,16 +56,17 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.optimizer = optimizer
         self.module = engine.module
         self.layout = layout_of(engine)
-        self.dp_process_group = self.layout.copy_group  # DeepSpeed names files by it
+        self.dp_process_group = self.layout.replica_group  # DeepSpeed names files by it
         share_time_limit(self.layout)
         config = settings.effective(engine)
-        how = parsing.gradients(config, engine.monitor.enabled, pipeline.gradients_kept_for(engine))
+        kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
+        grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)
         self._prepare_optimizer(config["zero_optimization"].get("offload_optimizer"))
         self.fused = FusedBackward(
             engine.module,
             optimizer,
             self.layout,
-            replace(how, average=engine.gradient_average, overlap=bool(engine.zero_overlap_comm())),
+            replace(grad_config, average=engine.gradient_average, overlap=overlap),
             self._comm_dtype,
             self._is_boundary,
             on_replaced=self._leave,
@@ -77,7 +78,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._entered = -1  # autograd's id of the last backward pass of the engine
-        self._rehearsing = False
+        self._is_prepass = False
         self._can_repeat = False  # whether a graph was found that can run backward twice
         self._take_over_from_engine()
         hook_cleanup.hide_from_copies(engine)
@@ -85,12 +86,12 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def log_start(self) -> None:
         """Logs how the engine trains. It is called after the scheduler was checked."""
-        config, how = settings.effective(self.engine), self.fused.how
+        config, grad_config = settings.effective(self.engine), self.fused.grad_config
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         if pipeline.is_pipeline(self.engine):
             where += f", the first of {self.engine.module.num_pipeline_stages()} stages"
-        show(startup_log.line(self.optimizer, self.layout, how, where))
-        for line in parsing.log_lines(how, config):
+        show(startup_log.line(self.optimizer, self.layout, grad_config, where))
+        for line in parsing.log_lines(grad_config, config):
             log(f"{type(self.optimizer).__name__}: {line}")
         for line in validation.ignored(config):
             log(line)
@@ -199,11 +200,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Hides a backward pass of ``loss`` within the context from the engine's hooks."""
         state = self._backward_hook_state
         hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
-        self._rehearsing = True
+        self._is_prepass = True
         try:
             yield
         finally:
-            self._rehearsing = False
+            self._is_prepass = False
             state._grad_acc_post_hooks = hooks
         self._tell_of_second_pass(loss)
 
@@ -226,7 +227,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.fused.reader.loss_scale = self.loss_scale  # a stage of a pipeline may have no loss
         engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
-        if self.needs_scaler() and not (scaled or self._rehearsing):
+        if self.needs_scaler() and not (scaled or self._is_prepass):
             raise RuntimeError(
                 f"the loss has to be multiplied by the loss scale ({self.loss_scale:g}) of fp16: "
                 "call engine.backward(loss), or engine.scale(loss).backward()."

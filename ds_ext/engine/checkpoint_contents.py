@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor, nn
 
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces, Saved, by_plain_name, piece, plain_name
 from ds_ext.checkpoint.resharding import OwnedRun
@@ -167,7 +167,7 @@ class Contents:
         """Begins a step with the saved gradients, rescaled for these ranks."""
         saved = pieces.saved[0]["accumulated"]
         factor = self.scaler.loss_scale / saved["loss_scale"]
-        if self.fused.how.average:
+        if self.fused.grad_config.average:
             factor *= self._grad_divisor / saved["losses"]
         kept = {}
         for param, own in self.owned.items():
@@ -220,7 +220,7 @@ class Contents:
         stage = int(self.engine.zero_optimization_stage())
         return {
             "zero_stage": stage,
-            "partition_count": 1 if stage == 0 else size_of(self.layout.copy_group),
+            "partition_count": 1 if stage == 0 else size_of(self.layout.replica_group),
             "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
         }
 

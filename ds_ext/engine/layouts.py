@@ -71,8 +71,8 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
     tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
     if tensor_group is not None:
         dense = _with_tensor_parallelism(kind, group, tensor_group, losses, names)
-    elif cut.copies is not None:
-        dense = _alike(_CUT[stage](cut.shards, losses, copies=cut.copies))
+    elif cut.replicas is not None:
+        dense = _alike(_CUT[stage](cut.shards, losses, replicas=cut.replicas))
     elif engine.zero_quantized_gradients():
         dense = quantized_gradients.placements(group, losses, names)
     else:
@@ -150,7 +150,7 @@ def _with_tensor_parallelism(
     # order of a sum would make them differ.
     divisor = losses * size_of(tensor_group)
     if kind is Zero3Placement:
-        whole: Placement = Zero3Placement(group, divisor, copies=tensor_group)
+        whole: Placement = Zero3Placement(group, divisor, replicas=tensor_group)
     else:
         whole = kind(everyone(), divisor)
     return lambda param: split if param in shards else whole

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor
 
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.ops.weight_update import MASTER
 from ds_ext.optimizer import host_offload
 

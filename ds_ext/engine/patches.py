@@ -223,7 +223,7 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
 def get_global_grad_norm(original: Method, engine: DeepSpeedEngine) -> Any:
     """Warns if accelerate asks for the norm to clip gradients by another value."""
     if isinstance(engine.optimizer, ZeroAdapter):
-        trainer_checks.warn_unclipped(engine.optimizer.fused.how.max_norm)
+        trainer_checks.warn_unclipped(engine.optimizer.fused.grad_config.max_norm)
     return original(engine)
 
 
@@ -277,7 +277,7 @@ def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwa
 def is_first_weights_partition_group(original: Method, engine: DeepSpeedEngine) -> Any:
     """Returns whether this rank writes ZeRO-3 partitions. Only the ranks of one replica do."""
     ours = isinstance(engine.optimizer, ZeroAdapter)
-    return original(engine) and not (ours and engine.optimizer.layout.is_further_copy)
+    return original(engine) and not (ours and engine.optimizer.layout.is_further_replica)
 
 
 @replaces(DeepSpeedEngine)

@@ -25,8 +25,8 @@ from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Group, Placement, size_of
 from ds_ext.engine import replica_groups, versions
 from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.group_index import ParamGroup
 from ds_ext.optimizer.model_view import ModelView
-from ds_ext.optimizer.param_groups import ParamGroup
 
 T = TypeVar("T")
 _TIED = "tied_modules."  # the prefix of tied parameters
@@ -83,7 +83,7 @@ def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
     Raises:
         ValueError: on the ranks of all stages, if the action fails on one.
     """
-    return consensus.together(action, ValueError) if is_pipeline(engine) else action()
+    return consensus.run_on_all_ranks(action, ValueError) if is_pipeline(engine) else action()
 
 
 # Param groups.
@@ -201,7 +201,7 @@ def _merged(
             raise ValueError("a parameter to be stepped is not part of the PipelineModule.")
         return [[names[p] for p in some] for some in params]
 
-    everyone = consensus.gathered((repr(keys), consensus.together(named, ValueError)))
+    everyone = consensus.gathered((repr(keys), consensus.run_on_all_ranks(named, ValueError)))
     if len({theirs for theirs, _ in everyone}) > 1:
         return None
     return [in_order(some) for some in zip(*(own for _, own in everyone), strict=True)]
@@ -243,7 +243,7 @@ def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         ValueError: on all ranks, if a new parameter cannot be stepped or the stages of a pipeline
             have different numbers of groups.
     """
-    consensus.together(optimizer.follow_groups, ValueError)
+    consensus.run_on_all_ranks(optimizer.follow_groups, ValueError)
     if is_pipeline(engine):
         _number(engine, optimizer, [{} for _ in optimizer.param_groups])
 

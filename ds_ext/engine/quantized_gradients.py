@@ -1,7 +1,7 @@
 """ZeRO++'s quantized gradients (qgZ): gradients of matrices are summed over hosts in 4 bits.
 
 DeepSpeed's implementation needs CUDA kernels, reads gradients of any dtype as fp16, and uses a
-plain reduce-scatter for sizes that do not divide. This one uses torch operations (four_bits.py).
+plain reduce-scatter for sizes that do not divide. This one uses torch operations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.distributed.four_bits import SIZE, FourBits
+from ds_ext.distributed.int4_reduce_scatter import BLOCK_SIZE, Int4ReduceScatter
 from ds_ext.distributed.placement import Group, Placement, size_of
 from ds_ext.engine import settings
 from ds_ext.engine.messages import log
@@ -35,18 +35,18 @@ class FourBitPlacement(Zero3Placement):
 
     def __init__(self, group: Group, grad_divisor: int, host_size: int) -> None:
         super().__init__(group, grad_divisor)
-        self.four_bits = FourBits(group, host_size)
+        self.reduce_scatter = Int4ReduceScatter(group, host_size)
 
     @property
     def groups(self) -> set[Group]:
         """The groups of its collectives."""
-        return super().groups | {self.four_bits.inside, self.four_bits.across}
+        return super().groups | {self.reduce_scatter.inside, self.reduce_scatter.across}
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
-        return self.four_bits.begin(flats, list(map(self._own_part, flats)))
+        return self.reduce_scatter.begin(flats, list(map(self._own_part, flats)))
 
     def _bytes_of_sum(self, flats: Sequence[Tensor]) -> int:
-        return self.four_bits.num_bytes(list(map(self._own_part, flats)))
+        return self.reduce_scatter.num_bytes(list(map(self._own_part, flats)))
 
 
 def placements(
@@ -87,4 +87,4 @@ def placements(
 def _is_rounded(param: Tensor, ranks: int) -> bool:
     """Whether a gradient is quantized. Vectors and small matrices are not, as in DeepSpeed."""
     shape = deepspeed_parameter(param).ds_shape
-    return len(shape) > 1 and shape.numel() >= SIZE * ranks
+    return len(shape) > 1 and shape.numel() >= BLOCK_SIZE * ranks

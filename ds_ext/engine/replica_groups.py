@@ -23,7 +23,7 @@ class ReplicaGroups(NamedTuple):
     """The groups of this rank."""
 
     shards: Group  # the ranks that hold one replica together
-    copies: Group = None  # the ranks that hold the same part of each replica; None for one replica
+    replicas: Group = None  # the ranks that hold the same part; None for one replica
 
 
 _of_shards: dict[Any, ReplicaGroups] = {}  # all that were made, by their ``shards``
@@ -61,8 +61,8 @@ def divide(group: Group, size: int) -> ReplicaGroups:
             f"{KEY} = {size} does not divide the {ranks} ranks of data parallelism: set it to a "
             "divisor, or remove it."
         )
-    shards, copies = groups.divided(group, size)
-    made = ReplicaGroups(shards or groups.alone(), copies)
+    shards, replicas = groups.divided(group, size)
+    made = ReplicaGroups(shards or groups.alone(), replicas)
     _of_shards[made.shards] = made
     return made
 
@@ -84,7 +84,7 @@ def refuse_other_groups(params: Iterable[tuple[str, Tensor]], wanted: ReplicaGro
     """
     for name, param in params:
         group = getattr(param, "ds_process_group", None)
-        is_ours = wanted.copies is not None or group in _of_shards
+        is_ours = wanted.replicas is not None or group in _of_shards
         if group is not None and is_ours and group is not wanted.shards:
             raise ValueError(
                 f"{KEY} = {size_of(wanted.shards)}, but {name} is cut among {size_of(group)} ranks "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.engine.full_tensors import FullTensors, StateAccess
 from ds_ext.engine.zero3 import Zero3Placement
 
@@ -158,7 +158,7 @@ class Access:
                 + (
                     "the step has ended, or no backward pass came before it. Read gradients "
                     "between engine.backward(loss) and engine.step()."
-                    if self.fused.how.policy == "sharded"
+                    if self.fused.grad_config.policy == "sharded"
                     else "they are used up inside backward. To read or set gradients before "
                     'engine.step(), put "ds_ext": {"gradient_policy": "sharded"} into the config, '
                     "which keeps this rank's part of each."

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import checks, folder, swap
 from ds_ext.distributed import consensus
 from ds_ext.engine import checkpoint_contents, checkpoint_files, pipeline
@@ -70,7 +70,7 @@ def save_checkpoint(
             original(
                 engine, save_dir, name, dict(client_state or {}), False, exclude_frozen_parameters
             )
-        written = consensus.gathered(consensus.together(writer.written, CheckpointError))
+        written = consensus.gathered(consensus.run_on_all_ranks(writer.written, CheckpointError))
         manifest = _manifest(engine, str(path.relative_to(save_dir)), written)
 
         def commit() -> None:
@@ -131,19 +131,19 @@ def load_checkpoint(
         return None, None
     folder.path_of(load_dir, tag)  # raises if the tag is no name
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
-    path = consensus.together(lambda: folder.find(Path(load_dir), tag), CheckpointError)
+    path = consensus.run_on_all_ranks(lambda: folder.find(Path(load_dir), tag), CheckpointError)
     contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
-    manifest = consensus.together(lambda: _verified(engine, path), CheckpointError)
-    opened = consensus.together(lambda: _opened(contents, path, manifest), CheckpointError)
+    manifest = consensus.run_on_all_ranks(lambda: _verified(engine, path), CheckpointError)
+    opened = consensus.run_on_all_ranks(lambda: _opened(contents, path, manifest), CheckpointError)
     with_state = manifest is not None and load_optimizer_states and not load_module_only
-    consensus.together(
+    consensus.run_on_all_ranks(
         lambda: _check(contents, opened, with_state, load_module_strict),
         lambda text: CheckpointError(f"{path}: {text}"),
     )
-    consensus.together(lambda: _load(contents, opened, with_state, path), CheckpointError)
+    consensus.run_on_all_ranks(lambda: _load(contents, opened, with_state, path), CheckpointError)
     _publish(contents)
     if not load_module_only:
-        consensus.together(
+        consensus.run_on_all_ranks(
             lambda: _load_counts(engine, opened, load_lr_scheduler_states), CheckpointError
         )
     return str(path), checkpoint_contents.client_state(opened.model)
@@ -152,7 +152,7 @@ def load_checkpoint(
 def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], T]) -> T | None:
     """Runs an action on the first rank. If it fails, raises CheckpointError on all ranks."""
     is_first = engine.global_rank == 0
-    return consensus.together(lambda: action() if is_first else None, CheckpointError)
+    return consensus.run_on_all_ranks(lambda: action() if is_first else None, CheckpointError)
 
 
 # Saving.
@@ -213,7 +213,7 @@ def _manifest(engine: DeepSpeedEngine, tag: str, written: Sequence[Files]) -> di
 
 def _latest(load_dir: str) -> str | None:
     """The newest tag, equal on all ranks; None if nothing was ever saved."""
-    tag = consensus.together(lambda: folder.latest(Path(load_dir)), CheckpointError)
+    tag = consensus.run_on_all_ranks(lambda: folder.latest(Path(load_dir)), CheckpointError)
     seen = consensus.gathered(tag)
     if other := [rank for rank, found in enumerate(seen) if found != seen[0]]:
         raise CheckpointError(

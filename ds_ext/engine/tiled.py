@@ -19,7 +19,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 from torch import Tensor, nn
 
 from ds_ext.backward import foreign_grads, owners
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 
 
 class DeferredGradient(NamedTuple):

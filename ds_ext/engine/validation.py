@@ -58,7 +58,7 @@ def check_ranks(engine: DeepSpeedEngine, model: Any) -> None:
     of_stage: dict[str, Any] = {key: facts.pop(key) for key in own if key in facts}
     consensus.agree(facts)
     group = model.mpu().get_data_parallel_group()
-    consensus.together(lambda: consensus.agree(of_stage, group), ValueError)
+    consensus.run_on_all_ranks(lambda: consensus.agree(of_stage, group), ValueError)
 
 
 def _facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Zero3Layout(Layout):
         names: the names of all parameters.
         placement_of: returns a parameter's placement.
         overlap: whether gradients are reduced while backward continues.
-        copy_group: see ``Layout``.
+        replica_group: see ``Layout``.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Zero3Layout(Layout):
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
         overlap: bool,
-        copy_group: Group = None,
+        replica_group: Group = None,
     ) -> None:
         self.offload = offload
-        super().__init__(group, names, placement_of, copy_group)
+        super().__init__(group, names, placement_of, replica_group)
         # Gloo, the CPU backend, ends a process that gets more messages than it waits for.
         ahead = overlap and self.device.type != "cpu"
         self.order = OrderCheck(offload.module, self.names, self.host_group, ahead)
@@ -97,7 +97,7 @@ class Zero3Layout(Layout):
         return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def norm_prepass(self) -> Iterator[None]:
         """Restores DeepSpeed's counts after a backward pass whose graph will run again."""
         modules = [m.__dict__ for m in self.offload.module.modules()]
         counts = [{k: m[k] for k in _COUNTS if k in m} for m in modules]

@@ -14,13 +14,11 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import dtensor_state, validation
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
-from ds_ext.optimizer.index import Index
+from ds_ext.optimizer.group_index import GroupIndex
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import Plans, are_batched
-from ds_ext.optimizer.run_updates import RunUpdate, StagedRun, by_device
-
-CPU = torch.device("cpu")
+from ds_ext.optimizer.updates import RunUpdate, StagedRun, by_device
 
 
 class BucketOptimizer(ParamTable):
@@ -42,8 +40,8 @@ class BucketOptimizer(ParamTable):
         """
         self.follow_groups()
         self.index.refuse_repeated()
-        for row, group in enumerate(self.index.groups):
-            self._rules.of(row, group)
+        for i, group in enumerate(self.index.groups):
+            self._rules.of(i, group)
 
     def follow_groups(self) -> None:
         """Indexes ``param_groups`` again if they were edited since the last call.
@@ -60,7 +58,7 @@ class BucketOptimizer(ParamTable):
         Raises:
             ValueError: a new parameter cannot be stepped; the index stays as it was.
         """
-        before, index = self.index, Index(self.param_groups, self.numbers)
+        before, index = self.index, GroupIndex(self.param_groups, self.numbers)
         new = {p: None for p in index.number_of if p not in before.number_of}
         validation.refuse_params(self, new)
         kinds = {self.hypers_of(group) for group in index.groups}
@@ -73,7 +71,7 @@ class BucketOptimizer(ParamTable):
         self._plans.clear()
         if self.update_stats is not None:
             self.update_stats.groups = len(index.groups)
-            if any(index.row_of.get(p) != row for p, row in before.row_of.items()):
+            if any(index.group_index_of.get(p) != i for p, i in before.group_index_of.items()):
                 self.update_stats.clear()  # its sums are by groups
         dtensor_state.make(self, index.number_of)
 
@@ -117,7 +115,7 @@ class BucketOptimizer(ParamTable):
         check, rounds = check or GradCheck(), 0
         for on_device in by_device(updates):
             step = self.begin(on_device, check)
-            rounds += lockstep.run(step.rules, all_reduce)
+            rounds += lockstep.run(step.generators, all_reduce)
             step.end()
         return rounds
 
@@ -129,11 +127,11 @@ class BucketOptimizer(ParamTable):
             check: as of ``update``.
 
         Returns:
-            The step. Run its ``rules`` to their end together with other ranks, then call ``end``.
+            The step. Run its ``generators`` to their end with the other ranks, then call ``end``.
         """
         staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
-        is_batched = bool(staged) and self._is_batched_on(staged[0].update.g.device)
-        plan = self._plans.prepare(self, staged, is_batched)
+        allow_batches = bool(staged) and self._allows_batches(staged[0].update.g.device)
+        plan = self._plans.prepare(self, staged, allow_batches)
         return BucketStep(self, staged, plan, check or GradCheck(), self._norms)
 
     def commit_weight_norms(self) -> None:
@@ -168,10 +166,10 @@ class BucketOptimizer(ParamTable):
         Args:
             shards: the parameters, and the run of each. Tensor parallelism has not cut them.
         """
-        rules_of = {row: self.rule_at(row) for row in {self.row_of[p] for p in shards}}
+        rules_of = {i: self.rule_at(i) for i in {self.group_index_of[p] for p in shards}}
         found = set()
         for p, shard in shards.items():
-            rule = rules_of[self.row_of[p]]
+            rule = rules_of[self.group_index_of[p]]
             if p not in self.stacks and rules.entry_of(type(rule)).sums_first(rule, shard):
                 found.add(p)
         return found
@@ -188,21 +186,21 @@ class BucketOptimizer(ParamTable):
         return {p for p, s in shards.items() if are_batched(self, p, s, [p.dtype], device)}
 
     @property
-    def is_batched(self) -> bool:
+    def uses_native(self) -> bool:
         """Whether parameters on a CPU are stepped in batches, by native passes."""
         if self._is_native is None and self._has_batched_rule:
             self._is_native = table.is_there()
         return self._has_batched_rule and bool(self._is_native)
 
-    def set_batched(self, value: bool) -> None:
+    def set_native(self, value: bool) -> None:
         """Sets whether native passes step parameters in batches: all ranks have to agree."""
         self._is_native = value
 
-    def _is_batched_on(self, device: torch.device) -> bool:
+    def _allows_batches(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
         if devices.take(device):
             return self._has_batched_rule
-        return device == CPU and self.is_batched
+        return device.type == "cpu" and self.uses_native
 
     def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
         """Replaces the state tensors under all wanted keys by ``move`` of each tensor."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.distributed import lockstep
+from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Flat, Runs
 from ds_ext.ops.executors.batched import added_up
@@ -18,55 +18,57 @@ from ds_ext.ops.executors.table_batch import AnyNormCache
 from ds_ext.ops.executors.triton import devices, launch_queue, memory
 from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import expert_stacks, fitting, nonfinite
+from ds_ext.optimizer import expert_stacks, nonfinite, state_checks
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.plans import Group, Plan, State
-from ds_ext.optimizer.run_updates import RunUpdate, StagedRun
+from ds_ext.optimizer.plans import BatchPlan, Plan
+from ds_ext.optimizer.state_checks import State
+from ds_ext.optimizer.updates import RunUpdate, StagedRun
 
 WeightNorms = dict[AnyNormCache, Runs]  # caches of the norms of weights, and the runs they are of
 
 
 class BatchedStep:
-    """The step of a group of a bucket's runs, as one batch."""
+    """The step of some runs of a bucket, as one batch."""
 
     def __init__(
         self,
         table: ParamTable,
-        group: Group,
+        plan: BatchPlan,
         updates: Sequence[RunUpdate],
         states: Sequence[State],
     ) -> None:
         self.stats, self.updates, self.states = table.update_stats, updates, states
-        self.rule = table.rule_of(updates[group.pieces[0].at].param)
-        self.t = states[group.pieces[0].at]["step"]
-        self._set_group(group)
+        self.rule = table.rule_of(updates[plan.pieces[0].at].param)
+        self.t = states[plan.pieces[0].at]["step"]
+        self._set_plan(plan)
 
-    def _set_group(self, group: Group) -> None:
-        """Collects the tensors of a group."""
-        self.group, self.batch = group, group.batch
-        self.params = [self.updates[piece.at].param for piece in group.pieces]
-        self.kept = group.kept(self.states)
-        self.runs = Runs([piece.of(self.updates[piece.at].p) for piece in group.pieces])
+    def _set_plan(self, plan: BatchPlan) -> None:
+        """Collects the tensors of the batch."""
+        self.plan, self.batch = plan, plan.batch
+        self.params = [self.updates[piece.at].param for piece in plan.pieces]
+        self.state = plan.state(self.states)
+        self.runs = Runs([piece.of(self.updates[piece.at].p) for piece in plan.pieces])
         self.masters = None
-        if "master" in self.states[group.pieces[0].at]:
-            self.masters = Runs([x.of(self.states[x.at]["master"]) for x in group.pieces])
-        self.gradients = _gradients(group, self.updates)
+        if "master" in self.states[plan.pieces[0].at]:
+            self.masters = Runs([x.of(self.states[x.at]["master"]) for x in plan.pieces])
+        self.gradients = _gradients(plan, self.updates)
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
         self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
 
-    def begin(self) -> lockstep.Rule:
+    def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""
-        p = weight_update.weights(self.runs, self.masters, self.rule, self.group.numbers, self.t)
-        self.group.norm_cache.check(self.runs)
-        p = replace(p, norm_cache=self.group.norm_cache)
+        p = weight_update.weights(self.runs, self.masters, self.rule, self.plan.param_ids, self.t)
+        self.plan.norm_cache.check(self.runs)
+        p = replace(p, norm_cache=self.plan.norm_cache)
         if self.stats is not None:
+            at = self.plan.group_index
             self.sums = [
-                self.stats.sums_of(x.number, self.group.row, run, self.updates[x.at].num_replicas)
-                for run, x in zip(self.runs.tensors, self.group.pieces, strict=True)
+                self.stats.sums_of(x.number, at, run, self.updates[x.at].num_replicas)
+                for run, x in zip(self.runs.tensors, self.plan.pieces, strict=True)
             ]
             p = replace(p, update_sums=self._measured())
-        step: lockstep.Rule = self.rule.step(p, self.gradients, self.kept, self.t, self.batch)
+        step: StepGenerator = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
         return step
 
     def _measured(self) -> Runs | Flat:
@@ -95,15 +97,16 @@ class BatchedStep:
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
         if self.stats is not None:  # the next ``begin`` counts the good ones again
-            for piece in self.group.pieces:
+            for piece in self.plan.pieces:
                 self.stats.discount(piece.number)
-        pieces = list(zip(self.group.pieces, good, strict=True))
+        pieces = list(zip(self.plan.pieces, good, strict=True))
         for piece, is_good in pieces:
             if not is_good:
                 rollback(self.states[piece.at])
         remaining = [piece for piece, is_good in pieces if is_good]
         if remaining:
-            self._set_group(Group(self.group.row, remaining, self.group.parts, self.runs.device))
+            plan = self.plan
+            self._set_plan(BatchPlan(plan.group_index, remaining, plan.parts, plan.device))
         else:
             self.runs = Runs([])
         return bool(remaining)
@@ -119,7 +122,7 @@ class BatchedStep:
                 self.sums[some[0]] += torch.stack([totals[i] for i in some]).sum(0)
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
-        norms[self.group.norm_cache] = self.runs
+        norms[self.plan.norm_cache] = self.runs
 
 
 class LoneStep:
@@ -129,7 +132,7 @@ class LoneStep:
         self.table, self.run = table, run
         self.params = [run.update.param]
 
-    def begin(self) -> lockstep.Rule:
+    def begin(self) -> StepGenerator:
         """Returns the generator of the rule."""
         (rule,) = begin_rules(self.table, self.run.update, self.run.state)
         return rule
@@ -163,7 +166,7 @@ class BucketStep:
         norms: caches of the norms of stepped weights, which ``end`` adds.
 
     Attributes:
-        rules: generators of partial sums, in the same order on all ranks.
+        generators: of partial sums, in the same order on all ranks.
     """
 
     def __init__(
@@ -181,24 +184,24 @@ class BucketStep:
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
-            rules = {i: table.rule_at(i) for i in {*plan.rows}}
+            rules = {i: table.rule_at(i) for i in {*plan.group_indices}}
             with memory.using(self.memory), launch_queue.deferred():
                 weight_update.prepare_all(
                     [run.update.p for run in self.joined],
                     [run.state for run in self.joined],
-                    [rules[i] for i in plan.rows],
+                    [rules[i] for i in plan.group_indices],
                 )
-            self.batches = [BatchedStep(table, x, updates, states) for x in plan.groups]
-        self.rules = [self._checked(batch) for batch in self.batches]
+            self.batches = [BatchedStep(table, x, updates, states) for x in plan.batches]
+        self.generators = [self._checked(batch) for batch in self.batches]
         with launch_queue.deferred() as next_parameter:
             for run in self.alone:
                 if run.update.param in check.params:
-                    self.rules.append(self._checked(LoneStep(table, run)))
+                    self.generators.append(self._checked(LoneStep(table, run)))
                 else:
-                    self.rules += begin_rules(table, run.update, run.state)
+                    self.generators += begin_rules(table, run.update, run.state)
                 next_parameter()
 
-    def _checked(self, step: BatchedStep | LoneStep) -> lockstep.Rule:
+    def _checked(self, step: BatchedStep | LoneStep) -> StepGenerator:
         """The generator of a step, with a check of its gradients if that is asked for."""
         how = {(p in self.check.params, p in self.check.votes) for p in step.params}
         assert len(how) == 1, "the gradients of a batch are all checked in the same way"
@@ -229,7 +232,7 @@ class BucketStep:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
 
 
-def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[lockstep.Rule]:
+def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[StepGenerator]:
     """Begins a parameter's step: counts it in the state, which is made if there is none.
 
     Args:
@@ -243,7 +246,7 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     state = table.state[u.param] if state is None else state
     rule = table.rule_of(u.param)
     if not state:
-        fitting.make(table, u, state)
+        state_checks.make(table, u, state)
     state["step"] += 1
     t, number = state["step"], table.number_of[u.param]
     before = table.elements_before(u.param, u.shard)
@@ -264,8 +267,8 @@ def _measured(
     """The weight stored in ``run``, wrapped if updates are measured."""
     if table.update_stats is None:
         return p
-    number, row = table.number_of[u.param], table.row_of[u.param]
-    return table.update_stats.wrap(p, number, row, run, u.num_replicas)
+    number, group_index = table.number_of[u.param], table.group_index_of[u.param]
+    return table.update_stats.wrap(p, number, group_index, run, u.num_replicas)
 
 
 def _memory(plan: Plan | None, staged: Sequence[StagedRun]) -> Memory | None:
@@ -283,15 +286,15 @@ def rollback(state: State) -> None:
         state.clear()
 
 
-def _gradients(group: Group, updates: Sequence[RunUpdate]) -> Any:
-    """The gradients of a group: runs, or runs with a factor each and a common bound.
+def _gradients(plan: BatchPlan, updates: Sequence[RunUpdate]) -> Any:
+    """The gradients of a batch: runs, or runs with a factor each and a common bound.
 
     Factors differ under tensor parallelism: parameters that it replicates have another divisor.
     """
     runs: list[Tensor] = []
     factors: list[Any] = []
     bound, are_scaled = None, False
-    for piece in group.pieces:
+    for piece in plan.pieces:
         g: Any = updates[piece.at].g
         factors.append(1.0 if isinstance(g, Tensor) else g.factor)
         if not isinstance(g, Tensor):

@@ -59,9 +59,9 @@ def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, 
     at = table.placement(param)
     if at is None:
         return state
-    kept = Kept.of(table, param, at.shard(param))
-    rows = [Kept.of(table, param, row) for row in _some_rows(kept.shard)]
-    return _spread(state, kept, rows, param, at)
+    declared = DeclaredState.of(table, param, at.shard(param))
+    rows = [DeclaredState.of(table, param, row) for row in _some_rows(declared.shard)]
+    return _spread(state, declared, rows, param, at)
 
 
 def own(
@@ -76,24 +76,24 @@ def own(
         parts: what the rule declares for this rank's run.
     """
     at = table.placement(param)
-    return state if at is None else _own(state, Kept(parts, at.shard(param)))
+    return state if at is None else _own(state, DeclaredState(parts, at.shard(param)))
 
 
-class Kept(NamedTuple):
+class DeclaredState(NamedTuple):
     """The declared state of a run, or the part of it under a key."""
 
     parts: Parts
     shard: Shard
 
     @classmethod
-    def of(cls, table: ParamTable, param: Tensor, shard: Shard) -> "Kept":
+    def of(cls, table: ParamTable, param: Tensor, shard: Shard) -> "DeclaredState":
         """The state that a parameter's rule declares for a run."""
         return cls(table.keeps(param, shard, table.rule_of(param)), shard)
 
-    def below(self, key: str) -> "Kept":
+    def below(self, key: str) -> "DeclaredState":
         """The part under a key."""
         inner = self.parts.get(key, {})
-        return Kept({} if isinstance(inner, Part) else inner, self.shard)
+        return DeclaredState({} if isinstance(inner, Part) else inner, self.shard)
 
     def part(self, key: str) -> Part | None:
         """The declaration of a tensor; None if the key has none."""
@@ -104,21 +104,25 @@ class Kept(NamedTuple):
 
 
 def _spread(
-    state: Mapping[str, Any], kept: Kept, rows: Sequence[Kept], param: Tensor, at: Placement
+    state: Mapping[str, Any],
+    declared: DeclaredState,
+    rows: Sequence[DeclaredState],
+    param: Tensor,
+    at: Placement,
 ) -> dict[str, Any]:
     """Converts this rank's state tensors to DTensors, except those that every rank holds whole."""
     found: dict[str, Any] = {}
     for key, value in state.items():
-        part = kept.part(key)
+        part = declared.part(key)
         if key == "marks":  # hashes of this rank's weights, which may be loaded elsewhere
             continue
         if isinstance(value, Mapping):
             below = [row.below(key) for row in rows]
-            found[key] = _spread(value, kept.below(key), below, param, at)
+            found[key] = _spread(value, declared.below(key), below, param, at)
         elif part is None or part.is_shared:
             found[key] = value
         else:
-            shape = _shape(part, [row.part(key) for row in rows], kept.shard)
+            shape = _shape(part, [row.part(key) for row in rows], declared.shard)
             found[key] = (
                 _whole(value, part, at)
                 if shape is None
@@ -127,13 +131,13 @@ def _spread(
     return found
 
 
-def _own(state: Mapping[str, Any], kept: Kept) -> dict[str, Any]:
+def _own(state: Mapping[str, Any], declared: DeclaredState) -> dict[str, Any]:
     """This rank's part of a state that ``_spread`` returned."""
     found: dict[str, Any] = {}
     for key, value in state.items():
-        part = kept.part(key)
+        part = declared.part(key)
         if isinstance(value, Mapping):
-            found[key] = _own(value, kept.below(key))
+            found[key] = _own(value, declared.below(key))
         elif not isinstance(value, Tensor) or part is None:
             found[key] = value
         elif is_dtensor(value):
@@ -185,12 +189,12 @@ def _of_rank(shape: tuple[int, ...], param: Tensor) -> tuple[int, ...]:
     return own_shape if shape == tuple(param.shape) else (own_shape[0], *shape[1:])
 
 
-def _whole(kept: Tensor, part: Part, at: Placement) -> Tensor:
+def _whole(x: Tensor, part: Part, at: Placement) -> Tensor:
     """Gathers all ranks' elements of a tensor, [total]; all ranks call it."""
     if at.statistics_group is None:
-        return kept.flatten()
-    pieces = consensus.gathered((part.start, kept.cpu().flatten()), at.statistics_group)
-    whole = torch.empty(part.total, dtype=kept.dtype, device=kept.device)
+        return x.flatten()
+    pieces = consensus.gathered((part.start, x.cpu().flatten()), at.statistics_group)
+    whole = torch.empty(part.total, dtype=x.dtype, device=x.device)
     for start, values in pieces:
-        whole[start : start + len(values)] = values.to(kept.device)
+        whole[start : start + len(values)] = values.to(x.device)
     return whole

@@ -19,6 +19,18 @@ def hypers_of(rule: type[rules.Rule]) -> type:
     return make_dataclass(rule.__name__, [], bases=bases, frozen=True)
 
 
+def structure(rule: Any, *ignored: str) -> object:
+    """Returns what a rule's control flow may depend on: all but the values of nonzero floats."""
+    kinds = (_kind(value) for name, value in vars(rule).items() if name not in ignored)
+    return type(rule), *kinds
+
+
+def _kind(value: Any) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    return (float, value != 0) if isinstance(value, float) else value
+
+
 class GroupRules:
     """Makes, checks and caches rules; makes a new rule after a scheduler or user edits a group.
 
@@ -62,11 +74,11 @@ class GroupRules:
         """Returns the class of a group's rule, a dataclass of hyper-parameters."""
         return hypers_of(rules.named(group["type"]).rule if "type" in group else self.rule)
 
-    def of(self, row: int, group: Mapping[str, Any]) -> Any:
+    def of(self, group_index: int, group: Mapping[str, Any]) -> Any:
         """Returns the rule of a group.
 
         Args:
-            row: the position of the group in ``param_groups``.
+            group_index: the position of the group in ``param_groups``.
             group: the group. NumPy scalars and tensors of one element count as numbers.
 
         Raises:
@@ -78,15 +90,15 @@ class GroupRules:
             values = [_plain(group[name]) for name in names]
         except KeyError as error:
             raise ValueError(
-                f"param_groups[{row}] has no {error}: change the group that it replaces, or call "
-                "add_param_group, which fills in what is not given."
+                f"param_groups[{group_index}] has no {error}: change the group that it replaces, "
+                "or call add_param_group, which fills in what is not given."
             ) from None
-        made = self._made.get(row)
+        made = self._made.get(group_index)
         # A NaN differs from itself, so it is checked each time.
         if made is None or made[0] is not hypers or made[1] != values:
             given = dict(zip(names, values, strict=True))
-            checked = hyperparams.check(hypers, given, f"param_groups[{row}]")
-            made = self._made[row] = hypers, values, hypers(**checked)
+            checked = hyperparams.check(hypers, given, f"param_groups[{group_index}]")
+            made = self._made[group_index] = hypers, values, hypers(**checked)
         return made[2]
 
 

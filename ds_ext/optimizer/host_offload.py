@@ -1,11 +1,10 @@
 """Offload: weights and states lie in the host's memory between steps.
 
-Weights (``offload_param``: DeepSpeed puts ZeRO-3's runs there) and states (``offload_optimizer``)
-are copied to the device of their gradient, stepped there, and copied back, one bucket at a time. A
-step on the host would copy less: 2 bytes of gradient per bf16 weight instead of 4. But it needs
-several passes over memory, which a GPU hides behind the copies. It would also add up in another
-order, while this gives the same bits as a run without offload. ``python -m benchmarks offload``
-measures both.
+Weights (``offload_param``, for which DeepSpeed stores ZeRO-3's runs there) and states
+(``offload_optimizer``) are copied to the device of their gradient, stepped there, and copied back,
+one bucket at a time. A step on the host would copy 2 bytes of gradient per bf16 weight, not 4, but
+needs several passes over memory, which a GPU hides behind the copies. It would also sum in another
+order; this gives the same bits as without offload. ``benchmarks offload`` measures both.
 """
 
 from collections.abc import Mapping

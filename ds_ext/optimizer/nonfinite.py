@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.distributed.lockstep import Rule, Sums
+from ds_ext.distributed.lockstep import StepGenerator, Sums
 from ds_ext.ops.batch import Flat, Placed
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import launch_queue, memory, verdicts
@@ -41,14 +41,14 @@ def upper_bound(numel: Any, dtype: torch.dtype) -> Any:
 
 
 class Flagged(NamedTuple):
-    """What kernels found, the same on all ranks."""
+    """The findings of kernels, equal on all ranks."""
 
     square: float  # of all gradients checked by sums of squares; infinite if one is bad
     bad: list[Tensor]  # parameters that were not stepped
 
 
 class DeviceGradFlags:
-    """The statistics by which kernels check the gradients of a step, on the device.
+    """The values by which kernels check the gradients of a step, on the device.
 
     The host reads them once, when the step ends.
 
@@ -71,12 +71,12 @@ class DeviceGradFlags:
         is_square: bool,
         device: torch.device,
     ) -> Addresses:
-        """Returns where kernels write the statistics of gradients, [n].
+        """Returns where kernels write the checked values of gradients, [n].
 
         Args:
             params: of the gradients; the experts of a stack share one place.
-            bounds: the largest allowed statistics, [n].
-            is_square: whether the statistics are sums of squares, which the norm is made of.
+            bounds: the largest allowed values, [n].
+            is_square: whether the values are sums of squares, which add up to the norm.
             device: of the gradients.
         """
         if device not in self._values:
@@ -110,7 +110,7 @@ class GradCheck:
     Args:
         params: parameters whose gradients the first round checks; the same on all ranks.
         votes: the votes on gradients that kernels check by votes, [] each on the device.
-        flags: where kernels record the statistics of the gradients that they check.
+        flags: where kernels record the values that they check.
 
     Attributes:
         square: this rank's sum of squares of the gradients that first rounds checked on the host,
@@ -134,7 +134,7 @@ class Step(Protocol):
 
     params: list[Tensor]
 
-    def begin(self) -> Rule:
+    def begin(self) -> StepGenerator:
         """Returns the generator of partial sums."""
 
     def squares(self) -> Tensor:
@@ -153,8 +153,8 @@ class DeviceStep(Step, Protocol):
     batch: TableBatch
 
 
-def checked_on_host(step: Step, check: GradCheck) -> Rule:
-    """Steps by the gradients that the first round does not find to be bad."""
+def checked_on_host(step: Step, check: GradCheck) -> StepGenerator:
+    """Yields the rounds of a step; drops gradients that the first round finds bad."""
     rule = step.begin()
     sums = next(rule)
     own = step.squares()
@@ -173,8 +173,8 @@ def checked_on_host(step: Step, check: GradCheck) -> Rule:
     yield from _resumed(rule, tuple(totals))
 
 
-def _resumed(rule: Rule, totals: Sums) -> Rule:
-    """The rest of a generator that waits for ``totals``."""
+def _resumed(rule: StepGenerator, totals: Sums) -> StepGenerator:
+    """Resumes a generator that waits for ``totals``."""
     while True:
         try:
             sums = rule.send(totals)
@@ -183,8 +183,8 @@ def _resumed(rule: Rule, totals: Sums) -> Rule:
         totals = yield sums
 
 
-def checked_on_device(step: DeviceStep, own: Memory, check: GradCheck) -> Rule:
-    """Steps a batch on a GPU, whose kernels skip parameters of bad gradients.
+def checked_on_device(step: DeviceStep, own: Memory, check: GradCheck) -> StepGenerator:
+    """Yields the rounds of a batch on a GPU. Kernels skip parameters with bad gradients.
 
     The batch's sums are formulas; this generator yields them as tensors.
 
@@ -202,7 +202,7 @@ def checked_on_device(step: DeviceStep, own: Memory, check: GradCheck) -> Rule:
         launch_queue.next_rule()
     asked = _next(rule, None, own, limit)
     if by_sums:
-        launch_queue.next_rule()  # a pass now runs in parallel with those before it
+        launch_queue.next_rule()  # this pass, if any, runs in parallel with earlier ones
         with memory.using(own):
             squares = cast(Formula, step.squares())
         *totals, found = yield (*_values(asked), squares.values)
@@ -225,8 +225,8 @@ def _limit_of_votes(step: DeviceStep, votes: Mapping[Tensor, Tensor]) -> verdict
 
 
 def _record(step: DeviceStep, limit: verdicts.Verdict, check: GradCheck, is_square: bool) -> None:
-    """Makes the device copy the statistics to ``check.flags``."""
-    assert check.flags is not None, "nobody would read the flags of gradients checked on a device"
+    """Makes the device copy the checked values to ``check.flags``."""
+    assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
     at = check.flags.places(step.params, limit.most, is_square, step.batch.device)
     cast(KernelTable, step.batch.own).tell(limit, at)
 
@@ -245,7 +245,7 @@ def _answers(sums: Iterable[Any], totals: Iterable[Tensor]) -> tuple[Any, ...]:
 def _next(
     rule: Any, totals: tuple[Any, ...] | None, own: Memory, limit: verdicts.Verdict | None
 ) -> tuple[Any, ...]:
-    """Runs a rule to its next round -> its sums, () at the end; launches take memory of ``own``."""
+    """Runs a rule to its next round; returns its sums, () at the end. Launches use ``own``."""
     with memory.using(own), verdicts.using(limit):
         try:
             asked: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_ext import hyperparams
+from ds_ext.optimizer.group_index import ParamGroup
 from ds_ext.optimizer.group_rules import hypers_of
 from ds_ext.optimizer.model_view import ModelView, finds, summary
 from ds_ext.rules import Entry, named
 
-ParamGroup: TypeAlias = dict[str, Any]
 Keys: TypeAlias = Mapping[str, Any]  # of a group: a "type" and hyper-parameters of that
 SECTION = "optimizer.params"
 

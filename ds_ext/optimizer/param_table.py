@@ -17,8 +17,8 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.optimizer import expert_stacks, host_offload
+from ds_ext.optimizer.group_index import GroupIndex, ParamGroup
 from ds_ext.optimizer.group_rules import GroupRules
-from ds_ext.optimizer.index import Index, ParamGroup
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.rules import Rule
 
@@ -45,7 +45,7 @@ class ParamTable:
     fused: Layout | None = None
 
     def __init__(self) -> None:
-        self.index = Index([], {})
+        self.index = GroupIndex([], {})
         self.stacks: dict[Tensor, int] = {}
         self.numbers: dict[Tensor, int] = {}
         self.names: list[list[str]] = []
@@ -60,9 +60,9 @@ class ParamTable:
         return self.index.group_of
 
     @property
-    def row_of(self) -> dict[Tensor, int]:
+    def group_index_of(self) -> dict[Tensor, int]:
         """The position of each parameter's group in ``param_groups``."""
-        return self.index.row_of
+        return self.index.group_index_of
 
     @property
     def number_of(self) -> dict[Tensor, int]:
@@ -82,7 +82,7 @@ class ParamTable:
         names = group.get("param_names")
         if names:
             return str(names[at])
-        return f"parameter {at} of group {self.row_of[param]}, of shape {[*param.shape]},"
+        return f"parameter {at} of group {self.group_index_of[param]}, of shape {[*param.shape]},"
 
     def hypers_of(self, group: Mapping[str, Any]) -> type:
         """Returns the class of a group's rule, a dataclass of its hyper-parameters."""
@@ -94,11 +94,11 @@ class ParamTable:
         Raises:
             ValueError: a hyper-parameter was set to a value that is not allowed.
         """
-        return self.rule_at(self.index.row_of[param])
+        return self.rule_at(self.index.group_index_of[param])
 
-    def rule_at(self, row: int) -> Any:
+    def rule_at(self, group_index: int) -> Any:
         """Returns the rule of a group by its position; raises as ``rule_of``."""
-        return self._rules.of(row, self.index.groups[row])
+        return self._rules.of(group_index, self.index.groups[group_index])
 
     def is_relative(self, param: Tensor) -> bool:
         """Returns whether a parameter's rule makes updates in proportion to the weights."""

@@ -11,18 +11,17 @@ from torch import Tensor
 from ds_ext import rules
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import fitting, validation
+from ds_ext.optimizer import state_checks, validation
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 
-# Elements of a bucket, at least. Host time is spent per bucket.
-TOGETHER = 2**28
+# The least elements of a bucket: host time is spent per bucket.
+BUCKET_ELEMENTS = 2**28
 # The same if all rules are batched. Between rounds they hold row and column sums instead of
 # matrices, and on a GPU up to 1/6 byte per element for the partial sums of tiles.
-IN_BATCHES = 2**30
-# Or row and column sums of a bucket, which take memory: convolutions have nearly as many as
-# elements.
-STATISTICS = 2**23
+BATCHED_BUCKET_ELEMENTS = 2**30
+# The most row and column sums of a bucket. Convolutions have nearly as many sums as elements.
+BUCKET_SUMS = 2**23
 
 
 def step(optimizer: BucketOptimizer) -> None:
@@ -36,18 +35,19 @@ def step(optimizer: BucketOptimizer) -> None:
     stepped = [p for p in optimizer.number_of if p.grad is not None]
     validation.refuse_complex(optimizer, stepped)
     kinds = {optimizer.hypers_of(group) for group in optimizer.param_groups}
-    together = IN_BATCHES if all(rules.entry_of(k).is_batched for k in kinds) else TOGETHER
-    is_one_bucket = sum(p.numel() for p in stepped) < together  # is checked before it is stepped
+    are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
+    size = BATCHED_BUCKET_ELEMENTS if are_batched else BUCKET_ELEMENTS
+    is_one_bucket = sum(p.numel() for p in stepped) < size  # ``update`` checks it before it steps
     by_placement: dict[Placement | None, list[Tensor]] = {}  # in the same order on all ranks
     for param in stepped:
         shard, state = optimizer.local_shard(param), optimizer.state.get(param)
         if not state:
             validation.refuse_shape(optimizer, param, shard)
         elif not is_one_bucket:
-            fitting.check_kept(optimizer, param, shard, state, param.dtype, None)
+            state_checks.check_state(optimizer, param, shard, state, param.dtype, None)
         by_placement.setdefault(optimizer.placement(param), []).append(param)
     for placement, params in by_placement.items():
-        for updates in buckets(params, together, placement):
+        for updates in buckets(params, size, placement):
             optimizer.update(updates, None if placement is None else placement.all_reduce)
             if placement is None:
                 write_back(updates)
@@ -55,7 +55,7 @@ def step(optimizer: BucketOptimizer) -> None:
 
 
 def buckets(
-    params: Iterable[Tensor], together: int = TOGETHER, placement: Placement | None = None
+    params: Iterable[Tensor], size: int = BUCKET_ELEMENTS, placement: Placement | None = None
 ) -> Iterator[list[RunUpdate]]:
     """Yields the updates of those ``params`` that have a gradient, in buckets."""
     bucket: list[RunUpdate] = []
@@ -73,7 +73,7 @@ def buckets(
         bucket.append(RunUpdate(param, p, g.contiguous().view(-1), shard))
         elements += shard.numel
         statistics += shard.statistics
-        if elements >= together or statistics >= STATISTICS:
+        if elements >= size or statistics >= BUCKET_SUMS:
             yield bucket
             bucket, elements, statistics = [], 0, 0
     if bucket:

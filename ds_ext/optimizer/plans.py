@@ -23,11 +23,11 @@ from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
-from ds_ext.optimizer import expert_stacks, fitting
+from ds_ext.optimizer import expert_stacks, state_checks
+from ds_ext.optimizer.group_rules import structure
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.run_updates import RunUpdate, StagedRun
-
-State = dict[str, Any]
+from ds_ext.optimizer.state_checks import State
+from ds_ext.optimizer.updates import RunUpdate, StagedRun
 
 
 class Piece(NamedTuple):
@@ -49,42 +49,43 @@ class Piece(NamedTuple):
         return state if self.run is None else state[expert_stacks.EXPERTS][self.expert]
 
 
-class Group:
+class BatchPlan:
     """Pieces that are stepped as one batch, by the rule of one param group.
 
     Args:
-        row: the position of the param group.
+        group_index: the position of the param group.
         pieces: the pieces.
         parts: the declared state of each piece.
         device: the device of the gradients.
     """
 
     def __init__(
-        self, row: int, pieces: Sequence[Piece], parts: Parts, device: torch.device
+        self, group_index: int, pieces: Sequence[Piece], parts: Parts, device: torch.device
     ) -> None:
-        self.row, self.pieces, self.parts, self.device = row, pieces, parts, device
+        self.group_index, self.pieces, self.parts, self.device = group_index, pieces, parts, device
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
-        self.numbers = np.array([x.number for x in pieces], dtype=np.uint64)
+        self.param_ids = np.array([x.number for x in pieces], dtype=np.uint64)
         self.norm_cache = self.batch.new_norm_cache()
-        self._kept: dict[str, Any] | None = None  # of the step in progress
+        self._state: dict[str, Any] | None = None  # of the step in progress
         self._seen: list[tuple[list[int], list[torch.dtype]]] = []
         self._where: list[Pointers] = []
 
     def note(self, states: Sequence[State]) -> None:
         """Records the sizes, dtypes and addresses of the bucket's states, which were checked."""
-        runs = list(_runs(self.kept(states)))
+        runs = list(_runs(self.state(states)))
         self._seen, self._where = list(map(_sizes, runs)), [x.pointers for x in runs]
 
     def fits(self, states: Sequence[State]) -> bool:
-        """Returns whether states still have the recorded sizes and dtypes, at any address.
+        """Returns whether states still have the recorded sizes and dtypes, and equal step counts.
 
-        Passes read and write as many elements as were recorded.
+        Their addresses may differ. Passes read and write as many elements as were recorded.
         """
-        self._kept = None  # of a step that was not made
+        self._state = None  # of a step that was not made
         try:
-            kept = self.kept(states)
-            runs = list(_runs(kept))
-            if list(map(_sizes, runs)) != self._seen:
+            state = self.state(states)
+            runs = list(_runs(state))
+            steps = {states[x.at]["step"] for x in self.pieces}
+            if list(map(_sizes, runs)) != self._seen or len(steps) != 1:
                 return False
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
@@ -93,20 +94,20 @@ class Group:
                 if not all(x.is_contiguous() and x.device == self.device for x in run.tensors):
                     return False
                 self._where[i] = run.pointers
-        self._kept = kept
+        self._state = state
         return True
 
-    def kept(self, states: Sequence[State]) -> dict[str, Any]:
+    def state(self, states: Sequence[State]) -> dict[str, Any]:
         """Returns the states of the pieces as one state; ``states`` are those of the bucket."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            return kept
+        state, self._state = self._state, None
+        if state is not None:
+            return state
         return stacked([piece.state(states[piece.at]) for piece in self.pieces], self.parts)
 
 
-def _runs(kept: Mapping[str, Any]) -> Iterator[Runs]:
+def _runs(state: Mapping[str, Any]) -> Iterator[Runs]:
     """The runs of a state that is nested in dicts."""
-    for x in kept.values():
+    for x in state.values():
         yield from _runs(x) if isinstance(x, dict) else (x,)
 
 
@@ -115,7 +116,7 @@ def _sizes(runs: Runs) -> tuple[list[int], list[torch.dtype]]:
 
 
 class Plan:
-    """Divides the runs of a bucket into groups that are stepped as batches, and runs stepped alone.
+    """Divides the runs of a bucket into batches, and runs that are stepped alone.
 
     Args:
         table: the table of the optimizer.
@@ -123,7 +124,7 @@ class Plan:
         states: their states.
 
     Attributes:
-        alone, joined: positions of the runs that are stepped alone, and in groups.
+        alone, joined: positions of the runs that are stepped alone, and in batches.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
     """
 
@@ -136,7 +137,7 @@ class Plan:
         self.alone: list[int] = []
         self.joined: list[int] = []
         found: dict[tuple[Any, ...], list[Piece]] = {}
-        rows = {table.row_of[u.param]: u.param for u in updates}
+        param_of = {table.group_index_of[u.param]: u.param for u in updates}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
             dtypes = u.p.dtype, u.g.dtype
             is_batched = are_batched(table, u.param, u.shard, dtypes, device)
@@ -146,18 +147,17 @@ class Plan:
                 continue
             self.joined.append(i)
             is_stack = u.param in table.stacks  # its gradient is checked as a whole
-            row = table.row_of[u.param]
-            common = row, is_stack, state["step"], u.p.dtype, u.g.dtype
+            common = table.group_index_of[u.param], is_stack, state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
-        self.rules = {row: _form(table.rule_of(param)) for row, param in rows.items()}
-        self.groups = [
-            Group(row, pieces, table.rule_of(rows[row]).keeps(pieces[0].shard), device)
-            for (row, *_), pieces in found.items()
+        self.rule_keys = {i: _rule_key(table.rule_of(param)) for i, param in param_of.items()}
+        self.batches = [
+            BatchPlan(i, pieces, table.rule_of(param_of[i]).keeps(pieces[0].shard), device)
+            for (i, *_), pieces in found.items()
         ]
-        for group in self.groups:
-            group.note(states)
-        self.rows = [table.row_of[updates[i].param] for i in self.joined]
+        for batch in self.batches:
+            batch.note(states)
+        self.group_indices = [table.group_index_of[updates[i].param] for i in self.joined]
         self.memory_sizes = [0, 0, 0]
 
     def fits(
@@ -170,17 +170,16 @@ class Plan:
         if list(map(_kind, updates)) != self.kinds:
             return False
         return (
-            all(_form(table.rule_at(row)) == form for row, form in self.rules.items())
+            all(_rule_key(table.rule_at(i)) == key for i, key in self.rule_keys.items())
             and all(weight_update.has_fitting_master(updates[i].p, states[i]) for i in self.halves)
-            and all(group.fits(states) for group in self.groups)
-            and all(len({states[x.at]["step"] for x in group.pieces}) == 1 for group in self.groups)
+            and all(batch.fits(states) for batch in self.batches)
         )
 
 
 class Plans:
     """The plans of the buckets stepped so far."""
 
-    MAX_PLANS = 4096  # more occur only if each step forms other buckets
+    MAX_PLANS = 4096  # more occur only if each step forms different buckets
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Plan] = {}  # by parameters and device
@@ -190,14 +189,14 @@ class Plans:
         self._made.clear()
 
     def prepare(
-        self, table: ParamTable, staged: Sequence[StagedRun], is_batched: bool
+        self, table: ParamTable, staged: Sequence[StagedRun], allow_batches: bool
     ) -> Plan | None:
         """Makes the missing states of a bucket, checks the others, and plans its step.
 
         Args:
             table: the table of the optimizer.
             staged: the bucket's runs.
-            is_batched: whether runs may be stepped in batches.
+            allow_batches: whether runs may be stepped in batches.
 
         Returns:
             The plan, after counting the step in the states of batched runs; None if not batched.
@@ -208,11 +207,11 @@ class Plans:
         new = [run for run in staged if not run.state]
         try:
             for run in new:
-                fitting.make(table, run.update, run.state)
-            if is_batched:
+                state_checks.make(table, run.update, run.state)
+            if allow_batches:
                 return self._of(table, staged)
             for run in staged:
-                fitting.check(table, run.update, run.state)
+                state_checks.check(table, run.update, run.state)
         except ValueError:
             for run in new:
                 run.state.clear()
@@ -227,7 +226,7 @@ class Plans:
         plan = self._made.get(key)
         is_new = plan is None or not plan.fits(table, updates, states)
         for i in range(len(updates)) if is_new or plan is None else plan.alone:
-            fitting.check(table, updates[i], states[i])
+            state_checks.check(table, updates[i], states[i])
         if is_new or plan is None:
             if len(self._made) >= self.MAX_PLANS:
                 self._made.clear()
@@ -243,9 +242,9 @@ class Plans:
         """
         left = {id(p) for p in params}
         for key, plan in self._made.items():
-            for group in plan.groups:
-                if any(key[piece.at] in left for piece in group.pieces):
-                    group.norm_cache.forget()
+            for batch in plan.batches:
+                if any(key[piece.at] in left for piece in batch.pieces):
+                    batch.norm_cache.forget()
 
 
 def _kind(u: RunUpdate) -> tuple[Any, ...]:
@@ -253,13 +252,9 @@ def _kind(u: RunUpdate) -> tuple[Any, ...]:
     return u.shard, u.p.dtype, u.g.dtype, u.p.numel(), u.g.numel()
 
 
-def _form(rule: Any) -> tuple[Any, ...]:
+def _rule_key(rule: Any) -> object:
     """The properties of a rule that a plan depends on: all that may change its state."""
-    return tuple(
-        (type(x), bool(x)) if isinstance(x, (float, tuple)) else x
-        for name, x in vars(rule).items()
-        if name not in ("lr", "weight_decay")
-    )
+    return structure(rule, "lr", "weight_decay")
 
 
 def notes_sums(rule: Any, shard: Shard) -> bool:

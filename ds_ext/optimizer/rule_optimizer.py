@@ -13,9 +13,9 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import (
     dtensor_state,
     expert_stacks,
-    fitting,
     param_groups,
     plain_step,
+    state_checks,
     validation,
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
@@ -64,14 +64,14 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
                 ``param_groups``, ``target_modules`` and ``others`` (docs/settings.md).
 
         Raises:
-            ValueError: a key is unknown or its value wrong; or ZeRO-3 has cut the model already.
+            ValueError: a key is unknown or its value is wrong; or ZeRO-3 has partitioned the model.
         """
         trained = [p for p in module.parameters() if p.requires_grad]
         if any(p.numel() == 0 for p in trained):
             raise ValueError(
                 f"{cls.__name__}.for_model: some trained parameters are empty, as ZeRO-3 leaves "
-                "them, so that it cannot be told which are matrices. Name the optimizer in the "
-                "config of deepspeed.initialize instead, or make it before the model is cut."
+                "them, so it is unknown which are matrices. Name the optimizer in the config of "
+                "deepspeed.initialize instead, or make it before ZeRO-3 partitions the model."
             )
         entry = rules.named(cls.rule.__name__)
         made = param_groups.of_config(entry, params, ModelView(module), trained, "")
@@ -117,14 +117,14 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         first: Mapping[Tensor, int] | None = None,
         shape: Callable[[Tensor], expert_stacks.Shape] = expert_stacks.plain_shape,
     ) -> "RuleOptimizer":
-        """Steps each expert of ``module`` as a matrix of its own where one parameter holds many.
+        """Steps each expert of ``module`` as a separate matrix if one parameter holds many.
 
         An engine and ``fuse_into_backward`` call it. Call it yourself, before the first step, if
         you use neither.
 
         Args:
             module: the model; ``expert_stacks.find`` finds the parameters that stack experts.
-            first: the number of each parameter's first expert, if other ranks hold other experts.
+            first: the number of each parameter's first expert, if ranks hold different experts.
             shape: returns the shape of a whole parameter, which this process may hold a part of.
 
         Returns:
@@ -168,9 +168,9 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters that have a gradient; this process holds them whole.
+        """Steps all parameters that have a gradient.
 
-        Or they are DTensors: all ranks of their mesh call it, with gradients of the same ones.
+        If they are DTensors, all ranks of their mesh call it, with gradients of the same ones.
 
         Args:
             closure: computes the loss and its gradients anew, and returns the loss.
@@ -233,7 +233,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         states: dict[Tensor, dict[str, Any]] = {}
 
         def prepare(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            found = fitting.read(self, given)
+            found = state_checks.read(self, given)
             ids = itertools.chain(*(group["params"] for group in given["param_groups"]))
             numbers = dict(zip(ids, self.params(), strict=True))
             states.update((numbers[i], state) for i, state in found.items())

@@ -125,7 +125,7 @@ class MeasuredTensor:
 
 
 class MeasuredWeight:
-    """A run stored in another form, such as a master, that measures the values it then holds."""
+    """A run in another storage form, such as a master, that measures its new values."""
 
     def __init__(self, run: Form, moved: Tensor, weight: Tensor) -> None:
         self.run, self.moved, self.weight = run, moved, weight

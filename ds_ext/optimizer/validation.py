@@ -1,4 +1,4 @@
-"""Checks of parameters and saved groups: ValueError for what an optimizer cannot step or load."""
+"""Checks of parameters and saved groups: ValueError if an optimizer cannot step or load them."""
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def refuse_complex(table: ParamTable, params: Iterable[Tensor]) -> None:
         if param.is_complex():
             raise ValueError(
                 f"{type(table).__name__}: a parameter of shape {list(param.shape)} is "
-                f"{param.dtype}, which no rule is made for: make its real and imaginary parts "
+                f"{param.dtype}, which no rule supports: make its real and imaginary parts "
                 "the parameter (torch.view_as_real), or freeze it."
             )
 
@@ -42,8 +42,8 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
     if param in table.stacks and shard.split is not None:
         raise ValueError(
             f"a parameter of shape {list(shard.shape)} stacks experts, and ranks hold boxes of "
-            "these: cut the stack in its first dimension alone (Shard(0) of fully_shard), or "
-            "spread whole experts over ranks."
+            "these: shard only its first dimension (Shard(0) of fully_shard), or spread whole "
+            "experts over ranks."
         )
     dims = len(shard.shape) - (param in table.stacks)
     if not entry.any_shape and dims != 2:
@@ -84,7 +84,7 @@ def refuse_saved_groups(table: ParamTable, groups: Sequence[Mapping[str, Any]]) 
         here = table.hypers_of(own)
         if here is not hypers:
             raise ValueError(
-                f"not a state of {kind} with these groups: what {here.__name__} steps here, "
+                f"not a state of {kind} with these groups: {here.__name__} steps a group here that "
                 f"{hypers.__name__} has stepped."
             )
 

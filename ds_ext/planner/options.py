@@ -88,8 +88,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(models.KNOWN)
     add(
         "--model",
-        help=f"HF folder, config.json or Hub name, or one of: {known}; without one, the largest of "
-        "these that fits is told (needs --memory)",
+        help=f"HF folder, config.json or Hub name, or one of: {known}; default: the largest of "
+        "these that fits (needs --memory)",
     )
     add("--config", type=Path, metavar="ds.json", help="a DeepSpeed config; options overrule it")
     add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
@@ -97,14 +97,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shard-size",
         type=_positive,
         metavar="RANKS",
-        help="ranks that hold one copy of what ZeRO or FSDP2 cuts (default: all)",
+        help="ranks that hold one replica under ZeRO or FSDP2 (default: all)",
     )
     add(
         "--pipeline-stages",
         type=_positive,
         default=1,
         metavar="N",
-        help="stages of a PipelineModule, of which the largest is counted; ranks are those of each",
+        help="stages of a PipelineModule; counts the largest, and --ranks are those of one stage",
     )
     add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
@@ -123,11 +123,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--accumulate",
         action="store_true",
-        help="with gradient_accumulation_steps > 1, or gradient_policy sharded: gradients are kept",
+        help="keep gradients: gradient_accumulation_steps > 1, or gradient_policy sharded",
     )
     add("--offload-param", action="store_true", help="offload_param to the CPU; needs --stage 3")
     add("--offload-optimizer", action="store_true", help="offload_optimizer to the CPU")
-    add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to fit into")
+    add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to compare")
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
 

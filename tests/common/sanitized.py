@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.ops.executors.native import library, table
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, fitting, plans
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, plans, state_checks
 from ds_ext.rules import REGISTRY
 from tests.common.hypers import SIMULATED
 
@@ -187,8 +187,8 @@ def overrun() -> None:
     optimizer = OPTIMIZERS["adamw"](params)
     step(params, optimizer)
     optimizer.state[params[0]]["m"] = torch.zeros(1199)
-    unchecked = mock.patch.object(plans.Group, "fits", lambda *_: True)
-    with unchecked, mock.patch.object(fitting, "check", lambda *_: None):
+    unchecked = mock.patch.object(plans.BatchPlan, "fits", lambda *_: True)
+    with unchecked, mock.patch.object(state_checks, "check", lambda *_: None):
         step(params, optimizer)
 
 

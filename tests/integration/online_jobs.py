@@ -183,7 +183,7 @@ def train(folder: str, name: str) -> dict[str, Any]:
         "after": whole(trainer.model_wrapped.module),
         "log": trainer.state.log_history,
         "held": watch.held,
-        "policy": trainer.model_wrapped.optimizer.fused.how.policy,
+        "policy": trainer.model_wrapped.optimizer.fused.grad_config.policy,
     }
 
 

@@ -17,8 +17,8 @@ from ds_ext.ops.executors.triton.launches import Spec
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
-from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.optimizer.update_stats import UpdateStats
+from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL

@@ -72,7 +72,7 @@ def _train(folder: str, name: str, job: Job) -> dict[str, Any]:
             for p in group["params"]
         },
         "kept": sum(p.grad is not None for p in model.parameters()),
-        "policy": engine.optimizer.fused.how.policy,
+        "policy": engine.optimizer.fused.grad_config.policy,
         "state": len(engine.optimizer.state),
         "scale": engine.optimizer.loss_scale,
         "skipped": engine.skipped_steps,

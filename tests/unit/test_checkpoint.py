@@ -11,7 +11,7 @@ from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import consensus
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner.live_memory import LiveMemory
 
 SHAPE = (2048, 4608)

@@ -17,7 +17,7 @@ from benchmarks.host_gpu import Calls
 from ds_ext.backward import startup_log
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.optimizer.nonfinite import BAD_VOTE, MAX_GOOD_VOTES, DeviceGradFlags, GradCheck
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
@@ -58,7 +58,7 @@ class Simulated(test_nonfinite.Simulated):
     @torch.no_grad()
     def step(self, grads, without=()):
         begun = [rank.begin(grads, without) for rank in self.ranks]
-        simulate([step.rules for step, _ in begun])
+        simulate([step.generators for step, _ in begun])
         found = []
         for rank, (step, check) in zip(self.ranks, begun, strict=True):
             step.end()

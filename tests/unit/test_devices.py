@@ -11,7 +11,7 @@ import ds_ext
 from ds_ext import ops
 from ds_ext.ops.executors.triton import devices, launch_queue, launches
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")

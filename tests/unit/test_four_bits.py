@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ds_ext.distributed.four_bits import SIZE, decode, encode, num_bytes
+from ds_ext.distributed.int4_reduce_scatter import BLOCK_SIZE, decode, encode, num_bytes
 from ds_ext.engine.quantized_gradients import WHAT_IT_COSTS
 
 
@@ -18,8 +18,11 @@ def test_each_value_is_within_a_step_of_its_256_and_the_largest_exact(n, dtype):
     assert code.shape == (3, 2, num_bytes(n)) and code.dtype == torch.uint8
     found = decode(code, n)
     assert found.shape == x.shape and found.dtype == torch.float32
-    for first in range(0, n, SIZE):
-        some, its = x[..., first : first + SIZE].float(), found[..., first : first + SIZE]
+    for first in range(0, n, BLOCK_SIZE):
+        some, its = (
+            x[..., first : first + BLOCK_SIZE].float(),
+            found[..., first : first + BLOCK_SIZE],
+        )
         largest = some.abs().amax(-1, keepdim=True)
         off = (its - some).abs() / (largest / 8)
         assert (off <= 1 + 1e-5).all() and (off > 0.5 + 1e-5).float().mean() < 0.05
@@ -29,23 +32,23 @@ def test_each_value_is_within_a_step_of_its_256_and_the_largest_exact(n, dtype):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so(bad):
-    x = torch.randn(2, 3 * SIZE)
-    x[0, SIZE + 5] = bad
+    x = torch.randn(2, 3 * BLOCK_SIZE)
+    x[0, BLOCK_SIZE + 5] = bad
     found = decode(encode(x), x.shape[1])
-    assert not found[0, SIZE : 2 * SIZE].isfinite().any()
-    found[0, SIZE : 2 * SIZE] = 0
+    assert not found[0, BLOCK_SIZE : 2 * BLOCK_SIZE].isfinite().any()
+    found[0, BLOCK_SIZE : 2 * BLOCK_SIZE] = 0
     assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38])
 def test_extreme_values(value):
-    x = torch.full((1, SIZE), value)
-    torch.testing.assert_close(decode(encode(x), SIZE), x, rtol=1e-5, atol=2e-45)
+    x = torch.full((1, BLOCK_SIZE), value)
+    torch.testing.assert_close(decode(encode(x), BLOCK_SIZE), x, rtol=1e-5, atol=2e-45)
 
 
 def test_whole_parts_are_kept_exactly():
     x = torch.arange(-8, 8).repeat(16).float()
-    assert torch.equal(decode(encode(x), SIZE), x)
+    assert torch.equal(decode(encode(x), BLOCK_SIZE), x)
 
 
 def test_the_error_that_the_log_tells():

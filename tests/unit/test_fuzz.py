@@ -20,7 +20,7 @@ from ds_ext.config import parsing, validation
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common.hypers import FOR_ALL
 

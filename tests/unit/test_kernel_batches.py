@@ -12,8 +12,8 @@ from ds_ext import ops
 from ds_ext.ops.executors.triton import devices, launch_queue, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.optimizer.update_stats import UpdateStats
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import cached_norms
 from tests.common import needs, paths, table
 from tests.common.choose import params, spread
@@ -121,7 +121,7 @@ def test_the_plan_counts_what_is_noted_of_weights(name, monkeypatch):
     weights = [nn.Parameter(torch.ones(s, device="meta")) for s in shapes.values()]
     optimizer = OPTIMIZERS[name](weights)
     optimizer.update(updates_of(weights, weights, 3), lambda total: None)
-    groups = [group for plan in optimizer._plans._made.values() for group in plan.groups]
+    groups = [group for plan in optimizer._plans._made.values() for group in plan.batches]
     made = (x for group in groups for x in group.norm_cache.columns.values())
     planned = cached_norms.num_bytes(optimizer.hypers(), shapes, 3, 3, torch.float32)
     held = sum(x.values.nbytes for x in made)

@@ -16,7 +16,7 @@ from ds_ext.ops.executors.triton import devices, launch_queue, launches, sizes
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
@@ -100,7 +100,7 @@ def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g:
                 )
                 for params, optimizer, shards, runs in ranks
             ]
-            lockstep.simulate([step.rules for step in steps])
+            lockstep.simulate([step.generators for step in steps])
             for step in steps:
                 step.end()
     held = [

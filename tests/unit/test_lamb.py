@@ -14,7 +14,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.bucket_step import begin_rules
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from tests.common import paths, table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors

@@ -9,14 +9,14 @@ import torch
 
 from ds_ext.backward import settings
 from ds_ext.backward.buckets import Buckets
-from ds_ext.backward.gradients import FusedBackward
+from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.ops import fingerprints, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import memory
 from ds_ext.planner import models as known
 from tests.common import models
@@ -164,7 +164,9 @@ def gradients_alive(module, ranks, bucket, monkeypatch):
 
     monkeypatch.setattr(Buckets, "_own", measured)
     optimizer = OPTIMIZERS["lomo"](module.parameters())
-    fused = FusedBackward(module, optimizer, simulated(module, ranks), settings.Gradients(bucket))
+    fused = FusedBackward(
+        module, optimizer, simulated(module, ranks), settings.GradientConfig(bucket)
+    )
     tokens = torch.randint(0, 301, (1, 4))
     module(tokens, labels=tokens).loss.backward()
     fused.finish()
@@ -191,7 +193,7 @@ def test_gradients_in_flight_are_as_planned(ranks, bucket, slack, monkeypatch):
 def test_kept_gradients_are_as_planned(ranks):
     module = llama()
     optimizer = OPTIMIZERS["lomo"](module.parameters())
-    how = settings.Gradients(3000, "sharded")
+    how = settings.GradientConfig(3000, "sharded")
     fused = FusedBackward(module, optimizer, simulated(module, ranks), how)
     for _ in range(2):
         tokens = torch.randint(0, 301, (1, 4))

@@ -30,8 +30,8 @@ from ds_ext.ops.executors.native import table as native
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.shard import Box, Shard, Split
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.optimizer.update_stats import UpdateStats
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import paths, table
 from tests.common.choose import params
@@ -265,13 +265,13 @@ def test_what_is_known_of_a_weight_saves_reading_it(name, monkeypatch):
     for _ in range(2):
         optimizer.step()
     (plan,) = optimizer._plans._made.values()
-    known = plan.groups[0].norm_cache._values[0, 0]
+    known = plan.batches[0].norm_cache._values[0, 0]
     assert known == pytest.approx(float(p.detach().square().sum()), rel=1e-5)
-    plan.groups[0].norm_cache._values[0, 0] = 16 * known  # and then it is believed
+    plan.batches[0].norm_cache._values[0, 0] = 16 * known  # and then it is believed
     before = p.detach().clone()
     optimizer.step()
     moved = (p.detach() - before).norm()
-    plan.groups[0].norm_cache._values[0, 0] /= 16
+    plan.batches[0].norm_cache._values[0, 0] /= 16
     before = p.detach().clone()
     optimizer.step()
     assert moved > 3 * (p.detach() - before).norm() > 0
@@ -334,7 +334,7 @@ def split_steps(name, shape, split):
                 o.begin([RunUpdate(p, run, part_of(g, shard), shard)])
                 for o, p, run, shard in zip(optimizers, params, runs, shards, strict=True)
             ]
-            lockstep.simulate([step.rules for step in steps])
+            lockstep.simulate([step.generators for step in steps])
             for step in steps:
                 step.end()
     return [a - b for a, b in zip(runs, before, strict=True)]
@@ -391,7 +391,7 @@ def test_without_a_compiler_the_torch_ops_serve(unloaded, monkeypatch, caplog):
         for _ in range(2):
             ds_ext.AdaLomo([p]).step()
     assert len([r for r in caplog.records if "no C++ compiler" in r.message]) == 1
-    assert not ds_ext.AdaLomo([p]).is_batched and (p < 1).all()
+    assert not ds_ext.AdaLomo([p]).uses_native and (p < 1).all()
 
 
 def test_a_compiler_that_fails_is_named(unloaded, monkeypatch, caplog):

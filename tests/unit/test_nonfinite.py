@@ -18,7 +18,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import needs, newcomer, paths, table
 from tests.common.choose import params
@@ -78,7 +78,7 @@ class Simulated:
     def step(self, grads, without=()):
         """Steps by whole gradients -> which parameters were bad, the same on all ranks."""
         begun = [rank.begin(grads, without) for rank in self.ranks]
-        simulate([step.rules for step, _ in begun])
+        simulate([step.generators for step, _ in begun])
         for step, _ in begun:
             step.end()
         self.squares = [check.square for _, check in begun]

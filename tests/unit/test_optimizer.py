@@ -15,7 +15,7 @@ from ds_ext.ops.passes import accumulator
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.hypers import FOR_ALL, SIMULATED

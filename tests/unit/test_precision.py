@@ -18,7 +18,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.bucket_step import begin_rules
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from tests.common import choose, table
 from tests.common.hypers import FOR_ALL, Table
 

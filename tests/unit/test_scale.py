@@ -28,7 +28,7 @@ from benchmarks.giants import Counted
 from benchmarks.links import RING, TREE, Link, Sample
 from benchmarks.memory import llama
 from ds_ext.backward.receivers import Stepper
-from ds_ext.backward.runs import Voters
+from ds_ext.backward.reduced_grad import VotedParams
 from ds_ext.distributed import consensus as ranks
 from ds_ext.distributed import dtensors
 from ds_ext.distributed import lockstep as rounds
@@ -224,7 +224,7 @@ def real_calls():
         return step, comm.Step([], gradients, [])
 
     ranks.alike = lambda *_: lambda: True  # is not counted
-    Stepper.voters = lambda _, params: Voters(host=set(params))  # all, as it is counted
+    Stepper.voted_params = lambda _, params: VotedParams(host=set(params))  # all, as it is counted
     found = {}
     for case in CASES:
         optimizer, stage, world = case

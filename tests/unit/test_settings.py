@@ -114,7 +114,7 @@ def test_a_usual_config_passes(given):
 
 
 def test_gradients_are_kept_where_they_have_to_be_and_nowhere_else():
-    assert parsing.gradients({}) == settings.Gradients()
+    assert parsing.gradients({}) == settings.GradientConfig()
     assert parsing.gradients({"gradient_accumulation_steps": 1}).policy == "fused"
     for kept in (
         {"gradient_accumulation_steps": 2},

@@ -15,7 +15,7 @@ from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Box, Shard, Split
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.bucket_step import begin_rules
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed

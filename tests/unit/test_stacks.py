@@ -25,7 +25,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
 from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.model_view import ModelView
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import memory
 from tests.common import needs, paths, table
 from tests.common.choose import params

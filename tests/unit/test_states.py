@@ -393,7 +393,7 @@ def test_an_edited_state_is_refused(form, at, edit):
 
 
 def test_an_edited_state_is_refused_before_another_bucket_is_stepped(monkeypatch):
-    monkeypatch.setattr(plain_step, "IN_BATCHES", 1)
+    monkeypatch.setattr(plain_step, "BATCHED_BUCKET_ELEMENTS", 1)
     params, optimizer = stepped("adalomo")
     optimizer.state[params[1]]["v"]["row"] = torch.zeros(1, 3)
     assert refused(params, optimizer, lambda: step(params, optimizer), "layers.1 .*v.row")

@@ -12,8 +12,8 @@ from ds_ext.ops import rounding, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import Writing
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
-from ds_ext.optimizer.run_updates import RunUpdate
 from ds_ext.optimizer.update_stats import UpdateStats, rms
+from ds_ext.optimizer.updates import RunUpdate
 from tests.common import choose, table
 from tests.common.hypers import FOR_ALL, NEEDED, changed
 

@@ -199,7 +199,7 @@ PLANTED = [
     ("backward/buckets.py", "from ds_ext.engine.adapter import A", "backward imports engine"),
     ("backward/buckets.py", "from ds_ext import engine", "backward imports engine"),
     ("backward/buckets.py", "from ..engine import adapter", "backward imports engine"),
-    ("optimizer/new.py", "from ..backward.gradients import F", "optimizer imports backward"),
+    ("optimizer/new.py", "from ..backward.fused_backward import F", "optimizer imports backward"),
     ("rules/new.py", "from ..optimizer import Update", "rules imports optimizer"),
     ("rules/new.py", "from ds_ext.distributed import lockstep", "rules imports distributed"),
     ("distributed/new.py", "from ds_ext.rules import LOMO", "distributed imports rules"),

@@ -1,7 +1,7 @@
-"""Sums over ranks in two levels: inside groups of consecutive ranks, say of a host, then across.
+"""All-reduce in two levels: inside groups of consecutive ranks, such as a host, then across them.
 
-A ring of d ranks waits for 2(d - 1) messages, one after another, whatever the sums' size; two
-levels of s and d / s ranks wait for 2(s - 1) + 2(d / s - 1). NCCL's trees need neither.
+A ring of d ranks waits for 2(d - 1) messages in sequence. Two levels of s and d / s ranks wait for
+2(s - 1) + 2(d / s - 1). NCCL's trees need neither.
 """
 
 import torch
@@ -14,17 +14,17 @@ from ds_ext.distributed.placement import Group, size_of
 from ds_ext.distributed.rank_failure import explained
 
 
-class TwoLevels:
+class HierarchicalAllReduce:
     """Adds up tensors over the ranks of a group.
 
-    A rank gets its slice of the sums inside its group of ``size`` by a reduce-scatter; each slice
-    is all-reduced across these groups, and the slices are gathered. So every element is added up in
-    one place, and all ranks get the same bits; across, a rank sends 1 / size of the sums.
+    A reduce-scatter inside each group of ``size`` ranks gives a rank its slice of the sums. Slices
+    are all-reduced across the groups, then gathered inside them. All ranks receive the same bits,
+    and a rank sends 1 / size of the sums across groups.
 
     Args:
         group: the ranks.
-        size: of the groups inside, a divisor of their number.
-        device: where sums are.
+        size: ranks of an inner group, a divisor of the number of ranks.
+        device: of the sums.
     """
 
     def __init__(self, group: Group, size: int, device: torch.device) -> None:
@@ -45,11 +45,11 @@ class TwoLevels:
         return padded.nbytes + 2 * own.nbytes
 
 
-def of(group: Group, size: int, device: torch.device) -> TwoLevels | None:
-    """Returns the levels of a group, None if one is enough: no more than ``size`` ranks, or 1.
+def of(group: Group, size: int, device: torch.device) -> HierarchicalAllReduce | None:
+    """Returns the all-reduce of a group; None if one level is enough.
 
     Raises:
-        ValueError: if ``size`` does not divide the number of ranks.
+        ValueError: ``size`` does not divide the number of ranks.
     """
     ranks = size_of(group)
     if size < 2 or ranks <= size:
@@ -59,4 +59,4 @@ def of(group: Group, size: int, device: torch.device) -> TwoLevels | None:
             f"ds_ext.sum_group_size = {size} does not divide the {ranks} ranks that add up a "
             "rule's sums: set it to a divisor, or remove it."
         )
-    return TwoLevels(group, size, device)
+    return HierarchicalAllReduce(group, size, device)

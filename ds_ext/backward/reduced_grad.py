@@ -1,13 +1,13 @@
 """This rank's runs of gradients, and the protocol of their receivers."""
 
-from collections.abc import Sequence, Set
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
+class ReducedGrad(NamedTuple):
     """This rank's run of a gradient summed over the ranks, padded, and the votes on it."""
 
     g: Tensor
@@ -15,13 +15,13 @@ class Run(NamedTuple):
     square: Tensor | None = None  # [], the sum of its squares if that is known
     votes: Tensor | None = None  # [] on the device, for kernels; the host does not read them
 
-    def plus(self, other: "Run") -> "Run":
+    def plus(self, other: "ReducedGrad") -> "ReducedGrad":
         """Adds another part of the gradient in place, and returns the sum."""
         bad = other.bad if self.bad is None or other.bad is None else self.bad | other.bad
         votes = other.votes
         if votes is not None and self.votes is not None:
             votes = votes + self.votes
-        return Run(self.g.add_(other.g), bad, votes=votes)
+        return ReducedGrad(self.g.add_(other.g), bad, votes=votes)
 
     @property
     def is_voted(self) -> bool:
@@ -29,14 +29,14 @@ class Run(NamedTuple):
         return self.bad is not None or self.votes is not None
 
 
-class Voters(NamedTuple):
-    """Parameters of a bucket on whose gradients the ranks vote, by the reader of the votes."""
+ReducedGrads: TypeAlias = Mapping[Tensor, ReducedGrad]
+
+
+class VotedParams(NamedTuple):
+    """Parameters of a bucket whose gradients the ranks vote on, by the reader of the votes."""
 
     host: Set[Tensor] = frozenset()  # the host reads the votes before the step
     device: Set[Tensor] = frozenset()  # kernels read the votes
-
-
-NOBODY = Voters()
 
 
 class Receiver(Protocol):
@@ -44,18 +44,18 @@ class Receiver(Protocol):
 
     adds_up: bool  # whether it accepts a gradient in parts
 
-    def voters(self, params: Sequence[Tensor]) -> Voters:
-        """Returns the parameters of a bucket on whose gradients the ranks vote."""
+    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+        """Returns the parameters of a bucket whose gradients the ranks vote on."""
 
-    def receive(self, runs: dict[Tensor, Run]) -> None:
+    def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Receives this rank's runs of summed gradients, which it may keep and write to."""
 
 
-def apart(run: Run, dtype: torch.dtype) -> Run:
-    """Returns a run in memory of its own, so that the rest of the gradient can be freed."""
-    g = run.g.to(dtype)
+def compact_copy(grad: ReducedGrad, dtype: torch.dtype) -> ReducedGrad:
+    """Returns a run in its own memory, so that the rest of the gradient can be freed."""
+    g = grad.g.to(dtype)
     is_part = g.untyped_storage().nbytes() > g.nbytes
-    return run._replace(g=g.clone() if is_part or has_other_users(g) else g)
+    return grad._replace(g=g.clone() if is_part or has_other_users(g) else g)
 
 
 def has_other_users(x: Tensor) -> bool:

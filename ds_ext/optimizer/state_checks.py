@@ -21,7 +21,7 @@ from ds_ext.ops.state import Part, Parts, zeros
 from ds_ext.optimizer import dtensor_state, validation
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.run_updates import RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 
 State = dict[str, Any]
 
@@ -54,10 +54,10 @@ def check(table: ParamTable, u: RunUpdate, state: State) -> None:
             f"its gradient {sizes[1]}, and {n} are to be stepped. Compute the gradients anew after "
             "parameters were given other data."
         )
-    check_kept(table, u.param, u.shard, state, u.p.dtype, u.g.device)
+    check_state(table, u.param, u.shard, state, u.p.dtype, u.g.device)
 
 
-def check_kept(
+def check_state(
     table: ParamTable,
     param: Tensor,
     shard: Shard,
@@ -106,7 +106,7 @@ def check_model(table: ParamTable, layout: Layout) -> None:
         shard = layout.shard(param)
         validation.refuse_shape(table, param, shard)
         if state := table.state.get(param):
-            check_kept(table, param, shard, state, param.dtype, None)
+            check_state(table, param, shard, state, param.dtype, None)
 
 
 def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:

@@ -22,13 +22,13 @@ from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.partial_grads import Uses
 from ds_ext.backward.receivers import Keeping, Measuring, Stepper, Stepping, SteppingMeasured
-from ds_ext.backward.results import StepResult, measured
-from ds_ext.backward.runs import Receiver, Run
+from ds_ext.backward.reduced_grad import Receiver, ReducedGrad
+from ds_ext.backward.results import StepResult, collect_metrics
 from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer, fitting, validation
+from ds_ext.optimizer import RuleOptimizer, state_checks, validation
 
 
 class FusedBackward:
@@ -38,7 +38,7 @@ class FusedBackward:
         module: the model.
         optimizer: of the model's parameters.
         layout: of the model.
-        how: policy, clipping and buckets.
+        grad_config: policy, clipping and buckets.
         comm_dtype: returns the dtype that a parameter's gradient is reduced in, None for its own.
         is_boundary: returns, during a backward pass, whether the step follows it.
         on_replaced: called when another owner takes the parameters over; by default removes hooks.
@@ -56,25 +56,26 @@ class FusedBackward:
         module: nn.Module,
         optimizer: RuleOptimizer,
         layout: Layout,
-        how: settings.Gradients,
+        grad_config: settings.GradientConfig,
         comm_dtype: Callable[[Tensor], torch.dtype | None] = lambda param: None,
         is_boundary: Callable[[], bool] = lambda: True,
         on_replaced: Callable[[], None] | None = None,
         on_discarded: Callable[[bool], None] = lambda had_begun: None,
         rerun_context: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
+        check = functools.partial(state_checks.check_model, optimizer, layout)
         if layout.is_part:  # other ranks have other parameters, and wait for this rank
-            consensus.together(lambda: fitting.check_model(optimizer, layout), ValueError)
+            consensus.run_on_all_ranks(check, ValueError)
         else:
-            fitting.check_model(optimizer, layout)
+            check()
         self.optimizer = optimizer
-        optimizer.set_batched(not layout.any(not optimizer.is_batched))
+        optimizer.set_native(not layout.any(not optimizer.uses_native))
         self.layout = layout
-        self.how = how
+        self.grad_config = grad_config
         self.is_boundary = is_boundary
-        self.reader = GradientReader(layout, how)
-        self.stepper = Stepper(optimizer, layout, bool(how.max_value))
-        self.clipping = Clipping(how.max_norm, how.clip_mode)
+        self.reader = GradientReader(layout, grad_config)
+        self.stepper = Stepper(optimizer, layout, bool(grad_config.max_value))
+        self.clipping = Clipping(grad_config.max_norm, grad_config.clip_mode)
         self._begin_step()
         self.norm: float | None = None
         self.skipped = 0
@@ -85,12 +86,12 @@ class FusedBackward:
         self.buckets = Buckets(
             module,
             layout,
-            how.bucket_size,
+            grad_config.bucket_size,
             comm_dtype,
             look=optimizer.follow_groups,
             wanted=self._wanted,
             begin=self._begin,
-            overlap=how.overlap,
+            overlap=grad_config.overlap,
             owner=self,
         )
         self.prepass = NormPrepass(module, layout.device)
@@ -99,7 +100,7 @@ class FusedBackward:
         self._on_replaced = on_replaced or self.buckets.remove
         self._on_discarded, self._rerun_context = on_discarded, rerun_context
         torch_calls.watch()
-        if how.measure_updates:
+        if grad_config.measure_updates:
             self.measure_updates()
         try:
             self.buckets.attach()  # last, because other threads may then find this owner
@@ -143,7 +144,7 @@ class FusedBackward:
 
     def kept_bytes(self) -> int:
         """Returns the bytes of gradients that this rank holds between backward passes if kept."""
-        size = (self.how.accumulate_in or torch.float32).itemsize
+        size = (self.grad_config.accumulate_in or torch.float32).itemsize
         params = [p for p in self.optimizer.group_of if p.requires_grad]
         return size * sum(len(self.layout.shard(p)) for p in params)
 
@@ -159,7 +160,7 @@ class FusedBackward:
         return self.clipping.needs_norm and not self._keeps()
 
     def measure_norm(self, loss: Tensor) -> None:
-        """Measures the norm of the gradients by a backward pass of its own, if that is needed.
+        """Measures the norm of the gradients by a separate backward pass, if that is needed.
 
         Call it before the backward pass that steps. It changes no weight and no state.
         """
@@ -169,7 +170,7 @@ class FusedBackward:
         if not self.must_measure:
             return
         if self.state.used_up or self.buckets.holds():
-            words = self.how.words
+            words = self.grad_config.words
             raise RuntimeError(f"{words.clipping}: a parameter {messages.second_gradient(words)}")
         self.layout.refuse_resized()
         self.optimizer.follow_groups()
@@ -197,13 +198,13 @@ class FusedBackward:
             self.buckets.finish()
         if self.layout.any(self.prepass.changed is not None):
             who = self.prepass.changed or "A function, on another rank,"
-            raise RuntimeError(messages.cannot_repeat(who, self.how.words))
+            raise RuntimeError(messages.cannot_repeat(who, self.grad_config.words))
         self.state.reduce_norm(self.clipping)
 
     @contextmanager
     def rerun(self, loss: Tensor) -> Iterator[None]:
         """A context for a backward pass of ``loss`` that is run once more afterwards."""
-        with self._rerun_context(loss), self.layout.rehearsal():
+        with self._rerun_context(loss), self.layout.norm_prepass():
             yield
 
     @torch.no_grad()
@@ -223,7 +224,7 @@ class FusedBackward:
             for param in [p for p in state.kept if p not in self.optimizer.group_of]:
                 del state.kept[param]  # taken out of its group since
             tied = self.layout.tied({p: run.g for p, run in state.kept.items()})
-            state.kept.update((p, Run(g)) for p, g in tied.items())
+            state.kept.update((p, ReducedGrad(g)) for p, g in tied.items())
             state.record(state.kept)
             state.reduce_norm(self.clipping)
             if not state.overflow:
@@ -234,7 +235,7 @@ class FusedBackward:
         self.optimizer.rollback_step(state.end())
         return self._report(state)
 
-    def _begin_step(self, kept: Mapping[Tensor, Run] | None = None) -> None:
+    def _begin_step(self, kept: Mapping[Tensor, ReducedGrad] | None = None) -> None:
         """Replaces the state of the step in progress by that of a new step.
 
         Args:
@@ -256,7 +257,10 @@ class FusedBackward:
         stepped = self.state.stepped and self.state.used_up.intersection(params)
         if stepped and self.layout.is_first:
             logger.warning(
-                messages.STEPPED, len(stepped), len(self.optimizer.group_of), self.how.words.sharded
+                messages.STEPPED,
+                len(stepped),
+                len(self.optimizer.group_of),
+                self.grad_config.words.sharded,
             )
         given, trained = set(params), self.buckets.trained.intersection(self.optimizer.group_of)
         if any(owners.owner(p) is self for p in trained - given):
@@ -274,7 +278,7 @@ class FusedBackward:
     def _rollback_skipped(self) -> None:
         """Synchronizes with the device, and rolls back the parameters that kernels skipped."""
         if self.state.flags:
-            self.buckets.side_stream.join()
+            self.buckets.side_stream.make_current_wait()
             self.optimizer.rollback_step(self.state.read_flags())
 
     @torch.no_grad()
@@ -294,7 +298,7 @@ class FusedBackward:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is asked for.
         """
         max_norm = float(asked.get("max_norm", math.nan))
-        is_same = max_norm in (self.how.max_norm, math.inf)
+        is_same = max_norm in (self.grad_config.max_norm, math.inf)
         if self.is_replaced or not is_same or float(asked.get("norm_type", 2)) != 2:
             return None
         trained = self.buckets.trained.intersection(self.optimizer.group_of)
@@ -330,7 +334,8 @@ class FusedBackward:
         self.buckets.discard()
         size_of = {p: self.buckets.size_of[p] // self.layout.of[p].num_shards for p in kept}
         pad = nn.functional.pad
-        self._begin_step({p: Run(pad(x, (0, size_of[p] - len(x)))) for p, x in kept.items()})
+        padded = {p: pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
+        self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 
     def move_kept(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replaces each kept gradient by ``move`` of it."""
@@ -341,7 +346,7 @@ class FusedBackward:
         """Overwrites a kept gradient by ``run``, [len(shard)], which may be not finite."""
         g = self.state.kept[param].g
         g[: len(run)].copy_(run)
-        self.state.kept[param] = Run(g)
+        self.state.kept[param] = ReducedGrad(g)
 
     def _wanted(self, param: Tensor) -> bool:
         """Whether the optimizer has the parameter. Raises ValueError if it cannot step it."""
@@ -354,7 +359,7 @@ class FusedBackward:
         """Whether gradients wait for the step."""
         state, receiver = self.state, self.buckets.receiver
         is_kept = state.must_keep or bool(state.kept) or (receiver is not None and receiver.adds_up)
-        return self.how.policy == "sharded" or is_kept or not self.is_boundary()
+        return self.grad_config.policy == "sharded" or is_kept or not self.is_boundary()
 
     def _begin(self) -> Receiver:
         """Returns the receiver of the backward pass that begins."""
@@ -366,12 +371,12 @@ class FusedBackward:
             if not self.has_logged_cost and self.layout.is_first:
                 logger.info(settings.cost(self.kept_bytes()))
             self.has_logged_cost = True
-            return Keeping(state, self.how.accumulate_in)
+            return Keeping(state, self.grad_config.accumulate_in)
         if state.is_measured:
-            state.is_measured = False  # a further pass would need a norm of its own
+            state.is_measured = False  # another backward pass needs its own norm
             return SteppingMeasured(self.stepper, state)
         if self.must_measure:
-            raise RuntimeError(messages.measure_first(self.how.words))
+            raise RuntimeError(messages.measure_first(self.grad_config.words))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
         return Stepping(self.stepper, state)
 
@@ -395,5 +400,5 @@ class FusedBackward:
             names = ", ".join(state.bad) or "their sum"
             what = "the step is skipped" if skipped else "not updated in this step"
             logger.warning("gradients that are not finite, or too large: %s; %s", names, what)
-        self.metrics = measured(state, self.optimizer, self.layout, self.skipped_steps)
+        self.metrics = collect_metrics(state, self.optimizer, self.layout, self.skipped_steps)
         return StepResult(norm, state.overflow, skipped)

@@ -9,7 +9,7 @@ from torch import Tensor
 ParamGroup = dict[str, Any]
 
 
-class Index:
+class GroupIndex:
     """The group of each parameter at the time the index was made.
 
     Args:
@@ -20,7 +20,7 @@ class Index:
     Attributes:
         groups: the param groups, in order.
         group_of: the param group of each parameter; the first one, if several groups have it.
-        row_of: the position of that group in ``groups``.
+        group_index_of: the position of that group in ``groups``.
         number_of: the number of each parameter, the same on every rank.
     """
 
@@ -29,13 +29,13 @@ class Index:
         self._params = [tuple(group["params"]) for group in groups]
         self._repeated: tuple[int, int] | None = None
         self.group_of: dict[Tensor, ParamGroup] = {}
-        self.row_of: dict[Tensor, int] = {}
+        self.group_index_of: dict[Tensor, int] = {}
         self.number_of: dict[Tensor, int] = {}
-        for row, params in enumerate(self._params):
+        for group_index, params in enumerate(self._params):
             for param in params:
-                first = self.row_of.setdefault(param, row)
-                if first != row:
-                    self._repeated = first, row
+                first = self.group_index_of.setdefault(param, group_index)
+                if first != group_index:
+                    self._repeated = first, group_index
                 self.group_of[param] = self.groups[first]
                 self.number_of.setdefault(param, numbers.get(param, len(self.number_of)))
 
