@@ -29,6 +29,7 @@ from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer, state_checks, validation
+from ds_ext.optimizer.bucket_optimizer import may_use_native
 
 
 class FusedBackward:
@@ -69,7 +70,8 @@ class FusedBackward:
         else:
             check()
         self.optimizer = optimizer
-        optimizer.set_native(not layout.any(not optimizer.uses_native))
+        if may_use_native(layout.device):  # a run on a GPU builds no native code
+            optimizer.set_native(not layout.any(not optimizer.uses_native))
         self.layout = layout
         self.grad_config = grad_config
         self.is_boundary = is_boundary

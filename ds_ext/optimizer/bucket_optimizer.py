@@ -200,7 +200,7 @@ class BucketOptimizer(ParamTable):
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
         if devices.take(device):
             return self._has_batched_rule
-        return device.type == "cpu" and self.uses_native
+        return may_use_native(device) and self.uses_native
 
     def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
         """Replaces the state tensors under all wanted keys by ``move`` of each tensor."""
@@ -215,3 +215,8 @@ def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(inner, move) for key, inner in value.items()}
     return move(value) if isinstance(value, Tensor) else value
+
+
+def may_use_native(device: torch.device) -> bool:
+    """Returns whether native passes, if they can be built, step parameters on a device."""
+    return device.type == "cpu" and not devices.take(device)
