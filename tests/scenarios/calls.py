@@ -296,10 +296,10 @@ def states_of_another_dtype(pair, draw):
 @edit(3, ALONE, refusable=True)
 def states_of_another_shape(side, draw):
     saved = copy.deepcopy(side.states())
-    found = [t for t in tensors(saved["state"]) if t.dim() and len(t) > 1]
+    found = [t for t in tensors(saved["state"]) if t.dim() and t.shape[-1] > 1]
     if found:
         cut = draw.choice(found)
-        cut.data = cut.data[:-1].clone()
+        cut.data = cut.data[..., :-1].clone()
         side.optimizer.load_state_dict(saved)
         raise AssertionError("took a state of another shape")
 
