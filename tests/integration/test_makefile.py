@@ -1,6 +1,7 @@
 """The Makefile chooses the build of torch: from an index of CPU builds where there is no GPU."""
 
 import http.server
+import os
 import shutil
 import subprocess
 import sys
@@ -28,8 +29,14 @@ def folder(tmp_path):
 
 def make(folder, *args):
     """What make prints, and what it gave pip to install torch from."""
+    given = {"MAKEFLAGS", "TORCH", "TORCH_INDEX", "NVIDIA"}  # what this run's own make was told
     done = subprocess.run(
-        ["make", ".venv/.base", *args], cwd=folder, text=True, capture_output=True, check=True
+        ["make", ".venv/.base", *args],
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k not in given},
+        text=True,
+        capture_output=True,
+        check=True,
     )
     log = folder / "pip.log"
     return done.stdout, log.read_text().splitlines()[0] if log.exists() else ""

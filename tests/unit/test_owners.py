@@ -220,7 +220,9 @@ def test_a_fused_model_that_nobody_holds_is_freed(how):
     assert [weight() for weight in left] == [None] * len(left)
 
 
-def test_torchscript_of_a_fused_model_has_none_of_our_hooks():
+def test_torchscript_of_a_fused_model_has_none_of_our_hooks(monkeypatch):
+    # zero.Init of an earlier test leaves DeepSpeed's there, which torch 2.15 cannot script.
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
     model = make()
     _, optimizer = fuse(model)
     x = torch.randn(3, 6)
