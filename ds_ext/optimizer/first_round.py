@@ -63,7 +63,7 @@ def _comes_first(rule: Any, shard: Shard, dtype: torch.dtype, t: int) -> bool:
 
 
 def _short(shard: Shard) -> Shard:
-    """At most one row of the same parameter, cut alike: control flow is the same on all ranks."""
+    """At most one row of the parameter, with the same cut, so all ranks get the same answer."""
     return replace(shard, start=0, stop=min(shard.cols, shard.size, shard.numel))
 
 
