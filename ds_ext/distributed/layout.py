@@ -146,10 +146,10 @@ class Layout:
             if not self.may_have(param, shape):
                 raise RuntimeError(
                     f"{self.name(param)} has the shape {[*param.shape]} now, and had {[*shape]} "
-                    "when its steps were put into backward. Nothing was stepped. Resize a model "
-                    "(resize_token_embeddings) before deepspeed.initialize, or "
-                    "fuse_into_backward; or call that anew, after del optimizer.state[param] of "
-                    "what was resized."
+                    "when ds_ext took over the model. Nothing was stepped. Resize a model "
+                    "(resize_token_embeddings) before deepspeed.initialize or "
+                    "fuse_into_backward; or del optimizer.state[param] of the resized parameters, "
+                    "and call that again."
                 )
 
     def may_have(self, param: Tensor, shape: torch.Size) -> bool:
