@@ -137,7 +137,7 @@ def _guard(leaf: Tensor) -> Callable[[], None]:
 def watch() -> None:
     """Wraps ``retain_grad()`` and ``torch.autograd.backward``. Call it once.
 
-    A segment of reentrant checkpointing has a graph and a backward pass of its own.
+    A segment of reentrant checkpointing has its own graph and backward pass.
     """
     tensor: Any = torch.Tensor
     tensor.retain_grad = _recording(tensor.retain_grad)

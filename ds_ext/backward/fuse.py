@@ -173,7 +173,7 @@ def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None
             raise ValueError(
                 "fuse_into_backward: another optimizer steps other parameters of this model. Make "
                 "one optimizer with parameter groups of both, or call fuse_into_backward with the "
-                "modules that hold the parameters of each; or, if that one has done its work, call "
-                ".remove() of what fuse_into_backward returned for it."
+                "modules that hold the parameters of each; or, if you no longer need that one, "
+                "call .remove() of what fuse_into_backward returned for it."
             )
     owners.take_over(params, group)

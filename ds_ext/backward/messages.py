@@ -3,12 +3,12 @@
 from ds_ext.backward.settings import Words
 
 NOT_FINITE = (
-    "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. Parameters "
-    "of such gradients are left as they are by the step: without it training goes on."
+    "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. The step "
+    "skips parameters with such gradients, so training can continue without this argument."
 )
 STEPPED = (
-    "zero_grad() discards gradients by which %d of %d parameters were updated already, inside "
-    "backward: these updates stay. To discard a batch whole, do it before its backward pass, or "
+    "zero_grad() discards gradients, but %d of %d parameters were updated already, inside "
+    "backward: these updates stay. To discard a whole batch, do it before its backward pass, or "
     "keep gradients until the step: %s."
 )
 
@@ -16,10 +16,10 @@ STEPPED = (
 def cannot_repeat(who: str, words: Words) -> str:
     """Returns the error if the function ``who`` writes, in backward, to its saved tensors."""
     return (
-        f"{words.clipping}: {who} writes, in backward, to what its forward pass saved, as fused "
-        "losses do (Liger's linear cross-entropy) whose result is multiplied by anything but 1. "
-        "Another backward pass, which exact clipping needs, would be wrong. Set "
-        f"{words.sharded}, which clips exactly without, or {words.no_clipping}."
+        f"{words.clipping}: {who} writes to its saved tensors in backward, as fused losses do "
+        "(Liger's linear cross-entropy) if their result is multiplied by a factor other than 1. A "
+        "second backward pass, which exact clipping needs, would be wrong. Set "
+        f"{words.sharded}, which clips exactly in one pass, or {words.no_clipping}."
     )
 
 

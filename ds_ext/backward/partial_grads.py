@@ -1,7 +1,7 @@
 """Parameters whose gradient comes in parts: it is not complete when their hook fires.
 
 First, weights that several segments of reentrant checkpointing use. Segments run forward without
-gradients, and each has a backward pass of its own, in which the hooks of all its parameters fire.
+gradients, and each has its own backward pass, in which the hooks of all its parameters fire.
 Second, weights of modules whose parameters are taken together (ZeRO-3's leaf modules, FSDP2's
 units), if the module is called more than once.
 """
@@ -23,7 +23,7 @@ class Uses:
     """Counts the calls of modules before the next backward pass.
 
     A call without gradients counts if it is made inside a call with gradients, as in a checkpointed
-    segment. Generation between steps does not count, nor calls made while ``brings_gradients``
+    segment. Generation between steps does not count, nor do calls made while ``brings_gradients``
     returns False.
     """
 

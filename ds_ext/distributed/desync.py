@@ -82,8 +82,8 @@ class OrderCheck:
         pairs = zip_longest(told[0], told[other], fillvalue="nothing")
         first, second = next(pair for pair in pairs if pair[0] != pair[1])
         raise RuntimeError(
-            f"the ranks do not go through the model alike: next is {first} on rank 0, and {second} "
-            f"on rank {other}. At zero_optimization.stage 3 all ranks must use the same modules in "
-            "the same order: give deepspeed.utils.set_z3_leaf_modules what only some of them use, "
-            "or set stage 2, 1 or 0, which do not ask for it."
+            f"the ranks go through the model in different ways: next is {first} on rank 0, and "
+            f"{second} on rank {other}. At zero_optimization.stage 3 all ranks must use the same "
+            "modules in the same order: pass modules that only some ranks use to "
+            "deepspeed.utils.set_z3_leaf_modules, or set stage 2, 1 or 0, which do not need it."
         )

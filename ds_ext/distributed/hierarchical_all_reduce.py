@@ -33,7 +33,7 @@ class HierarchicalAllReduce:
         self.across = groups.for_sums(across, device)
 
     def add_up(self, sums: Tensor) -> int:
-        """Adds up partial sums, in place; returns the bytes handed to collectives."""
+        """Adds up partial sums in place; returns the bytes passed to collectives."""
         flat, size = sums.view(-1), size_of(self.inside)
         padded = functional.pad(flat, (0, -len(flat) % size))
         own = torch.empty_like(padded[: len(padded) // size])

@@ -37,7 +37,7 @@ class Layout:
     """The placements of a model's parameters, and agreement between its ranks.
 
     Args:
-        group: the ranks of data parallelism; None for a process alone.
+        group: the data-parallel ranks; None for a single process.
         names: the names of all parameters, trained or not, in the same order on all ranks.
         placement_of: returns a parameter's placement.
         replica_group: the ranks that hold one replica of the state; by default ``group``.
@@ -146,10 +146,10 @@ class Layout:
             if not self.may_have(param, shape):
                 raise RuntimeError(
                     f"{self.name(param)} has the shape {[*param.shape]} now, and had {[*shape]} "
-                    "when its steps were put into backward. Nothing was stepped. Resize a model "
-                    "(resize_token_embeddings) before deepspeed.initialize, or "
-                    "fuse_into_backward; or call that anew, after del optimizer.state[param] of "
-                    "what was resized."
+                    "when ds_ext took over the model. Nothing was stepped. Resize a model "
+                    "(resize_token_embeddings) before deepspeed.initialize or "
+                    "fuse_into_backward; or del optimizer.state[param] of the resized parameters, "
+                    "and call that again."
                 )
 
     def may_have(self, param: Tensor, shape: torch.Size) -> bool:
@@ -228,10 +228,9 @@ class Layout:
     def reduce(
         self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
     ) -> tuple[dict[Tensor, Tensor], Tensor | None, Callable[[], None]]:
-        """Begins to sum flat gradients, in place -> this rank's runs, the votes added up, a wait.
+        """Begins to sum flat gradients in place; returns this rank's runs, votes, and a wait.
 
-        Votes, if there are any, travel with the gradients where one placement is all there is;
-        else all ranks, which hold parts of the same parameters, add up theirs by themselves.
+        With a uniform placement, votes are sent with the gradients, else by a separate all-reduce.
         """
         runs: dict[Tensor, Tensor] = {}
         waits = []

@@ -73,22 +73,15 @@ def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None
 
     None means one rank: its partial sums are the totals, and are not copied.
     """
+    rounds = 0
     if all_reduce is None:
-        return _run_alone(generators)
-    merged, rounds = lockstep(generators), 0
-    for flat in merged_rounds(merged):
+        waiting = _advance_all((generator, None) for generator in generators)
+        while waiting:
+            waiting, rounds = _advance_all(waiting), rounds + 1
+        return rounds
+    for flat in merged_rounds(lockstep(generators)):
         all_reduce(flat)
         rounds += 1
-    return rounds
-
-
-def _run_alone(generators: Iterable[StepGenerator]) -> int:
-    """Runs generators to their end, sending each its own partial sums; returns the rounds."""
-    rounds = 0
-    waiting = _advance_all((generator, None) for generator in generators)
-    while waiting:
-        rounds += 1
-        waiting = _advance_all(waiting)
     return rounds
 
 

@@ -44,7 +44,7 @@ def refuse_flat(params: Iterable[Tensor]) -> None:
     """Raises ValueError for FSDP1's flat parameters, which have no rows or columns."""
     if any(getattr(param, "_is_flat_param", False) for param in params):
         raise ValueError(
-            "a parameter is a flat parameter of FullyShardedDataParallel (FSDP1), many matrices "
-            "in one vector, of which no statistics can be taken: use fully_shard (FSDP2), or a "
-            "ZeRO stage of deepspeed.initialize."
+            "a parameter is a flat parameter of FullyShardedDataParallel (FSDP1), which hides the "
+            "shapes of its matrices: use fully_shard (FSDP2), or a ZeRO stage of "
+            "deepspeed.initialize."
         )

@@ -97,7 +97,7 @@ class BucketOptimizer(ParamTable):
         """Steps runs in lock-step, writing weights and states in place.
 
         Offloaded runs and states are copied to the device of their gradient for the step. Gradients
-        on several devices are stepped device by device, each device in rounds of its own.
+        on several devices are stepped device by device, each in separate rounds.
 
         Args:
             updates: runs, in the same order on all ranks.

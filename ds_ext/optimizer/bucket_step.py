@@ -202,12 +202,12 @@ class BucketStep:
                 next_parameter()
 
     def _checked(self, step: BatchedStep | LoneStep) -> StepGenerator:
-        """The generator of a step, with a check of its gradients if that is asked for."""
-        how = {(p in self.check.params, p in self.check.votes) for p in step.params}
-        assert len(how) == 1, "the gradients of a batch are all checked in the same way"
+        """The generator of a step, with a check of its gradients if ``check`` contains them."""
+        modes = {(p in self.check.params, p in self.check.votes) for p in step.params}
+        assert len(modes) == 1, "the gradients of a batch are all checked in the same way"
         if self.memory is not None and isinstance(step, BatchedStep):
             return nonfinite.checked_on_device(step, self.memory, self.check)
-        ((by_sums, _),) = how
+        ((by_sums, _),) = modes
         return nonfinite.checked_on_host(step, self.check) if by_sums else step.begin()
 
     def end(self) -> None:

@@ -123,11 +123,10 @@ def _spread(
             found[key] = value
         else:
             shape = _shape(part, [row.part(key) for row in rows], declared.shard)
-            found[key] = (
-                _whole(value, part, at)
-                if shape is None
-                else lying_as(param, value.view(_of_rank(shape, param)), shape)
-            )
+            if shape is None:
+                found[key] = _whole(value, part, at)
+            else:
+                found[key] = lying_as(param, value.view(_of_rank(shape, param)), shape)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Parameters [experts, ...] that stack experts: each expert is stepped as a parameter of its own.
+"""Parameters [experts, ...] that stack experts: each is stepped as a separate parameter.
 
 Hugging Face's fused experts, DeepSpeed's AutoEP and others keep all experts of a layer in one
 tensor. An expert has its own statistics, RMS, norm and basis. Its rule steps the part of the rank's

@@ -31,7 +31,7 @@ class ParamTable:
         param_groups, state: torch.optim.Optimizer sets both.
         index: the group and number of each parameter, as of the last step or edit of the groups.
         stacks: the parameters whose first dimension counts experts, and the number of their first
-            expert on this rank. Each expert is stepped as a parameter of its own.
+            expert on this rank. Each expert is stepped as a separate parameter.
         numbers, names: of all parameters of a model whose ranks hold different ones; else empty.
         fused: the layout of the model that is stepped inside backward; None without hooks.
         offload: where states lie between steps; None: on the device of their parameter.
@@ -138,8 +138,9 @@ class ParamTable:
     @torch.no_grad()
     def write_weights(self, param: Tensor, p: Tensor, shard: Shard, values: Tensor) -> None:
         """Overwrites a run ``p`` and its master, if there is one, by ``values``, [len(shard)]."""
-        how = self.rule_of(param) if param in self.group_of else weight_update.Writing("nearest")
+        is_ours = param in self.group_of
+        rounding = self.rule_of(param) if is_ours else weight_update.Writing("nearest")
         state = self.state.get(param, {})
-        weight_update.set_(p, state, how, shard, values)
+        weight_update.set_(p, state, rounding, shard, values)
         for name in weight_update.MASTER & state.keys():
             state[name] = host_offload.store(state[name], param.device, self.offload)

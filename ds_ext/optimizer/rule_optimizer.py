@@ -31,7 +31,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
     """Steps every parameter by ``rule``.
 
     Args:
-        params: parameters, or groups of them with hyper-parameters of their own.
+        params: parameters, or groups of them with their own hyper-parameters.
         **hypers: the fields of the rule's dataclass, and those of ``weight_update.Writing``, which
             say how weights are rounded.
 

@@ -191,7 +191,7 @@ def _fit(
     """Fits the part of a state under the keys ``above``."""
     if not isinstance(state, dict):
         raise Misfit(
-            f"{'.'.join(above)} is {type(state).__name__}, and {', '.join(parts)} are kept"
+            f"{'.'.join(above)} is {type(state).__name__}, not a dict of {', '.join(parts)}"
         )
     for key, part in parts.items():
         if key not in state:
@@ -208,12 +208,12 @@ def _fitted(
     """Returns a tensor with the declared dtype on ``device``: itself, if it fits already."""
     wanted = part.dtype or ops.accumulator(dtype)
     if not isinstance(x, Tensor) or is_dtensor(x):
-        raise Misfit(f"{'.'.join(keys)} is {type(x).__name__}, no tensor of this process")
+        raise Misfit(f"{'.'.join(keys)} is {type(x).__name__}, not a tensor of this process")
     if x.shape != part.shape:
-        raise Misfit(f"{'.'.join(keys)} has the shape {[*x.shape]}, and {[*part.shape]} is kept")
+        raise Misfit(f"{'.'.join(keys)} has the shape {[*x.shape]}, not {[*part.shape]}")
     is_cast = x.dtype != wanted
     if is_cast and not (x.is_floating_point() and wanted.is_floating_point):
-        raise Misfit(f"{'.'.join(keys)} is {x.dtype}, and {wanted} is kept")
+        raise Misfit(f"{'.'.join(keys)} is {x.dtype}, not {wanted}")
     if not copy and not is_cast and x.device == (device or x.device) and x.is_contiguous():
         return x
     found = x.detach().to(device or x.device, wanted, copy=copy)
@@ -228,7 +228,7 @@ def _number_of_steps(state: State) -> int:
     if isinstance(step, Tensor) and step.numel() == 1:
         step = step.item()
     if not isinstance(step, (int, float)) or step < 0 or int(step) != step:
-        raise Misfit(f"its step is {step!r}, no number of steps")
+        raise Misfit(f"its step is {step!r}, not a number of steps")
     return int(step)
 
 

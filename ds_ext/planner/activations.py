@@ -41,8 +41,8 @@ class GradientLifetime:
 class HeldGradients:
     """The gradients that are alive."""
 
-    def __init__(self, how: GradientLifetime) -> None:
-        self.how = how
+    def __init__(self, lifetime: GradientLifetime) -> None:
+        self.lifetime = lifetime
         self.bucket: list[Tensor] = []
         self.sent: list[Tensor] = []
 
@@ -51,9 +51,9 @@ class HeldGradients:
         assert param.grad is not None
         self.bucket.append(param.grad)
         param.grad = None
-        size = self.how.bucket
+        size = self.lifetime.bucket
         if size is not None and sum(g.numel() for g in self.bucket) >= size:
-            self.sent = self.bucket if self.how.ahead else []
+            self.sent = self.bucket if self.lifetime.ahead else []
             self.bucket = []
 
 

@@ -49,33 +49,33 @@ def adapt(model: Any, rank: int) -> None:
         model.enable_input_require_grads()  # for checkpointing, as trainers do
 
 
-def adapted(model: nn.Module, how: str) -> nn.Module:
+def adapted(model: nn.Module, lora: str) -> nn.Module:
     """Returns a model with adapters, with the parameter names of PEFT.
 
     Args:
         model: the model on the device "meta"; changed in place.
-        how: the rank of adapters for all linear layers; or the folder of PEFT's
+        lora: the rank of adapters for all linear layers; or the folder of PEFT's
             adapter_config.json, with which PEFT makes adapters of any kind.
 
     Raises:
-        ValueError: ``how`` is neither, or PEFT is missing.
+        ValueError: ``lora`` is neither, or PEFT is missing.
     """
-    if how.isdecimal() and int(how):
-        adapt(model, int(how))
+    if lora.isdecimal() and int(lora):
+        adapt(model, int(lora))
         return nn.ModuleDict({"base_model": nn.ModuleDict({"model": model})})
-    folder = Path(how).parent if Path(how).name == _CONFIG else Path(how)
+    folder = Path(lora).parent if Path(lora).name == _CONFIG else Path(lora)
     if not (folder / _CONFIG).is_file():
         raise ValueError(
-            f"--lora {how}: neither a rank, a whole number > 0, nor a folder with {_CONFIG}."
+            f"--lora {lora}: neither a rank, a whole number > 0, nor a folder with {_CONFIG}."
         )
     try:
         import peft
     except ImportError:
-        raise ValueError(f"--lora {how}: reading it needs PEFT: pip install peft") from None
+        raise ValueError(f"--lora {lora}: reading it needs PEFT: pip install peft") from None
     try:
         made: nn.Module = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(str(folder)))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--lora {how}: PEFT cannot adapt the model so: {error}") from None
+        raise ValueError(f"--lora {lora}: PEFT cannot adapt the model so: {error}") from None
     return made
 
 
