@@ -337,7 +337,7 @@ class Rule:
                 if kind not in known:
                     known[kind] = sum(
                         math.prod(part.shape) * (part.dtype.itemsize if part.dtype else size)
-                        for _, part in leaves(rule.keeps(shard))
+                        for _, part in leaves(rule.state_spec(shard))
                     )
                 of.append(known[kind])
             for rank in range(ranks):

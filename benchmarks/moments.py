@@ -60,7 +60,7 @@ class Linear(companding.Companded):
     """FlashAdamW's format but for what the codes stand for."""
 
     def opened(self, kept: dict[str, Tensor]) -> LinearGroups:
-        """Returns the values of what ``keeps`` declared."""
+        """Returns the values of what ``state_spec`` declared."""
         return LinearGroups(kept) if self.signed else LinearSquares(kept)
 
 
@@ -74,7 +74,7 @@ class LinearAdamW:
     eps: Positive = 1e-8
     weight_decay: NonNegative = 1e-2
 
-    def keeps(self, shard: Shard) -> Any:
+    def state_spec(self, shard: Shard) -> Any:
         return self.adam.keeps_of(shard)
 
     def step(self, p: Any, g: Any, s: Any, t: int, shard: Shard) -> base.Rounds:

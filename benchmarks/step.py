@@ -245,7 +245,7 @@ def ours(cls: type[RuleOptimizer], way: str) -> Make:
             params = [p for p, _ in case.matrices]
             optimizer = cls(params, weight_update=way, rank=RANK, update_proj_gap=NEVER)
             for p, shard in case.matrices:
-                state = zeros(optimizer.rule_of(p).keeps(shard), p)
+                state = zeros(optimizer.rule_of(p).state_spec(shard), p)
                 q, right = basis(shard.shape, p)
                 state["q"] = lowrank.own_basis(q.float(), right, shard)
                 optimizer.state[p].update(state, step=1)

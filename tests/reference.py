@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from ds_ext import hyperparams
 from ds_ext.backward.settings import Section
-from ds_ext.ops.weight_update import Writing
+from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 
@@ -43,7 +43,7 @@ def keys() -> str:
     """Lists of all keys: of the section "ds_ext", of several optimizers, and of each one."""
     lines = ['## The section `"ds_ext"`', "", *(k.line() for k in _keys(Section)), ""]
     lines += ["## `optimizer.params` of every optimizer", ""]
-    lines += [*(k.line() for k in _keys(Writing)), ""]
+    lines += [*(k.line() for k in _keys(RoundingConfig)), ""]
     own = {
         rule: [k for k in _keys(rule) if k.name == "seed" or k.name not in _WRITING]
         for rule in (entry.rule for entry in REGISTRY.values())
@@ -132,7 +132,7 @@ def _keys(kind: type) -> list[Key]:
     ]
 
 
-_WRITING = {field.name for field in dataclasses.fields(Writing)}
+_WRITING = {field.name for field in dataclasses.fields(RoundingConfig)}
 
 
 def _comments(kind: type) -> dict[str, str]:

@@ -56,7 +56,7 @@ def state_bytes(optimizer: RuleOptimizer, layout: Layout) -> int:
     for param in (p for p in optimizer.group_of if p.requires_grad):
         rule, shard = optimizer.rule_of(param), layout.shard(param)
         run = torch.empty(len(shard), dtype=param.dtype, device="meta")
-        total += state.nbytes(state.zeros(optimizer.keeps(param, shard, rule), run))
+        total += state.nbytes(state.zeros(optimizer.state_spec(param, shard, rule), run))
         total += state.nbytes(weight_update.master(run, rule))
     return total
 

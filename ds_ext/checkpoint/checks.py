@@ -119,7 +119,7 @@ def _check_state(
             own = owned[param]
             if pieces.first("state", own.name) is None:
                 continue
-            for keys, part in leaves(optimizer.keeps(param, own.shard, rule)):
+            for keys, part in leaves(optimizer.state_spec(param, own.shard, rule)):
                 if pieces.lacks(part, "state", own.name, *keys):
                     what = ".".join(keys)
                     raise CheckpointError(f"this checkpoint lacks some of {own.name}'s {what}.")

@@ -103,7 +103,7 @@ def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> di
     for param, own in owned.items():
         if param in optimizer.group_of and (kept := optimizer.state.get(param)):
             is_writer = optimizer.number_of[param] % own.num_shards == own.shard_index
-            parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
+            parts = optimizer.state_spec(param, own.shard, optimizer.rule_of(param))
             saved[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
     return saved
 
@@ -119,7 +119,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
     for param, own in owned.items():
         found = pieces.first("state", own.name)
         if found is not None and param in optimizer.group_of:
-            parts = optimizer.keeps(param, own.shard, optimizer.rule_of(param))
+            parts = optimizer.state_spec(param, own.shard, optimizer.rule_of(param))
             state = _read(pieces, parts, own, param.device, optimizer.offload)
             optimizer.state[param] = {**state, "step": found["step"]}
 

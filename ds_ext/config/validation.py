@@ -184,7 +184,7 @@ def has_state(rule: Any, dtype: torch.dtype) -> bool:
         rule: an instance of ``RuleOptimizer.hypers``.
         dtype: of the weights, which may need a master copy.
     """
-    parts = leaves(rule.keeps(Shard.whole((512, 512))))
+    parts = leaves(rule.state_spec(Shard.whole((512, 512))))
     masters = weight_update.master(torch.empty(0, dtype=dtype, device="cpu"), rule)
     return bool(masters) or any(not part.is_shared for _, part in parts)
 

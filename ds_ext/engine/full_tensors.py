@@ -193,7 +193,7 @@ class StateAccess:
             raise RuntimeError(
                 f"{name} is divided by tensor parallelism: read its state from a checkpoint."
             )
-        keeps = optimizer.keeps(param, self.layout.shard(param), optimizer.rule_of(param))
+        keeps = optimizer.state_spec(param, self.layout.shard(param), optimizer.rule_of(param))
         parts = {".".join(keys): (keys, part) for keys, part in leaves(keeps)}
         found = [parts[k] for k in (key, *_NAMES.get(key, ())) if k in parts]
         if not found:

@@ -123,7 +123,7 @@ class Companded:
     signed: bool
     size: ClassVar[int] = SIZE
 
-    def keeps(self, run: slice, total: int) -> dict[str, Part]:
+    def state_spec(self, run: slice, total: int) -> dict[str, Part]:
         """Returns what is kept of the values ``run`` of ``total``, which are whole groups."""
         code = torch.int8 if self.signed else torch.uint8
         return {
@@ -132,7 +132,7 @@ class Companded:
         }
 
     def opened(self, kept: dict[str, Tensor]) -> expressions.WritableRun:
-        """Returns the values of what ``keeps`` declared, to be read and written."""
+        """Returns the values of what ``state_spec`` declared, to be read and written."""
         return SignedGroups(kept) if self.signed else SquareGroups(kept)
 
 

@@ -30,12 +30,12 @@ class Format(Protocol):
         """Elements that are read and written together."""
         ...
 
-    def keeps(self, run: slice, total: int) -> Part | Parts:
+    def state_spec(self, run: slice, total: int) -> Part | Parts:
         """Returns what is kept of the values ``run`` of ``total``, which are whole groups."""
         ...
 
     def opened(self, kept: Any) -> Writable:
-        """Returns the values of what ``keeps`` declared, to be read and written."""
+        """Returns the values of what ``state_spec`` declared, to be read and written."""
         ...
 
 
@@ -45,7 +45,7 @@ class Plain:
 
     size: ClassVar[int] = 1
 
-    def keeps(self, run: slice, total: int) -> Part:
+    def state_spec(self, run: slice, total: int) -> Part:
         """Returns a run of numbers."""
         return Part.of(run, total)
 
@@ -62,10 +62,10 @@ def are_cut(shard: Shard | Batch, size: int) -> bool:
     return any(at.start % size or (len(at) > 1 and at.step % size) for at in shard.cuts if at)
 
 
-def keeps(format_: Format, shard: Shard) -> Part | Parts:
+def state_spec(format_: Format, shard: Shard) -> Part | Parts:
     """What is kept of one number for each element of a parameter's run, outward to whole groups."""
     total = shard.numel
-    return format_.keeps(outward(shard.start, shard.stop, format_.size, total), total)
+    return format_.state_spec(outward(shard.start, shard.stop, format_.size, total), total)
 
 
 def whole_groups(p: Writable, g: Gradient, shard: Shard, size: int) -> Completed:

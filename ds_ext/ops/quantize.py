@@ -37,7 +37,7 @@ class Dynamic:
     signed: bool
     size: ClassVar[int] = SIZE
 
-    def keeps(self, run: slice, total: int) -> dict[str, Part]:
+    def state_spec(self, run: slice, total: int) -> dict[str, Part]:
         """Returns what is kept of the values ``run`` of ``total``, which are whole blocks."""
         return {
             "code": Part.of(run, total, torch.uint8),
@@ -45,7 +45,7 @@ class Dynamic:
         }
 
     def opened(self, kept: dict[str, Tensor]) -> "Quantized":
-        """Returns the values of what ``keeps`` declared, to be read and written."""
+        """Returns the values of what ``state_spec`` declared, to be read and written."""
         return Quantized(kept, self.signed)
 
 

@@ -1,7 +1,7 @@
 """What a rule keeps of a parameter: a tensor's place in the whole parameter's state, and zeros.
 
-A rule declares its state, ``keeps(shard)``, as ``Part``s nested in dicts. Making it, counting its
-bytes, saving it and laying it out anew for another number of ranks follow from that.
+A rule declares its state, ``state_spec(shard)``, as ``Part``s nested in dicts. Making it, counting
+its bytes, saving it and laying it out anew for another number of ranks follow from that.
 """
 
 import math

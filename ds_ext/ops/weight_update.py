@@ -34,7 +34,7 @@ WeightUpdate = Annotated[
 
 
 @dataclass(frozen=True)
-class Writing:
+class RoundingConfig:
     """The hyper-parameters that every optimizer has beside its rule's."""
 
     weight_update: WeightUpdate = "stochastic"  # how a 16-bit weight is rounded; no other is
@@ -53,7 +53,7 @@ Weight: TypeAlias = Tensor | Form
 
 
 def weight(
-    p: Tensor, s: dict[str, Any], how: Writing, number: int, shard: Shard, before: int = 0
+    p: Tensor, s: dict[str, Any], how: RoundingConfig, number: int, shard: Shard, before: int = 0
 ) -> Weight:
     """What a rule reads and writes as its weight: the run ``p``, or one that rounds.
 
@@ -71,7 +71,7 @@ def weight(
 
 
 def prepare_all(
-    runs: Sequence[Tensor], states: Sequence[dict[str, Any]], hows: Sequence[Writing]
+    runs: Sequence[Tensor], states: Sequence[dict[str, Any]], hows: Sequence[RoundingConfig]
 ) -> None:
     """Makes masters, drops them or adapts them to edited weights, as ``weight``, for a bucket."""
     of_each = zip(runs, states, hows, strict=True)
@@ -81,7 +81,7 @@ def prepare_all(
 
 
 def _prepare(
-    p: Tensor, s: dict[str, Any], how: Writing
+    p: Tensor, s: dict[str, Any], how: RoundingConfig
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Makes a master, drops it or makes it anew in another form -> what ``passes.mend_`` takes.
 
@@ -116,7 +116,7 @@ def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
 
 
 def weights(
-    runs: Runs, masters: Runs | None, how: Writing, numbers: NDArray[np.uint64], t: int
+    runs: Runs, masters: Runs | None, how: RoundingConfig, numbers: NDArray[np.uint64], t: int
 ) -> Weights:
     """The same as ``weight`` for a batch, its masters being there if there are any.
 
@@ -175,7 +175,7 @@ def part(p: Weight, run: slice) -> Weight:
     return p[run] if isinstance(p, Tensor) else p.part(run)
 
 
-def master(p: Tensor, how: Writing) -> dict[str, Tensor]:
+def master(p: Tensor, how: RoundingConfig) -> dict[str, Tensor]:
     """Returns what is stored beside a run to have its weights in more than 16 bits.
 
     Per weight: 1 byte for "master24"; for "master" 2 bytes beside bf16 and 4 beside fp16. Without
@@ -203,7 +203,7 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
     return new
 
 
-def set_(p: Tensor, s: dict[str, Any], how: Writing, shard: Shard, new: Tensor) -> None:
+def set_(p: Tensor, s: dict[str, Any], how: RoundingConfig, shard: Shard, new: Tensor) -> None:
     """Makes ``new``, [len(p)], what a run is; with a state ``s``, also what its master holds."""
     drop(s)
     made = master(p, how)

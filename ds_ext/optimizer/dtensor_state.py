@@ -39,7 +39,7 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
         if not state:
             shard = at.shard(param)
             validation.refuse_shape(table, param, shard)
-            parts = table.keeps(param, shard, rule)
+            parts = table.state_spec(param, shard, rule)
             state.update(zeros(parts, run, table.number_of[param]), step=0)
             if run.dtype == torch.bfloat16:  # a master made later would copy old weights
                 state.update(weight_update.master(run, rule))
@@ -88,7 +88,7 @@ class DeclaredState(NamedTuple):
     @classmethod
     def of(cls, table: ParamTable, param: Tensor, shard: Shard) -> "DeclaredState":
         """The state that a parameter's rule declares for a run."""
-        return cls(table.keeps(param, shard, table.rule_of(param)), shard)
+        return cls(table.state_spec(param, shard, table.rule_of(param)), shard)
 
     def below(self, key: str) -> "DeclaredState":
         """The part under a key."""

@@ -71,9 +71,11 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
     return tuple(parts)
 
 
-def keeps(rule: Any, shard: Shard, first: int = 0) -> Parts:
+def state_spec(rule: Any, shard: Shard, first: int = 0) -> Parts:
     """Returns the state that ``rule`` declares for a stack; experts are numbered from ``first``."""
-    return {EXPERTS: {str(i): rule.keeps(own) for i, (_, own) in enumerate(split(shard), first)}}
+    return {
+        EXPERTS: {str(i): rule.state_spec(own) for i, (_, own) in enumerate(split(shard), first)}
+    }
 
 
 def check_state(optimizer: str, param: Tensor, state: State, stacked: bool) -> None:

@@ -9,13 +9,13 @@ from ds_ext import hyperparams, rules
 from ds_ext.ops import weight_update
 
 # The optimizer's hyper-parameters that are defaults for groups of other rules, too.
-SHARED = ("lr", "weight_decay", *hyperparams.names(weight_update.Writing))
+SHARED = ("lr", "weight_decay", *hyperparams.names(weight_update.RoundingConfig))
 
 
 @functools.cache
 def hypers_of(rule: type[rules.Rule]) -> type:
-    """Returns a rule with the fields of ``weight_update.Writing`` after its own."""
-    bases = (weight_update.Writing, rule)
+    """Returns a rule with the fields of ``weight_update.RoundingConfig`` after its own."""
+    bases = (weight_update.RoundingConfig, rule)
     return make_dataclass(rule.__name__, [], bases=bases, frozen=True)
 
 

@@ -105,11 +105,11 @@ class ParamTable:
         rule = self.rule_of(param)
         return rules.entry_of(type(rule)).is_relative(rule)
 
-    def keeps(self, param: Tensor, shard: Shard, rule: Rule) -> Parts:
+    def state_spec(self, param: Tensor, shard: Shard, rule: Rule) -> Parts:
         """Returns the state that ``rule`` declares for a run, nested by expert for a stack."""
         if param not in self.stacks:
-            return rule.keeps(shard)
-        return expert_stacks.keeps(rule, shard, self.stacks[param])
+            return rule.state_spec(shard)
+        return expert_stacks.state_spec(rule, shard, self.stacks[param])
 
     def elements_before(self, param: Tensor, shard: Shard) -> int:
         """Returns how many elements of a stack lie on other ranks, before this rank's experts."""
@@ -139,7 +139,7 @@ class ParamTable:
     def write_weights(self, param: Tensor, p: Tensor, shard: Shard, values: Tensor) -> None:
         """Overwrites a run ``p`` and its master, if there is one, by ``values``, [len(shard)]."""
         is_ours = param in self.group_of
-        rounding = self.rule_of(param) if is_ours else weight_update.Writing("nearest")
+        rounding = self.rule_of(param) if is_ours else weight_update.RoundingConfig("nearest")
         state = self.state.get(param, {})
         weight_update.set_(p, state, rounding, shard, values)
         for name in weight_update.MASTER & state.keys():

@@ -152,7 +152,7 @@ class Plan:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
         self.rule_keys = {i: _rule_key(table.rule_of(param)) for i, param in param_of.items()}
         self.batches = [
-            BatchPlan(i, pieces, table.rule_of(param_of[i]).keeps(pieces[0].shard), device)
+            BatchPlan(i, pieces, table.rule_of(param_of[i]).state_spec(pieces[0].shard), device)
             for (i, *_), pieces in found.items()
         ]
         for batch in self.batches:

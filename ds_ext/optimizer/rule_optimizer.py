@@ -32,15 +32,15 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them with their own hyper-parameters.
-        **hypers: the fields of the rule's dataclass, and those of ``weight_update.Writing``, which
-            say how weights are rounded.
+        **hypers: the fields of the rule's dataclass, and those of
+            ``weight_update.RoundingConfig``, which say how weights are rounded.
 
     Raises:
         ValueError: a hyper-parameter is unknown, or has a value that it may not have.
     """
 
     end_backward: Callable[[], None] | None = None  # see ``attach``
-    hypers: ClassVar[type]  # the rule, with the fields of ``weight_update.Writing`` after its own
+    hypers: ClassVar[type]  # the rule, with the fields of ``RoundingConfig`` after its own
 
     def __init_subclass__(cls) -> None:
         cls.hypers = hypers_of(cls.rule)

@@ -37,7 +37,7 @@ def make(table: ParamTable, u: RunUpdate, state: State) -> None:
         ValueError: the rule cannot step parameters of this shape.
     """
     validation.refuse_shape(table, u.param, u.shard)
-    parts = table.keeps(u.param, u.shard, table.rule_of(u.param))
+    parts = table.state_spec(u.param, u.shard, table.rule_of(u.param))
     state.update(zeros(parts, u.p, table.number_of[u.param]), step=0)
 
 
@@ -78,7 +78,7 @@ def check_state(
     Raises:
         ValueError: a key is missing, or a tensor has another shape or kind of dtype.
     """
-    parts = table.keeps(param, shard, table.rule_of(param))
+    parts = table.state_spec(param, shard, table.rule_of(param))
     try:
         fit(parts, state, len(shard), dtype, device)
     except Misfit as why:
@@ -132,7 +132,7 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
             continue
         validation.refuse_states(table, {param: given}, table.stacks)
         shard = table.shard(param)
-        parts = table.keeps(param, shard, rule)
+        parts = table.state_spec(param, shard, rule)
         state = _copied(dtensor_state.own(table, param, given, parts))
         try:
             fit(parts, state, len(shard), param.dtype, param.device, copy=True)

@@ -107,7 +107,7 @@ def ours(
 
 def state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
     """Returns the state tensors of a run, which may belong to a stack of experts."""
-    return zeros(expert_stacks.keeps(rule, shard) if stacked else rule.keeps(shard), p)
+    return zeros(expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard), p)
 
 
 def shapes_of(model: nn.Module) -> Shapes:

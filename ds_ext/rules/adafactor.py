@@ -59,8 +59,8 @@ class Adafactor:
         if self.warmup_init and not self.relative_step:
             raise ValueError("warmup_init=true needs relative_step=true.")
 
-    def keeps(self, shard: Shard) -> Parts:
-        s: dict[str, Part | Parts] = {"v": factored.keeps(shard)}
+    def state_spec(self, shard: Shard) -> Parts:
+        s: dict[str, Part | Parts] = {"v": factored.state_spec(shard)}
         return s if self.beta1 is None else s | {"m": Part.like(shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

@@ -41,8 +41,8 @@ class AdaLomo:
     decay_rate: Negative = -0.8
     weight_decay: NonNegative = 0.0  # decoupled, times lr · RMS(p)
 
-    def keeps(self, shard: Shard) -> Parts:
-        return {"v": factored.keeps(shard)}
+    def state_spec(self, shard: Shard) -> Parts:
+        return {"v": factored.state_spec(shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         eps1, eps2 = self.eps

@@ -50,15 +50,15 @@ class Adam:
         """Elements, of ``total``, whose moments are kept together."""
         return self._formats(total)[0].size
 
-    def keeps(self, run: slice, total: int) -> dict[str, Part | Parts]:
+    def state_spec(self, run: slice, total: int) -> dict[str, Part | Parts]:
         """The moments of the elements ``run`` of ``total``."""
         m, v = self._formats(total)
-        return {"m": m.keeps(run, total), "v": v.keeps(run, total)}
+        return {"m": m.state_spec(run, total), "v": v.state_spec(run, total)}
 
     def keeps_of(self, shard: Shard) -> dict[str, Part | Parts]:
         """The moments of a parameter's run, outward to whole groups."""
         total = shard.numel
-        return self.keeps(outward(shard.start, shard.stop, self.unit(total), total), total)
+        return self.state_spec(outward(shard.start, shard.stop, self.unit(total), total), total)
 
     def advance(
         self, s: State, g: ops.Readable, total: int, c1: float = 1.0, c2: float = 1.0

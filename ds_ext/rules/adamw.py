@@ -44,7 +44,7 @@ class AdamW:
         if self.nbits == 8:
             quantize.functional()
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         return self.adam.keeps_of(shard)
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

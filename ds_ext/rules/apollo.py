@@ -58,7 +58,7 @@ class APOLLO:
     weight_decay: NonNegative = 0.0  # decoupled, times lr
     seed: Size = 0  # of the projections
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         own, n = _own_channels(shard), max(shard.rows, shard.cols)
         moment = Part.of(slice(own.start * self.rank, own.stop * self.rank), n * self.rank)
         return {"m": moment, "v": moment, "n": Part.whole(), "stream": Part.stream()}

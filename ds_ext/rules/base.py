@@ -18,7 +18,7 @@ from ds_ext.ops.state import Parts
 
 Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
 Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, is sent their totals
-State: TypeAlias = dict[str, Any]  # the tensors of ``keeps``, nested as there
+State: TypeAlias = dict[str, Any]  # the tensors of ``state_spec``, nested as there
 
 
 class Rule(Protocol):
@@ -30,7 +30,7 @@ class Rule(Protocol):
 
     weight_decay: float
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         """Returns what a rank keeps of a parameter between steps, as parts of a whole state."""
         ...
 
@@ -43,7 +43,7 @@ class Rule(Protocol):
         Args:
             p: this rank's run of the weight, flat, [len(shard)].
             g: the same run of the gradient.
-            s: what ``keeps`` declared; zeros before the first step.
+            s: what ``state_spec`` declared; zeros before the first step.
             t: number of this step, from 1.
             shard: which elements of the whole parameter the run is.
         """

@@ -43,9 +43,9 @@ class CAME:
     clip_threshold: Positive = 1.0  # largest RMS of an update before momentum
     weight_decay: NonNegative = 0.0  # decoupled, times lr
 
-    def keeps(self, shard: Shard) -> Parts:
-        s: dict[str, Part | Parts] = {"v": factored.keeps(shard), "m": Part.like(shard)}
-        return s | {"r": factored.keeps(shard)} if shard.is_matrix else s
+    def state_spec(self, shard: Shard) -> Parts:
+        s: dict[str, Part | Parts] = {"v": factored.state_spec(shard), "m": Part.like(shard)}
+        return s | {"r": factored.state_spec(shard)} if shard.is_matrix else s
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         beta1, beta2, beta3 = self.betas

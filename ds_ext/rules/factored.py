@@ -29,7 +29,7 @@ def sums_first(rule: object, shard: Shard) -> bool:
     return shard.is_matrix
 
 
-def keeps(shard: Shard) -> dict[str, Part]:
+def state_spec(shard: Shard) -> dict[str, Part]:
     """What a rank keeps of the statistics."""
     if not shard.is_matrix:
         return {"full": Part.like(shard)}

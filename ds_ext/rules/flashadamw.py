@@ -36,7 +36,7 @@ class FlashAdamW:
     eps: Positive = 1e-8
     weight_decay: NonNegative = 1e-2  # decoupled, times lr
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         return self.adam.keeps_of(shard)
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

@@ -68,13 +68,13 @@ class GaLoreAdamW:
         if self.nbits == 8:
             quantize.functional()
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         if not self.projects(shard):
             return self.adam.keeps_of(shard)
         rank, right = self.space(shard)
         total = rank * (shard.rows if right else shard.cols)
         part = lowrank.own_part(rank, right, shard, self.adam.unit(total))
-        return self.adam.keeps(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
+        return self.adam.state_spec(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         factor = self.adam.correction(t) if self.correct_bias else 1.0

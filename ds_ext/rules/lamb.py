@@ -37,7 +37,7 @@ class LAMB:
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_coeff={low} is larger than max_coeff={high}: swap them.")
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard), "v": Part.like(shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

@@ -33,8 +33,8 @@ class Lion:
     weight_decay: NonNegative = 0.0  # decoupled, times lr
     nbits: Bits = 32  # of the momentum
 
-    def keeps(self, shard: Shard) -> Parts:
-        return {"m": formats.keeps(self.moment, shard)}
+    def state_spec(self, shard: Shard) -> Parts:
+        return {"m": formats.state_spec(self.moment, shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         p, x, shard = yield from formats.whole_groups(p, g, shard, self.moment.size)

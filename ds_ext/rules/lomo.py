@@ -20,7 +20,7 @@ class LOMO:
     lr: NonNegative = 1e-3
     weight_decay: NonNegative = 0.0  # decoupled, times lr
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         return {}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

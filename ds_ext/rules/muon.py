@@ -57,7 +57,7 @@ class Muon:
     # of lr: original sqrt(max(1, rows / cols)), match_rms_adamw 0.2 · sqrt(max(rows, cols))
     adjust_lr_fn: Adjustment = "original"
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

@@ -48,7 +48,7 @@ class SCALE:
     eps: Positive = 1e-8  # least RMS of a row or column
     weight_decay: NonNegative = 0.0  # decoupled, times lr
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard)} if self.momentum else {}
 
     def sums_first(self, shard: Shard) -> bool:

@@ -48,7 +48,7 @@ class SinkGD:
     eps: Positive = 1e-8  # least norm of a row or column
     weight_decay: NonNegative = 0.0  # decoupled, times lr · alpha
 
-    def keeps(self, shard: Shard) -> Parts:
+    def state_spec(self, shard: Shard) -> Parts:
         return {}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

@@ -30,7 +30,7 @@ def enter() -> None:
         eps: Positive = 1e-8
         weight_decay: NonNegative = 0.0
 
-        def keeps(self, shard: Shard) -> Parts:
+        def state_spec(self, shard: Shard) -> Parts:
             return {name: Part.like(shard) for name in ("m", "v", "n", "prev")}
 
         def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

@@ -23,7 +23,7 @@ def enter(is_broken: bool = False) -> None:
         momentum: Fraction = 0.5
         weight_decay: NonNegative = 0.0
 
-        def keeps(self, shard: Shard) -> Parts:
+        def state_spec(self, shard: Shard) -> Parts:
             return {"m": Part.like(shard)}
 
         def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

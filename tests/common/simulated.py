@@ -28,7 +28,7 @@ class Ranks:
         self.runs = self.cut(params)
         self.shards = [[shifted(s, r, world, shift) for s in self.shapes] for r in range(world)]
         self.states = [
-            [zeros(rule.keeps(shard), p) for p, shard in zip(*rank, strict=True)]
+            [zeros(rule.state_spec(shard), p) for p, shard in zip(*rank, strict=True)]
             for rank in zip(self.runs, self.shards, strict=True)
         ]
 

@@ -61,7 +61,7 @@ def test_each_rule_is_quick_at_two_stages_and_each_stage_with_rules_of_several_k
     for _, name in QUICK:
         case = CASES[name]
         rule = OPTIMIZERS[case.rule].hypers(**case.hypers)
-        kept = state.leaves(rule.keeps(Shard.of_rank((12, 20), 0, 2)))
+        kept = state.leaves(rule.state_spec(Shard.of_rank((12, 20), 0, 2)))
         kind = REGISTRY[case.rule].rounds, frozenset(part.is_shared for _, part in kept)
         stages.setdefault(case.rule, set()).add(case.stage)
         kinds.setdefault(case.stage, set()).add(kind)

@@ -59,7 +59,7 @@ def test_its_optimizer_is_the_same_on_any_number_of_ranks(page, world):
     rule = page.SignSGD(lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     shards = [Shard.of_rank(SHAPE, rank, world) for rank in range(world)]
     runs = [start().view(-1)[s.start : s.stop].clone() for s in shards]
-    states = [zeros(rule.keeps(s), run) for s, run in zip(shards, runs, strict=True)]
+    states = [zeros(rule.state_spec(s), run) for s, run in zip(shards, runs, strict=True)]
     for t, g in enumerate(gradients(), 1):
         parts = zip(runs, states, shards, strict=True)
         ranks = [[rule.step(p, g.view(-1)[k.start : k.stop], s, t, k)] for p, s, k in parts]

@@ -144,11 +144,11 @@ def test_a_step_takes_two_rounds(world):
 def test_moments_are_cut_over_the_ranks(shape, world):
     rule = APOLLO(rank=4)
     for key in ("m", "v"):
-        parts = [rule.keeps(Shard.of_rank(shape, r, world))[key] for r in range(world)]
+        parts = [rule.state_spec(Shard.of_rank(shape, r, world))[key] for r in range(world)]
         kept = [i for part in parts for i in range(part.start, part.stop)]
         assert kept == list(range(4 * max(shape)))  # each by one rank
         assert {part.total for part in parts} == {4 * max(shape)}
-    ours = [part.shape for _, part in leaves(rule.keeps(Shard.of_rank(shape, 0, world)))]
+    ours = [part.shape for _, part in leaves(rule.state_spec(Shard.of_rank(shape, 0, world)))]
     assert sorted(ours)[:2] == [(), ()] and len(ours) == 4  # the limiter's norm and the stream
 
 

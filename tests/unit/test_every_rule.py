@@ -39,7 +39,7 @@ def check_on_ranks(name, world):
     error, whole, ranks = sharded_error(name, world)
     assert error <= EXACT
     for k, shards in enumerate(zip(*ranks.shards, strict=True)):
-        for path, part in leaves(ranks.rule.keeps(shards[0])):
+        for path, part in leaves(ranks.rule.state_spec(shards[0])):
             if part.is_shared:
                 first, *others = [at(states[k], path) for states in ranks.states]
                 assert all(torch.equal(first, other) for other in others), path

@@ -203,11 +203,11 @@ def test_second_moments_decay(monkeypatch):
 
 def test_values_beyond_all_scales_are_bounded():
     x = torch.tensor([3e7, -3e7, 1e6, 0.0] * 8)
-    state = zeros(companding.MOMENT.keeps(slice(0, 32), 32), x)
+    state = zeros(companding.MOMENT.state_spec(slice(0, 32), 32), x)
     block, run = next(Shard.whole((32,)).blocks()), companding.MOMENT.opened(state)
     run.write_(block, x.view(1, 1, 32))
     assert run.block(block).view(-1)[:2].tolist() == [companding.MOST, -companding.MOST]
-    state = zeros(companding.SQUARES.keeps(slice(0, 32), 32), x)
+    state = zeros(companding.SQUARES.state_spec(slice(0, 32), 32), x)
     run = companding.SQUARES.opened(state)
     run.write_(block, x.square().view(1, 1, 32))
     assert run.block(block).isfinite().all()
@@ -217,12 +217,12 @@ def test_values_beyond_all_scales_are_bounded():
 
 
 def test_state_is_a_quarter_and_plain_tensors():
-    state = zeros(rules.FlashAdamW().keeps(Shard.whole((70, 90))), torch.zeros(6300))
+    state = zeros(rules.FlashAdamW().state_spec(Shard.whole((70, 90))), torch.zeros(6300))
     assert state["m"]["code"].dtype == torch.int8 and state["v"]["code"].dtype == torch.uint8
     for moment in state.values():
         assert len(moment["code"]) == 6300 and len(moment["scale"]) == 197
         assert moment["scale"].dtype == torch.int16
-    (kept,) = zeros(rules.Lion(nbits=8).keeps(Shard.whole((33,))), torch.zeros(33)).values()
+    (kept,) = zeros(rules.Lion(nbits=8).state_spec(Shard.whole((33,))), torch.zeros(33)).values()
     assert len(kept["code"]) == 33 and len(kept["scale"]) == 2
 
 

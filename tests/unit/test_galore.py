@@ -307,7 +307,7 @@ def test_the_side_is_that_of_the_whole_matrix_not_of_the_run():
     shard = Shard.of_rank((14, 9), 3, 7)
     assert len(shard) == 2 * 9
     for proj_type, right in [("std", 1), ("reverse_std", 0), ("left", 0), ("right", 1)]:
-        state = zeros(GaLoreAdamW(rank=2, proj_type=proj_type).keeps(shard), torch.zeros(18))
+        state = zeros(GaLoreAdamW(rank=2, proj_type=proj_type).state_spec(shard), torch.zeros(18))
         assert state["q"].shape == ((2, 9) if right else (2, 2))
         assert state["m"].shape == ((2 * 2,) if right else (2 * 9 // 7,)) or not right
     assert GaLoreAdamW(rank=2).space(Shard.whole((9, 9))) == (2, True)
@@ -482,7 +482,7 @@ def test_8_bit_small_moments_stay_fp32_whatever_the_ranks():
     for world in (1, 7):
         for shape, eight in [((12, 9), False), ((13, 9), True), ((99,), False), ((100,), True)]:
             shard = Shard.of_rank(shape, 0, world)
-            state = zeros(rule.keeps(shard), torch.zeros(len(shard)))
+            state = zeros(rule.state_spec(shard), torch.zeros(len(shard)))
             assert isinstance(state["m"], dict) == eight
             assert isinstance(state["v"], dict) == eight
 

@@ -14,7 +14,7 @@ from ds_ext.ops import rounding, scratch, weight_update
 from ds_ext.ops.executors import single
 from ds_ext.ops.executors.triton import devices, launch_queue, launches, sizes
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.weight_update import Writing
+from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
@@ -191,7 +191,7 @@ def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, kernels):
     shard = Shard((2 * len(new),), 5, 5 + len(new), len(new))
     for step in (1, 2):
         run = torch.zeros(len(new), dtype=dtype, device=DEVICE)
-        w = weight_update.weight(run, {"step": step}, Writing("stochastic"), 3, shard)
+        w = weight_update.weight(run, {"step": step}, RoundingConfig("stochastic"), 3, shard)
         ops.apply_(w, -new, shard, lr=1)
         expected = rounding.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
         assert torch.equal(run.nan_to_num(7.0), expected.nan_to_num(7.0))
@@ -210,7 +210,7 @@ def test_8_bits_beside_a_weight_are_those_of_the_ops(dtype, kernels, launched):
     for on in (True, False):
         kernels(on)
         run, s = torch.zeros(len(new), dtype=dtype, device=DEVICE), {"step": 1}
-        w = weight_update.weight(run, s, Writing("master24"), 0, shard)
+        w = weight_update.weight(run, s, RoundingConfig("master24"), 0, shard)
         ops.apply_(w, -new, shard, lr=1)
         written = run.clone(), s["master"].clone()
         ops.apply_(w, -new / 1024, shard, lr=1)

@@ -218,7 +218,7 @@ def test_ranks_take_turns_with_the_matrices_of_a_bucket(monkeypatch):
         for i, (p, g) in enumerate(zip(before, grads, strict=True)):
             shard = dataclasses.replace(Shard.of_rank(shapes[i], rank, 3), turn=i)
             p, g = (x.flatten()[shard.start : shard.stop].clone() for x in (p, g))
-            yield by_rank(rank, rule.step(p, g, zeros(rule.keeps(shard), p), 1, shard))
+            yield by_rank(rank, rule.step(p, g, zeros(rule.state_spec(shard), p), 1, shard))
 
     monkeypatch.setattr(Muon, "polynomial", counted)
     lockstep.simulate([steps(rank) for rank in range(3)])
@@ -236,7 +236,7 @@ def test_a_packed_matrix_is_what_it_was(n):
 
 def test_the_state_is_four_bytes_a_parameter_over_all_ranks():
     shards = [Shard.of_rank((13, 29), r, 3) for r in range(3)]
-    parts = [part for shard in shards for _, part in leaves(Muon().keeps(shard))]
+    parts = [part for shard in shards for _, part in leaves(Muon().state_spec(shard))]
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(13 * 29))
 
 

@@ -200,7 +200,7 @@ def check_what_comes_first(name):
         writes = False
         for shard, t in itertools.product(shards, range(1, 6)):
             p, g = (torch.randn(len(shard), generator=generator) for _ in range(2))
-            state = zeros(rule.keeps(shard), p)
+            state = zeros(rule.state_spec(shard), p)
             before = flattened(state | {"p": p})
             step = rule.step(p, g, state, t, shard)
             yielded = bool(next(step, ()))

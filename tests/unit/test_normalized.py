@@ -185,8 +185,8 @@ def test_momentum_saved_and_loaded_goes_on_bit_for_bit():
 
 def test_nothing_is_kept_but_the_momentum_of_the_head():
     shard = Shard.of_rank((64, 32), 0, 4)
-    assert rules.SinkGD().keeps(shard) == rules.SCALE().keeps(shard) == {}
-    assert set(rules.SCALE(momentum=0.9).keeps(shard)) == {"m"}
+    assert rules.SinkGD().state_spec(shard) == rules.SCALE().state_spec(shard) == {}
+    assert set(rules.SCALE(momentum=0.9).state_spec(shard)) == {"m"}
 
 
 def test_ill_values_are_refused():

@@ -242,7 +242,7 @@ def test_resumed_equals_uninterrupted(name, dtype):
 
     assert same_bits(second, through)
     mine, theirs = tensors(resumed.state_dict()), tensors(whole.state_dict())
-    kept = [leaves(optimizer.hypers(**HYPERS[name]).keeps(Shard.whole(s))) for s in SHAPES]
+    kept = [leaves(optimizer.hypers(**HYPERS[name]).state_spec(Shard.whole(s))) for s in SHAPES]
     expected = {part.dtype or accumulator(dtype) for parts in kept for _, part in parts}
     assert same_bits(mine, theirs) and {t.dtype for t in mine} == expected
     assert {s["step"] for s in resumed.state.values()} == {6}

@@ -15,7 +15,7 @@ from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
 from ds_ext.ops import rounding, weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.weight_update import Writing
+from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
@@ -141,7 +141,7 @@ def test_numbers_of_a_chunk_are_a_permutation_without_order():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_weights_are_written_as_they_are(dtype, mode):
     p, s = torch.zeros(3, dtype=dtype), {"step": 1}
-    assert weight_update.weight(p, s, Writing(mode), 0, Shard.whole((3,))) is p
+    assert weight_update.weight(p, s, RoundingConfig(mode), 0, Shard.whole((3,))) is p
     assert s == {"step": 1}
 
 
@@ -152,7 +152,7 @@ def master(half, n, mode="master"):
     """A weight of ``n`` elements with its master, its run, its state and its only block."""
     shard = Shard.whole((n,))
     run, s = torch.zeros(n, dtype=half), {"step": 1}
-    written = weight_update.weight(run, s, Writing(mode), 0, shard)
+    written = weight_update.weight(run, s, RoundingConfig(mode), 0, shard)
     (b,) = shard.blocks()
     return written, run, s, b
 
@@ -310,7 +310,7 @@ def test_steps_with_a_master_have_the_bits_of_fp32(name, half):
 def value(optimizer, param):
     """The fp32 number that a weight and its master stand for."""
     shard, s = Shard.whole(param.shape), optimizer.state[param]
-    how = Writing(optimizer.group_of[param]["weight_update"])
+    how = RoundingConfig(optimizer.group_of[param]["weight_update"])
     written = weight_update.weight(param.detach().view(-1), s, how, 0, shard)
     return torch.cat([written.block(b).reshape(-1) for b in shard.blocks()]).view(param.shape)
 

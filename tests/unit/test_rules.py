@@ -38,7 +38,7 @@ class Ranks:
         self.runs = self.cut(params)
         self.shards = [[Shard.of_rank(s, r, world) for s in self.shapes] for r in range(world)]
         self.states = [
-            [zeros(self.rule.keeps(shard), p) for p, shard in zip(runs, shards, strict=True)]
+            [zeros(self.rule.state_spec(shard), p) for p, shard in zip(runs, shards, strict=True)]
             for runs, shards in zip(self.runs, self.shards, strict=True)
         ]
 
@@ -209,7 +209,9 @@ def test_a_round_is_one_flat_tensor_of_all_statistics(name):
     reduced = []
     lockstep.run(
         [
-            rule.step(p.flatten(), g.flatten(), zeros(rule.keeps(shard), p.flatten()), 1, shard)
+            rule.step(
+                p.flatten(), g.flatten(), zeros(rule.state_spec(shard), p.flatten()), 1, shard
+            )
             for p, g, shard in zip(params, grads, shards, strict=True)
         ],
         lambda total: reduced.append(total.shape),

@@ -89,7 +89,7 @@ def real_rounds(name, params, world):
                 start, stop = (min(max(at - first, 0), n) for at in (run.start, run.stop))
                 shard = Shard(tuple(p.shape[-2:]), start, stop, size)
                 own = torch.full((stop - start,), 0.5)
-                stepped[rank].append((rule, own, zeros(rule.keeps(shard), own), shard))
+                stepped[rank].append((rule, own, zeros(rule.state_spec(shard), own), shard))
     for t in (1, 2):
         sizes = [[] for _ in range(world)]
         merged = [
@@ -172,7 +172,9 @@ def test_state_is_that_of_the_rank_that_has_most(name, world):
         total = 0
         for p in (dict(Model().named_parameters())[key] for key in NAMES):
             shard = Shard.of_rank(tuple(p.shape), rank, world)
-            total += memory.nbytes(zeros(stepping(name, p).keeps(shard), torch.empty(len(shard))))
+            total += memory.nbytes(
+                zeros(stepping(name, p).state_spec(shard), torch.empty(len(shard)))
+            )
         held.append(total)
     assert rule.state_bytes(dict.fromkeys(NAMES, world), world) == max(held)
 

@@ -11,13 +11,13 @@ from tests import snippets
 
 TEXT = """The rule:
 
-<!-- code: ds_ext/rules/lomo.py LOMO.keeps -->
+<!-- code: ds_ext/rules/lomo.py LOMO.state_spec -->
 ```python
 {}```
 
 and more.
 """
-KEEPS = snippets.source_of("ds_ext/rules/lomo.py", "LOMO.keeps")
+KEEPS = snippets.source_of("ds_ext/rules/lomo.py", "LOMO.state_spec")
 
 
 @pytest.mark.parametrize("document", snippets.documents(), ids=lambda path: path.name)
@@ -89,7 +89,7 @@ def test_a_block_without_a_mark_is_found():
 
 def test_what_the_source_does_not_have_is_an_error():
     with pytest.raises(KeyError, match="Nothing"):
-        snippets.renewed(TEXT.replace("LOMO.keeps", "LOMO.Nothing").format("x\n"))
+        snippets.renewed(TEXT.replace("LOMO.state_spec", "LOMO.Nothing").format("x\n"))
 
 
 def test_generated_files_are_what_the_package_makes_now():

@@ -195,7 +195,7 @@ def test_noise_differs_from_box_to_box():
     written = []
     for shard in shards_of(boxes, 1, tuple(weights.shape)):
         run = weights.flatten()[: len(shard)].clone()
-        w = weight_update.weight(run, {"step": 1}, weight_update.Writing(), 0, shard)
+        w = weight_update.weight(run, {"step": 1}, weight_update.RoundingConfig(), 0, shard)
         for b in shard.blocks():
             w.write_(b, torch.full(b.shape, 1.003))
         written.append(run)

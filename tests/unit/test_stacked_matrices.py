@@ -36,7 +36,7 @@ def test_an_expert_is_stepped_as_a_matrix_of_its_own(name):
         for p, g, expert in zip(apart, grads, experts, strict=True):
             p.grad = g.clone()
             if not alone.state[p]:
-                parts = alone.keeps(p, Shard.whole(p.shape), alone.rule_of(p))
+                parts = alone.state_spec(p, Shard.whole(p.shape), alone.rule_of(p))
                 # the random numbers of the expert, if the rule draws any
                 stream = int(expert.get("stream", 0))
                 alone.state[p].update(zeros(parts, p.detach(), stream), step=0)

@@ -107,7 +107,7 @@ def test_a_state_of_another_optimizer_is_refused(form, steps):
     step(weights, saver, seed=1)
     for other in FORMS:
         params, optimizer = stepped(other)
-        if REGISTRY[FORMS[other][0]].rule.keeps is REGISTRY[FORMS[form][0]].rule.keeps:
+        if REGISTRY[FORMS[other][0]].rule.state_spec is REGISTRY[FORMS[form][0]].rule.state_spec:
             optimizer.load_state_dict(saved)
             for p, was in zip(params, before, strict=True):
                 p.data.copy_(was)
