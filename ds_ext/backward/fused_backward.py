@@ -2,9 +2,8 @@
 
 ``fused`` steps a parameter as soon as its gradient is reduced, so no gradient is kept. To clip
 exactly, it runs the graph backward twice, first only to measure the norm. ``sharded`` keeps this
-rank's run of each gradient until the step, over any number of backward passes, and clips by scaling
-it. If gradients are measured or kept, one gradient that is not finite skips the whole step. If not,
-it skips its own parameter. All ranks skip the same parameters.
+rank's run of each gradient until the step, over any number of backward passes, and clips it. With
+measured or kept gradients, one that is not finite skips the whole step, else only its parameter.
 """
 
 import functools
@@ -29,7 +28,6 @@ from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer, state_checks, validation
-from ds_ext.optimizer.bucket_optimizer import may_use_native
 
 
 class FusedBackward:
@@ -49,7 +47,7 @@ class FusedBackward:
     Attributes:
         state: of the step in progress.
         norm, metrics: of the last step.
-        skipped, skipped_steps: how many parameters' updates, and whole steps, were skipped.
+        skipped, skipped_steps: numbers of parameters' updates, and of whole steps, skipped so far.
     """
 
     def __init__(
@@ -70,18 +68,14 @@ class FusedBackward:
         else:
             check()
         self.optimizer = optimizer
-        if may_use_native(layout.device):  # a run on a GPU builds no native code
-            optimizer.set_native(not layout.any(not optimizer.uses_native))
-        self.layout = layout
-        self.grad_config = grad_config
-        self.is_boundary = is_boundary
+        optimizer.agree_on_native(layout.device, layout.any)
+        self.layout, self.grad_config, self.is_boundary = layout, grad_config, is_boundary
         self.reader = GradientReader(layout, grad_config)
         self.stepper = Stepper(optimizer, layout, bool(grad_config.max_value))
         self.clipping = Clipping(grad_config.max_norm, grad_config.clip_mode)
         self._begin_step()
         self.norm: float | None = None
-        self.skipped = 0
-        self.skipped_steps = 0
+        self.skipped = self.skipped_steps = 0
         self.metrics: dict[str, float] = {}
         self.has_logged_cost = False  # of kept gradients
         self.is_asked = False  # whether the next backward pass is of a loss of this model
@@ -147,8 +141,8 @@ class FusedBackward:
     def kept_bytes(self) -> int:
         """Returns the bytes of gradients that this rank holds between backward passes if kept."""
         size = (self.grad_config.accumulate_in or torch.float32).itemsize
-        params = [p for p in self.optimizer.group_of if p.requires_grad]
-        return size * sum(len(self.layout.shard(p)) for p in params)
+        shard = self.layout.shard
+        return size * sum(len(shard(p)) for p in self.optimizer.group_of if p.requires_grad)
 
     def backward(self, loss: Tensor) -> None:
         """Runs ``loss`` backward: once, or twice where gradients are clipped exactly."""

@@ -192,15 +192,21 @@ class BucketOptimizer(ParamTable):
             self._is_native = table.is_there()
         return self._has_batched_rule and bool(self._is_native)
 
-    def set_native(self, value: bool) -> None:
-        """Sets whether native passes step parameters in batches: all ranks have to agree."""
-        self._is_native = value
+    def agree_on_native(self, device: torch.device, is_any: Callable[[bool], bool]) -> None:
+        """Uses native passes only if all ranks can; on a GPU they are not built.
+
+        Args:
+            device: of the parameters.
+            is_any: returns whether its argument is True on any rank.
+        """
+        if device.type == "cpu" and not devices.take(device):
+            self._is_native = not is_any(not self.uses_native)
 
     def _allows_batches(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
         if devices.take(device):
             return self._has_batched_rule
-        return may_use_native(device) and self.uses_native
+        return device.type == "cpu" and self.uses_native
 
     def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
         """Replaces the state tensors under all wanted keys by ``move`` of each tensor."""
@@ -215,8 +221,3 @@ def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(inner, move) for key, inner in value.items()}
     return move(value) if isinstance(value, Tensor) else value
-
-
-def may_use_native(device: torch.device) -> bool:
-    """Returns whether native passes, if they can be built, step parameters on a device."""
-    return device.type == "cpu" and not devices.take(device)
