@@ -52,7 +52,7 @@ class BatchedExecutor:
 @_makers.makes(passes.SquareSums)
 def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
     """Sums of squares -> [n] each; of the weights too while something is read with them."""
-    sources = [_source(x, batch) for x in runs]
+    sources = [_source(x) for x in runs]
     for x in sources:  # before one of them advances moments
         _refuse_unread("square_sums", batch.own, x.form, x.scalars)
     totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
@@ -107,7 +107,7 @@ def row_col_square_sums(x: Any, like: Any, batch: TableBatch) -> tuple[Tensor, T
     left = _run(
         "row_col_sums",
         batch,
-        _source(x, batch),
+        _source(x),
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(col, batch.own_col_firsts),
     )
@@ -124,7 +124,7 @@ def weighted_square_sums(
     left = _run(
         "weighted_sums",
         batch,
-        _source(x, batch),
+        _source(x),
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(col, batch.own_col_firsts),
         out3=Flat(weighted, batch.own_col_firsts),
@@ -208,7 +208,7 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, batch: TableBatch) ->
     _run(
         "normalize_whole_rows",
         batch,
-        _source(x, batch),
+        _source(x),
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(sums, batch.own_col_firsts),
         eps=least,
@@ -222,7 +222,7 @@ def scattered_squares(x: Any, like: Any, batch: TableBatch) -> Tensor:
     _refuse_missing("scattered_squares", batch.own)
     (out,) = _sums(batch, batch.elements)
     at = Flat(out, batch.firsts + batch.starts)
-    _run("scattered_squares", batch, _source(x, batch), out=at)
+    _run("scattered_squares", batch, _source(x), out=at)
     _note_square_parts(x, Flat(out, batch.firsts), like)
     return out
 
@@ -248,19 +248,19 @@ def own_run(v: Runs, batch: TableBatch) -> Shifted:
 @_makers.makes(passes.Lerp)
 def lerp_(m: Runs, x: Any, weight: float, batch: TableBatch) -> None:
     """m ← m + weight · (x − m)."""
-    _run("lerp", batch, _source(x, batch), out=m, lerp=weight)
+    _run("lerp", batch, _source(x), out=m, lerp=weight)
 
 
 @_makers.makes(passes.SquareLerp)
 def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: TableBatch) -> None:
     """v ← v + weight · (x² + eps − v)."""
-    _run("square_lerp", batch, _source(x, batch), out=v, lerp=weight, eps=eps)
+    _run("square_lerp", batch, _source(x), out=v, lerp=weight, eps=eps)
 
 
 @_makers.makes(passes.Apply)
 def apply_(p: Weights, u: Any, lr: Number, weight_decay: Number, batch: TableBatch) -> None:
     """p ← p · (1 − lr · weight_decay) − lr · u."""
-    source = _source(u, batch)
+    source = _source(u)
     numbers: dict[str, Any] = {"lr": lr}
     decays = isinstance(weight_decay, Tensor) or weight_decay != 0
     if decays:
@@ -309,8 +309,8 @@ def _flat(runs: Sequence[Tensor]) -> AnyTable:
     return new_table(sizes, [0] * len(runs), runs[0].device)
 
 
-def _source(x: Any, batch: TableBatch) -> Source:
-    """The description of what is read; raises Unsupported if the batch's tables cannot read it."""
+def _source(x: Any) -> Source:
+    """The description of what is read; raises Unsupported if no table can read it."""
     source = source_of(x)
     if source is None:
         raise Unsupported
