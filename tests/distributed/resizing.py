@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ds_ext
+from tests.distributed import experts
 from tests.distributed.training import whole
 
 ROWS, MORE = 10, 16
@@ -114,6 +115,25 @@ def in_experts(stage: int) -> dict[str, Any]:
     told = refused(step)
     moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
     return {"told": told, "moved": moved}
+
+
+def in_autoep(stage: int, where: str) -> dict[str, Any]:
+    """Resizes a weight of a model whose experts AutoEP divides, one of its stacks for instance."""
+    run = experts.Run("mixtral", "lomo", stage, ep=2)
+    model = experts.make(run.kind)
+    engine = experts.start(run, model, stage, run.ep)
+
+    def step() -> None:
+        engine.backward(experts.loss_of(engine, 0, dist.get_rank()))
+        engine.step()
+
+    step()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    name, weight = next((n, p) for n, p in model.named_parameters() if where in n)
+    weight.data = torch.cat([weight.data, weight.data])
+    told = refused(step)
+    moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    return {"told": told, "moved": moved, "name": name}
 
 
 def in_fsdp2(fused: bool) -> dict[str, Any]:
