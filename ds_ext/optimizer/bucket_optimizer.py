@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_ext import rules
 from ds_ext.distributed import lockstep
+from ds_ext.ops.batch import CPU
 from ds_ext.ops.executors.native import table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
@@ -199,14 +200,14 @@ class BucketOptimizer(ParamTable):
             device: of the parameters.
             is_any: returns whether its argument is True on any rank.
         """
-        if device.type == "cpu" and not devices.take(device):
+        if device == CPU and not devices.take(device):
             self._is_native = not is_any(not self.uses_native)
 
     def _allows_batches(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
         if devices.take(device):
             return self._has_batched_rule
-        return device.type == "cpu" and self.uses_native
+        return device == CPU and self.uses_native
 
     def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
         """Replaces the state tensors under all wanted keys by ``move`` of each tensor."""
