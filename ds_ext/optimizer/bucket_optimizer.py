@@ -159,6 +159,10 @@ class BucketOptimizer(ParamTable):
                 del self.state[param]
         self._plans.drop_weight_norms(params)
 
+    def check_states(self, params: Iterable[Tensor]) -> None:
+        """Raises ValueError if the state of a parameter does not fit it."""
+        self._plans.check_states(self, params)
+
     def first_round_checks(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
         """Returns the parameters whose gradients the first round can check; equal on all ranks.
 

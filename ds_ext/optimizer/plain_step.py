@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_ext import rules
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import state_checks, validation
+from ds_ext.optimizer import validation
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 from ds_ext.optimizer.updates import RunUpdate
 
@@ -37,14 +37,12 @@ def step(optimizer: BucketOptimizer) -> None:
     kinds = {optimizer.hypers_of(group) for group in optimizer.param_groups}
     are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
     size = BATCHED_BUCKET_ELEMENTS if are_batched else BUCKET_ELEMENTS
-    is_one_bucket = sum(p.numel() for p in stepped) < size  # ``update`` checks it before it steps
+    if sum(p.numel() for p in stepped) >= size:  # ``update`` checks one bucket before it steps
+        optimizer.check_states(stepped)
     by_placement: dict[Placement | None, list[Tensor]] = {}  # in the same order on all ranks
     for param in stepped:
-        shard, state = optimizer.local_shard(param), optimizer.state.get(param)
-        if not state:
-            validation.refuse_shape(optimizer, param, shard)
-        elif not is_one_bucket:
-            state_checks.check_state(optimizer, param, shard, state, param.dtype, None)
+        if not optimizer.state.get(param):
+            validation.refuse_shape(optimizer, param, optimizer.local_shard(param))
         by_placement.setdefault(optimizer.placement(param), []).append(param)
     for placement, params in by_placement.items():
         for updates in buckets(params, size, placement):

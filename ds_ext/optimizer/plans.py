@@ -183,10 +183,28 @@ class Plans:
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Plan] = {}  # by parameters and device
+        self._checked: dict[Tensor, tuple[object, ...]] = {}  # what was found to fit
 
     def clear(self) -> None:
         """Drops all plans, after groups or stacks have changed."""
         self._made.clear()
+        self._checked.clear()
+
+    def check_states(self, table: ParamTable, params: Iterable[Tensor]) -> None:
+        """Checks the states of ``params``, unless shapes, dtypes and rules are as they were.
+
+        Raises:
+            ValueError: a state does not fit its parameter.
+        """
+        of_group = {i: table.rule_at(i) for i in range(len(table.param_groups))}
+        for param in params:
+            state, rule = table.state.get(param), of_group[table.group_index_of[param]]
+            if not state:
+                continue
+            if self._checked.get(param) != (rule, param.shape, param.dtype, *_shapes(state)):
+                shard = table.local_shard(param)
+                state_checks.check_state(table, param, shard, state, param.dtype, None)
+                self._checked[param] = (rule, param.shape, param.dtype, *_shapes(state))
 
     def prepare(
         self, table: ParamTable, staged: Sequence[StagedRun], allow_batches: bool
@@ -245,6 +263,19 @@ class Plans:
             for batch in plan.batches:
                 if any(key[piece.at] in left for piece in batch.pieces):
                     batch.norm_cache.forget()
+
+
+def _shapes(state: Mapping[str, Any]) -> Iterator[object]:
+    """The keys of a nested state, and the shapes and dtypes of its tensors."""
+    for key, x in state.items():
+        yield key
+        if isinstance(x, dict):
+            yield from _shapes(x)
+        elif type(x) is Tensor:
+            yield x.shape
+            yield x.dtype
+        else:
+            yield type(x)
 
 
 def _kind(u: RunUpdate) -> tuple[Any, ...]:
