@@ -196,15 +196,15 @@ class Plans:
         Raises:
             ValueError: a state does not fit its parameter.
         """
-        of_group = {i: table.rule_at(i) for i in range(len(table.param_groups))}
+        keys = {i: _rule_key(table.rule_at(i)) for i in range(len(table.param_groups))}
         for param in params:
-            state, rule = table.state.get(param), of_group[table.group_index_of[param]]
+            state, key = table.state.get(param), keys[table.group_index_of[param]]
             if not state:
                 continue
-            if self._checked.get(param) != (rule, param.shape, param.dtype, *_shapes(state)):
+            if self._checked.get(param) != (key, param.shape, param.dtype, *_shapes(state)):
                 shard = table.local_shard(param)
                 state_checks.check_state(table, param, shard, state, param.dtype, None)
-                self._checked[param] = (rule, param.shape, param.dtype, *_shapes(state))
+                self._checked[param] = (key, param.shape, param.dtype, *_shapes(state))
 
     def prepare(
         self, table: ParamTable, staged: Sequence[StagedRun], allow_batches: bool
