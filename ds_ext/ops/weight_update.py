@@ -154,10 +154,8 @@ def master_parts(s: Mapping[str, Any], n: int) -> dict[str, Part]:
 
 
 def has_fitting_master(p: Tensor, s: Mapping[str, Any]) -> bool:
-    """Whether the master that is kept beside a 16-bit run, if there is one, is of its size."""
-    held, marked = s.get("master"), s.get("marks")
-    if held is None:
-        return True
+    """Returns whether the master of a 16-bit run, and its fingerprints, have the run's size."""
+    held, marked = s["master"], s.get("marks")
     if held.dtype not in MASTERS or not _lies(held, p.numel(), p.device):
         return False
     if marked is None:

@@ -59,8 +59,9 @@ class BatchedStep:
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""
         p = weight_update.weights(self.runs, self.masters, self.rule, self.plan.param_ids, self.t)
-        self.plan.norm_cache.check(self.runs)
-        p = replace(p, norm_cache=self.plan.norm_cache)
+        if self.plan.norm_cache is not None:
+            self.plan.norm_cache.check(self.runs)
+            p = replace(p, norm_cache=self.plan.norm_cache)
         if self.stats is not None:
             at = self.plan.group_index
             self.sums = [
@@ -106,7 +107,7 @@ class BatchedStep:
         remaining = [piece for piece, is_good in pieces if is_good]
         if remaining:
             plan = self.plan
-            self._set_plan(BatchPlan(plan.group_index, remaining, plan.parts, plan.device))
+            self._set_plan(BatchPlan(plan.group_index, remaining, self.rule, plan.device))
         else:
             self.runs = Runs([])
         return bool(remaining)
@@ -122,7 +123,8 @@ class BatchedStep:
                 self.sums[some[0]] += torch.stack([totals[i] for i in some]).sum(0)
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
-        norms[self.plan.norm_cache] = self.runs
+        if self.plan.norm_cache is not None:
+            norms[self.plan.norm_cache] = self.runs
 
 
 class LoneStep:

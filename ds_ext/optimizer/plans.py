@@ -55,17 +55,19 @@ class BatchPlan:
     Args:
         group_index: the position of the param group.
         pieces: the pieces.
-        parts: the declared state of each piece.
+        rule: their rule, as the groups have it now.
         device: the device of the gradients.
     """
 
     def __init__(
-        self, group_index: int, pieces: Sequence[Piece], parts: Parts, device: torch.device
+        self, group_index: int, pieces: Sequence[Piece], rule: Any, device: torch.device
     ) -> None:
-        self.group_index, self.pieces, self.parts, self.device = group_index, pieces, parts, device
+        self.group_index, self.pieces, self.device = group_index, pieces, device
+        self.parts: Parts = rule.state_spec(pieces[0].shard)
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.param_ids = np.array([x.number for x in pieces], dtype=np.uint64)
-        self.norm_cache = self.batch.new_norm_cache()
+        reads_norm = notes_sums(rule, pieces[0].shard)
+        self.norm_cache = self.batch.new_norm_cache() if reads_norm else None
         self._state: dict[str, Any] | None = None  # of the step in progress
         self._seen: list[tuple[list[int], list[torch.dtype]]] = []
         self._where: list[Pointers] = []
@@ -131,7 +133,7 @@ class Plan:
     def __init__(
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
     ) -> None:
-        self.kinds = list(map(_kind, updates))
+        self.kinds = _kinds(updates)
         device = updates[0].g.device
         self.halves = [i for i, u in enumerate(updates) if u.p.dtype in ROUND]
         self.alone: list[int] = []
@@ -152,7 +154,7 @@ class Plan:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
         self.rule_keys = {i: _rule_key(table.rule_of(param)) for i, param in param_of.items()}
         self.batches = [
-            BatchPlan(i, pieces, table.rule_of(param_of[i]).state_spec(pieces[0].shard), device)
+            BatchPlan(i, pieces, table.rule_of(param_of[i]), device)
             for (i, *_), pieces in found.items()
         ]
         for batch in self.batches:
@@ -167,11 +169,15 @@ class Plan:
         states: Sequence[State],
     ) -> bool:
         """Returns whether the plan still holds for runs of the same parameters."""
-        if list(map(_kind, updates)) != self.kinds:
+        if _kinds(updates) != self.kinds:
             return False
         return (
             all(_rule_key(table.rule_at(i)) == key for i, key in self.rule_keys.items())
-            and all(weight_update.has_fitting_master(updates[i].p, states[i]) for i in self.halves)
+            and all(
+                weight_update.has_fitting_master(updates[i].p, states[i])
+                for i in self.halves
+                if "master" in states[i]
+            )
             and all(batch.fits(states) for batch in self.batches)
         )
 
@@ -183,7 +189,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Plan] = {}  # by parameters and device
-        self._checked: dict[Tensor, tuple[object, ...]] = {}  # what was found to fit
+        self._checked: dict[Tensor, tuple[object, ...]] = {}  # states that were found to fit
 
     def clear(self) -> None:
         """Drops all plans, after groups or stacks have changed."""
@@ -201,10 +207,10 @@ class Plans:
             state, key = table.state.get(param), keys[table.group_index_of[param]]
             if not state:
                 continue
-            if self._checked.get(param) != (key, param.shape, param.dtype, *_shapes(state)):
+            if self._checked.get(param) != (key, param.shape, param.dtype, _shapes(state)):
                 shard = table.local_shard(param)
                 state_checks.check_state(table, param, shard, state, param.dtype, None)
-                self._checked[param] = (key, param.shape, param.dtype, *_shapes(state))
+                self._checked[param] = key, param.shape, param.dtype, _shapes(state)
 
     def prepare(
         self, table: ParamTable, staged: Sequence[StagedRun], allow_batches: bool
@@ -261,26 +267,24 @@ class Plans:
         left = {id(p) for p in params}
         for key, plan in self._made.items():
             for batch in plan.batches:
-                if any(key[piece.at] in left for piece in batch.pieces):
-                    batch.norm_cache.forget()
+                cache = batch.norm_cache
+                if cache is not None and any(key[piece.at] in left for piece in batch.pieces):
+                    cache.forget()
 
 
-def _shapes(state: Mapping[str, Any]) -> Iterator[object]:
+def _shapes(state: Mapping[str, Any]) -> list[object]:
     """The keys of a nested state, and the shapes and dtypes of its tensors."""
-    for key, x in state.items():
-        yield key
-        if isinstance(x, dict):
-            yield from _shapes(x)
-        elif type(x) is Tensor:
-            yield x.shape
-            yield x.dtype
-        else:
-            yield type(x)
+    return [
+        (key, x.shape, x.dtype)
+        if type(x) is Tensor
+        else (key, _shapes(x) if isinstance(x, dict) else type(x))
+        for key, x in state.items()
+    ]
 
 
-def _kind(u: RunUpdate) -> tuple[Any, ...]:
-    """The properties of a run that a plan depends on."""
-    return u.shard, u.p.dtype, u.g.dtype, u.p.numel(), u.g.numel()
+def _kinds(updates: Sequence[RunUpdate]) -> list[tuple[Any, ...]]:
+    """The properties of runs that a plan depends on."""
+    return [(shard, p.dtype, g.dtype, p.numel(), g.numel()) for _, p, g, shard, _ in updates]
 
 
 def _rule_key(rule: Any) -> object:

@@ -61,8 +61,6 @@ def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
         return totals
     for source, total in zip(sources, totals, strict=True):
         cache: Any = source.form == "IS_WEIGHT" and getattr(source.storage, "norm_cache", None)
-        if cache:
-            cache.are_wanted = True
         more = {"norm_cache": cache} if cache else {}
         _run("square_sums", batch, source, out=_each(total), **more)
     return [batch.as_scalars(x) for x in totals]
@@ -269,7 +267,7 @@ def apply_(p: Weights, u: Any, lr: Number, weight_decay: Number, batch: TableBat
         numbers["decay"] = weight_decay
     if p.update_sums is not None:
         numbers["update_sums"] = p.update_sums
-    if p.norm_cache is not None and p.norm_cache.are_wanted:
+    if p.norm_cache is not None:
         numbers["norm_cache"] = p.norm_cache
     _run("apply", batch, source, p, decays, **numbers)
 

@@ -19,7 +19,6 @@ class NormCache:
         self._values = np.full((n, 1 + schema.PROBES), -1, dtype=np.float32)
         self._where: Pointers | None = None
         self._versions: list[int] = []
-        self.are_wanted = False  # by a rule
         step = self._values.strides[0]
         self.pointers: Pointers = self._values.ctypes.data + step * np.arange(n)
 

@@ -31,7 +31,6 @@ class DeviceNormCache:
         self.parts, self.device = parts, device
         self.tiles = ""
         self.columns: dict[str, Addresses] = {}  # where tiles leave sums, and a weight each
-        self.are_wanted = False  # by a rule
         self.are_valid = False
         self.are_noted = False  # by the last pass that wrote the weights
         self._where: NDArray[np.uint64] | None = None
