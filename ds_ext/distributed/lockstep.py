@@ -12,11 +12,22 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops.executors.triton import memory
-from ds_ext.ops.executors.triton.launch_queue import deferred
 
 Sums: TypeAlias = tuple[Tensor, ...]
 StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
 FlatSums = Generator[Tensor, Tensor, None]
+
+
+class Generators(list[StepGenerator]):
+    """The generators of a bucket's step whose passes are launched together.
+
+    Args:
+        launch: launches the passes that the generators have asked for.
+    """
+
+    def __init__(self, launch: Callable[[], None]) -> None:
+        super().__init__()
+        self.launch = launch
 
 
 def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
@@ -24,7 +35,8 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
 
     The sums of batches on a GPU are adjacent in memory, and are reduced in place.
     """
-    waiting = _advance_all((generator, None) for generator in generators)
+    launch = generators.launch if isinstance(generators, Generators) else None
+    waiting = _advance_all(((generator, None) for generator in generators), launch)
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
         flat = memory.joined(partial)
@@ -32,28 +44,29 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
             total = yield flat
             if total is not flat:
                 flat.copy_(total)
-            waiting = _advance_all(waiting)
+            waiting = _advance_all(waiting, launch)
             continue
         total = yield torch.cat([x.reshape(-1) for x in partial])
         answers = iter(total.split([x.numel() for _, sums in waiting for x in sums]))
         # If a parameter is fp64, the sums of the others are sent as fp64 too.
-        waiting = _advance_all(
+        answered = (
             (generator, tuple(next(answers).view(x.shape).to(x.dtype) for x in sums))
             for generator, sums in waiting
         )
+        waiting = _advance_all(answered, launch)
 
 
 def _advance_all(
-    answered: Iterable[tuple[StepGenerator, Sums | None]],
+    answered: Iterable[tuple[StepGenerator, Sums | None]], launch: Callable[[], None] | None
 ) -> list[tuple[StepGenerator, Sums]]:
     """Sends totals to each generator; returns those that have not ended, with their next sums."""
     waiting = []
-    with deferred() as next_rule:
-        for generator, totals in answered:
-            sums = _advance(generator, totals)
-            next_rule()
-            if sums is not None:
-                waiting.append((generator, sums))
+    for generator, totals in answered:
+        sums = _advance(generator, totals)
+        if sums is not None:
+            waiting.append((generator, sums))
+    if launch is not None:
+        launch()
     return waiting
 
 
@@ -75,9 +88,10 @@ def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None
     """
     rounds = 0
     if all_reduce is None:
-        waiting = _advance_all((generator, None) for generator in generators)
+        launch = generators.launch if isinstance(generators, Generators) else None
+        waiting = _advance_all(((generator, None) for generator in generators), launch)
         while waiting:
-            waiting, rounds = _advance_all(waiting), rounds + 1
+            waiting, rounds = _advance_all(waiting, launch), rounds + 1
         return rounds
     for flat in merged_rounds(lockstep(generators)):
         all_reduce(flat)

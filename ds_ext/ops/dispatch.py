@@ -25,10 +25,6 @@ class Executor(Protocol):
         """
         ...
 
-    def flush(self) -> None:
-        """Launches passes that wait, so that their results can be read."""
-        ...
-
 
 class Makers(dict[type, Callable[..., Any]]):
     """The functions of an executor, by the passes that they make.
@@ -65,9 +61,3 @@ def run(asked: Any, where: Any) -> Any:
         if made is not NotImplemented:
             return made
     raise TypeError(f"no executor makes {type(asked).__name__} over a {type(where).__name__}")
-
-
-def flush() -> None:
-    """Launches all passes that wait."""
-    for executor in _executors:
-        executor.flush()

@@ -203,7 +203,6 @@ def largest(runs: Sequence[Tensor]) -> Tensor:
 def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
     """Returns how many elements of a run lie outside ± ``bound``, []."""
     total = torch.zeros((), dtype=torch.float64, device=like.device)
-    dispatch.flush()
     for b in scratch.blocks(shard):
         total += (read(x, b).abs() > bound).sum()
     return total
@@ -342,16 +341,14 @@ def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bo
 def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:
     """Yields the blocks of a run, for a rule that reads them itself, as products of matrices need.
 
-    Passes that were asked for before are done. On a GPU blocks are larger: see ``scratch.SLICE``.
+    On a GPU blocks are larger: see ``scratch.SLICE``.
     """
-    dispatch.flush()
     yield from scratch.blocks(shard, scratch.product_limit(like.device))
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """Returns the values of a run, [len(shard)], for runs that are small beside the parameter."""
     values = torch.empty(len(shard), dtype=accumulator(like.dtype), device=like.device)
-    dispatch.flush()
     for b in scratch.blocks(shard):
         write_(values, b, read(x, b))
     return values

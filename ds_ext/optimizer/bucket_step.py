@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.distributed.lockstep import StepGenerator
+from ds_ext.distributed.lockstep import Generators, StepGenerator
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Flat, Runs
 from ds_ext.ops.executors.batched import added_up
 from ds_ext.ops.executors.table_batch import AnyNormCache
-from ds_ext.ops.executors.triton import devices, launch_queue, memory
+from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import expert_stacks, nonfinite, state_checks
@@ -182,33 +183,36 @@ class BucketStep:
         self.table, self.staged, self.check, self.norms = table, staged, check, norms
         self.alone = staged if plan is None else [staged[i] for i in plan.alone]
         self.batches: list[BatchedStep] = []
-        self.plan, self.memory = plan, _memory(plan, staged)
+        self.plan, self.queue = plan, _queue(plan, staged)
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
             rules = {i: table.rule_at(i) for i in {*plan.group_indices}}
-            with memory.using(self.memory), launch_queue.deferred():
-                weight_update.prepare_all(
-                    [run.update.p for run in self.joined],
-                    [run.state for run in self.joined],
-                    [rules[i] for i in plan.group_indices],
-                )
+            weight_update.prepare_all(
+                [run.update.p for run in self.joined],
+                [run.state for run in self.joined],
+                [rules[i] for i in plan.group_indices],
+            )
             self.batches = [BatchedStep(table, x, updates, states) for x in plan.batches]
-        self.generators = [self._checked(batch) for batch in self.batches]
-        with launch_queue.deferred() as next_parameter:
-            for run in self.alone:
-                if run.update.param in check.params:
-                    self.generators.append(self._checked(LoneStep(table, run)))
-                else:
-                    self.generators += begin_rules(table, run.update, run.state)
-                next_parameter()
+        self.generators: list[StepGenerator] = []
+        if self.queue is not None:
+            self.generators = Generators(self.queue.launch)
+        self.generators += [self._checked(batch) for batch in self.batches]
+        for run in self.alone:
+            if run.update.param in check.params:
+                self.generators.append(self._checked(LoneStep(table, run)))
+            else:
+                self.generators += begin_rules(table, run.update, run.state)
 
     def _checked(self, step: BatchedStep | LoneStep) -> StepGenerator:
         """The generator of a step, with a check of its gradients if ``check`` contains them."""
-        modes = {(p in self.check.params, p in self.check.votes) for p in step.params}
+        params, votes = self.check.params, self.check.votes
+        modes = {(False, False)}
+        if params or votes:
+            modes = {(p in params, p in votes) for p in step.params}
         assert len(modes) == 1, "the gradients of a batch are all checked in the same way"
-        if self.memory is not None and isinstance(step, BatchedStep):
-            return nonfinite.checked_on_device(step, self.memory, self.check)
+        if self.queue is not None and isinstance(step, BatchedStep):
+            return nonfinite.checked_on_device(step, self.queue, self.check)
         ((by_sums, _),) = modes
         return nonfinite.checked_on_host(step, self.check) if by_sums else step.begin()
 
@@ -216,22 +220,20 @@ class BucketStep:
         """Stores weights and states, after the rules have ended."""
         for batch in self.batches:
             batch.end(self.norms)
-        with memory.using(self.memory), launch_queue.deferred() as next_parameter:
-            weight_update.mark_all(
-                [run.update.p for run in self.joined], [run.state for run in self.joined]
-            )
-            next_parameter()
-            for run in self.alone:
-                weight_update.mark(run.update.p, run.state)
-                next_parameter()
+            batch.batch.begin(None)
+        weight_update.mark_all(
+            [run.update.p for run in self.joined], [run.state for run in self.joined]
+        )
+        for run in self.alone:
+            weight_update.mark(run.update.p, run.state)
         bad = self.check.bad
         for run in self.staged:
             if not bad or run.update.param not in bad:
                 run.write_back(self.table.offload)
             elif not self.table.state[run.update.param]:
                 del self.table.state[run.update.param]
-        if self.plan is not None and self.memory is not None:
-            self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
+        if self.plan is not None and self.queue is not None:
+            self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.queue.memory.used)]
 
 
 def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[StepGenerator]:
@@ -273,12 +275,12 @@ def _measured(
     return table.update_stats.wrap(p, number, group_index, run, u.num_replicas)
 
 
-def _memory(plan: Plan | None, staged: Sequence[StagedRun]) -> Memory | None:
-    """Memory for the launches of a bucket on a GPU; None elsewhere."""
+def _queue(plan: Plan | None, staged: Sequence[StagedRun]) -> LaunchQueue | None:
+    """The queue of launches of a bucket on a GPU; None elsewhere."""
     device = staged[0].update.g.device if staged else None
     if plan is None or device is None or not devices.take(device):
         return None
-    return Memory(device, plan.memory_sizes)
+    return LaunchQueue(Memory(device, plan.memory_sizes))
 
 
 def rollback(state: State) -> None:

@@ -25,8 +25,9 @@ from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator, Sums
 from ds_ext.ops.batch import Flat, Placed
 from ds_ext.ops.executors.table_batch import TableBatch
-from ds_ext.ops.executors.triton import launch_queue, memory, verdicts
-from ds_ext.ops.executors.triton.memory import Addresses, Memory
+from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
+from ds_ext.ops.executors.triton.launcher import GradLimits
+from ds_ext.ops.executors.triton.memory import Addresses
 from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.formulas import Formula
 
@@ -183,52 +184,54 @@ def _resumed(rule: StepGenerator, totals: Sums) -> StepGenerator:
         totals = yield sums
 
 
-def checked_on_device(step: DeviceStep, own: Memory, check: GradCheck) -> StepGenerator:
+def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) -> StepGenerator:
     """Yields the rounds of a batch on a GPU. Kernels skip parameters with bad gradients.
 
     The batch's sums are formulas; this generator yields them as tensors.
 
     Args:
         step: the step, whose parameters are all checked alike.
-        own: memory for the bucket's launches.
+        queue: collects the bucket's launches.
         check: by the first round, by votes, by both or not at all.
     """
     by_sums, by_votes = step.params[0] in check.params, step.params[0] in check.votes
-    rule, limit = step.begin(), None
+    batch = step.batch
+    batch.begin(queue)
+    queue.next_rule()
+    rule = step.begin()
     if by_votes:
-        limit = _limit_of_votes(step, check.votes)
-        with memory.using(own):
-            _record(step, limit, check, is_square=False)
-        launch_queue.next_rule()
-    asked = _next(rule, None, own, limit)
+        limits = _limits_of_votes(step, check.votes)
+        _record(step, limits, check, is_square=False)
+        batch.begin(queue, limits)
+    asked = _next(rule, None, queue)
     if by_sums:
-        launch_queue.next_rule()  # this pass, if any, runs in parallel with earlier ones
-        with memory.using(own):
-            squares = cast(Formula, step.squares())
+        batch.begin(queue)
+        queue.next_rule()  # this pass, if any, runs in parallel with earlier ones
+        squares = cast(Formula, step.squares())
         *totals, found = yield (*_values(asked), squares.values)
-        limit = verdicts.Verdict(Flat(found, np.arange(len(found))), step.upper_bounds())
-        with memory.using(own):
-            _record(step, limit, check, is_square=True)
-        launch_queue.next_rule()
-        asked = _next(rule, _answers(asked, totals), own, limit)
+        limits = GradLimits(Flat(found, np.arange(len(found))), step.upper_bounds())
+        queue.next_rule()
+        _record(step, limits, check, is_square=True)
+        batch.begin(queue, limits)
+        asked = _next(rule, _answers(asked, totals), queue)
     while asked:
         answers = yield _values(asked)
-        asked = _next(rule, _answers(asked, answers), own, limit)
+        asked = _next(rule, _answers(asked, answers), queue)
 
 
-def _limit_of_votes(step: DeviceStep, votes: Mapping[Tensor, Tensor]) -> verdicts.Verdict:
+def _limits_of_votes(step: DeviceStep, votes: Mapping[Tensor, Tensor]) -> GradLimits:
     """The votes on the device, and the largest sum of votes for a good gradient."""
     found = [votes[param] for param in step.params]
     pointers = np.array([x.data_ptr() for x in found], dtype=np.int64)
     bounds = np.full(len(found), MAX_GOOD_VOTES, dtype=np.float32)
-    return verdicts.Verdict(Placed(pointers, found), bounds)
+    return GradLimits(Placed(pointers, found), bounds)
 
 
-def _record(step: DeviceStep, limit: verdicts.Verdict, check: GradCheck, is_square: bool) -> None:
+def _record(step: DeviceStep, limits: GradLimits, check: GradCheck, is_square: bool) -> None:
     """Makes the device copy the checked values to ``check.flags``."""
     assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
-    at = check.flags.places(step.params, limit.most, is_square, step.batch.device)
-    cast(KernelTable, step.batch.own).tell(limit, at)
+    at = check.flags.places(step.params, limits.most, is_square, step.batch.device)
+    cast(KernelTable, step.batch.own).tell(limits, at)
 
 
 def _values(sums: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -242,15 +245,13 @@ def _answers(sums: Iterable[Any], totals: Iterable[Tensor]) -> tuple[Any, ...]:
     return tuple(Formula.given(x) if isinstance(asked, Formula) else x for asked, x in pairs)
 
 
-def _next(
-    rule: Any, totals: tuple[Any, ...] | None, own: Memory, limit: verdicts.Verdict | None
-) -> tuple[Any, ...]:
-    """Runs a rule to its next round; returns its sums, () at the end. Launches use ``own``."""
-    with memory.using(own), verdicts.using(limit):
-        try:
-            asked: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)
-            while not asked:  # a round without sums
-                asked = rule.send(())
-            return asked
-        except StopIteration:
-            return ()
+def _next(rule: Any, totals: tuple[Any, ...] | None, queue: LaunchQueue) -> tuple[Any, ...]:
+    """Runs a rule to its next round; returns its sums, () at the end."""
+    queue.next_rule()
+    try:
+        asked: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)
+        while not asked:  # a round without sums
+            asked = rule.send(())
+        return asked
+    except StopIteration:
+        return ()

@@ -7,7 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext import ops
 from ds_ext.ops import passes, small_matrices
-from ds_ext.ops.executors.triton import launch_queue, launches
+from ds_ext.ops.batch import Runs, Weights
+from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, table
@@ -132,9 +134,7 @@ def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatc
     launched = []
     paths.use(monkeypatch, "kernels")
     monkeypatch.setattr(launches, "start", lambda *args: launched.append(args[3]))
-    x = torch.ones(2, 4)
-    with launch_queue.deferred() as next_rule:
-        for _ in range(launches.MAX_PARAMETERS + 5):
-            ops.apply_(x.view(-1), x.view(-1), Shard.whole((8,)), lr=0.1)
-            next_rule()
+    count = launches.MAX_PARAMETERS + 5
+    x = Runs([torch.ones(8)] * count)
+    ops.apply_(Weights(x), x, TableBatch([Shard.whole((8,))] * count), lr=0.1)
     assert launched == [launches.MAX_PARAMETERS, 5]

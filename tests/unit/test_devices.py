@@ -1,41 +1,18 @@
 """Kernels launch where their tensors are, whichever device is the current one."""
 
 import contextlib
-import itertools
 
 import pytest
 import torch
 from torch import nn
 
 import ds_ext
-from ds_ext import ops
-from ds_ext.ops.executors.triton import devices, launch_queue, launches
+from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
-
-
-@needs.triton
-def test_one_launch_has_the_tensors_of_one_device(monkeypatch):
-    """``meta`` is the second device of a machine that has none."""
-    launched = []
-    monkeypatch.setattr(devices, "DEVICES", {"cpu", "meta"})
-    monkeypatch.setattr(
-        launches,
-        "start",
-        lambda kernel, programs, table, count, *_: launched.append((kernel, table.device, count)),
-    )
-    with launch_queue.deferred() as next_rule:
-        for device in (HERE, THERE, HERE, THERE):
-            x = torch.ones(300, device=device)
-            ops.square_sum(x, Shard.whole((300,)), x)
-            ops.apply_(x, x, Shard.whole((300,)), lr=0.1)
-            next_rule()
-    kernels = itertools.product((HERE, THERE), ("square_sums", "apply", "fold"))
-    # as few launches as can be
-    assert sorted(launched, key=str) == sorted(((k, d, 2) for d, k in kernels), key=str)
 
 
 @needs.triton

@@ -9,7 +9,12 @@ from torch import nn
 
 from benchmarks.host_gpu import Calls
 from ds_ext import ops
-from ds_ext.ops.executors.triton import devices, launch_queue, launches
+from ds_ext.ops.batch import Runs, Weights
+from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.triton import devices, launches
+from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
+from ds_ext.ops.executors.triton.memory import Memory
+from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
@@ -187,12 +192,15 @@ def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
 def test_what_waits_keeps_its_memory(monkeypatch):
     """A factor that nobody holds any more is read by a launch that is still to come."""
     paths.use(monkeypatch, "kernels")
-    p, g, shard = torch.ones(4, 6), torch.ones(24), Shard.whole((4, 6))
-    with launch_queue.deferred():
-        u = ops.unit_quotient(g, shard, g)
-        ops.apply_(p.view(-1), u.times(torch.full((), 0.5)), shard, lr=torch.full((), 2.0))
-        del u
-        held = [torch.full((n,), 7.0) for n in (1, 1, 4, 6, 24) for _ in range(20)]
+    p, batch = torch.ones(24), TableBatch([Shard.whole((4, 6))])
+    queue = LaunchQueue(Memory(p.device))
+    batch.begin(queue)
+    u = ops.unit_quotient(Runs([torch.ones(24)]), batch, p)
+    half, two = (Formula.given(torch.full((1,), x)) for x in (0.5, 2.0))
+    ops.apply_(Weights(Runs([p])), u.times(half), batch, lr=two)
+    del u, half, two
+    held = [torch.full((n,), 7.0) for n in (1, 1, 4, 6, 24) for _ in range(20)]
+    queue.launch()
     assert len(held) == 100 and (p == 0).all()
 
 

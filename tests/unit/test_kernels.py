@@ -1,6 +1,5 @@
 """Kernels are their ops: on a GPU where there is one, else in Triton's interpreter on the CPU."""
 
-import copy
 import itertools
 import math
 import re
@@ -11,8 +10,12 @@ import torch
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import rounding, scratch, weight_update
+from ds_ext.ops.batch import Runs
 from ds_ext.ops.executors import single
-from ds_ext.ops.executors.triton import devices, launch_queue, launches, sizes
+from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.triton import devices, launches, sizes
+from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
+from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
@@ -459,20 +462,11 @@ def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
     assert [one["enable_fp_fusion"] for one in given] == [False, False]
 
 
-def test_an_error_leaves_nothing_waiting(kernels, launched):
-    x = torch.ones(6, device=DEVICE)
-    with pytest.raises(KeyError), launch_queue.deferred():
-        ops.square_sum(x, Shard.whole((6,)), x)
-        raise KeyError
-    assert not launched
-    assert ops.square_sum(x, Shard.whole((6,)), x) == 6
-    assert launched == ["square_sums", "fold"]
-
-
-def test_reading_what_waits_launches_it(kernels):
+def test_plain_torch_reads_the_results_of_queued_passes(kernels):
     v, x = torch.zeros(6, device=DEVICE), torch.ones(6, device=DEVICE)
-    shard = Shard.whole((6,))
-    with launch_queue.deferred():
-        ops.lerp_(v, x, 0.5, shard)
-        assert ops.count_beyond(v, 0.4, shard, v) == 6  # has no kernel
-    assert copy.copy(v).sum() == 3
+    batch = TableBatch([Shard.whole((6,))], device=v.device)
+    batch.begin(LaunchQueue(Memory(v.device)))
+    ops.lerp_(Runs([v]), Runs([x]), 0.5, batch)
+    assert v.sum() == 0  # it waits
+    unread = ops.Sum(ops.Sum(Runs([v]), Runs([x]), 1.0), Runs([x]), 1.0)  # no kernel reads it
+    assert ops.square_sum(unread, batch, Runs([x])).values.tolist() == [6 * 2.5**2]

@@ -18,7 +18,7 @@ from ds_ext.ops.batch import CPU, Flat, Placed, Runs, Shifted, Weights
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.executors.native import table
 from ds_ext.ops.executors.table_batch import AnyTable, TableBatch, new_table
-from ds_ext.ops.executors.triton import devices, launch_queue
+from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launcher import SquareParts
 from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.expressions import Number, Quotient, Scaled, Source, source_of
@@ -43,10 +43,6 @@ class BatchedExecutor:
             return make(*asked) if where is None else make(*asked, where)
         except Unsupported:
             return NotImplemented
-
-    def flush(self) -> None:
-        """See ``dispatch.Executor``."""
-        launch_queue.launch()
 
 
 @_makers.makes(passes.SquareSums)

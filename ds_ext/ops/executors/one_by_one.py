@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ds_ext.logs import logger
-from ds_ext.ops import dispatch, passes
+from ds_ext.ops import passes
 from ds_ext.ops.batch import Flat, Runs, Shifted, Weights
 from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.table_batch import TableBatch
-from ds_ext.ops.executors.triton import verdicts
 from ds_ext.ops.expressions import Quotient
 from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
@@ -35,7 +34,7 @@ class OneByOne:
         """See ``dispatch.Executor``."""
         if not isinstance(where, TableBatch):
             return NotImplemented
-        dispatch.flush()
+        where.launch()  # the pass may read results of passes in the queue
         _warn(type(asked).__name__, where.device.type)
         good, made = _good(where), []
         for i, shard in enumerate(where.shards):
@@ -63,9 +62,6 @@ class OneByOne:
             else:
                 p.update_sums.tensors[i] += sums
 
-    def flush(self) -> None:
-        """See ``dispatch.Executor``: nothing waits here."""
-
 
 @functools.cache
 def _warn(name: str, device: str) -> None:
@@ -78,13 +74,13 @@ def _values(p: Any, shard: Shard) -> Tensor:
 
 def _good(batch: TableBatch) -> Sequence[bool]:
     """Whether the gradients of each parameter are good, as far as the step judges them here."""
-    verdict = verdicts.current()
-    if verdict is None:
+    limits = batch.limits
+    if limits is None:
         return [True] * len(batch)
-    found = verdict.found.values if isinstance(verdict.found, Flat) else verdict.found.tensors
+    found = limits.found.values if isinstance(limits.found, Flat) else limits.found.tensors
     if not isinstance(found, Tensor):
         found = torch.stack([x.view(()) for x in found])
-    return (found.float().cpu().numpy() <= verdict.most).tolist()  # type: ignore[no-any-return]
+    return (found.float().cpu().numpy() <= limits.most).tolist()  # type: ignore[no-any-return]
 
 
 def _zero(like: Any) -> Tensor:

@@ -19,7 +19,6 @@ from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.executors import batched
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.launch_queue import launch
 from ds_ext.ops.expressions import Number, Source, read, source_of, storage_of
 from ds_ext.ops.shard import Shard
 
@@ -38,9 +37,6 @@ class SingleKernels:
             return make(*asked, where)
         except batched.Unsupported:
             return NotImplemented
-
-    def flush(self) -> None:
-        """See ``dispatch.Executor``: passes wait with those of batches."""
 
 
 @_makers.makes(passes.SquareSums)
@@ -149,12 +145,10 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
 
 def _apply_slices(p: Any, u: Any, shard: Shard, lr: Number, weight_decay: Number) -> None:
     """The same of what no kernel reads, such as products of matrices: slice by slice in fp32."""
-    launch()  # what it reads may wait
     for b in scratch.blocks(shard, scratch.SLICE):
         values = read(u, b).reshape(-1)
         run = p[b.run] if isinstance(p, Tensor) else p.part(b.run)
         passes.apply_(run, values, Shard.whole((len(values),)), lr=lr, weight_decay=weight_decay)
-        launch()  # so that one slice is alive at a time
 
 
 @functools.lru_cache(4096)

@@ -10,6 +10,8 @@ from ds_ext.ops.batch import CPU, Batch, Geometry
 from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.native.table import Table
 from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
+from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.formulas import Formula
@@ -36,6 +38,27 @@ class TableBatch(Batch):
         super().__init__(shards, firsts, device)
         self.whole = new_table(self.whole_geometries, [0] * len(shards), device)
         self.own = new_table(self.geometries, self.noise_firsts, device)
+
+    def begin(self, queue: LaunchQueue | None, limits: GradLimits | None = None) -> None:
+        """Makes later passes over the batch a part of a bucket's step on a GPU.
+
+        Args:
+            queue: collects their launches; None: each pass is launched at once.
+            limits: by which programs skip parameters with bad gradients; None: all are good.
+        """
+        for table in (self.own, self.whole):
+            if isinstance(table, KernelTable):
+                table.queue, table.limits = queue, limits
+
+    @property
+    def limits(self) -> GradLimits | None:
+        """The limits of ``begin``."""
+        return self.own.limits if isinstance(self.own, KernelTable) else None
+
+    def launch(self) -> None:
+        """Launches the passes in the queue, so that torch can read their results."""
+        if isinstance(self.own, KernelTable) and self.own.queue is not None:
+            self.own.queue.launch()
 
     def new_norm_cache(self) -> AnyNormCache:
         """Returns a cache of the norms of the weights, which lasts from step to step."""

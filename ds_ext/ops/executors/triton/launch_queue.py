@@ -1,99 +1,67 @@
 """Launches that wait, so that one copy to the device serves all of them.
 
-Within ``deferred`` those of several rules become as few launches as their order allows: a rule's
-passes come after those whose results they read, passes over the same elements are made by the same
-programs, and all that may run side by side is one launch. Elsewhere each pass is launched at once.
+A ``LaunchQueue`` merges the passes of a bucket's rules into as few launches as their order allows:
+a rule's passes come after those whose results they read, the same programs make passes over the
+same elements, and all passes that may run at the same time are one launch.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.executors.triton.launches import Chain, Launch
+from ds_ext.ops.executors.triton.memory import Memory
 
 
 class Pass(NamedTuple):
     """A pass of a rule: launches over different parameters."""
 
     launches: list[Launch]
-    only_sums: bool  # whether it writes nothing but sums, which no pass reads before they travel
+    only_sums: bool  # whether it only writes sums, which no pass reads before they are reduced
 
 
-class _Waiting(threading.local):
-    """Passes that wait, by rule, and the sums that are folded up after them."""
+class LaunchQueue:
+    """The passes of a bucket's step on a GPU that have not been launched, and their memory.
 
-    def __init__(self) -> None:
-        self.is_open = False
-        self.rules: list[list[Pass]] = [[]]
-        self.folds: list[Launch] = []
-
-    def take(self) -> tuple[list[list[Pass]], list[Launch]]:
-        """Takes out what waits -> the passes of each rule, what is folded up."""
-        waiting = self.rules, self.folds
-        self.rules, self.folds = [[]], []
-        return waiting
-
-
-_waiting = _Waiting()
-
-
-class Together:
-    """See ``deferred``. A class, since ``@contextmanager`` is several times slower."""
-
-    def __enter__(self) -> Callable[[], None]:
-        _waiting.is_open = True
-        return next_rule
-
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        _waiting.is_open = False
-        if failed is None:
-            launch()
-        else:
-            _waiting.take()
-
-
-def deferred() -> Together:
-    """Collects passes, and launches them at the end; call what is given between two rules.
-
-    Collected passes have not run yet: only later passes may read their results.
-    """
-    return Together()
-
-
-def next_rule() -> None:
-    """Lets what is asked for next not wait for what was asked for before."""
-    _waiting.rules.append([])
-
-
-def ask(launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: bool = False) -> None:
-    """Adds a pass to what waits, and what is to be folded up of its results.
+    Only later passes may read the results of a pass before ``launch``.
 
     Args:
-        launches: the pass, over different parameters.
-        folds: what adds up the partial sums that it leaves.
-        only_sums: whether it writes nothing but these, and sums that travel.
+        memory: where launches allocate tables, partial sums and results.
     """
-    found = list(launches)
-    if found:
-        _waiting.rules[-1].append(Pass(found, only_sums))
-    _waiting.folds.extend(x for x in folds if len(x.rows))
-    if not _waiting.is_open:
-        launch()
 
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._rules: list[list[Pass]] = [[]]
+        self._folds: list[Launch] = []
 
-def launch() -> None:
-    """Launches what waits, and then folds."""
-    if not _waiting.folds and not any(_waiting.rules):
-        del _waiting.rules[1:]
-        return
-    rules, folds = _waiting.take()
-    waves = _waves(rules)
-    waves.append([[one] for one in folds])
-    found = dict.fromkeys(one[0].memory.device for wave in waves for one in wave)
-    for device in found:
-        on_it = ([one for one in wave if one[0].memory.device == device] for wave in waves)
-        launches.run([joint for wave in on_it for joint in launches.merged(wave)])
+    def next_rule(self) -> None:
+        """Begins another rule, whose passes do not depend on those added before."""
+        if self._rules[-1]:
+            self._rules.append([])
+
+    def add(
+        self, launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
+    ) -> None:
+        """Adds a pass of the current rule, and the launches that add up its partial sums.
+
+        Args:
+            launches: the pass, over different parameters.
+            folds: the launches that add up the partial sums.
+            only_sums: whether the pass writes only partial sums, and sums that ranks reduce.
+        """
+        found = list(launches)
+        if found:
+            self._rules[-1].append(Pass(found, only_sums))
+        self._folds.extend(x for x in folds if len(x.rows))
+
+    def launch(self) -> None:
+        """Launches the passes, and then the folds."""
+        rules, folds = self._rules, self._folds
+        self._rules, self._folds = [[]], []
+        waves = _waves(rules)
+        waves.append([[one] for one in folds])
+        if joints := [joint for wave in waves for joint in launches.merged(wave)]:
+            launches.run(joints, self.memory)
 
 
 def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:

@@ -1,20 +1,22 @@
 """Launches of kernels over many parameters: their tiles, tables and sums."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton import folds, launch_queue, memory, tiles, verdicts
+from ds_ext.ops.executors.triton import folds, tiles
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS, NUMBERS
 from ds_ext.ops.executors.triton.folds import Fold, Parts
+from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.launches import Constants, HostNumber, Launch, Spec
-from ds_ext.ops.executors.triton.memory import Addresses
+from ds_ext.ops.executors.triton.memory import Addresses, Memory
 from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 from ds_ext.ops.formulas import Formula
@@ -36,6 +38,19 @@ class SquareParts:
     tiles: Tiles  # of what adds them up
 
 
+@dataclass(frozen=True)
+class GradLimits:
+    """A number of each gradient of a batch that only the device knows, and its limit.
+
+    Attributes:
+        found: has ``pointers`` to the numbers, [n]: fp32, such as sums of squares or votes.
+        most: the largest numbers of good gradients, [n]; NaN is bad.
+    """
+
+    found: Any
+    most: NDArray[np.float32]
+
+
 class Launcher:
     """Many parameters on a GPU, and launches of kernels over them.
 
@@ -43,7 +58,14 @@ class Launcher:
         geometries: start, elements, matrices, rows and columns of each run.
         firsts: the number, in its parameter, of each run's first element.
         device: where they lie.
+
+    Attributes:
+        queue: collects the passes of a bucket's step; None: each pass is launched at once.
+        limits: by which programs skip parameters with bad gradients; None: all are good.
     """
+
+    queue: LaunchQueue | None = None
+    limits: GradLimits | None = None
 
     def __init__(
         self,
@@ -56,27 +78,40 @@ class Launcher:
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
 
+    def ask(
+        self, launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
+    ) -> None:
+        """Adds a pass to the queue, or launches it: see ``LaunchQueue.add``."""
+        queue = self.queue or LaunchQueue(Memory(self.device))
+        queue.add(launches, folds, only_sums)
+        if self.queue is None:
+            queue.launch()
+
+    @property
+    def _memory(self) -> Memory:
+        return Memory(self.device) if self.queue is None else self.queue.memory
+
     def added_up(self, squares: SquareParts) -> Tensor:
         """Returns the sums of what passes have left, [n]."""
         total = self.zeros(self.n)
         outs = Addresses(total, 4 * np.arange(self.n)).pointers
         own = np.arange(self.n)
         launch = self._fold(squares.tiles, own, squares.at.pointers, outs, [squares.at, total])
-        launch_queue.ask((), [launch])
+        self.ask((), [launch])
         return total
 
-    def tell(self, verdict: verdicts.Verdict, out: Addresses) -> None:
-        """Writes what a verdict has found of each parameter to ``out``."""
-        columns = {"found": verdict.found, "out": out}
-        launch_queue.ask(self.launches("tell", (), self.by_parameter, columns))
+    def tell(self, limits: GradLimits, out: Addresses) -> None:
+        """Copies the number of each parameter to ``out``."""
+        columns = {"found": limits.found, "out": out}
+        self.ask(self.launches("tell", (), self.by_parameter, columns))
 
     def scratch(self, n: int) -> Tensor:
         """Returns memory for n numbers, [n] in fp32."""
-        return memory.current(self.device).scratch(n)
+        return self._memory.scratch(n)
 
     def zeros(self, n: int) -> Tensor:
         """Returns sums of nothing yet, [n] in fp32."""
-        return memory.current(self.device).sums(n)
+        return self._memory.sums(n)
 
     @functools.cached_property
     def flat(self) -> Tiles:
@@ -153,10 +188,9 @@ class Launcher:
         If tiles are as wide as rows, there is one launch for each width, and another kernel for
         rows that are wider than tiles: a parameter's bits must not depend on its neighbours.
         """
-        verdict = verdicts.current()
-        constants = (*constants, ("JUDGED", verdict is not None))
-        if verdict is not None:
-            columns = {**columns, "found": verdict.found, "most": verdict.most}
+        constants = (*constants, ("JUDGED", self.limits is not None))
+        if self.limits is not None:
+            columns = {**columns, "found": self.limits.found, "most": self.limits.most}
         rows, numbers, formulas = self._filled(at, columns)
         alive = list(columns.values())
         for kind, own in at.kinds(rows[:, vectors]):
@@ -172,8 +206,7 @@ class Launcher:
                 named = (*named, ("TC", kind.width))
             elif at.widths is not None:
                 name = OF_WIDE_ROWS[kernel]
-            where = memory.current(self.device)
-            yield Launch(name, named, where, at, chosen, rows_of, programs, some, alive)
+            yield Launch(name, named, at, chosen, rows_of, programs, some, alive)
 
     def _filled(
         self, at: Tiles, columns: Columns
@@ -219,15 +252,14 @@ class Launcher:
         self, at: Tiles, owners: Int64s, parts: Int64s, outs: Int64s, alive: list[object]
     ) -> Launch:
         """The launch that adds up numbers of ``owners`` among the parameters."""
-        rows, numbers, verdict = at.rows.copy(), {}, verdicts.current()
+        rows, numbers, limits = at.rows.copy(), {}, self.limits
         rows[:, AT["part"]], rows[:, AT["out"]] = parts, outs
-        if verdict is not None:
-            rows[:, AT["found"]] = verdict.found.pointers[owners]
-            numbers["most"] = verdict.most[owners]
-            alive.append(verdict)
-        constants: Constants = (("JUDGED", verdict is not None),)
-        where = memory.current(self.device)
-        return Launch("fold", constants, where, at, None, rows, at.programs, numbers, alive)
+        if limits is not None:
+            rows[:, AT["found"]] = limits.found.pointers[owners]
+            numbers["most"] = limits.most[owners]
+            alive.append(limits)
+        constants: Constants = (("JUDGED", limits is not None),)
+        return Launch("fold", constants, at, None, rows, at.programs, numbers, alive)
 
     def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
         """Memory for what tiles leave, and where each parameter's is."""

@@ -67,7 +67,6 @@ class Launch:
 
     kernel: str
     constants: Constants
-    memory: Memory
     tiles: Tiles
     own: Int64s | None  # of the tiles' parameters; None: all
     rows: Int64s  # [n, columns]
@@ -175,12 +174,13 @@ def _joint(some: Sequence[tuple[Chain, Kind]], warps: int) -> Joint:
 _met: dict[Kind, int] = {}
 
 
-def run(joints: Sequence[Joint]) -> None:
-    """Makes launches on one device, one after another, whose tables go there in one copy.
+def run(joints: Sequence[Joint], memory: Memory) -> None:
+    """Runs launches one after another, after one copy of all their tables.
 
-    The device need not be the current one.
+    Args:
+        joints: the launches.
+        memory: of their device, which need not be the current one.
     """
-    memory = joints[0].chains[0][0].memory
     sizes_of_each = [one.words for one in joints]
     words = sum(sizes_of_each)
     host = memory.host(words)

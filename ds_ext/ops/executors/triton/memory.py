@@ -3,7 +3,6 @@
 Sums that travel lie side by side, so that a round is one tensor of them as they are.
 """
 
-import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,32 +78,6 @@ class Addresses:
     def pointers(self) -> NDArray[np.int64]:
         """Where each is in memory, [n]."""
         return self.values.data_ptr() + self.starts
-
-
-class _Current(threading.local):
-    memory: Memory | None = None
-
-
-_current = _Current()
-
-
-class using:
-    """Within it, what launches need is taken from ``memory``."""
-
-    def __init__(self, memory: Memory | None) -> None:
-        self.memory = memory
-
-    def __enter__(self) -> None:
-        self.before, _current.memory = _current.memory, self.memory
-
-    def __exit__(self, *_: object) -> None:
-        _current.memory = self.before
-
-
-def current(device: torch.device) -> Memory:
-    """Returns the memory in use, or one of ``device`` that makes each piece anew."""
-    memory = _current.memory
-    return memory if memory is not None and memory.device == device else Memory(device)
 
 
 def joined(sums: Sequence[Tensor]) -> Tensor | None:

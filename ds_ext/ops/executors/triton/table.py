@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton import launch_queue, sizes, tiles
+from ds_ext.ops.executors.triton import sizes, tiles
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS
 from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
 from ds_ext.ops.executors.triton.launches import Constants, Launch
@@ -63,7 +63,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
         made = table.launches(
             "recall", read.constants, table.recalled[cache.tiles], {**columns, **cache.columns}
         )
-        launch_queue.ask((), made, only_sums=True)
+        table.ask((), made, only_sums=True)
         return
     name = read.tiles
     how = table.sums[name]
@@ -74,7 +74,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
     warps = sizes.WIDE_WARPS if read.form == "IS_VECTOR" else None
     constants = (*read.constants, ("WARPS", warps))
     made = table.launches("square_sums", constants, getattr(table, name), columns)
-    launch_queue.ask(made, [table.folded(how, part, read.columns["out"])], read.only_sums)
+    table.ask(made, [table.folded(how, part, read.columns["out"])], read.only_sums)
 
 
 def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
@@ -85,7 +85,7 @@ def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
     made = table.launches("row_col_sums", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
     folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
-    launch_queue.ask(made, folded, read.only_sums)
+    table.ask(made, folded, read.only_sums)
     return SquareParts(at_tall, table.squares_of_tiles)
 
 
@@ -119,7 +119,7 @@ def _over_strips(
             columns[name] = value
     del columns["scale"]
     made = table.launches(kernel, read.run, table.by_strip, columns)
-    launch_queue.ask(made, folded, only_sums)
+    table.ask(made, folded, only_sums)
 
 
 def _factors(table: Launcher, read: Read) -> None:
@@ -131,7 +131,7 @@ def _factors(table: Launcher, read: Read) -> None:
         columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
     else:
         del columns["clip"]
-    launch_queue.ask(table.launches(kernel, (), table.by_parameter, columns))
+    table.ask(table.launches(kernel, (), table.by_parameter, columns))
 
 
 def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
@@ -139,12 +139,12 @@ def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
     count, size = (g.rows, g.cols) if is_by_row else (g.cols, g.rows)
     at = tiles.made(-(-g.mats * count // sizes.LONG), n=g.mats * count)
     columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
-    launch_queue.ask(table.launches("normalize", (), at, columns))
+    table.ask(table.launches("normalize", (), at, columns))
 
 
 def _lerp(table: Launcher, read: Read, kernel: str) -> None:
     at = getattr(table, read.tiles)
-    launch_queue.ask(table.launches(kernel, read.constants, at, read.numbers, OUT))
+    table.ask(table.launches(kernel, read.constants, at, read.numbers, OUT))
 
 
 def _apply(table: Launcher, read: Read) -> None:
@@ -157,7 +157,7 @@ def _apply(table: Launcher, read: Read) -> None:
         columns |= cache.noted_by(name)
     if sums is None:
         kernel = "noting_apply" if notes else "apply"
-        launch_queue.ask(table.launches(kernel, constants, at, columns))
+        table.ask(table.launches(kernel, constants, at, columns))
         return
     how = table.sums[name]
     moved, columns["part"] = table.room(how)
@@ -168,11 +168,11 @@ def _apply(table: Launcher, read: Read) -> None:
     second = Addresses(sums.values, 4 * (sums.firsts + 1))
     held = columns["part2"].values
     folded = [table.folded(how, moved, sums), table.folded(how, held, second)]
-    launch_queue.ask(made, folded)
+    table.ask(made, folded)
 
 
 def _mark(table: Launcher, read: Read) -> None:
-    launch_queue.ask(table.launches("mark", (), table.by_group, read.columns))
+    table.ask(table.launches("mark", (), table.by_group, read.columns))
 
 
 def _mend(table: Launcher, read: Read) -> None:
@@ -180,6 +180,7 @@ def _mend(table: Launcher, read: Read) -> None:
     assert read.storage is not None
     is_split = read.storage[0] == "SPLIT"
     dtype = "int16" if is_split else "int8"
+    made = []
     for one in table.launches("mend", (("AD", dtype),), table.by_group, read.columns):
         marked = one.rows[:, AT["marks"]] != 0
         for kernel, constants, own in (
@@ -190,7 +191,8 @@ def _mend(table: Launcher, read: Read) -> None:
                 some = {"rows": one.rows[own], "programs": one.programs[own]}
                 at = np.arange(len(own)) if one.own is None else one.own
                 named = {"kernel": kernel, "constants": constants, "own": at[own]}
-                launch_queue.ask([replace(one, **named, **some)])
+                made.append(replace(one, **named, **some))
+    table.ask(made)
 
 
 def _name(dtype: torch.dtype | None) -> str:
