@@ -1,5 +1,5 @@
 # make demo    fine-tune a real language model (about five minutes on two cores)
-# make compare the same beside AdamW in DeepSpeed: losses, seconds, memory (at most 15 minutes)
+# make compare the same beside AdamW in DeepSpeed: losses, seconds, memory (10 to 30 minutes)
 # make test    what each change has to pass; ARGS="-k lomo" for a part (times: docs/tests.md)
 # make test-all    the other tests, marked slow
 # make check   lint, format, types, import walls
