@@ -92,7 +92,7 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
 def share_time_limit(layout: Layout) -> None:
     """Sets the timeout of the layout's groups to that of the default process group.
 
-    DeepSpeed creates its groups with torch's default timeout.
+    DeepSpeed creates its groups with torch's default timeout, half an hour for gloo.
     """
     everyone = dist.group.WORLD
     assert everyone is not None
