@@ -39,7 +39,7 @@ def section(config: dict[str, Any]) -> Section:
     """Returns the section "ds_ext" of a DeepSpeed config.
 
     Raises:
-        ValueError: a key is unknown or its value is not allowed.
+        ValueError: a key is unknown or its value is invalid.
     """
     given = without_auto(config.get("ds_ext")) or {}
     if not isinstance(given, dict):
