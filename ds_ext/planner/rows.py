@@ -146,7 +146,7 @@ class MemoryPlan:
             yield Row(label, lora.lora(skeleton, rank, *of), lora=rank)
 
     def _adamw(self) -> Iterator[Row]:
-        """Rows of DeepSpeed's AdamW, which partitions gradients at stages 2 and 3; or torch's."""
+        """Rows of AdamW: DeepSpeed's, which partitions gradients from stage 2 on, and torch's."""
         asked, size = self.asked, self.dtype.itemsize
         for stage in sorted({stage or 0 for stage in asked.stages}):
             held = memory.adamw(self.shapes, stage, asked.ranks, self.dtype, asked.bucket)
