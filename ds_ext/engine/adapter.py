@@ -296,7 +296,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Adds parameters to the optimizer.
 
         Raises:
-            ValueError: one of them is not part of the engine's module.
+            ValueError: a parameter is not part of the engine's module.
         """
         self.optimizer.add_param_group(param_group)
         if pipeline.is_pipeline(self.engine):

@@ -276,5 +276,5 @@ def load_counts(
 
 
 def client_state(model: Saved) -> dict[str, Any]:
-    """Returns the ``client_state`` that was given to ``engine.save_checkpoint``."""
+    """Returns the ``client_state`` that was passed to ``engine.save_checkpoint``."""
     return {key: value for key, value in model.items() if key not in _KEYS}

@@ -238,7 +238,7 @@ def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]
 
 
 def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]:
-    """One rank's pieces of wanted frozen weights, by plain name. All ranks' parts have one size."""
+    """One rank's pieces of wanted frozen weights, by plain name. Parts have equal sizes."""
     found = model["frozen_param_fragments"] or {}
     own_names = {plain_name(name): name for name in found}
     pieces = {}

@@ -63,7 +63,7 @@ class FullTensors:
         """Returns this rank's run, [len(shard)], of a full tensor.
 
         Raises:
-            ValueError: the value has another size.
+            ValueError: the value has the wrong size.
         """
         start, numel = self._span(param)
         if value.numel() != numel:
@@ -82,7 +82,7 @@ class FullTensors:
         """Returns the run, [len(shard)], of a partition that may be padded.
 
         Raises:
-            ValueError: the value has another size.
+            ValueError: the value has the wrong size.
         """
         shard = self.layout.shard(param)
         if value.numel() not in (len(shard), shard.size):
@@ -165,7 +165,7 @@ class StateAccess:
         self._set(param, key, flat[: values.numel()] if is_padded else flat, value)
 
     def _set(self, param: Tensor, key: str, own: Tensor, value: Tensor) -> None:
-        """Sets this rank's part to ``own``, a part of ``value``. ValueError if sizes differ."""
+        """Sets this rank's part to ``own``, from ``value``. Raises ValueError for a wrong size."""
         part, values = self._find_trained(param, key)
         if own.numel() != values.numel():
             raise ValueError(

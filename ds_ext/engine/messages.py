@@ -24,7 +24,7 @@ def log(message: str) -> None:
 
 
 def show(message: str) -> None:
-    """Shows a line on the first rank, whatever logging the application has configured."""
+    """Shows a line on the first rank, with any logging configuration."""
     if consensus.is_first():
         logs.show(message)
 

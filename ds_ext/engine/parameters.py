@@ -35,7 +35,7 @@ def deepspeed_parameter(param: Tensor) -> DeepSpeedParameter:
 
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a parameter without ZeRO-3 and tensor parallelism."""
+    """Returns the shape of a parameter before ZeRO-3 and tensor parallelism divide it."""
     described = description(param)
     if described and described["logical_shape"]:
         return tuple(described["logical_shape"])
@@ -43,7 +43,7 @@ def whole_shape(param: Tensor) -> tuple[int, ...]:
 
 
 def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a parameter on this rank without ZeRO-3."""
+    """Returns the shape of this rank's parameter before ZeRO-3 partitions it."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 

@@ -101,7 +101,7 @@ class ParameterInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineModelView(ModelView):
-    """The parameters of all stages, with placeholders for those on other stages."""
+    """The parameters of all stages, with placeholders for parameters of other stages."""
 
     info: Mapping[Tensor, ParameterInfo] = field(default_factory=dict)
 

@@ -63,7 +63,7 @@ class Adam:
     def advance(
         self, s: State, g: ops.Readable, total: int, c1: float = 1.0, c2: float = 1.0
     ) -> ops.AdamStep:
-        """Returns the update from a flat run ``g``. Reading a block of it advances the moments."""
+        """Returns the update from a run ``g``. Reading a block, once, advances its moments."""
         m, v = (x.opened(s[key]) for x, key in zip(self._formats(total), ("m", "v"), strict=True))
         return ops.AdamStep(ops.RootQuotient(m, v, self.eps, c1, c2), g, *self.betas)
 
