@@ -3,7 +3,7 @@
 Importing ds_ext registers its optimizers with DeepSpeed by name.
 """
 
-from ds_ext import versions as versions  # first: reports old versions in one sentence
+from ds_ext import versions as versions  # first: reports an old torch in one sentence
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
@@ -23,9 +23,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> type:
-    """Returns the optimizer of a registered rule, such as ``ds_ext.AdaLomo``, or a HF callback.
+    """Returns the optimizer of a registered rule, such as ``ds_ext.AdaLomo``, or an HF callback.
 
-    Callbacks import transformers, so they are imported on first use.
+    Callbacks are imported on first use, because they import transformers.
     """
     if name in ("MetricsCallback", "FuseCallback"):
         from ds_ext import hf

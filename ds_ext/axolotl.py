@@ -1,4 +1,4 @@
-"""axolotl's plugin: ``plugins: [ds_ext.axolotl.Plugin]`` in its YAML registers the optimizers."""
+"""Plugin for axolotl. ``plugins: [ds_ext.axolotl.Plugin]`` in a YAML registers the optimizers."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ class Plugin(BasePlugin):  # type: ignore[misc]  # axolotl is not installed wher
     """Importing this module registers the optimizers of ds_ext with DeepSpeed."""
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """axolotl calls it with its YAML, before it loads a model.
+        """Checks the YAML. axolotl calls it before it loads a model.
 
         Raises:
-            ValueError: the YAML names no DeepSpeed config, which has to name the optimizer.
+            ValueError: the YAML has no DeepSpeed config, which must name the optimizer.
         """
         if not cfg.get("deepspeed"):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Errors that users may want to catch. Wrong settings raise ValueError."""
+"""Errors that users may want to catch. Invalid settings raise ValueError."""
 
 
 class CheckpointError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Callbacks of HF Trainer: step metrics, and steps inside backward without DeepSpeed.
+"""Callbacks for HF Trainer: step metrics, and steps inside backward without DeepSpeed.
 
 Only this module imports transformers.
 """
@@ -15,16 +15,19 @@ from ds_ext.distributed import fully_shard
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Adds step metrics to HF Trainer's logs, which ``report_to`` sends on.
+    """Adds step metrics to HF Trainer's logs, and so to the services in ``report_to``.
 
-    ``Trainer(..., callbacks=[ds_ext.MetricsCallback()])``. Of the last step it adds
-    ``clip_coefficient``, ``clipped_fraction``, ``loss_scale`` and, by parameter group,
-    ``update_rms/NAME`` and ``weight_rms/NAME``; of the whole run ``skipped_steps``; and since the
-    last log ``skipped_parameters`` and this rank's ``bytes_sent``. Measuring updates takes 5 to
-    30 % of the optimizer's time on a CPU.
+    ``Trainer(..., callbacks=[ds_ext.MetricsCallback()])`` logs these metrics:
+
+    - of the last step: ``clip_coefficient``, ``clipped_fraction``, ``loss_scale``, and for each
+      param group ``update_rms/NAME`` and ``weight_rms/NAME``;
+    - of the whole run: ``skipped_steps``;
+    - since the last log: ``skipped_parameters``, and this rank's ``bytes_sent``.
+
+    Measuring updates takes 5 to 30 % of the optimizer's time on a CPU.
 
     Args:
-        measure_updates: whether ``update_rms`` and ``weight_rms`` are measured.
+        measure_updates: whether to measure ``update_rms`` and ``weight_rms``.
 
     Raises:
         ValueError: when training begins, if DeepSpeed does not step an optimizer of ds_ext.
@@ -37,7 +40,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        """Moves this callback before those that report, so that they receive its metrics."""
+        """Moves this callback before the reporting callbacks, so that they receive its metrics."""
         handler = sys._getframe(1).f_locals["self"]
         assert isinstance(handler, CallbackHandler)
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
@@ -63,7 +66,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Adds the metrics to logs of training, not of evaluation or of the end."""
+        """Adds the metrics to training logs, but not to evaluation or final logs."""
         if "loss" not in logs:
             return
         told = _stepped(optimizer).metrics() | self.sums
@@ -96,15 +99,15 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     applies. Trainer's ``max_grad_norm`` and ``gradient_accumulation_steps`` are honoured exactly.
 
     Args:
-        gradient_policy: see ``fuse_into_backward``. None: "fused" if Trainer neither clips nor
-            accumulates in one process; else "sharded", which keeps this rank's part of the
-            gradients in fp32 until the step.
-        bucket_size: see ``fuse_into_backward``, elements.
+        gradient_policy: see ``fuse_into_backward``. The default None selects "sharded" if Trainer
+            clips, or accumulates in one process, else "fused". "sharded" keeps this rank's part of
+            the gradients in fp32 until the step.
+        bucket_size: the bucket size in elements; see ``fuse_into_backward``.
 
     Raises:
-        ValueError: when training begins, if several ranks hold the whole model, or the policy is
+        ValueError: when training begins, if several ranks hold the whole model; or if the policy is
             "fused" and Trainer clips, or accumulates in one process.
-        TypeError: the optimizer is not one of ds_ext.
+        TypeError: the optimizer is not a ds_ext optimizer.
     """
 
     def __init__(self, gradient_policy: str | None = None, bucket_size: int | None = None) -> None:
@@ -133,7 +136,7 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
 
 
 def _must_keep(args: Any, model: Any) -> str:
-    """The reason for keeping gradients until the step; empty if there is none."""
+    """The reason to keep gradients until the step; "" if there is none."""
     if args.max_grad_norm:
         return (
             f"max_grad_norm = {args.max_grad_norm:g} would need a second backward pass, which "

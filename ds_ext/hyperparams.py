@@ -1,7 +1,7 @@
-"""Allowed values of hyper-parameters, and errors for wrong ones.
+"""Allowed values of hyper-parameters, and errors for invalid values.
 
-A rule's dataclass annotates its fields with these types. ``check`` is called where values enter:
-the JSON config, an optimizer's constructor, a param group, and values set by schedulers.
+A rule's dataclass annotates its fields with these types. ``check`` validates values where they
+enter: the JSON config, an optimizer's constructor, param groups, and values from schedulers.
 """
 
 import difflib
@@ -42,16 +42,16 @@ def names(rule: type) -> tuple[str, ...]:
 
 
 def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> dict[str, Any]:
-    """Returns all hyper-parameters of a rule: the given ones, checked, and defaults of the others.
+    """Validates hyper-parameters; returns all of a rule's, with defaults for missing ones.
 
     Args:
         rule: a dataclass whose fields are annotated with the types of this module.
         given: values by name.
-        where: the section of the JSON config that they come from; "" for arguments in Python.
+        where: the section of the JSON config that contains the values; "" for Python arguments.
 
     Raises:
-        ValueError: a name is unknown, or a value is not allowed, alone or with the others. The
-            message has the key, the given and the allowed values, and the nearest known key.
+        ValueError: a name is unknown, or a value is invalid by itself or with the others. The
+            message has the key, the given and the allowed values, and the closest known key.
     """
     checked, found = _checked(rule, given, where)
     if found:
@@ -60,18 +60,18 @@ def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params")
 
 
 def problems(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> list[str]:
-    """Returns the messages of all errors that ``check`` would raise."""
+    """Returns the messages of all problems. ``check`` raises only the first."""
     return _checked(rule, given, where)[1]
 
 
 def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) -> None:
-    """Raises ValueError for a key that was likely meant to be a hyper-parameter of ``rule``.
+    """Raises ValueError for a key that is probably meant to be a hyper-parameter of ``rule``.
 
-    Other code reads other keys, such as timm's "lr_scale" and the "rho" of SAM.
+    Allows other keys, because other code reads them, such as timm's "lr_scale" and SAM's "rho".
 
     Args:
         rule: a dataclass: see ``check``.
-        keys: keys that are not its hyper-parameters.
+        keys: keys that are not hyper-parameters of ``rule``.
         foreign: hyper-parameters of other rules, which this rule would ignore.
     """
     for key in keys:
@@ -79,13 +79,13 @@ def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) ->
             raise ValueError(_unknown(rule, key, list(names(rule))))
 
 
-# Arguments of torch's optimizers that change their step, and are not supported here.
+# Arguments of torch's optimizers that change the step. ds_ext does not support them.
 _OF_TORCH = {"maximize", "amsgrad"}
 _SYNONYMS = {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}
 
 
 def _meant(key: str, known: Sequence[str]) -> str | None:
-    """The name that ``key`` may misspell. "lr_scale" contains "lr" and is no misspelling."""
+    """The name that ``key`` may misspell. "lr_scale" contains "lr", so it is not a misspelling."""
     plain = key.lower().replace("-", "_").strip("_")
     if _SYNONYMS.get(plain) in known:
         return _SYNONYMS[plain]
@@ -96,7 +96,7 @@ def _meant(key: str, known: Sequence[str]) -> str | None:
 
 
 def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """All hyper-parameters, empty if a given one is wrong; and the error messages."""
+    """All hyper-parameters, or {} if a given value is invalid; and the error messages."""
     hints, adapters = _hints(rule), _adapters(rule)
     wrong = [_unknown(rule, joined(where, key), list(hints)) for key in given if key not in hints]
     checked = {}
@@ -116,7 +116,7 @@ def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str
 
 
 def joined(where: str, key: str) -> str:
-    """Returns a key with its section of a config; alone for ""."""
+    """Returns a key after its config section ``where``, if that is not empty."""
     return f"{where}.{key}" if where else key
 
 
@@ -133,7 +133,7 @@ def _adapters(rule: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def describe(hint: Any) -> str:
-    """Returns a description of the values that a type allows: "a number >= 0"."""
+    """Describes the values that a type allows: "a number >= 0"."""
     for extra in getattr(hint, "__metadata__", ()):
         if getattr(extra, "description", None):
             return str(extra.description)

@@ -1,4 +1,4 @@
-"""The logger "ds_ext". Without handlers of the application, it writes to stderr."""
+"""The logger "ds_ext". It writes to stderr if the application installs no handlers."""
 
 import logging
 import sys
@@ -9,10 +9,10 @@ logger.addHandler(logging.NullHandler())
 
 
 def show_by_default() -> None:
-    """Writes lines of level INFO and above to stderr unless the application configures logging.
+    """Writes records of level INFO and above to stderr, unless the application configures logging.
 
-    It is called when training begins, not on import. If the application adds a handler to the
-    logger "ds_ext" or to the root, even later, only that handler gets the lines. A level that the
+    Called when training begins, not on import. If the application adds a handler to the logger
+    "ds_ext" or to the root logger, even later, only that handler gets the records. A level that the
     application has set does not change.
     """
     if _is_configured():
@@ -24,11 +24,11 @@ def show_by_default() -> None:
 
 
 def show(message: str) -> None:
-    """Logs a line of level INFO that the user sees, whatever logging the application configured.
+    """Logs a line of level INFO that the user sees with any logging configuration.
 
-    Programs such as axolotl configure the root logger for warnings only, or filter the lines of
-    other packages. If no handler would write the line, it goes to stderr. Only a higher level of
-    the logger "ds_ext" itself suppresses it.
+    Programs such as axolotl configure the root logger for warnings only, or filter records of other
+    packages. If no handler would write the line, it goes to stderr. Only a higher level of the
+    logger "ds_ext" suppresses it.
     """
     show_by_default()
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
@@ -40,7 +40,7 @@ def show(message: str) -> None:
 
 
 def _writes(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Whether a handler would write a line."""
+    """Whether a handler would write a record."""
     if isinstance(handler, logging.NullHandler):
         return False
     if isinstance(handler, _LastResort):
@@ -49,12 +49,12 @@ def _writes(handler: logging.Handler, record: logging.LogRecord) -> bool:
 
 
 def _is_configured() -> bool:
-    """Whether a handler of the application would get a line."""
+    """Whether the application has installed a handler for this logger."""
     return any(not isinstance(h, (logging.NullHandler, _LastResort)) for h in _handlers())
 
 
 def _handlers() -> Iterator[logging.Handler]:
-    """Yields all handlers that get a line."""
+    """Yields all handlers of this logger and its ancestors."""
     at: logging.Logger | None = logger
     while at is not None:
         yield from at.handlers
@@ -62,7 +62,7 @@ def _handlers() -> Iterator[logging.Handler]:
 
 
 class _LastResort(logging.Handler):
-    """Writes lines to stderr that no other handler gets."""
+    """Writes records to stderr if there is no other handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not _is_configured():

@@ -1,4 +1,4 @@
-"""ms-swift's plugin: ``--external_plugins`` is this file, ``--optimizer`` one of ds_ext."""
+"""Plugin for ms-swift: pass this file as ``--external_plugins``, and a rule as ``--optimizer``."""
 
 import ast
 from typing import Any
@@ -11,12 +11,12 @@ from ds_ext.rates import RATES
 
 
 def hypers(learning_rate: float, weight_decay: float, optim_args: str | None) -> dict[str, Any]:
-    """Returns "params" of an optimizer, from the arguments of TrainingArguments.
+    """Returns an optimizer's "params" from TrainingArguments.
 
     Args:
         learning_rate: ``--learning_rate``.
         weight_decay: ``--weight_decay``.
-        optim_args: ``--optim_args``, such as "rank=64,scale=0.25"; values are Python literals, or
+        optim_args: ``--optim_args``, such as "rank=64,scale=0.25". Values are Python literals or
             strings.
 
     Raises:
@@ -35,16 +35,16 @@ def hypers(learning_rate: float, weight_decay: float, optim_args: str | None) ->
 
 
 class Callback(OptimizerCallback):  # type: ignore[misc]  # ms-swift is no requirement
-    """Makes the optimizer that ``--optimizer`` names, with the param groups of a config."""
+    """Creates the optimizer that ``--optimizer`` names, with param groups as from a config."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> RuleOptimizer:
-        """ms-swift calls it before it passes model and optimizer to accelerate.
+        """Returns the optimizer. ms-swift then passes model and optimizer to accelerate.
 
         Raises:
-            ValueError: a hyper-parameter is unknown or its value is wrong.
+            ValueError: a hyper-parameter is unknown or invalid.
         """
         args = self.args
-        own = RATES[args.optimizer].params  # hyper-parameters that the rate was measured with
+        own = RATES[args.optimizer].params  # settings of the measurement
         params = {**own, **hypers(args.learning_rate, args.weight_decay, args.optim_args)}
         kind, model = OPTIMIZERS[args.optimizer], model or self.trainer.model
         if not args.deepspeed:

@@ -1,14 +1,14 @@
-"""Learning rates, as used by docs, configs, messages, planner and examples.
+"""Learning rates for docs, configs, messages, planner and examples.
 
 A rate is the peak of a schedule with warm-up. There are three kinds:
 
-- ``Rate.start`` was measured here, in short fine-tunes of one small model on three data sets
-  (``python -m benchmarks quality``, benchmarks/results/quality): the lowest of the rates whose
-  worst case over the data sets is within ``TOLERANCE`` of the best rate's. Larger models and
+- ``Rate.start`` was measured in short fine-tunes of one small model on three data sets
+  (``python -m benchmarks quality``, benchmarks/results/quality). It is the lowest rate whose worst
+  case over the data sets is within ``TOLERANCE`` of the best rate's worst case. Larger models and
   longer runs need lower rates.
-- ``Rate.published`` was published for models of about 7B parameters, or for the model that it
-  names. Each was read at its source.
-- The default of an optimizer's ``lr`` is that of its authors (``ds_ext.rules``).
+- ``Rate.published`` was published for models of about 7B parameters, or for the model in its
+  ``run``. Each value was checked at its source.
+- The default of an optimizer's ``lr`` is its authors' (``ds_ext.rules``).
 """
 
 import json
@@ -21,11 +21,11 @@ from typing import Any
 class Published:
     """A published rate, and its setting."""
 
-    lr: tuple[float, ...]  # one, or the lowest and the highest
+    lr: tuple[float, ...]  # one rate, or the lowest and the highest
     run: str  # the model and the task
     schedule: str
     weight_decay: str
-    source: str  # an address
+    source: str  # a URL
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Rate:
     """The rates of an optimizer."""
 
     start: float
-    params: Mapping[str, Any] = field(default_factory=dict)  # of the measurement, if not defaults
+    params: Mapping[str, Any] = field(default_factory=dict)  # non-default ones of the measurement
     published: Published | None = None
 
     @property
     def others(self) -> tuple[float, float]:
-        """Returns the rates to try next."""
+        """The rates to try next."""
         return self.start / 2, self.start * 2
 
 
 MODEL = "135M"  # parameters of the model in the measurements
-TOLERANCE = 0.025  # of the gain of fine-tuning
-LORA = "lora"  # adapters, by AdamW: the only entry that is no optimizer
+TOLERANCE = 0.025  # fraction of the gain from fine-tuning
+LORA = "lora"  # adapters trained by AdamW: the only entry that is not an optimizer
 
 _COSINE = "cosine, 3 % warm-up"
 _ALPACA = "https://github.com/tatsu-lab/stanford_alpaca"
@@ -71,7 +71,7 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
         ),
     ),
     "adalomo": Rate(1e-3, published=_ADALOMO),
-    "adafactor": Rate(  # with these params it takes AdaLomo's steps
+    "adafactor": Rate(  # with these params its steps equal AdaLomo's
         1e-3,
         {"relative_step": False},
         Published(
@@ -188,7 +188,7 @@ def advice(optimizer: str) -> str:
     Returns "" for an optimizer without a rate.
 
     Args:
-        optimizer: its name, in any case.
+        optimizer: the optimizer's name; case does not matter.
     """
     rate = RATES.get(optimizer.lower())
     if rate is None:
@@ -203,11 +203,11 @@ def advice(optimizer: str) -> str:
 
 
 def span(published: Published) -> str:
-    """Returns a published rate, or the lowest and the highest: "1e-5 to 2e-5"."""
+    """Returns a published rate or range as text: "1e-5 to 2e-5"."""
     return " to ".join(map(shown, published.lr))
 
 
 def shown(rate: float) -> str:
-    """Returns a rate as papers write it: 5e-4."""
+    """Returns a rate as text in the form of papers: 5e-4."""
     digits, _, power = f"{rate:.2e}".partition("e")
     return f"{digits.rstrip('0').removesuffix('.')}e{int(power)}"

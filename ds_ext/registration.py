@@ -1,4 +1,4 @@
-"""Registers our optimizers with DeepSpeed when a program imports it, without importing it."""
+"""Registers ds_ext optimizers when a program imports DeepSpeed, without importing it first."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def register() -> None:
-    """Registers our optimizers with DeepSpeed: now, or when it is imported."""
+    """Registers ds_ext optimizers with DeepSpeed: now, or when DeepSpeed is imported."""
     if "deepspeed" in sys.modules:
         _patch()
     elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
@@ -23,7 +23,7 @@ def _patch() -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds DeepSpeed by the other finders, and patches it after its import."""
+    """Finds DeepSpeed through the other finders, and patches it after its import."""
 
     def __init__(self) -> None:
         self.is_asking = False
@@ -33,7 +33,7 @@ class _WhenImported(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != "deepspeed" or self.is_asking:
             return None
-        self.is_asking = True  # importlib asks all finders, including this one
+        self.is_asking = True  # find_spec asks all finders, including this one
         try:
             spec = importlib.util.find_spec(name)
         finally:

@@ -1,4 +1,4 @@
-"""Compares versions of packages, and checks that of torch."""
+"""Compares package versions, and checks the version of torch."""
 
 import re
 
@@ -8,7 +8,7 @@ LOWEST_TORCH = (2, 4)
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version, without its build: "2.13.0+cpu" -> (2, 13, 0)."""
+    """Returns the numbers of a version without its build tag: "2.13.0+cpu" -> (2, 13, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
@@ -21,7 +21,7 @@ def check_torch(version: str) -> None:
     """Checks the version of torch.
 
     Raises:
-        ImportError: in one sentence, if it is too old.
+        ImportError: the version is too old. The message is one sentence.
     """
     if numbers(version) < LOWEST_TORCH:
         raise ImportError(

@@ -1,1 +1,1 @@
-"""What is saved? The format and files of checkpoints, without DeepSpeed."""
+"""The format and files of checkpoints. This package does not depend on DeepSpeed."""

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint fits a model and its optimizer, before anything is loaded."""
+"""Checks that a checkpoint matches a model and its optimizer, before anything is loaded."""
 
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
@@ -20,17 +20,17 @@ def check(
     strict: bool,
     names: Iterable[str] | None = None,
 ) -> None:
-    """Checks that weights, groups and state fit this optimizer and its parameters.
+    """Checks that weights, groups and state match this optimizer and its parameters.
 
     Args:
         pieces: the saved state of all ranks.
-        optimizer: the optimizer that will load it.
+        optimizer: the optimizer that will load the state.
         owned: this rank's run of each parameter of the model.
         strict: whether the model and the checkpoint must have the same parameters.
-        names: the names of all parameters of the model; by default those of ``owned``.
+        names: the names of all parameters of the model; by default the names in ``owned``.
 
     Raises:
-        CheckpointError: naming what differs or is missing.
+        CheckpointError: the message names the difference.
     """
     optimizer.follow_groups()
     _check_kind(pieces, optimizer)
@@ -45,11 +45,11 @@ def check_weights(
     strict: bool,
     names: Iterable[str] | None = None,
 ) -> None:
-    """Checks that the weights of this rank were saved, in the model's shapes; see ``check``.
+    """Checks that this rank's weights were saved with the model's shapes; see ``check``.
 
     Raises:
-        CheckpointError: a weight has another shape or is incomplete; or, if ``strict``, it is only
-            in the checkpoint or only in the model.
+        CheckpointError: a weight has another shape or is incomplete. If ``strict``, also if a
+            weight is only in the checkpoint or only in the model.
     """
     missing = []
     for own in owned.values():
@@ -85,7 +85,7 @@ def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
 def _check_groups(
     pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]
 ) -> None:
-    """Raises CheckpointError if groups have other parameters or rules than the saved ones."""
+    """Raises CheckpointError if parameters or rules of groups differ from the saved groups."""
     names: list[list[str]] = [group["params"] for group in save_groups(optimizer, owned)]
     saved: list[list[str]] = [group["params"] for group in pieces.saved[0]["groups"]]
     none: list[str] = []
@@ -111,7 +111,7 @@ def _check_groups(
 def _check_state(
     pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]
 ) -> None:
-    """Raises CheckpointError if a state that the saved groups' rules keep is incomplete."""
+    """Raises CheckpointError if a state tensor of the saved groups' rules is incomplete."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         hypers = optimizer.hypers_of(saved)
         rule = hypers(**{name: saved[name] for name in hyperparams.names(hypers)})

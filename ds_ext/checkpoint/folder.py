@@ -1,7 +1,7 @@
-"""Checkpoints on disk: written to a temporary folder, and moved into place with a manifest.
+"""Checkpoints on disk: writes a temporary folder with a manifest, and moves it into place.
 
-FOLDER/latest                       the tag of the newest one
-FOLDER/TAG/ds_ext.json              sizes and checksums of all its files
+FOLDER/latest                       the tag of the newest checkpoint
+FOLDER/TAG/ds_ext.json              the manifest: sizes and checksums of all files
 """
 
 import json
@@ -17,7 +17,7 @@ from ds_ext.checkpoint.swap import MANIFEST as MANIFEST
 from ds_ext.checkpoint.swap import Draft
 from ds_ext.errors import CheckpointError
 
-VERSION = 4  # of the format of manifest and contents
+VERSION = 4  # format version of manifest and contents
 
 
 class Checkpoint(NamedTuple):
@@ -25,7 +25,7 @@ class Checkpoint(NamedTuple):
 
     folder: str
     tag: str
-    steps: int  # before it was saved
+    steps: int  # the number of steps before the save
 
 
 def path_of(folder: str | Path, tag: object) -> Path:
@@ -33,10 +33,10 @@ def path_of(folder: str | Path, tag: object) -> Path:
 
     Args:
         folder: the ``save_dir`` of engine.save_checkpoint.
-        tag: a text or a number; ``/`` separates folders.
+        tag: a string or a number; ``/`` separates folders.
 
     Raises:
-        ValueError: the tag is no path inside ``folder``, or is a reserved name.
+        ValueError: the tag is not a path inside ``folder``, or is a reserved name.
     """
     parts = PurePosixPath(str(tag)).parts
     hidden = any(part == ".." or part.startswith((".incomplete-", ".replaced-")) for part in parts)
@@ -49,7 +49,7 @@ def path_of(folder: str | Path, tag: object) -> Path:
 
 
 def prepare(path: Path) -> Draft:
-    """Makes a temporary folder, ``aside``, for the files of the checkpoint ``path``.
+    """Creates a temporary folder, ``Draft.aside``, for the files of the checkpoint ``path``.
 
     Raises:
         CheckpointError: ``path`` is a file.
@@ -61,7 +61,7 @@ def prepare(path: Path) -> Draft:
 
 
 def describe(path: Path) -> dict[str, int]:
-    """Writes a file through to the disk; returns its size in bytes and its CRC-32."""
+    """Flushes a file to disk; returns its size in bytes and its CRC-32."""
     size, checksum = 0, 0
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -74,12 +74,12 @@ def describe(path: Path) -> dict[str, int]:
 def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
     """Moves a checkpoint into place.
 
-    If the process is killed meanwhile, the old or the new checkpoint is there and complete.
+    If the process is killed meanwhile, either the old or the new checkpoint is complete.
 
     Args:
         draft: the result of ``prepare``.
-        manifest: the manifest; its key "files" has the results of ``describe`` by name.
-        is_latest: whether it is loaded if no tag is given.
+        manifest: the manifest. Its key "files" has the results of ``describe`` by file name.
+        is_latest: whether loading without a tag loads this checkpoint.
 
     Raises:
         CheckpointError: a file that a rank wrote is missing.
@@ -127,10 +127,10 @@ def latest(folder: Path) -> str | None:
 
 
 def find(folder: Path, tag: str) -> Path:
-    """Returns the folder of a checkpoint, even if a killed process left it elsewhere.
+    """Returns the folder of a checkpoint, even if a killed process has left it elsewhere.
 
     Raises:
-        CheckpointError: there is no checkpoint of this tag.
+        CheckpointError: there is no checkpoint with this tag.
     """
     path = swap.find(folder, tag)
     if path is None:
@@ -142,7 +142,7 @@ def manifest(path: Path) -> dict[str, Any] | None:
     """Returns the manifest of a checkpoint; None if ds_ext did not write it.
 
     Raises:
-        CheckpointError: the manifest is damaged, or has another version of the format.
+        CheckpointError: the manifest is damaged, or has another format version.
     """
     if not (path / MANIFEST).is_file():
         return None
@@ -178,7 +178,7 @@ def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -
 
     Args:
         path: the folder of the checkpoint.
-        files: the results of ``describe`` after the files were written.
+        files: the recorded results of ``describe``, by file name.
         names: the files to check.
 
     Raises:
@@ -201,7 +201,7 @@ def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -
 
 
 def _others(folder: Path, path: Path) -> str:
-    """Advice for an error: the checkpoints that a user can load instead of ``path``."""
+    """Advice for an error message: checkpoints that a user can load instead of ``path``."""
     found = [c.tag for c in _complete(folder) if folder / c.tag != path]
     if not found:
         return f"No other complete checkpoint is in {folder}."
@@ -211,14 +211,14 @@ def _others(folder: Path, path: Path) -> str:
 def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     """Returns the newest checkpoint that is complete and undamaged, to resume after a failure.
 
-    It reads the checkpoint once to verify it.
+    Reads candidates once to verify them.
 
     Args:
         folder: the ``save_dir`` of engine.save_checkpoint, or the ``output_dir`` of HF Trainer. For
             Trainer, pass the result's ``folder`` to ``resume_from_checkpoint``.
 
     Returns:
-        Its location; None if there is none.
+        The checkpoint's location; None if there is no such checkpoint.
     """
     trainers = [
         c
@@ -239,10 +239,10 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def _complete(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints, newest first. Among equally new ones ``latest`` comes first.
+    """Complete checkpoints, newest first. On a tie, ``latest`` comes first.
 
-    A checkpoint in a subfolder counts only if its tag contains that subfolder. Otherwise it belongs
-    to another run that saved to the subfolder.
+    Skips a checkpoint in a subfolder if its tag does not contain the subfolder. Such a checkpoint
+    belongs to another run, which saved to the subfolder.
     """
     found = []
     for tag, path in swap.checkpoints(folder):

@@ -1,8 +1,8 @@
-"""Locks between jobs that save into one folder. The kernel frees them when a process ends.
+"""Locks between jobs that save into one folder. The kernel releases them when a process ends.
 
-``flock`` works on local file systems. On NFS, Lustre and GPFS it works between hosts, unless they
-are mounted with locks of one host only (``nolock``, ``localflock``). Then a lock looks free to
-other hosts. So a free lock of another host counts only after an hour without a write.
+``flock`` works on local file systems. On NFS, Lustre and GPFS it also works between hosts, unless
+the mount options restrict locks to one host (``nolock``, ``localflock``). Other hosts then see such
+a lock as free. Another host's save therefore counts as dead only after an hour without a write.
 """
 
 import contextlib
@@ -16,17 +16,17 @@ from typing import TextIO
 
 from ds_ext.errors import CheckpointError
 
-NAME = ".ds_ext.lock"  # the lock that a job holds while it moves folders
-SECONDS = 60.0  # the longest wait for it; moving folders takes milliseconds
-STALE = 3600.0  # seconds without a write after which the save of another host counts as dead
+NAME = ".ds_ext.lock"  # a job holds this lock while it moves folders
+SECONDS = 60.0  # timeout for the lock; moving folders takes milliseconds
+STALE = 3600.0  # seconds without a write after which another host's save counts as dead
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Stops other jobs from moving folders in ``folder`` within the context.
+    """Context in which other jobs cannot move folders in ``folder``.
 
     Raises:
-        CheckpointError: another job does not finish in time.
+        CheckpointError: another job holds the lock too long.
     """
     path, until = folder / NAME, time.monotonic() + SECONDS
     while (file := _take(path)) is None:
@@ -39,23 +39,23 @@ def exclusive(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # first: jobs that wait for it make a new one
+        path.unlink(missing_ok=True)  # before the release: waiting jobs create a new file
         release(file)
 
 
 def hold(path: Path) -> TextIO:
-    """Makes a file and locks it until ``release`` or the end of this process."""
+    """Creates a file, and locks it until ``release`` or the end of this process."""
     file = open(path, "w+")
     file.write(_kernel())
     file.flush()
     if not _lock(file):
-        file.truncate(0)  # no locks here: the last write counts
+        file.truncate(0)  # locks are not supported: use the time of the last write
     return file
 
 
 def release(file: TextIO) -> None:
-    """Unlocks a file, also for processes that were forked since."""
-    with contextlib.suppress(OSError):  # there are no locks
+    """Unlocks a file, also for processes that were forked meanwhile."""
+    with contextlib.suppress(OSError):  # locks are not supported
         fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
 
@@ -65,8 +65,8 @@ def is_abandoned(path: Path, writes: Path, now: float) -> bool:
 
     Args:
         path: the lock file; a missing file is not locked.
-        writes: the folder that the job writes.
-        now: the time of the file system's clock, in seconds.
+        writes: the folder that the job writes to.
+        now: the file system's current time, in seconds.
     """
     try:
         with open(path, "r+") as file:
@@ -75,14 +75,14 @@ def is_abandoned(path: Path, writes: Path, now: float) -> bool:
         kernel = ""
     except (BlockingIOError, PermissionError):  # the job runs, or belongs to another user
         return False
-    if kernel == _kernel() or not writes.exists():  # or it was killed before it wrote anything
+    if kernel == _kernel() or not writes.exists():  # or killed before it wrote anything
         return True
     last = [f.stat().st_mtime for f in (path, writes, *writes.glob("*")) if f.exists()]
     return now - max(last, default=0.0) > STALE
 
 
 def _take(path: Path) -> TextIO | None:
-    """The locked file; None if another process has locked it, or has just removed it."""
+    """The locked file; None if another process has locked or just removed it."""
     file = open(path, "a")
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         _lock(file)
@@ -93,7 +93,7 @@ def _take(path: Path) -> TextIO | None:
 
 
 def _lock(file: TextIO) -> bool:
-    """Locks a file; returns whether locks are supported. BlockingIOError if it is locked."""
+    """Locks a file; returns whether locks are supported. Raises BlockingIOError if it is locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

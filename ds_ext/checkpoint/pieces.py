@@ -1,8 +1,8 @@
 """Pieces of sharded tensors, which any number of ranks can read, and names in checkpoints.
 
 A piece is ``{"start", "total", "values"}``: elements [start, start + len(values)) of a flattened
-tensor that has ``total`` elements on all ranks. A rank that loads reads its elements from the ranks
-that saved them. So the number of ranks and the ZeRO stage may change in between.
+tensor with ``total`` elements over all ranks. A rank loads its elements from the pieces of all
+ranks that saved. The number of ranks and the ZeRO stage may therefore change.
 """
 
 import re
@@ -19,15 +19,15 @@ _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # torch.compile(module) adds it
 
 
 def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
-    """Returns a piece to save, whose memory holds no other elements.
+    """Returns a piece to save. Its storage contains no other elements.
 
     Args:
         values: this rank's elements, in any shape.
-        part: their position in the tensor of all ranks.
+        part: the position of the elements in the whole tensor.
         more: further values to save, such as a shape.
 
     Raises:
-        ValueError: there are more or fewer values than the part has elements.
+        ValueError: the number of values differs from the size of the part.
     """
     values = values.detach()
     if values.numel() != part.stop - part.start:
@@ -42,17 +42,17 @@ def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
 
 
 class Pieces:
-    """Reads pieces that all ranks saved, one at a time. Their files may be memory-mapped.
+    """Reads the pieces of all ranks, one tensor at a time. Their files may be memory-mapped.
 
     Args:
-        saved: the state of each rank, by rank: nested dictionaries of pieces.
+        saved: nested dictionaries of pieces, one for each rank.
     """
 
     def __init__(self, saved: Sequence[Saved]) -> None:
         self.saved = saved
 
     def find(self, *keys: str) -> Iterator[Any]:
-        """Yields the values under these keys, of the ranks that saved any."""
+        """Yields the value under these nested keys, for each rank that saved one."""
         for found in self.saved:
             for key in keys:
                 found = found.get(key, {})
@@ -60,11 +60,11 @@ class Pieces:
                 yield found
 
     def first(self, *keys: str) -> Any:
-        """Returns the value under these keys of the first rank that saved one, or None."""
+        """Returns the value under these keys from the first rank that saved one, or None."""
         return next(self.find(*keys), None)
 
     def lacks(self, part: Part, *keys: str) -> bool:
-        """Returns whether elements of a part are missing, or belong to a tensor of another size."""
+        """Returns whether a part has missing elements, or the saved tensor has another size."""
         at = part.start
         for found in self._in_order(keys):
             if found["total"] != part.total:
@@ -74,7 +74,7 @@ class Pieces:
         return at < part.stop
 
     def read(self, part: Part, *keys: str) -> Tensor:
-        """Returns the elements of a part, [stop - start], on the CPU in the dtype saved."""
+        """Returns the elements of a part, [stop - start], on the CPU in the saved dtype."""
         values, at = torch.empty(0, dtype=torch.float32, device="cpu"), part.start
         for found in self._in_order(keys):
             first = found["start"]
@@ -88,7 +88,7 @@ class Pieces:
         return values
 
     def _in_order(self, keys: tuple[str, ...]) -> list[Saved]:
-        """The pieces under these keys, in the order of their start."""
+        """The pieces under these keys, ordered by start."""
         return sorted(self.find(*keys), key=lambda piece: piece["start"])
 
 
@@ -96,15 +96,15 @@ class Pieces:
 
 
 def plain_name(name: str) -> str:
-    """Returns the name that a parameter or buffer has without torch.compile.
+    """Returns the name of a parameter or buffer without the prefixes of torch.compile.
 
-    ``"_orig_mod.layers.0._orig_mod.weight"`` -> ``"layers.0.weight"``.
+    ``"_orig_mod.layers.0._orig_mod.weight"`` becomes ``"layers.0.weight"``.
     """
     return _COMPILED.sub("", name)
 
 
 def with_plain_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the result of ``resharding.save`` with plain names."""
+    """Returns the state that a rank saved, with plain names."""
     accumulated = saved["accumulated"]
     return {
         **saved,
@@ -116,5 +116,5 @@ def with_plain_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_plain_name(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the same values by plain names."""
+    """Returns the same values, with plain names as keys."""
     return {plain_name(name): value for name, value in found.items()}

@@ -1,7 +1,7 @@
 """Saves an optimizer's weights, state and groups, and loads them on any number of ranks.
 
-Everything is plain tensors and numbers by parameter name. Tensors are saved in pieces (see
-``pieces``). Weights with a master are saved in fp32.
+The saved state contains only plain tensors and numbers, keyed by parameter name. Tensors are saved
+in pieces (see ``pieces``). Weights with a master are saved in fp32.
 """
 
 import math
@@ -28,7 +28,7 @@ class OwnedRun(NamedTuple):
     shard: Shard
     shard_index: int = 0  # the index of the run among ``num_shards`` equal parts
     num_shards: int = 1
-    # for a stack of experts that is spread over ranks: its first expert, and the whole shape
+    # for a part of a stack of experts: the number of its first expert, and the shape of the stack
     experts: tuple[int, tuple[int, ...]] | None = None
 
     @property
@@ -45,13 +45,13 @@ class OwnedRun(NamedTuple):
 
 
 def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> dict[str, Any]:
-    """Returns one rank's weights, and its optimizer's state and groups.
+    """Returns one rank's weights, optimizer state and groups.
 
     To load them, call ``checks.check``, ``load_state`` and then ``load_weights``.
 
     Args:
         optimizer: the optimizer.
-        owned: this rank's run of each parameter to save, with those of the optimizer.
+        owned: this rank's run of each parameter to save, including all of the optimizer's.
     """
     optimizer.follow_groups()
     return {
@@ -67,7 +67,7 @@ def save(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> dict[str
 
 
 def save_weights(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> dict[str, Any]:
-    """Returns a piece of each weight, in fp32 if it has a master, with the whole shape."""
+    """Returns a piece of each weight with its whole shape; in fp32 if the weight has a master."""
     return {
         own.name: piece(
             optimizer.weights(param, own.run, own.shard), own.part, shape=list(own.shape)
@@ -80,7 +80,7 @@ def save_weights(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> 
 def load_weights(
     pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]
 ) -> list[str]:
-    """Writes this rank's part of the weights; returns the names of missing ones."""
+    """Writes this rank's part of the weights; returns the names of missing weights."""
     missing = []
     for param, own in owned.items():
         if pieces.first("weights", own.name) is None:
@@ -95,9 +95,9 @@ def load_weights(
 
 
 def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> dict[str, Any]:
-    """Returns the step count and pieces of the state of each parameter that was stepped.
+    """Returns the step count and state pieces of each parameter that was stepped.
 
-    The state of a parameter that is no longer in a group is not saved.
+    Leaves out parameters that are no longer in a group.
     """
     saved = {}
     for param, own in owned.items():
@@ -110,9 +110,9 @@ def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> di
 
 @torch.no_grad()
 def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> None:
-    """Replaces this rank's part of the optimizer's groups and state by the saved one.
+    """Replaces the optimizer's groups, and this rank's part of its state, with the saved ones.
 
-    Call ``checks.check`` before, and ``load_weights``, which also sets masters, after it.
+    Call ``checks.check`` before it, and ``load_weights``, which also sets masters, after it.
     """
     load_groups(pieces, optimizer)
     optimizer.state.clear()
@@ -125,7 +125,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
 
 
 def _pieces(kept: Mapping[str, Any], parts: Parts, is_writer: bool) -> dict[str, Any]:
-    """The pieces of a state. Tensors that are equal on all ranks are saved by one writer."""
+    """The pieces of a state. One writer saves tensors that are equal on all ranks."""
     saved: dict[str, Any] = {}
     for key, part in parts.items():
         if not isinstance(part, Part):
@@ -169,7 +169,7 @@ def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> l
 
 
 def load_groups(pieces: Pieces, optimizer: RuleOptimizer) -> None:
-    """Sets the groups' hyper-parameters to the saved ones, and keeps their parameters."""
+    """Sets the groups' hyper-parameters to the saved values. Their parameters do not change."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})
 
@@ -177,7 +177,6 @@ def load_groups(pieces: Pieces, optimizer: RuleOptimizer) -> None:
 def of_all_ranks(names: Iterable[str]) -> list[str]:
     """Returns unique names without the numbers of deepspeed.moe's experts, which differ by rank.
 
-    ``["deepspeed_experts.3.w", "deepspeed_experts.4.w"]`` ->
-    ``["deepspeed_experts.*.w"]``.
+    ``["deepspeed_experts.3.w", "deepspeed_experts.4.w"]`` becomes ``["deepspeed_experts.*.w"]``.
     """
     return list(dict.fromkeys(re.sub(r"(?<=\bdeepspeed_experts\.)\d+", "*", n) for n in names))

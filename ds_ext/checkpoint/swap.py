@@ -1,13 +1,13 @@
-"""Replaces a checkpoint folder by a new one in two renames, and keeps other files in it.
+"""Replaces a checkpoint folder with a new one by two renames, and preserves other files in it.
 
-FOLDER/.incomplete-TAG.ID/          a checkpoint in progress, or the rest of a failed save
-FOLDER/.incomplete-TAG.ID.lock      locked while the job that writes it runs
-FOLDER/.ds_ext.lock                 locked while a job makes, moves or clears such folders
+FOLDER/.incomplete-TAG.ID/          a checkpoint in progress, or the remains of a failed save
+FOLDER/.incomplete-TAG.ID.lock      locked while the job that writes the checkpoint runs
+FOLDER/.ds_ext.lock                 locked while a job creates, moves or clears such folders
 FOLDER/.replaced-TAG/               the old FOLDER/TAG, until its other files, such as a tokenizer
                                     or the checkpoint TAG/step1, have been moved to the new one
 
-Several jobs may save into one folder, even with the same tag: each save has its own ID. If a tag
-is a symbolic link, the folders are next to its target, and the link stays.
+Several jobs may save into one folder, even with the same tag, because each save has its own ID. If
+a tag is a symbolic link, these folders are next to the link's target, and the link is kept.
 """
 
 import json
@@ -23,7 +23,7 @@ from ds_ext.checkpoint import locks
 
 MANIFEST = "ds_ext.json"
 _INCOMPLETE, _REPLACED = ".incomplete-", ".replaced-"
-# The names that DeepSpeed's engine gives the files of a checkpoint of any optimizer.
+# File names of DeepSpeed's checkpoints, with any optimizer.
 _FILE = re.compile(
     r"((bf16_|fp16_)?zero_pp_rank_\d+_|(layer_-?\d+_)?expert_\d+_|expp_rank_\d+_)?"
     r"mp_rank_\d+_(model|optim)_states\.pt"
@@ -31,7 +31,7 @@ _FILE = re.compile(
 
 
 def _place(path: Path) -> Path:
-    """The target of ``path`` if that is a link, else ``path``."""
+    """The target of ``path`` if it is a link, else ``path``."""
     return path.resolve() if path.is_symlink() else path
 
 
@@ -44,14 +44,14 @@ def _replaced(path: Path) -> Path:
 class Draft(NamedTuple):
     """A checkpoint that is being written."""
 
-    path: Path  # its final path, perhaps a link
+    path: Path  # the final path, possibly a link
     place: Path  # the target of ``path``
     aside: Path  # the temporary folder
     lock: TextIO
 
 
 def prepare(path: Path) -> Draft:
-    """Makes the temporary folder of a checkpoint, and removes those of killed processes.
+    """Creates the temporary folder of a checkpoint, and removes those of killed processes.
 
     Raises:
         FileExistsError: ``path`` is a file.
@@ -72,10 +72,10 @@ def prepare(path: Path) -> Draft:
 
 
 def take_place(draft: Draft) -> None:
-    """Moves a checkpoint into place after its manifest was written.
+    """Moves a checkpoint with a manifest into place.
 
-    If the process is killed meanwhile, ``find`` finds the old or the new checkpoint, complete, and
-    all other files are in one of the two folders.
+    If the process is killed meanwhile, ``find`` returns the complete old or new checkpoint. All
+    other files are in one of the two folders.
     """
     place = draft.place
     with locks.exclusive(place.parent):
@@ -89,7 +89,7 @@ def take_place(draft: Draft) -> None:
 
 def close(draft: Draft) -> None:
     """Ends a save, and removes the temporary folder if it was not moved into place."""
-    shutil.rmtree(draft.aside, ignore_errors=True)  # the next save removes the rest
+    shutil.rmtree(draft.aside, ignore_errors=True)  # the next save removes any remains
     _lock_of(draft.aside).unlink(missing_ok=True)
     locks.release(draft.lock)
 
@@ -108,7 +108,7 @@ def _clear_abandoned(root: Path, now: float) -> None:
 
 
 def find(folder: Path, tag: str) -> Path | None:
-    """Returns the folder of a checkpoint, even if a killed process left it elsewhere; or None."""
+    """Returns a checkpoint's folder, even if a killed process has left it elsewhere; or None."""
     path, parts = folder / tag, Path(tag).parts
     if _checkpoint_files(path):
         return path
@@ -120,9 +120,9 @@ def find(folder: Path, tag: str) -> Path | None:
 
 
 def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields the tags in ``folder``, at any depth, with the folders of their checkpoints.
+    """Yields each tag in ``folder``, at any depth, with the folder of its checkpoint.
 
-    It follows links, but visits no folder twice, and none that contains ``folder``.
+    Follows links, but visits no folder twice, and skips folders that contain ``folder``.
     """
     seen = {folder.resolve(), *folder.resolve().parents}
     seen_tags: set[PurePosixPath] = set()
@@ -142,7 +142,7 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _folders(path: Path) -> list[str]:
-    """Names of folders and links in a folder, without incomplete checkpoints."""
+    """Names of folders and links in a folder, except incomplete checkpoints."""
     try:
         entries = [e.name for e in os.scandir(path) if e.is_dir() or e.is_symlink()]
     except OSError:  # it belongs to another user, or was just removed
@@ -151,7 +151,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def sync(folder: Path) -> None:
-    """Writes the entries of a folder through to the disk."""
+    """Flushes a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -160,7 +160,7 @@ def sync(folder: Path) -> None:
 
 
 def _settle(place: Path) -> None:
-    """Completes an exchange of folders, or undoes it if the new one is not there."""
+    """Completes a replacement, or restores the old folder if the new one is missing."""
     before = _replaced(place)
     if not before.is_dir():
         return
@@ -168,14 +168,14 @@ def _settle(place: Path) -> None:
         _bring_others(before, place)
         _clear(before)
         return
-    if place.is_dir():  # someone has made it again
+    if place.is_dir():  # someone has created it again
         _bring_others(place, before)
         place.rmdir()
     before.rename(place)
 
 
 def _bring_others(source: Path, target: Path) -> None:
-    """Moves files that no checkpoint wrote. If a name is taken, it appends a ~."""
+    """Moves files that are not part of a checkpoint. Appends ~ to names that are taken."""
     own = _checkpoint_files(source)
     for entry in list(source.iterdir()):
         if entry.name not in own:
@@ -186,7 +186,7 @@ def _bring_others(source: Path, target: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Removes the files of a checkpoint, its manifest last, and then the folder if it is empty."""
+    """Removes a checkpoint's files, the manifest last, and then the folder if it is empty."""
     for name in sorted(_checkpoint_files(folder), key=MANIFEST.__eq__):
         (folder / name).unlink()
     if not any(folder.iterdir()):
@@ -194,13 +194,13 @@ def _clear(folder: Path) -> None:
 
 
 def _checkpoint_files(folder: Path) -> set[str]:
-    """Names of the files in ``folder`` that a checkpoint wrote."""
+    """Names of the files in ``folder`` that are part of a checkpoint."""
     if not folder.is_dir():
         return set()
     try:
         names = set(json.loads((folder / MANIFEST).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
-        names = set()  # no manifest, or a damaged one: use the names
+        names = set()  # the manifest is missing or damaged: match file names
     names |= {MANIFEST, MANIFEST + ".new"}
     return {
         entry.name

@@ -1,1 +1,1 @@
-"""What may a DeepSpeed config contain? Its settings are parsed and validated here."""
+"""Parses and validates the settings of a DeepSpeed config."""

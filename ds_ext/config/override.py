@@ -1,7 +1,7 @@
-"""``python -m ds_ext run --config FILE``: replaces the program's optimizer by that of FILE.
+"""``python -m ds_ext run --config FILE``: replaces a program's optimizer with FILE's optimizer.
 
-This is for programs that write their DeepSpeed config in code, such as OpenRLHF. It changes only
-configs that name an optimizer, because other engines do not train.
+Use it for programs that create their DeepSpeed config in code, such as OpenRLHF. Configs without an
+optimizer do not change, because their engines do not train.
 """
 
 import functools
@@ -14,9 +14,9 @@ VARIABLE = "DS_EXT_CONFIG"  # the path of FILE, set by ``run --config``
 
 
 def apply(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a program's config with the sections "optimizer" and, if any, "ds_ext" of FILE.
+    """Returns a program's config with FILE's section "optimizer" and, if present, "ds_ext".
 
-    The value "auto" in FILE's ``optimizer.params`` means the value of the program's own config.
+    A value "auto" in FILE's ``optimizer.params`` takes the value from the program's own config.
 
     Args:
         config: the DeepSpeed config that the program passes to ``deepspeed.initialize``.
@@ -42,13 +42,13 @@ def apply(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_object(optimizer: object) -> None:
-    """Checks that the program does not make its optimizer itself, which no config can replace.
+    """Checks that the program passes no optimizer object, which a config cannot replace.
 
     Args:
         optimizer: the optimizer that the program passes to ``deepspeed.initialize``, or None.
 
     Raises:
-        ValueError: it makes one.
+        ValueError: ``run --config`` is in use, and ``optimizer`` is not None.
     """
     path = os.environ.get(VARIABLE)
     if path and optimizer is not None:

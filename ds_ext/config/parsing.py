@@ -1,4 +1,4 @@
-"""Parses the settings of a DeepSpeed config that ds_ext uses."""
+"""Parses the DeepSpeed config settings that ds_ext uses."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ _DTYPES = {  # as DeepSpeed spells them
 
 
 def lookup(config: Any, key: str) -> Any:
-    """Returns the value of a dotted key, or None if the key or a section above it is missing."""
+    """Returns the value of a dotted key, or None if the key or one of its sections is missing."""
     for part in key.split("."):
         if not isinstance(config, dict):
             return None
@@ -25,10 +25,10 @@ def lookup(config: Any, key: str) -> Any:
 
 
 def without_auto(config: Any) -> Any:
-    """Returns a config without the keys whose value is "auto", in all its sections.
+    """Returns a config without keys whose value is "auto", in all sections.
 
-    DeepSpeed drops these keys too and uses its defaults. Every reader of a config calls this first.
-    By then HF Trainer and accelerate have replaced every "auto" that they support.
+    Like DeepSpeed, ds_ext uses defaults for these keys. Every reader of a config calls this first.
+    HF Trainer and accelerate have already replaced every "auto" that they support.
     """
     if not isinstance(config, dict):
         return config
@@ -39,7 +39,7 @@ def section(config: dict[str, Any]) -> Section:
     """Returns the section "ds_ext" of a DeepSpeed config.
 
     Raises:
-        ValueError: a key is unknown or its value is not allowed.
+        ValueError: a key is unknown or its value is invalid.
     """
     given = without_auto(config.get("ds_ext")) or {}
     if not isinstance(given, dict):
@@ -50,15 +50,15 @@ def section(config: dict[str, Any]) -> Section:
 def gradients(
     config: dict[str, Any], monitored: bool = False, kept_for: str = ""
 ) -> GradientConfig:
-    """Returns how a DeepSpeed config wants gradients to be reduced, kept and clipped.
+    """Returns a DeepSpeed config's settings for reducing, keeping and clipping gradients.
 
     Args:
         config: a DeepSpeed config.
-        monitored: whether one of DeepSpeed's monitors is on.
-        kept_for: the feature that needs kept gradients and is no config key; "" if there is none.
+        monitored: whether a DeepSpeed monitor is enabled.
+        kept_for: a feature without a config key that needs kept gradients; "" if there is none.
 
     Raises:
-        ValueError: a value is not allowed, or two keys contradict each other.
+        ValueError: a value is invalid, or two keys contradict each other.
     """
     config = without_auto(config)
     own = section(config)
@@ -97,7 +97,7 @@ def gradients(
 
 
 def log_lines(grad_config: GradientConfig, config: dict[str, Any]) -> list[str]:
-    """Returns the lines that the log shows about bucket size and clipping."""
+    """Returns log lines about bucket size and clipping."""
     size = f"{grad_config.bucket_size:,}"
     lines = [f"buckets of {size} gradient elements (zero_optimization.reduce_bucket_size)"]
     if without_auto(config).get("gradient_clipping") is None:

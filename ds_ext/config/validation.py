@@ -1,6 +1,6 @@
-"""Validates a DeepSpeed config: which keys ds_ext refuses and which it ignores.
+"""Validates a DeepSpeed config: finds keys that ds_ext refuses or ignores.
 
-The engine raises the first problem. ``python -m ds_ext check`` prints all of them.
+The engine raises the first problem. ``python -m ds_ext check`` prints all problems.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,14 +33,14 @@ def problems(
     kept_for: str = "",
     states: Iterable[tuple[Any, torch.dtype]] = (),
 ) -> Iterator[str]:
-    """Yields a sentence for each setting that ds_ext cannot honour, the same on every rank.
+    """Yields a message for each setting that ds_ext cannot honour. All ranks yield the same.
 
     Args:
         config: a DeepSpeed config.
         version: the version of DeepSpeed; None if DeepSpeed is not installed.
         kept_for: see ``parsing.gradients``.
-        states: the rule and the weight's dtype of each param group. They are read only if the
-            config offloads optimizer states.
+        states: the rule of each param group with each dtype of weights. Only read if the config
+            offloads optimizer states.
     """
     config = without_auto(config)
     if version is not None:
@@ -56,7 +56,7 @@ def problems(
 
 
 def ignored(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each setting that is accepted and has no effect."""
+    """Yields a message for each setting that is accepted but has no effect."""
     config = without_auto(config)
     for key, value, reason in _set_otherwise(config, IGNORED):
         yield f"{key} = {value!r} has no effect: {reason}."
@@ -77,7 +77,7 @@ def ignored(config: dict[str, Any]) -> Iterator[str]:
 
 
 def needs_newer_deepspeed(config: dict[str, Any], version: str) -> Iterator[str]:
-    """Yields a sentence for each key that needs a newer version of DeepSpeed than ``version``."""
+    """Yields a message for each key that needs a DeepSpeed newer than ``version``."""
     for key, value, since in _set_otherwise(config, _SINCE):
         if numbers(version) < since:
             yield (
@@ -89,18 +89,18 @@ def needs_newer_deepspeed(config: dict[str, Any], version: str) -> Iterator[str]
 def _set_otherwise(
     config: dict[str, Any], table: Iterable[tuple[str, Allowed, T]]
 ) -> Iterator[tuple[str, Any, T]]:
-    """Yields (key, value, last column) of the rows whose key is set to a value not allowed."""
+    """Yields (key, value, last column) for each row whose key is set to a disallowed value."""
     for key, is_allowed, last in table:
         value = lookup(config, key)
         if value is not None and not is_allowed(value):
             yield key, value, last
 
 
-# Settings that exclude each other.
+# Mutually exclusive settings.
 
 
 def _combinations(config: dict[str, Any]) -> Iterator[str]:
-    """Yields the problems of keys that need a ZeRO stage, or exclude other keys."""
+    """Yields a message for each key that needs another ZeRO stage, or excludes another key."""
     zero, stage = "zero_optimization", lookup(config, "zero_optimization.stage")
     for key, value, excluded in _set_otherwise(config, _STAGE_3):
         if stage != 3:
@@ -122,18 +122,18 @@ def _combinations(config: dict[str, Any]) -> Iterator[str]:
 def _excluded(
     config: dict[str, Any], asked: str, others: Iterable[tuple[str, Allowed]]
 ) -> Iterator[str]:
-    """Yields the problems of a setting that allows only some values of others."""
+    """Yields a message for each other setting that ``asked`` excludes."""
     for key, value, _ in _set_otherwise(config, ((*other, None) for other in others)):
         yield f"ds_ext cannot honour {asked} together with {key} = {value!r} yet: remove one."
 
 
 def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[str]:
-    """Yields why experts cannot be combined with sequence or tensor parallelism.
+    """Yields a message if experts cannot be combined with sequence or tensor parallelism.
 
     Args:
         stage: the ZeRO stage.
-        sequences: whether ranks share sequences.
-        tensor_size: the number of ranks of tensor parallelism.
+        sequences: whether sequence parallelism is used.
+        tensor_size: the number of tensor-parallel ranks.
     """
     if sequences and stage == 3:
         yield (
@@ -153,7 +153,7 @@ def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[s
 def offload_problems(
     config: Mapping[str, Any], states: Iterable[tuple[Any, torch.dtype]] = ()
 ) -> Iterator[str]:
-    """Yields what cannot be offloaded; see ``problems``."""
+    """Yields a message for each offload setting that ds_ext cannot honour; see ``problems``."""
     on = _offloaded(config)
     for name, section in on.items():
         key = f"zero_optimization.{name}"
@@ -178,11 +178,11 @@ def offload_problems(
 
 
 def has_state(rule: Any, dtype: torch.dtype) -> bool:
-    """Returns whether a rule keeps more than statistics of rows and columns for a matrix.
+    """Returns whether a rule keeps more than row and column statistics for a matrix.
 
     Args:
         rule: an instance of ``RuleOptimizer.hypers``.
-        dtype: of the weights, which may need a master copy.
+        dtype: the dtype of the weights, which may need a master copy.
     """
     parts = leaves(rule.state_spec(Shard.whole((512, 512))))
     masters = weight_update.master(torch.empty(0, dtype=dtype, device="cpu"), rule)
@@ -190,7 +190,7 @@ def has_state(rule: Any, dtype: torch.dtype) -> bool:
 
 
 def _zero(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
-    """The section "zero_optimization" and its stage."""
+    """The section "zero_optimization", and the ZeRO stage."""
     zero = without_auto(config.get("zero_optimization"))
     zero = zero if isinstance(zero, Mapping) else {}
     return zero, zero.get("stage") or 0
@@ -207,15 +207,15 @@ def _device(section: Any) -> Any:
     return (section.get("device") if isinstance(section, Mapping) else None) or "none"
 
 
-# Sizes that have to fit the number of ranks, which DeepSpeed checks only in a run.
+# Sizes that must match the number of ranks. DeepSpeed checks them only in a run.
 
 
 def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields sizes that are no numbers, groups that do not divide ranks, and impossible experts.
+    """Yields messages about invalid batch sizes, group sizes and combinations with experts.
 
     Args:
         config: a DeepSpeed config.
-        ranks: the number of data-parallel ranks; None if it is not known.
+        ranks: the number of data-parallel ranks; None if unknown.
     """
     config = without_auto(config)
     for key in SIZES:
@@ -238,15 +238,15 @@ def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
 
 
 def group_keys(config: dict[str, Any]) -> list[str]:
-    """Returns the keys of a config that set a group size, which has to divide the ranks."""
+    """Returns the keys of a config that set a group size. It must divide the number of ranks."""
     return [key for key in _GROUP_SIZES if lookup(config, key) not in (None, 0, 1)]
 
 
 def batch_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields batch sizes that contradict each other; see ``size_problems``."""
+    """Yields a message if batch sizes contradict each other; see ``size_problems``."""
     whole, micro, steps = (config.get(key) for key in SIZES)
     parts = (ranks or 1) * (micro or 1) * (steps or 1)
-    is_open = None in (ranks, micro, steps)  # the missing one follows from the others
+    is_open = None in (ranks, micro, steps)  # DeepSpeed derives the missing size
     if whole is not None and (whole % parts if is_open else whole != parts):
         yield (
             f"train_batch_size = {whole} is not train_micro_batch_size_per_gpu = {micro or 'any'} "
@@ -254,7 +254,7 @@ def batch_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
         )
 
 
-# The tables. ``is_allowed`` is called with every value but None.
+# The tables. ``is_allowed`` is called with every value except None.
 
 
 def _off(value: Any) -> bool:
@@ -328,7 +328,7 @@ IGNORED: list[tuple[str, Allowed, str]] = [
     ("checkpoint.checkpoint_serialization", bool, "DeepSpeed itself does not read it"),
 ]
 
-# (key, is_allowed in any version, the first version that has what ds_ext needs for other values)
+# (key, is_allowed in any version, the first DeepSpeed version that supports other values)
 _SINCE: list[tuple[str, Allowed, tuple[int, ...]]] = [
     ("tensor_parallel.autotp_size", _at_most_one, (0, 19, 8)),
     ("expert_parallel.enabled", _off, (0, 19, 8)),
@@ -346,7 +346,7 @@ _UNGROUPED: list[tuple[str, Allowed]] = [
     ("expert_parallel.enabled", _off),
 ]
 
-# (key, is_allowed at any stage, the keys that other values exclude)
+# (key, is_allowed at any stage, keys that other values exclude)
 _STAGE_3: list[tuple[str, Allowed, list[tuple[str, Allowed]]]] = [
     (_HPZ, _at_most_one, []),
     ("zero_optimization.zero_quantized_weights", _off, [(_HPZ, _at_most_one)]),

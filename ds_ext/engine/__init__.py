@@ -1,6 +1,6 @@
-"""What does DeepSpeed want? The only package that imports it, or reads attributes that it sets."""
+"""Integration with DeepSpeed. No other package imports DeepSpeed or reads its attributes."""
 
-import deepspeed  # noqa: F401  first: importing it patches it, with modules of this package
+import deepspeed  # noqa: F401  first: this import applies the patches of this package
 
 from ds_ext.engine import versions
 

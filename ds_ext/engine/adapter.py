@@ -1,4 +1,4 @@
-"""The adapter to DeepSpeed's engine: its protocol for a ZeRO optimizer, at every stage."""
+"""Adapter that implements DeepSpeed's ZeRO optimizer protocol at every ZeRO stage."""
 
 import contextlib
 import itertools
@@ -40,14 +40,14 @@ from ds_ext.optimizer.host_offload import HostOffload
 class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no types
     """Implements DeepSpeed's ZeRO optimizer protocol for an optimizer that steps inside backward.
 
-    It is ``engine.optimizer`` at every ZeRO stage.
+    The adapter is ``engine.optimizer`` at every ZeRO stage.
 
     Args:
-        engine: its engine, with the model on its device.
-        optimizer: the optimizer, checked by ``validation.validate``.
+        engine: the engine. Its model is already on the device.
+        optimizer: an optimizer that ``validation.validate`` has accepted.
 
     Raises:
-        ValueError: the settings and parameters cannot be trained together.
+        ValueError: the settings do not support these parameters.
     """
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
@@ -56,7 +56,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.optimizer = optimizer
         self.module = engine.module
         self.layout = layout_of(engine)
-        self.dp_process_group = self.layout.replica_group  # DeepSpeed names files by it
+        self.dp_process_group = self.layout.replica_group  # DeepSpeed uses it in file names
         share_time_limit(self.layout)
         config = settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
@@ -77,15 +77,15 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.loss_scaler = settings.loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
-        self._entered = -1  # autograd's id of the last backward pass of the engine
+        self._entered = -1  # graph task id of the engine's last backward pass
         self._is_prepass = False
-        self._can_repeat = False  # whether a graph was found that can run backward twice
+        self._can_repeat = False  # whether a graph has passed _refuse_to_repeat
         self._take_over_from_engine()
         hook_cleanup.hide_from_copies(engine)
         safe_access.attach(self.fused)
 
     def log_start(self) -> None:
-        """Logs how the engine trains. It is called after the scheduler was checked."""
+        """Logs the training setup and its warnings. Call it after the scheduler was checked."""
         config, grad_config = settings.effective(self.engine), self.fused.grad_config
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         if pipeline.is_pipeline(self.engine):
@@ -100,7 +100,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             warn(warning)
 
     def _prepare_optimizer(self, section: dict[str, Any] | None) -> None:
-        """Gives the optimizer what only the engine knows: offload, numbers, experts."""
+        """Configures offload, parameter numbers and experts, which only the engine knows."""
         optimizer = self.optimizer
         optimizer.set_offload(HostOffload.from_config(section or {}))
         optimizer.index_parameters()  # DeepSpeed may have replaced expert parameters
@@ -111,7 +111,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
 
     def _take_over_from_engine(self) -> None:
-        """Switches off the scaling, reduction and clipping of the engine and ZeROOptimizer."""
+        """Disables loss scaling, reduction and clipping in the engine and in ZeROOptimizer."""
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
         self.engine.torch_autocast_z0_gradscaler = None
@@ -140,20 +140,20 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             group["lr"] = lr
 
     def backward(self, loss: Tensor, **_: Any) -> None:
-        """Raises RuntimeError: callers have to use ``engine.backward``."""
+        """Raises RuntimeError. Call ``engine.backward`` instead."""
         raise RuntimeError(unsupported_api.BACKWARD)
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Does nothing: ``engine.allreduce_gradients()`` is not needed, backward reduces them."""
+        """Does nothing in ``engine.allreduce_gradients()``: backward has reduced gradients."""
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:
-        """DeepSpeed's object that gathers the parameters at stage 3.
+        """DeepSpeed's object that gathers parameters at stage 3.
 
-        Trainers remove its hooks while they generate.
+        Trainers remove its hooks during generation.
 
         Raises:
-            AttributeError: at other stages, as with DeepSpeed's own optimizers.
+            AttributeError: at other stages, as in DeepSpeed's own optimizers.
         """
         if isinstance(self.layout, Zero3Layout):
             return self.layout.offload
@@ -177,9 +177,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         return bool(self.loss_scale != 1)
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Returns the loss times the loss scale, after the measuring pass if clipping needs one.
+        """Returns the loss times the loss scale. ``engine.backward`` and ``engine.scale`` call it.
 
-        ``engine.backward`` and ``engine.scale`` call it.
+        If clipping needs the gradient norm, it first runs a backward pass that measures the norm.
         """
         self.fused.check_owner()
         loss = self.loss_scaler.scale_loss(value)
@@ -197,7 +197,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     @contextlib.contextmanager
     def _unseen_by_engine(self, loss: Tensor) -> Iterator[None]:
-        """Hides a backward pass of ``loss`` within the context from the engine's hooks."""
+        """Context in which the engine's hooks ignore a backward pass of ``loss``."""
         state = self._backward_hook_state
         hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
         self._is_prepass = True
@@ -209,16 +209,16 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._tell_of_second_pass(loss)
 
     def _tell_of_second_pass(self, loss: Tensor) -> None:
-        """Makes the engine's hooks also run in the second backward pass of a graph."""
+        """Makes the engine's hooks run again in the second backward pass of a graph."""
         self._backward_hook_state.post_backward_callback_queued = False
         loss.register_hook(self._announce)
 
     def _announce(self, grad: Tensor) -> None:
-        """A gradient hook that does not change the gradient."""
+        """Gradient hook that queues the engine's callback and keeps the gradient."""
         self.queue_post_backward_callback()
 
     def backward_prologue(self) -> None:
-        """The engine calls it when a backward pass begins.
+        """Called by the engine when a backward pass begins.
 
         Raises:
             RuntimeError: the loss was not multiplied by the loss scale.
@@ -234,36 +234,36 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             )
 
     def enter_backward(self) -> None:
-        """The engine calls it for each forward pass that a backward pass reaches.
+        """Called by the engine for each forward pass that a backward pass reaches.
 
-        DeepSpeed calls ``exit_backward`` once for each backward pass. So only the first of these
-        calls counts. Otherwise the depth would stay 1 after a loss of two forward passes, and
-        ``_discarded`` would take that for an abandoned backward pass.
+        Only the first call in a backward pass counts, because DeepSpeed calls ``exit_backward``
+        once per backward pass. Otherwise the depth would stay 1 after a loss of two forward passes,
+        and ``_discarded`` would mistake this for an abandoned backward pass.
         """
         task = torch._C._current_graph_task_id()
         if task != self._entered:
             self._entered = task
-            self._backward_active_depth = 0  # it is more after an abandoned backward pass
+            self._backward_active_depth = 0  # nonzero after an abandoned backward pass
             self.clear_backward_seen_flag()
             super().enter_backward()
 
     def backward_epilogue(self, **_: Any) -> None:
-        """The engine calls it after engine.backward(loss) or loss.backward()."""
+        """Called by the engine after engine.backward(loss) or loss.backward()."""
         self.fused.finish()
         self.layout.end_backward()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Does nothing: ``step`` ends the accumulation that the caller manages."""
+        """Does nothing: ``step`` ends gradient accumulation that the caller manages."""
 
     def step(self, closure: None = None) -> None:
-        """Ends a step. Backward has made most of it. A second call has no effect.
+        """Finishes the step that backward has begun. A second call has no effect.
 
         Raises:
             ValueError: a ``closure`` was given.
         """
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for a step, made in backward
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         self.fused.finish()
         result = self.fused.end_step()
         self.overflow = result is not None and result.skipped
@@ -296,18 +296,18 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Adds parameters to the optimizer.
 
         Raises:
-            ValueError: one of them is not part of the engine's module.
+            ValueError: a parameter is not part of the engine's module.
         """
         self.optimizer.add_param_group(param_group)
         if pipeline.is_pipeline(self.engine):
             pipeline.number(self.engine, self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the step in progress: see ``FusedBackward.discard``. All ranks call it."""
+        """Discards the step in progress: see ``FusedBackward.discard``. All ranks must call it."""
         self.optimizer.zero_grad(set_to_none)
 
     def _discarded(self, had_begun: bool) -> None:
-        """Resets the engine after a step was dropped, perhaps in the middle of a backward pass."""
+        """Resets the engine after a step was discarded, possibly during a backward pass."""
         state = self._backward_hook_state
         if not had_begun and not state.backward_active_depth:
             return  # between steps, or between forward and backward
@@ -320,7 +320,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             engine.micro_steps -= engine.micro_steps % steps
         engine._unmanaged_backward_count = 0
 
-    # For zero_to_fp32.py, which joins the runs of one parameter from all ranks.
+    # One group per parameter: zero_to_fp32.py concatenates the runs of a group from all ranks.
     round_robin_bit16_groups = property(lambda self: [[p] for p in stepped(self.fused)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,11 +332,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         raise RuntimeError("the optimizer is loaded by engine.load_checkpoint, with the weights.")
 
     def checkpoint_event_prologue(self) -> None:
-        """The engine calls it before it saves or loads weights. Partitions gathered ones."""
+        """Partitions gathered weights. The engine calls it before it saves or loads weights."""
         self.empty_partition_cache()
 
     def checkpoint_event_epilogue(self) -> None:
-        """The engine calls it after it has loaded weights. Gathers persistent parameters."""
+        """Gathers persistent parameters. The engine calls it after it has loaded weights."""
         self.layout.end_step()
 
     def empty_partition_cache(self) -> None:
@@ -353,7 +353,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     ) -> None:
         """Moves weights, states and kept gradients to the host: see ``OffloadedStates.offload``.
 
-        It waits for the copies, even if ``non_blocking`` is set.
+        Waits for the copies even if ``non_blocking`` is set.
         """
         self.fused.check_owner()
         self.offloaded.offload(include, device, pin_memory)
@@ -370,7 +370,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self.layout.offload.destroy()
 
     def _leave(self) -> None:
-        """Removes all hooks from the model, so that it does not keep this engine alive."""
+        """Removes all hooks from the model, so that the model does not keep this engine alive."""
         self.destroy()
         hook_cleanup.remove_hooks(self.engine)
 

@@ -1,7 +1,7 @@
-"""The part of each parameter that AutoTP, DeepSpeed's tensor parallelism, gives to this rank.
+"""This rank's shard of each parameter under AutoTP, DeepSpeed's tensor parallelism.
 
-AutoTP's layers describe their parameters for universal checkpoints: the shape of the whole
-parameter, and for each rank the pieces that lie one after another in its memory.
+AutoTP's layers describe their parameters for universal checkpoints. A description contains the
+shape of the whole parameter, and the pieces that each rank stores consecutively.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ def tensor_parallel_shards(
     Args:
         names: the names of all parameters.
         rank: this rank's number in the tensor-parallel group.
-        ranks: the number of parts into which data parallelism cuts each shard.
+        ranks: the number of parts into which data parallelism divides each shard.
 
     Raises:
-        ValueError: a layer does not describe its division, or in an unsupported way.
+        ValueError: a layer's description of its split is missing or unsupported.
     """
     found = {}
     for param, name in names.items():
@@ -45,7 +45,7 @@ def tensor_parallel_shards(
 
 
 def _map(described: dict[str, Any], name: str) -> ParamAffineMap:
-    """The position of each rank's elements in the whole parameter."""
+    """The map from each rank's elements to the whole parameter."""
     conversion = described["conversion"]
     if "affine_map" in conversion:
         return ParamAffineMap.from_dict(conversion["affine_map"])

@@ -1,4 +1,4 @@
-"""The contents of an engine's checkpoint: each part has a function to save and one to load it.
+"""The contents of an engine's checkpoint, with functions that save and load each part.
 
 | part                                   | saved by             | loaded by                   |
 |----------------------------------------|----------------------|-----------------------------|
@@ -9,7 +9,7 @@
 | steps, samples, schedules, data order  | DeepSpeed            | ``load_counts``             |
 | the user's ``client_state``            | DeepSpeed            | ``client_state``            |
 
-``save`` returns the first three, plus the entries that DeepSpeed's zero_to_fp32.py reads.
+``save`` returns the first three parts, and the entries that DeepSpeed's zero_to_fp32.py reads.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
 
 
 def stepped(fused: FusedBackward) -> list[Tensor]:
-    """Returns the optimizer's parameters in order, without empty ones."""
+    """Returns the optimizer's nonempty parameters in order."""
     return [p for p in fused.optimizer.number_of if fused.layout.shard(p).numel]
 
 
@@ -82,20 +82,20 @@ class Contents:
         }
 
     def check(self, pieces: Pieces, strict: bool) -> None:
-        """Checks that ``load`` can succeed, without changing anything.
+        """Checks that ``load`` can succeed. Changes nothing.
 
         Args:
             pieces: the results of ``save`` on all ranks.
             strict: whether the model and the checkpoint must have the same parameters.
 
         Raises:
-            CheckpointError: something does not fit the model, its optimizer or the engine.
+            CheckpointError: the checkpoint does not match the model, optimizer or engine.
         """
         checks.check(pieces, self.optimizer, self.owned, strict, self.names)
         self.check_gradients(pieces)
 
     def load(self, pieces: Pieces) -> None:
-        """Loads results of ``save``. The caller publishes the weights to other ranks."""
+        """Loads the results of ``save``. The caller must publish the weights to other ranks."""
         resharding.load_state(pieces, self.optimizer, self.owned)
         self.load_scaler(pieces.saved[0])
         self.load_gradients(pieces)
@@ -108,14 +108,14 @@ class Contents:
         self.load_weights(pieces)
 
     def load_weights(self, pieces: Pieces) -> None:
-        """Loads the weights, and logs those that were not saved."""
+        """Loads the weights, and logs the names of weights that the checkpoint lacks."""
         missing = resharding.load_weights(pieces, self.optimizer, self.owned)
         if missing:
             names = summary(missing)
             log(f"not in the checkpoint, left as they were: {names}")
 
     def _to_be_saved(self) -> dict[Tensor, OwnedRun]:
-        """This rank's runs of trained weights, and of frozen ones that differ between ranks."""
+        """This rank's runs of trained weights, and of frozen weights that differ between ranks."""
         if self.engine.autotp_size() > 1 or self.engine.has_moe_layers:
             return self.owned
         trained, elsewhere = self.optimizer.group_of, self.layout.saved_elsewhere
@@ -125,7 +125,7 @@ class Contents:
             if (p in trained or p.requires_grad) and p not in elsewhere
         }
 
-    # Gradients that wait for the rest of their step's micro-batches: sums of the gradients of each
+    # Gradients accumulated so far in an unfinished step: sums over ranks of the gradients of each
     # rank's mean loss, times the loss scale.
 
     def save_gradients(self) -> dict[str, Any]:
@@ -145,10 +145,10 @@ class Contents:
         }
 
     def check_gradients(self, pieces: Pieces) -> None:
-        """Checks that a step can be resumed from gradients of some of its micro-batches.
+        """Checks that a step can be resumed between its micro-batches.
 
         Raises:
-            CheckpointError: the number of micro-batches does not fit, or gradients are missing.
+            CheckpointError: the number of micro-batches does not match, or gradients are missing.
         """
         done, of = pieces.saved[0]["accumulated"]["passes"]
         steps = self.engine.gradient_accumulation_steps()
@@ -164,7 +164,7 @@ class Contents:
                 raise CheckpointError(f"this checkpoint lacks some of {own.name}'s gradient.")
 
     def load_gradients(self, pieces: Pieces) -> None:
-        """Begins a step with the saved gradients, rescaled for these ranks."""
+        """Begins a step with the saved gradients, rescaled for the current number of ranks."""
         saved = pieces.saved[0]["accumulated"]
         factor = self.scaler.loss_scale / saved["loss_scale"]
         if self.fused.grad_config.average:
@@ -180,13 +180,13 @@ class Contents:
 
     @property
     def _grad_divisor(self) -> int:
-        """The number of mean losses in a summed gradient, without tensor parallelism."""
+        """The number of losses in a summed gradient, if there is no tensor parallelism."""
         return self.layout.world // int(self.engine.sequence_parallel_size)
 
     # The loss scaler, the norm of the last step, and the number of skipped steps.
 
     def save_scaler(self) -> dict[str, Any]:
-        """Returns the numbers that the next step needs, equal on every rank."""
+        """Returns the values that the next step needs. They are equal on every rank."""
         return {
             "loss_scaler": {k: v for k, v in vars(self.scaler).items() if k != "dtype"},
             "previous_norm": self.fused.clipping.previous_norm,
@@ -194,7 +194,7 @@ class Contents:
         }
 
     def load_scaler(self, saved: Saved) -> None:
-        """Loads the result of ``save_scaler``. A loss scaler of another type does not change."""
+        """Loads the result of ``save_scaler``. Skips the state of another type of loss scaler."""
         if saved["loss_scaler"].keys() <= vars(self.scaler).keys():
             vars(self.scaler).update(saved["loss_scaler"])
         else:
@@ -202,10 +202,10 @@ class Contents:
         self.fused.clipping.previous_norm = saved["previous_norm"]
         self.fused.skipped_steps = saved["skipped_steps"]
 
-    # DeepSpeed's script zero_to_fp32.py reads the same weights without names.
+    # DeepSpeed's zero_to_fp32.py reads the same weights, without names.
 
     def _for_zero_to_fp32(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The runs of stepped parameters, in the memory of ``weights``, so they are saved once."""
+        """The runs of stepped parameters. They share memory with ``weights``: saved only once."""
         if self.layout.is_part:
             return {}  # the script does not support pipelines
         is_padded = isinstance(self.layout, Zero3Layout)
@@ -225,7 +225,7 @@ class Contents:
         }
 
 
-# The parts that DeepSpeed's engine saves in the model's file.
+# Entries that DeepSpeed's engine saves in the model's file.
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _KEYS = {
@@ -239,11 +239,11 @@ _KEYS = {
 
 
 def load_buffers(module: nn.Module, model: Saved) -> None:
-    """Loads the entries of the module's state dict that are not parameters.
+    """Loads the module's buffers and extra state.
 
     Args:
         module: the engine's module.
-        model: the content of the model's file.
+        model: the contents of the model's file.
     """
     params = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     own_names = {plain_name(name): name for name in module.state_dict()}
@@ -258,9 +258,9 @@ def load_counts(
     """Loads step counts, schedules and the order of samples.
 
     Args:
-        engine: the engine, whose counts are set.
-        model: the content of the model's file.
-        passes: the number of finished micro-batches of a step, and the number of all.
+        engine: the engine to update.
+        model: the contents of the model's file.
+        passes: the number of finished micro-batches in the saved step, and its total number.
         with_scheduler: whether to load the learning-rate scheduler.
     """
     if with_scheduler and engine.lr_scheduler is not None and model.get("lr_scheduler"):
@@ -276,5 +276,5 @@ def load_counts(
 
 
 def client_state(model: Saved) -> dict[str, Any]:
-    """Returns the ``client_state`` that was given to ``engine.save_checkpoint``."""
+    """Returns the ``client_state`` that was passed to ``engine.save_checkpoint``."""
     return {key: value for key, value in model.items() if key not in _KEYS}

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: DeepSpeed writes them, this module describes and memory-maps them.
+"""Records and memory-maps the files of a checkpoint, which DeepSpeed's own code writes.
 
-DeepSpeed's own code writes them, so its tools can read them. Each rank of model parallelism (at
-stage 3 every rank) writes a file with the model, and every rank a file with the optimizer.
+DeepSpeed's tools can therefore read the files. Each model-parallel rank (at stage 3 every rank)
+writes a file with the model. Every rank writes a file with the optimizer.
 """
 
 import re
@@ -23,9 +23,9 @@ Files = dict[str, dict[str, int]]  # sizes and checksums of files, by name
 
 
 class Writer:
-    """Replaces DeepSpeed's checkpoint engine during a save: records files and errors.
+    """Replaces DeepSpeed's checkpoint engine during a save, to record files and errors.
 
-    It does not raise, because the other ranks would then wait in DeepSpeed's barriers.
+    Its methods for DeepSpeed do not raise, because other ranks would then hang in barriers.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -47,14 +47,14 @@ class Writer:
         del self.engine._copy_recovery_script
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Writes a file, for DeepSpeed."""
+        """Writes a file. DeepSpeed calls it."""
         self._try(self._save, state_dict, Path(path))
 
     def written(self) -> Files:
         """Returns the files that this rank has written.
 
         Raises:
-            Exception: the first error of this rank.
+            Exception: the first error on this rank.
         """
         if self.error is not None:
             raise self.error
@@ -85,11 +85,11 @@ class Writer:
 
 
 def _not_to_be_converted(model: dict[str, Any], is_partitioned: bool) -> dict[str, Any]:
-    """Adds entries to a model's file with which DeepSpeed's ds_to_universal ends with an error.
+    """Adds entries to a model's file that make DeepSpeed's ds_to_universal fail with a reason.
 
-    For stages 1 and 2 the script prints the reasons why tensor parallelism cannot be converted. For
-    stage 3 it prints the id that two layers of experts share. A model with DeepSpeed's experts does
-    not change.
+    At stages 1 and 2 the script prints the entry for unsupported tensor-parallel patterns. At stage
+    3 it prints an id that two expert layers share. A stage-3 model with DeepSpeed's experts gets
+    only the first entry.
     """
     unsupported = getattr(constants, "AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS", None)
     if unsupported is None:  # an older DeepSpeed
@@ -112,7 +112,7 @@ _WHY_NOT = {
 
 
 def listed(written: Sequence[Files]) -> dict[str, Any]:
-    """Returns the manifest's entries about the files that each rank has written."""
+    """Returns the manifest's entries for the files that each rank has written."""
     return {
         "model_files": [n for files in written for n in files if _is_model(n)],
         "state_files": [n for files in written for n in files if _holds_state(n, files)],
@@ -124,9 +124,9 @@ def listed(written: Sequence[Files]) -> dict[str, Any]:
 class Opened(NamedTuple):
     """The memory-mapped files of a checkpoint."""
 
-    model: Saved  # this rank's file of the model
-    saved: list[Saved]  # states of our optimizers, by rank; empty if DeepSpeed's saved
-    pieces: Pieces  # of ``saved``, and of weights in DeepSpeed's own files
+    model: Saved  # this rank's model file
+    saved: list[Saved]  # states of ds_ext optimizers, by rank; empty for DeepSpeed's optimizers
+    pieces: Pieces  # of ``saved``, and of weights in DeepSpeed's files
 
 
 def open_files(
@@ -139,14 +139,14 @@ def open_files(
     """Memory-maps the files of a checkpoint.
 
     Args:
-        path: its folder.
-        manifest: the manifest of ds_ext; None if DeepSpeed's own optimizers saved it.
+        path: the checkpoint's folder.
+        manifest: the manifest of ds_ext; None for a checkpoint of DeepSpeed's own optimizers.
         rank: the data-parallel rank of this process.
         names: plain names of the model's parameters.
-        layers: the prefix of names by layer of a PipelineModule; empty for other models.
+        layers: name prefixes by layer number of a PipelineModule; empty for other models.
 
     Raises:
-        CheckpointError: a file is damaged, or there is none.
+        CheckpointError: a file is damaged, or the folder has no model file.
     """
     if manifest is not None:
         model_files, layer_files = manifest["model_files"], manifest.get("layer_files", [])
@@ -169,7 +169,7 @@ def open_files(
     if layers:
         model = {**model, "module": _of_layers(path, layer_files, layers)}
     wanted = names - {name for own in saved for name in own["weights"]}
-    if not model_files[0].startswith("zero_pp_rank_"):  # the weights are whole
+    if not model_files[0].startswith("zero_pp_rank_"):  # the weights are not partitioned
         weights = [_whole_weights((model if layers else models[0])["module"], wanted)]
     elif saved:
         weights = [_frozen_weights(model, r, wanted) for r, model in enumerate(models)]
@@ -185,7 +185,7 @@ def open_files(
 
 
 def _of_layers(path: Path, files: Sequence[str], layers: Mapping[int, str]) -> dict[str, Any]:
-    """The weights and buffers of all layers of a pipeline, by name in the model."""
+    """The weights and buffers of all pipeline layers, by name in the model."""
     found = {}
     for name in files:
         match = _LAYER.fullmatch(name)
@@ -196,30 +196,30 @@ def _of_layers(path: Path, files: Sequence[str], layers: Mapping[int, str]) -> d
     return found
 
 
-_LAYER = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")  # of a PipelineModule
+_LAYER = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")  # a layer of a PipelineModule
 
 
 def _is_model(name: str) -> bool:
-    """Whether a file holds the model's weights, not those of one expert or layer."""
+    """Whether a file contains the model, rather than one expert or layer."""
     is_part = re.match(r"(layer_-?\d+_)?expert_\d+_", name) or _LAYER.fullmatch(name)
     return name.endswith("model_states.pt") and not is_part
 
 
 def _holds_state(name: str, files: Mapping[str, Any]) -> bool:
-    """Whether a file holds optimizer state: the model's file does if there is no other."""
+    """Whether a file contains optimizer state. Without optimizer files, model files do."""
     if any("optim_states" in other for other in files):
         return "optim_states" in name
     return not _LAYER.fullmatch(name)
 
 
 def _state_in(path: Path) -> Saved:
-    """The result of ``Contents.save`` on a rank, from the file that holds it."""
+    """The result of ``Contents.save`` on one rank, read from its file."""
     found = load(path)
     return with_plain_names(found.get("optimizer_state_dict") or found["optimizer"])
 
 
 def _refuse_unfinished(path: Path, optimizer: Any) -> None:
-    """Raises CheckpointError if ds_ext wrote the files but no manifest."""
+    """Raises CheckpointError if ds_ext wrote the files but not the manifest."""
     files = [load(file) for file in path.glob("*_rank_0_*optim_states.pt")]
     optimizers = [optimizer, *(file["optimizer_state_dict"] for file in files)]
     if any(isinstance(o, dict) and "ds_ext" in o for o in optimizers):
@@ -227,7 +227,7 @@ def _refuse_unfinished(path: Path, optimizer: Any) -> None:
 
 
 def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """A piece for each wanted tensor of ``found``, by plain name."""
+    """A piece of each wanted tensor in ``found``, by plain name."""
     own_names = {plain_name(name): name for name in found}
     pieces = {}
     for name in wanted & own_names.keys():
@@ -238,7 +238,7 @@ def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]
 
 
 def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]:
-    """One rank's pieces of wanted frozen weights, by plain name. All parts are equally long."""
+    """One rank's pieces of wanted frozen weights, by plain name. Parts have equal sizes."""
     found = model["frozen_param_fragments"] or {}
     own_names = {plain_name(name): name for name in found}
     pieces = {}

@@ -1,4 +1,4 @@
-"""The problems that DeepSpeed itself finds in a config, without an engine."""
+"""Finds the problems that DeepSpeed itself has with a config, without an engine."""
 
 import difflib
 import logging
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from ds_ext.config.validation import SIZES, batch_problems, size_problems
 
-# Top-level keys that are no constants of DeepSpeed's two modules.
+# Top-level keys that DeepSpeed's modules ``constants`` and ``config`` do not define as constants.
 _SECTIONS = {
     *("zero_optimization", "sparse_gradients", "amp", "pipeline"),
     *("sequence_parallel_size", "data_parallel_size"),
@@ -35,14 +35,14 @@ _MODELS = {
 
 
 def problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields what DeepSpeed would refuse or ignore in a config.
+    """Yields a message for each setting that DeepSpeed would refuse or ignore.
 
-    This finds all unknown keys and all wrong values of ZeRO and the 16-bit sections. If there are
+    Finds all unknown keys, and all wrong values in the ZeRO, fp16 and bf16 sections. If there are
     none, it also yields the first error that DeepSpeed raises while it reads the config.
 
     Args:
-        config: a DeepSpeed config without "auto" that HF would fill in.
-        ranks: the number of data-parallel ranks; None if it is not known.
+        config: a DeepSpeed config without "auto" values, which HF would fill in.
+        ranks: the number of data-parallel ranks; None if unknown.
     """
     found = list(_unknown(config))
     for section, model in _MODELS.items():
@@ -54,7 +54,7 @@ def problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
 
 
 def _unknown(config: dict[str, Any]) -> Iterator[str]:
-    """Yields the top-level keys that DeepSpeed does not read."""
+    """Yields a message for each top-level key that DeepSpeed does not read."""
     modules = (constants, runtime_config)
     values = [value for module in modules for value in vars(module).values()]
     known = {v for v in values if isinstance(v, str) and v.isidentifier()} | _SECTIONS
@@ -64,13 +64,13 @@ def _unknown(config: dict[str, Any]) -> Iterator[str]:
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" with the nearest known key, or "" if none is near."""
+    """Returns " Did you mean ...?" with the closest known key, or "" if none is close."""
     near = difflib.get_close_matches(key, known, n=1)
     return f' Did you mean "{near[0]}"?' if near else ""
 
 
 def _wrong(section: str, model: type[BaseModel], given: dict[str, Any]) -> Iterator[str]:
-    """Yields the values that a section's model does not accept."""
+    """Yields a message for each value that a section's pydantic model rejects."""
     try:
         model(**given)
     except ValidationError as error:
@@ -80,7 +80,7 @@ def _wrong(section: str, model: type[BaseModel], given: dict[str, Any]) -> Itera
 
 
 def in_words(error: ValidationError) -> Iterator[str]:
-    """Yields a sentence for each error of pydantic, with the nearest known key."""
+    """Yields a readable sentence for each pydantic error, with the closest known key."""
     sections = {model.__name__: (section, model) for section, model in _MODELS.items()}
     section, model = sections.get(error.title, (error.title, BaseModel))
     for one in error.errors(include_url=False):
@@ -88,7 +88,7 @@ def in_words(error: ValidationError) -> Iterator[str]:
         if one["type"] == "extra_forbidden":
             known = model.model_fields if len(one["loc"]) == 1 else ()
             yield f"unknown key {key}.{did_you_mean(str(one['loc'][-1]), known)}"
-        elif one["type"] == "enum":  # pydantic lists aliases of one value as several
+        elif one["type"] == "enum":  # pydantic repeats aliases of a value
             allowed = dict.fromkeys(re.split(", | or ", one["ctx"]["expected"]))
             yield f"{key} is {one['input']!r}; allowed: {', '.join(allowed)}."
         else:
@@ -97,7 +97,7 @@ def in_words(error: ValidationError) -> Iterator[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Makes DeepSpeed's logger show only errors within the context."""
+    """Context in which DeepSpeed's logger shows only errors."""
     level, logger.level = logger.level, logging.ERROR
     try:
         yield
@@ -106,7 +106,7 @@ def quiet() -> Iterator[None]:
 
 
 def with_advice(message: str) -> str:
-    """Returns a message of DeepSpeed, plus the ds_ext setting that replaces a removed key."""
+    """Returns DeepSpeed's message. For a removed key, adds the ds_ext setting that replaces it."""
     if "zero_optimization.mics_" in message:
         return (
             f"{message.rstrip('.')}; the optimizers of ds_ext cut a model among groups of n ranks "
@@ -118,7 +118,7 @@ def with_advice(message: str) -> str:
 def _raised(config: dict[str, Any]) -> Iterator[str]:
     """Yields the error that DeepSpeed raises when it reads a config.
 
-    DeepSpeed takes this process for the only rank, so batch sizes are left out.
+    Leaves out batch sizes, because DeepSpeed would check them for a single rank.
     """
     own = {k: v for k, v in config.items() if k not in SIZES} | {SIZES[1]: 1}
     with quiet():

@@ -1,8 +1,8 @@
-"""The experts that a rank has under DeepSpeed's expert parallelism, and the ranks that share them.
+"""Expert parallelism of DeepSpeed: the experts of each rank, and the ranks that share them.
 
-``deepspeed.moe`` gives each expert its own parameters, and numbers them from 0 on each rank. AutoEP
-stacks the experts of a rank in one parameter. Both mark these parameters. Here all experts of a
-model are numbered, so that checkpoints do not depend on the number of ranks.
+``deepspeed.moe`` gives each expert its own parameters, and numbers experts from 0 on each rank.
+AutoEP stacks the experts of a rank in one parameter. Both mark these parameters. This module
+numbers experts over the whole model, so that checkpoints do not depend on the number of ranks.
 """
 
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ from torch import distributed as dist
 from ds_ext.distributed.placement import Group
 from ds_ext.engine.parameters import deepspeed_parameter
 
-# The attribute in which AutoEP describes a divided parameter, since DeepSpeed 0.19.8.
+# The attribute in which AutoEP describes a split parameter, since DeepSpeed 0.19.8.
 _AUTOEP = getattr(constants, "DS_AUTOEP_UC_META", "")
 
 
 def is_expert(param: Tensor) -> bool:
-    """Returns whether a parameter belongs to experts that only some ranks may have."""
+    """Returns whether a parameter belongs to experts that DeepSpeed may spread over ranks."""
     return getattr(param, "allreduce", True) is False
 
 
 def refuse_spread_experts(model: nn.Module) -> None:
-    """Checks that every rank has the same experts, which ``fuse_into_backward`` requires.
+    """Checks that every rank has the same experts, as ``fuse_into_backward`` requires.
 
     Raises:
-        ValueError: experts are spread over ranks. Only an engine knows which rank has which.
+        ValueError: experts are spread over ranks. Only an engine knows the assignment.
     """
     if any(map(is_expert, model.parameters())):
         raise ValueError(
@@ -46,11 +46,11 @@ def group(param: Tensor) -> Group:
 
 
 def gradient_factor(param: Tensor, tensor_size: int) -> int:
-    """Returns the factor by which the gradient of an expert is too large.
+    """Returns the factor by which an expert's gradient is too large.
 
-    Tensor-parallel ranks have the same tokens. Each sends a part of them to the experts, and then
-    they gather the outputs. The gradient of the outputs is equal on all these ranks. In backward
-    AutoEP adds it up over them. deepspeed.moe takes it from one rank.
+    Tensor-parallel ranks have the same tokens. Each rank sends a part of them to the experts, and
+    then all gather the outputs. The gradient of the outputs is equal on all these ranks. In
+    backward, AutoEP sums it over them, and deepspeed.moe takes it from one rank.
 
     Args:
         param: a parameter of an expert.
@@ -60,10 +60,10 @@ def gradient_factor(param: Tensor, tensor_size: int) -> int:
 
 
 def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
-    """Returns names of parameters in which experts have their number in the whole model.
+    """Returns parameter names that number each expert within the whole model.
 
     Args:
-        found: names in which ``deepspeed.moe`` numbers the experts of this rank.
+        found: DeepSpeed's names, in which ``deepspeed.moe`` numbers the experts of this rank.
         module: the model.
     """
     made = dict(found)
@@ -80,12 +80,12 @@ def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
 
 
 def exchanges() -> set[dist.ProcessGroup]:
-    """Returns the groups of ranks that exchange tokens."""
+    """Returns the expert-parallel groups, whose ranks exchange tokens."""
     return set(groups._get_expert_parallel_group_dict().values())
 
 
 def place(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """Returns the position of a stack of experts that AutoEP has divided.
+    """Returns the position of this rank's part in a stack of experts that AutoEP has split.
 
     Returns:
         The number of its first expert, and the shape [experts, ...] of the whole stack; None for

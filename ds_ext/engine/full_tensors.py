@@ -1,7 +1,6 @@
-"""Conversions between a rank's run, the full tensor of all ranks, and DeepSpeed's partition.
+"""Converts between a rank's run, the full tensor, and DeepSpeed's padded partition.
 
-With tensor parallelism the full tensor is the part of the matrix that one rank holds, as in
-DeepSpeed.
+Under tensor parallelism the full tensor is one rank's part of the matrix, as in DeepSpeed.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ from ds_ext.ops.state import Part, leaves
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.model_view import summary
 
-# Our names of states, by the names in the authors' optimizers and in torch.
+# Names of states in ds_ext, by their names in torch and in the authors' optimizers.
 _NAMES = {
     "exp_avg": ("m",),
     "exp_avg_sq": ("v", "v.full"),
@@ -32,25 +31,25 @@ _NAMES = {
 class FullTensors:
     """Converts the runs of a layout to full tensors and padded partitions, and back.
 
-    ``gather`` and ``assemble`` are collectives over the ranks that share a parameter.
+    ``gather`` and ``assemble`` are collective operations of the ranks that share a parameter.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     def gather(self, param: Tensor, run: Tensor) -> Tensor:
-        """Returns the full tensor, in the parameter's shape, of runs: [len(shard)] on each rank."""
+        """Returns the full tensor, in the parameter's shape, from each rank's [len(shard)] run."""
         start, numel = self._span(param)
         return self.assemble(param, run, start, numel).view(unpartitioned_shape(param))
 
     def assemble(self, param: Tensor, run: Tensor, start: int, total: int) -> Tensor:
-        """Returns the concatenation, [total], of the runs of all ranks. Runs may overlap.
+        """Returns the runs of all ranks as one tensor, [total]. Runs may overlap.
 
         Args:
-            param: the parameter; the ranks that share it take part.
+            param: the parameter. All ranks that share it must call this.
             run: this rank's elements, flat.
-            start: the index of its first element.
-            total: the number of elements of all ranks.
+            start: the index of the run's first element in the result.
+            total: the number of elements of the result.
         """
         placement = self.layout.of[param]
         whole = torch.zeros(total, dtype=run.dtype, device=self.layout.device)
@@ -64,7 +63,7 @@ class FullTensors:
         """Returns this rank's run, [len(shard)], of a full tensor.
 
         Raises:
-            ValueError: the value has another size.
+            ValueError: the value has the wrong size.
         """
         start, numel = self._span(param)
         if value.numel() != numel:
@@ -76,14 +75,14 @@ class FullTensors:
         return value.detach().reshape(-1)[start : start + n]
 
     def pad(self, param: Tensor, run: Tensor) -> Tensor:
-        """Returns a run padded with zeros to the partition size, which is equal on all ranks."""
+        """Returns a run, padded with zeros to the partition size that all ranks share."""
         return nn.functional.pad(run, (0, self.layout.shard(param).size - len(run)))
 
     def unpad(self, param: Tensor, value: Tensor) -> Tensor:
         """Returns the run, [len(shard)], of a partition that may be padded.
 
         Raises:
-            ValueError: the value has another size.
+            ValueError: the value has the wrong size.
         """
         shard = self.layout.shard(param)
         if value.numel() not in (len(shard), shard.size):
@@ -94,7 +93,7 @@ class FullTensors:
         return value.detach().reshape(-1)[: len(shard)]
 
     def _span(self, param: Tensor) -> tuple[int, int]:
-        """Where this rank's run starts in its full tensor, and the elements of that tensor."""
+        """The start of this rank's run in the full tensor, and that tensor's number of elements."""
         held = self.layout.of[param].tensor_parallel_shards.get(param)
         shard = self.layout.shard(param)
         if held is None:
@@ -105,9 +104,9 @@ class FullTensors:
 class StateAccess:
     """Reads and writes optimizer states, as full tensors or as this rank's part.
 
-    A key is a path into the rule's state ("v.row"), or a name of the authors or torch
-    ("exp_avg_sq_row"). Every method raises ValueError for a key that the rule does not have, and
-    RuntimeError before the first step and for parameters that tensor parallelism has divided.
+    A key is a path in the rule's state ("v.row"), or a name that torch or the authors use
+    ("exp_avg_sq_row"). Every method raises ValueError if the rule has no such state. It raises
+    RuntimeError before the first step, and for parameters that tensor parallelism has split.
     """
 
     def __init__(self, layout: Layout, optimizer: RuleOptimizer) -> None:
@@ -118,7 +117,7 @@ class StateAccess:
     def full(self, param: Tensor, key: str) -> Tensor | None:
         """Returns the full state, in the parameter's shape if it has as many elements.
 
-        Returns None for a frozen parameter. It is a collective if ranks keep parts of the state.
+        Returns None for a frozen parameter. If the state is sharded, this is a collective.
         """
         found = self._find(param, key)
         if found is None:
@@ -132,9 +131,9 @@ class StateAccess:
         return whole.view(unpartitioned_shape(param)) if is_alike else whole
 
     def local(self, param: Tensor, key: str) -> Tensor | None:
-        """Returns this rank's part, padded as a partition if it has as many elements as the weight.
+        """Returns this rank's part of the state; None for a frozen parameter.
 
-        Returns None for a frozen parameter.
+        If the state has as many elements as the weight, the part is padded like a partition.
         """
         found = self._find(param, key)
         if found is None:
@@ -147,7 +146,7 @@ class StateAccess:
         """Sets the state to ``value``, a full tensor that is equal on every rank.
 
         Raises:
-            ValueError: the value has another size, or the parameter is frozen.
+            ValueError: the value has the wrong size, or the parameter is frozen.
         """
         part, _ = self._find_trained(param, key)
         flat = value.detach().reshape(-1)
@@ -158,7 +157,7 @@ class StateAccess:
         """Sets this rank's part of the state to ``value``, which may be padded.
 
         Raises:
-            ValueError: the value has another size, or the parameter is frozen.
+            ValueError: the value has the wrong size, or the parameter is frozen.
         """
         _, values = self._find_trained(param, key)
         flat = value.detach().reshape(-1)
@@ -166,7 +165,7 @@ class StateAccess:
         self._set(param, key, flat[: values.numel()] if is_padded else flat, value)
 
     def _set(self, param: Tensor, key: str, own: Tensor, value: Tensor) -> None:
-        """Sets this rank's part to ``own``, a part of ``value``. ValueError if sizes differ."""
+        """Sets this rank's part to ``own``, from ``value``. Raises ValueError for a wrong size."""
         part, values = self._find_trained(param, key)
         if own.numel() != values.numel():
             raise ValueError(
@@ -177,7 +176,7 @@ class StateAccess:
         values.copy_(own.view(values.shape))
 
     def _find_trained(self, param: Tensor, key: str) -> tuple[Part, Tensor]:
-        """The same as ``_find``. Raises ValueError for a frozen parameter."""
+        """Calls ``_find``, but raises ValueError for a frozen parameter."""
         found = self._find(param, key)
         if found is None:
             name = self.layout.name(param)
@@ -185,7 +184,7 @@ class StateAccess:
         return found
 
     def _find(self, param: Tensor, key: str) -> tuple[Part, Tensor] | None:
-        """This rank's part of a state: its position and its values; None for a frozen parameter."""
+        """The position and values of this rank's part of a state; None for a frozen parameter."""
         optimizer, name = self.optimizer, self.layout.name(param)
         if param not in optimizer.group_of:
             return None

@@ -1,4 +1,4 @@
-"""Removes hooks that DeepSpeed's engines leave on a model, and refuses models with such hooks."""
+"""Removes hooks that DeepSpeed's engines leave on a model, and detects leftover hooks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ext.backward.module_hooks import Hook
 
-# The classes of DeepSpeed that define hooks.
+# Classes of DeepSpeed that define hooks.
 _THEIRS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeRoOffload")
 
 
@@ -29,10 +29,10 @@ def hide_from_copies(engine: DeepSpeedEngine) -> None:
 
 
 def refuse_gradient_hooks(engine: DeepSpeedEngine) -> None:
-    """Checks that no optimizer of DeepSpeed still has hooks on the model's gradients.
+    """Checks that no DeepSpeed optimizer still has hooks on the model's gradients.
 
     Raises:
-        ValueError: one has.
+        ValueError: an optimizer has such hooks.
     """
     for param in engine.module.parameters():
         _refuse((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
@@ -42,16 +42,16 @@ def refuse_module_hooks(engine: DeepSpeedEngine) -> None:
     """Checks that no other engine still gathers the model's parameters.
 
     Raises:
-        ValueError: one does.
+        ValueError: another engine does.
     """
     _refuse(engine.module._forward_pre_hooks.values())
 
 
 def refuse_partitions(engine: DeepSpeedEngine) -> None:
-    """Checks that the parameters are not partitioned, unless the stage is ZeRO-3.
+    """Checks that parameters are not partitioned below ZeRO stage 3.
 
     Raises:
-        ValueError: they are.
+        ValueError: a parameter is partitioned.
     """
     stage = int(engine.zero_optimization_stage())
     if stage < 3 and any(hasattr(p, "ds_tensor") for p in engine.module.parameters()):

@@ -1,4 +1,4 @@
-"""The placement of each parameter: by ZeRO stage, tensor parallelism and experts.
+"""Chooses each parameter's placement by ZeRO stage, tensor parallelism and experts.
 
 | parameters                      | stage 0         | stages 1, 2    | stage 3               |
 |---------------------------------|-----------------|----------------|-----------------------|
@@ -9,12 +9,17 @@
 | with ``ds_ext.shard_size``      | refused         | Sharded(s, c)  | Zero3Placement(s, c)  |
 | gradients in 4 bits             | refused         | refused        | FourBitPlacement(d)   |
 
-Gradients are summed over the groups in parentheses. d: the data-parallel ranks, including those
-that share a sequence. e: those of them with the same experts. t: the tensor-parallel ranks. s: the
-ranks that hold one replica together. c: the ranks that hold the same part of each replica. A rule's
-partial sums are added up over the group after the asterisk, or over the first group in parentheses.
-At stage 0 without an asterisk they are not added up. The second group in parentheses holds
-replicas, which make the same update.
+Gradients are summed over the groups in parentheses:
+
+d: the data-parallel ranks, including ranks that share a sequence.
+e: the data-parallel ranks that have the same experts.
+t: the tensor-parallel ranks.
+s: the ranks that together hold one replica.
+c: the ranks that hold the same part of each replica.
+
+A rule's partial sums are reduced over the group after the asterisk, or without an asterisk over the
+first group in parentheses. At stage 0 without an asterisk they need no reduction. The second group
+in parentheses contains replicas, which compute the same update.
 """
 
 import functools
@@ -47,10 +52,10 @@ _BY_STAGE: dict[int, Kind] = {0: Replicated, **_CUT}
 
 
 def layout_of(engine: DeepSpeedEngine) -> Layout:
-    """Returns the layout of an engine's parameters. At stage 3 it partitions them.
+    """Returns the layout of an engine's parameters. At stage 3, partitions the parameters.
 
     Raises:
-        ValueError: the model or the kinds of parallelism are not supported.
+        ValueError: the model or the combination of parallelism is not supported.
     """
     if pipeline.is_pipeline(engine):
         kind = _BY_STAGE[int(engine.zero_optimization_stage())]
@@ -62,7 +67,7 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
 
 
 def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
-    """The layout of a model whose layers are on every rank."""
+    """The layout of a model that is not a pipeline."""
     names = expert_parallel.names(engine.param_names, engine.module)
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
     cut = replica_groups.divide(group, replica_groups.shard_size(engine.config))
@@ -85,9 +90,9 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
 
 
 def share_time_limit(layout: Layout) -> None:
-    """Gives the layout's groups the timeout of the default process group.
+    """Sets the timeout of the layout's groups to that of the default process group.
 
-    DeepSpeed makes its groups with torch's default timeout, half an hour.
+    DeepSpeed creates its groups with torch's default timeout, half an hour for gloo.
     """
     everyone = dist.group.WORLD
     assert everyone is not None
@@ -101,20 +106,20 @@ def share_time_limit(layout: Layout) -> None:
 
 
 def _sum_group_size(engine: DeepSpeedEngine) -> int:
-    """The size of groups that add up a rule's sums first; 0 for one group of all ranks."""
+    """The size of the inner groups of hierarchical sums; 0 for one group of all ranks."""
     size = parsing.section(engine.config).sum_group_size
     return settings.ranks_per_host("ds_ext.sum_group_size", "host") if size == "host" else size
 
 
 def _alike(placement: Placement) -> PlacementOf:
-    """The same placement for all parameters."""
+    """A function that returns the same placement for all parameters."""
     return lambda param: placement
 
 
 def _with_experts(
     dense: PlacementOf, kind: Kind, group: Group, losses: int, tensor_size: int
 ) -> PlacementOf:
-    """The placements of experts. Other parameters get that of ``dense``."""
+    """Placements with experts. Other parameters get their placement from ``dense``."""
 
     @functools.cache
     def experts(own: Group, grad_divisor: int) -> Placement:
@@ -133,7 +138,7 @@ def _with_experts(
 def _with_tensor_parallelism(
     kind: Kind, group: Group, tensor_group: Group, losses: int, names: Mapping[Tensor, str]
 ) -> PlacementOf:
-    """The placements under tensor parallelism. Unsplit parameters are equal on all its ranks."""
+    """Placements under tensor parallelism. All its ranks have equal unsplit parameters."""
     from ds_ext.engine import autotp  # needs DeepSpeed 0.19.8, like tensor parallelism
 
     is_replicated = kind is Replicated
@@ -146,8 +151,8 @@ def _with_tensor_parallelism(
         statistics_group=tensor_group if is_replicated else everyone(),
         tensor_parallel_shards=shards,
     )
-    # Gradients are averaged over the replicas of unsplit parameters too. Otherwise dropout or the
-    # order of a sum would make them differ.
+    # Also average gradients of unsplit parameters over their replicas. Otherwise dropout or the
+    # order of summation would make the replicas differ.
     divisor = losses * size_of(tensor_group)
     if kind is Zero3Placement:
         whole: Placement = Zero3Placement(group, divisor, replicas=tensor_group)
@@ -157,9 +162,9 @@ def _with_tensor_parallelism(
 
 
 def _num_losses(engine: DeepSpeedEngine) -> int:
-    """The number of mean losses in a summed gradient. Ranks that share a sequence have one loss.
+    """The number of mean losses in a summed gradient. Ranks that share a sequence share a loss.
 
-    Raises ValueError if DeepSpeed does not sum over the ranks of a sequence.
+    Raises ValueError if DeepSpeed does not sum gradients over the ranks of a sequence.
     """
     size, group = int(engine.sequence_parallel_size), engine.seq_data_parallel_group
     if size > 1:

@@ -1,4 +1,4 @@
-"""Log lines, warnings and tracebacks that are shown once, and not on every rank."""
+"""Shows log lines, warnings and tracebacks once, not on every rank."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ def log(message: str) -> None:
 
 
 def show(message: str) -> None:
-    """Shows a line on the first rank, whatever logging the application has configured."""
+    """Shows a line on the first rank, with any logging configuration."""
     if consensus.is_first():
         logs.show(message)
 
@@ -36,12 +36,12 @@ def warn(message: str) -> None:
         logs.logger.warning(message)
 
 
-# Errors that all ranks raise.
+# Tracebacks of errors that all ranks raise.
 
 
 @contextmanager
 def traceback_once(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Shortens errors of these kinds within the context; see ``shorten_traceback``."""
+    """Context that shortens errors of these types; see ``shorten_traceback``."""
     try:
         yield
     except kinds as error:
@@ -52,8 +52,8 @@ def traceback_once(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterat
 def shorten_traceback(error: BaseException) -> None:
     """Makes an uncaught error print one line instead of a traceback, except on the first rank.
 
-    The line holds the whole message, in case another rank's message differs. Nothing changes for an
-    error that the script catches.
+    The line contains the whole message, because messages may differ between ranks. Errors that the
+    script catches are not affected.
     """
     if consensus.is_first():
         return
@@ -75,15 +75,15 @@ def shorten_traceback(error: BaseException) -> None:
     sys.excepthook = hook
 
 
-# Operations that DeepSpeed compiles at their first use.
+# Ops that DeepSpeed compiles on first use.
 
 
 def announce_build(name: str) -> None:
-    """Logs that DeepSpeed is about to compile an op, or warns that a stale lock blocks it.
+    """Logs that DeepSpeed is about to compile an op, or warns that a stale lock blocks the build.
 
-    Before 2.15 torch locks a build by the existence of a file (``FileBaton``). A killed build
-    leaves the file behind, and every later run waits for ever without a message. Newer versions
-    lock the file itself (``FileLock``), so a file that is left behind blocks nobody.
+    Before torch 2.15, the existence of a file locks a build (``FileBaton``). A killed build leaves
+    the file behind, and every later run waits forever without a message. Newer versions lock the
+    file itself (``FileLock``), so a leftover file does not block.
 
     Args:
         name: the name of the op.
@@ -101,7 +101,7 @@ def announce_build(name: str) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a visible process of this machine has a file open, or the file is gone."""
+    """Whether a visible process on this machine has the file open, or the file no longer exists."""
     file = os.path.realpath(path)
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -8,9 +8,9 @@ Method: TypeAlias = Callable[..., Any]
 
 
 class Patch(NamedTuple):
-    """A method of DeepSpeed and the function that replaces it.
+    """A method of DeepSpeed, and the function that replaces it.
 
-    The function gets the original method as its first argument.
+    The function receives the original method as its first argument.
     """
 
     owner: type
@@ -18,7 +18,7 @@ class Patch(NamedTuple):
     function: Method
 
     def apply(self) -> None:
-        """Replaces the method by the function."""
+        """Replaces the method with the function."""
         original, function = getattr(self.owner, self.name), self.function
 
         @functools.wraps(original)
@@ -34,11 +34,11 @@ PATCHES: list[Patch] = []  # in the order of application
 def replaces(owner: type, *names: str) -> Callable[[Method], Method]:
     """Returns a decorator that adds a function to ``PATCHES``.
 
-    ``patches.register`` applies them. The function is called as ``function(original, self, ...)``.
+    ``patches.register`` applies them. The patch calls ``function(original, self, ...)``.
 
     Args:
         owner: the class to patch.
-        names: the methods to replace; by default the one with the name of the function.
+        names: the methods to replace; by default the method named like the function.
     """
 
     def note(function: Method) -> Method:

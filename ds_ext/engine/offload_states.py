@@ -1,6 +1,6 @@
-"""``engine.offload_states()`` and ``reload_states()``, which free device memory for a while.
+"""``engine.offload_states()`` and ``reload_states()``, which free device memory temporarily.
 
-Programs that generate with another engine on the same device call them between steps. Unlike with
+Programs call them between steps to generate with another engine on the same device. Unlike with
 ``offload_optimizer``, states are on the host only between the two calls.
 """
 
@@ -33,13 +33,13 @@ class OffloadedStates:
         """Moves states to the host; see DeepSpeed's ``engine.offload_states``.
 
         Args:
-            include: kinds: optim_states, hp_params (masters), lp_params (weights), lp_grads (kept
-                gradients); None for all.
-            device: the host.
+            include: the kinds to move: optim_states, hp_params (masters), lp_params (weights),
+                lp_grads (kept gradients); None for all.
+            device: must be the CPU.
             pin_memory: whether to pin the memory, if there is a GPU.
 
         Raises:
-            ValueError: the device is not the host.
+            ValueError: the device is not the CPU.
         """
         if OffloadDeviceEnum(device) != OffloadDeviceEnum.cpu:
             raise ValueError(
@@ -51,7 +51,7 @@ class OffloadedStates:
         self.kinds |= kinds
 
     def reload(self) -> None:
-        """Moves everything back to the device."""
+        """Moves all offloaded tensors back to the device."""
         device = self.fused.layout.device
         self._move(self.kinds, lambda x: x.to(device, non_blocking=True))
         self.kinds = set()
@@ -59,7 +59,7 @@ class OffloadedStates:
         self.fused.layout.end_step()  # gathers persistent parameters
 
     def check(self) -> None:
-        """Raises RuntimeError if something is still on the host."""
+        """Raises RuntimeError if anything is still offloaded."""
         if self.kinds:
             raise RuntimeError(
                 f"{', '.join(sorted(kind.value for kind in self.kinds))} are on the host since "
@@ -73,12 +73,12 @@ class OffloadedStates:
         if OffloadStateTypeEnum.lp_grads in kinds:
             self.fused.move_kept(move)
         optimizer = self.fused.optimizer
-        if optimizer.offload is None:  # otherwise they stay on the host
+        if optimizer.offload is None:  # otherwise states stay on the host
             optimizer.move_states(lambda key: _kind_of(key) in kinds, move)
 
 
 def _kind_of(key: str) -> OffloadStateTypeEnum:
-    """The kind of a state, by its key."""
+    """The kind of the state with this key."""
     kinds = OffloadStateTypeEnum
     return kinds.hp_params if key in MASTER else kinds.optim_states
 
@@ -92,7 +92,7 @@ _KINDS = (
 
 
 def _on_host(x: Tensor, pinned: bool) -> Tensor:
-    """The tensor itself if it is on the host, else its copy there."""
+    """The tensor itself if it is on the host, else a copy on the host."""
     if x.device == host_offload.HOST:
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=host_offload.HOST, pin_memory=pinned).copy_(x)

@@ -1,4 +1,4 @@
-"""The optimizer of an engine: which one the config's "type" means, and its param groups."""
+"""Resolves the optimizer that a config's "type" names, and creates its param groups."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,8 +20,8 @@ from ds_ext.rules.base import REGISTRY, key_of
 
 Names: TypeAlias = Mapping[Tensor, str]
 
-PREFIX = "ds_ext."  # a config can put it before the name of any optimizer of ds_ext
-# DeepSpeed's names of optimizers, and the names among them that mean ours without the prefix.
+PREFIX = "ds_ext."  # optional before the name of any ds_ext optimizer in a config
+# DeepSpeed's optimizer names, and names of other libraries that mean ours without the prefix.
 _DEEPSPEEDS = frozenset(DEEPSPEED_OPTIMIZERS)
 _TAKEN_OVER = {
     "adafactor": "torch.optim's, whose state DeepSpeed leaves full-sized and unfactored",
@@ -30,10 +30,10 @@ _TAKEN_OVER = {
 
 
 def register_name(name: str) -> None:
-    """Makes DeepSpeed accept the name of an optimizer of ours in a config, in any case.
+    """Makes DeepSpeed accept the name of a ds_ext optimizer in a config. Case does not matter.
 
     Args:
-        name: the name of its rule, in lower case.
+        name: the name of the optimizer's rule, in lower case.
     """
     spelling = REGISTRY[name].spelling.lower()
     for known in (name, spelling, PREFIX + name, PREFIX + spelling):
@@ -42,10 +42,10 @@ def register_name(name: str) -> None:
 
 
 def ours(name: str | None) -> str | None:
-    """Returns the key in ``OPTIMIZERS`` that a config's type means, or None if it is not ours.
+    """Returns the key in ``OPTIMIZERS`` for a config's type, or None if ds_ext does not own it.
 
     Args:
-        name: ``optimizer.type``; DeepSpeed has made it lower case if it knows the name.
+        name: ``optimizer.type``. DeepSpeed converts names that it knows to lower case.
     """
     own = key_of(name or "")
     is_theirs = own == name and own in _DEEPSPEEDS - _TAKEN_OVER.keys()
@@ -53,10 +53,10 @@ def ours(name: str | None) -> str | None:
 
 
 def ours_of_config(optimizer_type: str) -> str | None:
-    """Returns the same for a config that DeepSpeed has not read yet.
+    """Returns the result of ``ours`` for the type in a config that DeepSpeed has not read yet.
 
     Raises:
-        ValueError: no library has an optimizer of that name.
+        ValueError: no library has an optimizer with that name.
     """
     lower = optimizer_type.lower()
     refuse_unknown(lower if lower in DEEPSPEED_OPTIMIZERS else optimizer_type)
@@ -64,7 +64,7 @@ def ours_of_config(optimizer_type: str) -> str | None:
 
 
 def is_ours(engine: DeepSpeedEngine) -> bool:
-    """Returns whether an engine will have an optimizer of ours, given as an object or by name."""
+    """Returns whether an engine will use a ds_ext optimizer, given as an object or by name."""
     client = engine.client_optimizer
     if client is None:
         return ours(engine.optimizer_name()) is not None
@@ -72,13 +72,13 @@ def is_ours(engine: DeepSpeedEngine) -> bool:
 
 
 def refuse_unknown(name: str) -> None:
-    """Checks that ds_ext, DeepSpeed or torch has an optimizer of a name.
+    """Checks that ds_ext, DeepSpeed or torch has an optimizer with this name.
 
     Args:
-        name: ``optimizer.type``; DeepSpeed has made it lower case if it knows the name.
+        name: ``optimizer.type``. DeepSpeed converts names that it knows to lower case.
 
     Raises:
-        ValueError: none of them has.
+        ValueError: the name is unknown.
     """
     if name in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name):
         return
@@ -95,10 +95,10 @@ def refuse_unknown(name: str) -> None:
 
 
 def log_owner(name: str) -> None:
-    """Logs which optimizer is used, if ds_ext and another library have one of that name.
+    """Logs which optimizer is used, if both ds_ext and another library have the name.
 
     Args:
-        name: ``optimizer.type``, which DeepSpeed knows.
+        name: ``optimizer.type``, a name that DeepSpeed knows.
     """
     own = key_of(name)
     if own not in OPTIMIZERS or own not in _DEEPSPEEDS | _TAKEN_OVER.keys():
@@ -123,7 +123,7 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleO
         name: the optimizer's key in ``OPTIMIZERS``.
 
     Raises:
-        ValueError: a hyper-parameter is unknown or has a wrong value, naming its JSON key.
+        ValueError: a hyper-parameter is unknown or invalid. The message names its JSON key.
     """
     params = _ungrouped(engine, params)
     optimizer_type = OPTIMIZERS[name]
@@ -144,15 +144,15 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleO
 def for_model(
     kind: type[RuleOptimizer], module: nn.Module, params: Mapping[str, Any]
 ) -> RuleOptimizer:
-    """Returns what ``RuleOptimizer.for_model`` does, also for models partitioned by ZeRO-3.
+    """Returns an optimizer as ``RuleOptimizer.for_model`` does. ZeRO-3 may partition the model.
 
     Args:
-        kind: the optimizer.
+        kind: the optimizer's class.
         module: the model.
         params: the "optimizer.params" of a config.
 
     Raises:
-        ValueError: a key is unknown or its value wrong.
+        ValueError: a key is unknown or its value is invalid.
     """
     model = ModelView(module, LINEARS, EMBEDDINGS, unpartitioned_shape)
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -161,7 +161,7 @@ def for_model(
 
 
 def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
-    """Undoes the groups that DeepSpeed makes of a flat list that contains experts."""
+    """Undoes the groups into which DeepSpeed divides a flat list that contains experts."""
     if not engine.has_moe_layers or params[0].get("name") != "dense-params":
         return params
     given = {p for group in params for p in group["params"]}
@@ -169,7 +169,7 @@ def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
 
 
 def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
-    """Yields the log lines about the param groups that a config makes."""
+    """Yields log lines about the param groups of a config."""
     decay = made.hypers["weight_decay"]
     if decay and any(group.get("weight_decay") == 0 for group in made.groups):
         decayed = _summary(names, (g for g in made.groups if g.get("weight_decay", decay)))
@@ -183,7 +183,7 @@ def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
 
 
 def _kind(group: ParamGroup, optimizer: str) -> str:
-    """The type of a group and its own hyper-parameters: "AdamW, lr=1e-4"."""
+    """A group's optimizer type and its own hyper-parameters: "AdamW, lr=1e-4"."""
     own = {k: v for k, v in group.items() if k not in ("params", "name", "type", "weight_decay")}
     return ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
 

@@ -1,7 +1,7 @@
 """Lets DeepSpeed's AutoEP look up transformers' registry of recorded outputs by class name.
 
-Since transformers 5.23 the registry accepts only models as keys. DeepSpeed 0.19.8 uses the name of
-a class, which raises a TypeError.
+Since transformers 5.23 the registry accepts only models as keys. DeepSpeed 0.19.8 passes the name
+of a class, which raises TypeError.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ _REGISTER = "_CAN_RECORD_REGISTRY"
 
 
 class _Register(dict[str, Any]):
-    """A copy of the registry that accepts models and, like a dict, names of classes."""
+    """A copy of the registry that accepts both models and names of classes."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         if isinstance(key, str):
@@ -24,10 +24,10 @@ class _Register(dict[str, Any]):
 
 @contextlib.contextmanager
 def readable_by_name() -> Iterator[None]:
-    """Lets AutoEP look up the registry by name within the context, if it cannot already.
+    """Context in which AutoEP can look up the registry by name.
 
-    AutoEP removes its entries after the model's hooks are installed. So the original registry does
-    not change.
+    The original registry does not change: AutoEP removes its entries again after it has installed
+    the model's hooks.
     """
     module = sys.modules.get(_MODULE)
     register = getattr(module, _REGISTER, None)

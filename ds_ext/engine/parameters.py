@@ -1,4 +1,4 @@
-"""The attributes that DeepSpeed sets on parameters: ZeRO-3 partitions, and AutoTP's divisions."""
+"""Attributes that DeepSpeed sets on parameters: ZeRO-3 partitions, and AutoTP splits."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -9,8 +9,8 @@ from deepspeed.module_inject import layers
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor, nn
 
-# The types of linear layers and embeddings, with and without tensor parallelism. DeepSpeed has
-# these embeddings since 0.19.8. Before that ``config.validation`` refuses tensor parallelism.
+# Types of linear layers and embeddings, with and without tensor parallelism. DeepSpeed has these
+# embeddings since 0.19.8. For older versions ``config.validation`` refuses tensor parallelism.
 LINEARS = (nn.Linear, TensorParallel_Layer)
 _SPLIT = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
 EMBEDDINGS = (nn.Embedding, *(getattr(layers, name) for name in _SPLIT if hasattr(layers, name)))
@@ -18,24 +18,24 @@ _DESCRIPTION = getattr(constants, "DS_AUTOTP_UC_META", "")
 
 
 class DeepSpeedParameter(Protocol):
-    """A parameter that DeepSpeed has partitioned (ZeRO-3), or marked as an expert's."""
+    """A parameter that ZeRO-3 has partitioned, or that DeepSpeed has marked as an expert's."""
 
     ds_shape: torch.Size  # of the whole parameter
     ds_tensor: Tensor  # this rank's run, [ceil(numel / ranks)], the tail padded
     ds_secondary_tensor: Tensor | None  # hpZ's second copy
     ds_process_group: Any  # the ranks that share the parameter
     ds_persist: bool  # whether it stays gathered between steps
-    all_gather_coalesced: Callable[..., Any]  # gathers any parameters, and returns a handle
+    all_gather_coalesced: Callable[..., Any]  # gathers a list of parameters; returns a handle
     group_name: str  # the name of the expert group, if it belongs to an expert
 
 
 def deepspeed_parameter(param: Tensor) -> DeepSpeedParameter:
-    """Returns the same parameter, typed as one with DeepSpeed's attributes."""
+    """Casts a parameter to the type that has DeepSpeed's attributes."""
     return cast(DeepSpeedParameter, param)
 
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a parameter without ZeRO-3 and tensor parallelism."""
+    """Returns the shape of a parameter before ZeRO-3 and tensor parallelism divide it."""
     described = description(param)
     if described and described["logical_shape"]:
         return tuple(described["logical_shape"])
@@ -43,16 +43,16 @@ def whole_shape(param: Tensor) -> tuple[int, ...]:
 
 
 def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a parameter on this rank without ZeRO-3."""
+    """Returns the shape of this rank's parameter before ZeRO-3 partitions it."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def description(param: Tensor) -> dict[str, Any] | None:
-    """Returns how AutoTP has divided a parameter, or None if its layer does not say."""
+    """Returns AutoTP's description of how a parameter is split; None if there is none."""
     return getattr(param, _DESCRIPTION, None) or None
 
 
 def is_divided(param: Tensor) -> bool:
-    """Returns whether AutoTP has given ranks different parts of a parameter."""
+    """Returns whether AutoTP has split a parameter among ranks."""
     described = description(param)
     return described is not None and not described["conversion"]["replicated"]

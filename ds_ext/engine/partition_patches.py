@@ -1,7 +1,7 @@
 """Patches the methods that partition and gather ZeRO-3's parameters.
 
-They support 0-d parameters and groups of ranks that each hold a replica, and wait for collectives
-that an older DeepSpeed does not wait for.
+The patches support 0-d parameters and replica groups. They also wait for collectives that older
+versions of DeepSpeed do not wait for.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ds_ext.engine import replica_groups, versions
 from ds_ext.engine.monkeypatch import Method, replaces
 from ds_ext.engine.parameters import deepspeed_parameter
 
-# 0-d parameters. DeepSpeed 0.19 broadcasts parameters as bytes, which a 0-d tensor does not allow.
+# 0-d parameters. DeepSpeed 0.19 broadcasts parameters as bytes, which fails for 0-d tensors.
 
 
 @replaces(DeepSpeedEngine)
@@ -51,7 +51,7 @@ def _exit(original: Method, gathered: GatheredParameters, *error: Any) -> None:
 
 @replaces(Init, "__init__")
 def cut(original: Method, *args: Any, **kwargs: Any) -> None:
-    """Partitions among the ranks of ``ds_ext.shard_size`` if the caller names no group."""
+    """Partitions among ``ds_ext.shard_size`` ranks if the caller passes no group."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     is_named = given.get("data_parallel_group") or given.get("sequence_data_parallel_group")
     if not is_named and given.get("enabled", True):
@@ -62,7 +62,7 @@ def cut(original: Method, *args: Any, **kwargs: Any) -> None:
 
 @replaces(GatheredParameters, "__init__")
 def gather(original: Method, gathered: GatheredParameters, *args: Any, **kwargs: Any) -> None:
-    """Records the global rank that modifies parameters. DeepSpeed uses one rank of each group."""
+    """Records the global modifier rank, and gives DeepSpeed its index within each replica group."""
     given = inspect.signature(original).bind(gathered, *args, **kwargs).arguments
     if not isinstance(given["params"], Tensor):
         given["params"] = list(given["params"])
@@ -75,7 +75,7 @@ def gather(original: Method, gathered: GatheredParameters, *args: Any, **kwargs:
     original(**given)
 
 
-# Before 0.19.8 DeepSpeed waits only for the last of several collectives. On a CPU gloo completes
+# Before 0.19.8 DeepSpeed waits only for the last of several collectives, but gloo (CPU) completes
 # them in any order.
 
 
@@ -90,7 +90,7 @@ def _allgather_params_coalesced(
 
 @contextlib.contextmanager
 def _as_vectors(params: Iterable[Tensor]) -> Iterator[None]:
-    """Gives 0-d parameters one dimension within the context."""
+    """Context in which 0-d parameters have one dimension."""
     scalars = [p for p in params if p.dim() == 0]
     for param in scalars:
         param.data = param.data.view(1)

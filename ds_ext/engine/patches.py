@@ -1,8 +1,8 @@
-"""Patches DeepSpeed's engine when it is imported: one decorated function for each method.
+"""Patches DeepSpeed's engine when it is imported, with one decorated function per method.
 
-The patched engine accepts the names of our optimizers, builds them from the JSON config, and drives
-them with ``ZeroAdapter``. DeepSpeed's own ZeRO optimizers would keep fp32 copies of weights and
-gradients. Other patches refuse settings, and save and load checkpoints.
+The patched engine accepts the names of ds_ext optimizers, builds them from the JSON config, and
+drives them with ``ZeroAdapter``. DeepSpeed's own ZeRO optimizers would keep fp32 copies of weights
+and gradients. Other patches reject unsupported settings, and save and load checkpoints.
 """
 
 import functools
@@ -45,12 +45,12 @@ from ds_ext.rules import base
 
 
 def register() -> None:
-    """Makes DeepSpeedEngine build and drive our optimizers. Further calls have no effect."""
+    """Makes DeepSpeedEngine build and drive ds_ext optimizers. Repeated calls have no effect."""
     if getattr(DeepSpeedEngine, "_ds_ext", False):
         return
     DeepSpeedEngine._ds_ext = True
     base.subscribe(optimizers.register_name)
-    # DeepSpeed requires a dynamic loss scale for its own FusedLamb. Ours does not need one.
+    # DeepSpeed requires dynamic loss scaling for its own FusedLamb, but ours does not need it.
     deepspeed_engine.LAMB_OPTIMIZER = "FusedLamb"
     fuse.REFUSALS.append(expert_parallel.refuse_spread_experts)
     tiled.register()
@@ -61,7 +61,7 @@ def register() -> None:
 
 @replaces(OpBuilder)
 def jit_load(original: Method, builder: OpBuilder, *args: Any, **kwargs: Any) -> Any:
-    """Announces a build, which takes minutes in the first run on a machine."""
+    """Logs a message before a build, which takes minutes in the first run on a machine."""
     messages.announce_build(builder.name)
     return original(builder, *args, **kwargs)
 
@@ -71,7 +71,7 @@ def jit_load(original: Method, builder: OpBuilder, *args: Any, **kwargs: Any) ->
 
 @replaces(DeepSpeedConfig, "__init__")
 def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kwargs: Any) -> None:
-    """Reports wrong keys and values as ``check`` does, with one line for each key."""
+    """Reports invalid keys and values as the command ``check`` does, one line per key."""
     with messages.traceback_once((ValueError, AssertionError)):
         try:
             taken = override.apply(given)
@@ -87,7 +87,7 @@ def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kw
 
 @functools.cache
 def _tell_replaced(own: str, ours: str) -> None:
-    """Logs once that ``run --config`` replaces the program's optimizer."""
+    """Logs that ``run --config`` replaces the program's optimizer, once per pair of names."""
     log(f"run --config: {ours} replaces {own} of the program's DeepSpeed config")
 
 
@@ -96,7 +96,7 @@ def _configure_with_arguments(
     original: Method, engine: DeepSpeedEngine, args: Any, mpu: Any
 ) -> None:
     sequence_parallel.reset()
-    engine._ds_ext_mpu = mpu  # AutoTP replaces it by its own
+    engine._ds_ext_mpu = mpu  # AutoTP replaces engine.mpu
     original(engine, args, mpu)
 
 
@@ -109,7 +109,7 @@ def _is_supported_optimizer(original: Method, engine: DeepSpeedEngine, name: str
 
 @replaces(DeepSpeedEngine)
 def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, model: Any) -> None:
-    validation.check_ranks(engine, model)  # before ranks that differ wait for each other
+    validation.check_ranks(engine, model)  # first: ranks that differ would hang below
     if optimizers.is_ours(engine):
         with messages.traceback_once():
             sequence_parallel.add_groups(engine, engine._ds_ext_mpu)
@@ -131,7 +131,7 @@ def _configure_optimizer(
                 override.refuse_object(client)
             original(engine, client, *args, **kwargs)
     except Exception:
-        hook_cleanup.remove_hooks(engine)  # so that the model can be used again
+        hook_cleanup.remove_hooks(engine)  # the caller can use the model again
         raise
 
 
@@ -169,7 +169,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
 
 @replaces(DeepSpeedEngine)
 def zero_force_ds_cpu_optimizer(original: Method, engine: DeepSpeedEngine) -> Any:
-    """Lets DeepSpeed accept offload with an optimizer object of ours, not only with its own."""
+    """Lets DeepSpeed accept offload with a ds_ext optimizer object, not only with its own."""
     return not isinstance(engine.client_optimizer, RuleOptimizer) and original(engine)
 
 
@@ -186,7 +186,7 @@ if hasattr(DeepSpeedEngine, "_configure_expert_parallel"):  # DeepSpeed 0.18 has
 
 @replaces(DeepSpeedEngine)
 def _scheduler_from_config(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
-    # DeepSpeed's schedulers unwrap its optimizers; torch's schedulers do not.
+    # DeepSpeed's schedulers unwrap ZeRO optimizers, but torch's schedulers do not.
     ours = isinstance(optimizer, ZeroAdapter)
     return original(engine, optimizer.optimizer if ours else optimizer)
 
@@ -208,12 +208,12 @@ def _take_model_step(
     original(engine, lr_kwargs)
 
 
-# Gradients, checkpoints, compiling, and lost connections.
+# Gradients, checkpoints, compilation, and lost connections.
 
 
 @replaces(DeepSpeedEngine)
 def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
-    """Also drops gradients that wait in buckets or are kept."""
+    """Also discards kept gradients and gradients in buckets."""
     original(engine)
     if isinstance(engine.optimizer, ZeroAdapter):
         engine.optimizer.zero_grad()
@@ -221,7 +221,7 @@ def zero_grad(original: Method, engine: DeepSpeedEngine) -> None:
 
 @replaces(DeepSpeedEngine)
 def get_global_grad_norm(original: Method, engine: DeepSpeedEngine) -> Any:
-    """Warns if accelerate asks for the norm to clip gradients by another value."""
+    """Warns if accelerate asks for the norm to clip gradients to another value."""
     if isinstance(engine.optimizer, ZeroAdapter):
         trainer_checks.warn_unclipped(engine.optimizer.fused.grad_config.max_norm)
     return original(engine)
@@ -231,7 +231,7 @@ if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):  # DeepSpeed 0.18 has no
 
     @replaces(DeepSpeedEngine)
     def coalesce_grad_reduction(original: Method, engine: DeepSpeedEngine) -> Any:
-        """Refuses to keep full gradients on each rank."""
+        """Raises RuntimeError, because ds_ext keeps no full gradients on a rank."""
         if isinstance(engine.optimizer, ZeroAdapter):
             raise RuntimeError(unsupported_api.COALESCE)
         return original(engine)
@@ -239,7 +239,7 @@ if hasattr(DeepSpeedEngine, "coalesce_grad_reduction"):  # DeepSpeed 0.18 has no
 
 @replaces(DeepSpeedEngine)
 def clip_fp32_gradients(original: Method, engine: DeepSpeedEngine) -> None:
-    """Refuses to clip gradients that were already used."""
+    """Raises RuntimeError, because backward has already used the gradients."""
     if isinstance(engine.optimizer, ZeroAdapter):
         raise RuntimeError(unsupported_api.CLIP)
     original(engine)
@@ -247,7 +247,7 @@ def clip_fp32_gradients(original: Method, engine: DeepSpeedEngine) -> None:
 
 @replaces(DeepSpeedEngine)
 def backward(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-    """Refuses the learning rate that HF Trainer and LOMO's own scripts pass to backward."""
+    """Rejects the ``learning_rate`` that HF Trainer and LOMO's scripts pass to backward."""
     if isinstance(engine.optimizer, ZeroAdapter) and "learning_rate" in kwargs:
         raise TypeError(
             "engine.backward() takes no learning_rate: parameters are stepped by that of their "
@@ -259,7 +259,7 @@ def backward(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: An
 
 @replaces(DeepSpeedEngine)
 def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
-    """Refuses a measuring pass through an engine of DeepSpeed, which would count it as a step."""
+    """Rejects a norm-measuring pass through DeepSpeed's own engine, which would count a step."""
     if foreign_grads.measured() is not None and not isinstance(engine.optimizer, ZeroAdapter):
         raise RuntimeError(unsupported_api.MEASURED_BESIDE)
     original(engine)
@@ -267,7 +267,7 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
 
 @replaces(DeepSpeedEngine)
 def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-    """Saves a complete checkpoint, or none."""
+    """Saves a complete checkpoint or none."""
     if not isinstance(engine.optimizer, ZeroAdapter):
         return original(engine, *args, **kwargs)
     return save_load.save_checkpoint(original, engine, *args, **kwargs)
@@ -275,7 +275,7 @@ def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwa
 
 @replaces(DeepSpeedEngine)
 def is_first_weights_partition_group(original: Method, engine: DeepSpeedEngine) -> Any:
-    """Returns whether this rank writes ZeRO-3 partitions. Only the ranks of one replica do."""
+    """Returns whether this rank writes ZeRO-3 partitions. Only one replica's ranks do."""
     ours = isinstance(engine.optimizer, ZeroAdapter)
     return original(engine) and not (ours and engine.optimizer.layout.is_further_replica)
 
@@ -289,7 +289,7 @@ def load_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwa
 
 @replaces(PipelineEngine, "__init__")
 def make_pipeline(original: Method, engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
-    """Stops the engine from averaging gradients, because they are averaged inside backward."""
+    """Turns off gradient averaging in the engine, because ds_ext averages inside backward."""
     original(engine, *args, **kwargs)
     if isinstance(engine.optimizer, ZeroAdapter):
         engine.pipeline_enable_backward_allreduce = False
@@ -307,7 +307,7 @@ def _explained(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: 
 
 @replaces(DeepSpeedEngine)
 def compile(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
-    """Compiles the model's forward pass, and refuses to replace its backward pass."""
+    """Compiles the forward pass. Rejects compiled autograd, which replaces the backward pass."""
     given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     if isinstance(engine.optimizer, ZeroAdapter) and given.get("compiled_autograd_enabled"):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""DeepSpeed's PipelineModule: names, param groups and layout of a stage with some of the layers.
+"""Supports DeepSpeed's PipelineModule: names, param groups and layout of a pipeline stage.
 
-A layer is named by its number in the whole model, so names do not depend on the stages. All
-parameters of a ``TiedLayerSpec`` are shared by the stages that have it, as in one process.
-DeepSpeed ties only those that ``tied_weight_attr`` names. Param groups are made for the whole
-model, with empty stand-ins for the parameters of other stages.
+A layer's name contains its number in the whole model, so names do not depend on the number of
+stages. The stages that have a ``TiedLayerSpec`` share all its parameters, as in a single process.
+DeepSpeed itself ties only the parameters in ``tied_weight_attr``. Param groups are created for the
+whole model, with empty placeholders for the parameters of other stages.
 """
 
 import functools
@@ -33,7 +33,7 @@ _TIED = "tied_modules."  # the prefix of tied parameters
 
 
 def is_pipeline(engine: DeepSpeedEngine) -> bool:
-    """Returns whether an engine's model is divided into stages."""
+    """Returns whether an engine's model is a PipelineModule."""
     return isinstance(engine.module, PipelineModule)
 
 
@@ -41,7 +41,7 @@ def refuse(engine: DeepSpeedEngine) -> None:
     """Checks that ds_ext can train an engine's PipelineModule.
 
     Raises:
-        ValueError: naming the setting that excludes it.
+        ValueError: it cannot. The message names the unsupported setting.
     """
     versions.refuse_old_pipelines()
     if any(kind.__name__ == "DualPipeVModule" for kind in type(engine.module).__mro__):
@@ -66,12 +66,12 @@ def refuse(engine: DeepSpeedEngine) -> None:
 
 
 def gradients_kept_for(engine: DeepSpeedEngine) -> str:
-    """Returns "PipelineModule" if it needs gradients to be kept until the step, else ""."""
+    """Returns the feature that needs gradients kept until the step: "PipelineModule" or ""."""
     return "PipelineModule" if is_pipeline(engine) else ""
 
 
 def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
-    """Runs an action that may fail on one stage only. All ranks of a pipeline call it.
+    """Runs an action that may fail on only one stage. All ranks of a pipeline must call it.
 
     Args:
         engine: an engine of any model.
@@ -81,7 +81,7 @@ def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
         The result of the action.
 
     Raises:
-        ValueError: on the ranks of all stages, if the action fails on one.
+        ValueError: on the ranks of all stages, if the action fails on any rank.
     """
     return consensus.run_on_all_ranks(action, ValueError) if is_pipeline(engine) else action()
 
@@ -90,7 +90,7 @@ def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
 
 
 class ParameterInfo(NamedTuple):
-    """The properties of a parameter that its stage sends to all stages."""
+    """Properties of a parameter, which its stage sends to all stages."""
 
     name: str
     is_trained: bool
@@ -101,7 +101,7 @@ class ParameterInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineModelView(ModelView):
-    """The parameters of all stages. Those of other stages are stand-ins."""
+    """The parameters of all stages, with placeholders for parameters of other stages."""
 
     info: Mapping[Tensor, ParameterInfo] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ class PipelineModelView(ModelView):
 
     @functools.cached_property
     def owners(self) -> dict[Tensor, tuple[str, nn.Module]]:
-        """The name and module of each parameter. On other stages the module is the model."""
+        """The name of each parameter, with this stage's model as its module."""
         return {p: (name, self.module) for p, name in self.names.items()}
 
     def dims(self, param: Tensor) -> int:
@@ -129,7 +129,7 @@ class PipelineModelView(ModelView):
 
 
 def whole_model(own: ModelView) -> PipelineModelView:
-    """Returns the view of the whole model. All ranks call it.
+    """Returns the view of the whole model. All ranks must call it.
 
     Args:
         own: the view of this rank's stage.
@@ -151,18 +151,18 @@ def whole_model(own: ModelView) -> PipelineModelView:
 
 
 def in_order(names: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the names of all stages, each once, in the order of a single stage: tied first."""
+    """Returns the unique names of all stages in a single stage's order: tied parameters first."""
     found = dict.fromkeys(name for some in names for name in some)
     return sorted(found, key=lambda name: not name.startswith(_TIED))
 
 
 def whole_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
-    """Returns the parameters, or groups of them, of all stages. All ranks call it.
+    """Returns the parameters or groups of all stages. All ranks must call it.
 
     Args:
         model: the view of the whole model.
-        params: the parameters of this stage, or groups of them. Groups may differ between stages
-            only in their parameters.
+        params: the parameters or groups of this stage. Groups may differ between stages only in
+            their parameters.
 
     Raises:
         ValueError: the stages have different groups.
@@ -184,16 +184,16 @@ def whole_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
 
 
 def _keys(group: ParamGroup) -> dict[str, Any]:
-    """The keys and values of a group except its parameters, in an order equal on all ranks."""
+    """A group without its parameters. The order of keys is equal on all ranks."""
     return {key: group[key] for key in sorted(group.keys() - {"params"})}
 
 
 def _merged(
     keys: list[dict[str, Any]], params: list[list[Tensor]], names: Mapping[Tensor, str]
 ) -> list[list[str]] | None:
-    """The names of each group on all stages; None if these have different keys.
+    """Each group's parameter names on all stages; None if the stages have different ``keys``.
 
-    Raises ValueError on all ranks for a parameter that is not among ``names``.
+    Raises ValueError on all ranks if a parameter is not in ``names``.
     """
 
     def named() -> list[list[str]]:
@@ -208,18 +208,18 @@ def _merged(
 
 
 def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
-    """Returns the groups with only the parameters of this stage. A group may be empty."""
+    """Returns the groups with only this stage's parameters. A group may be empty."""
     return [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in groups]
 
 
 def stash_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Saves the groups of this stage, because DeepSpeed removes empty ones."""
+    """Saves the groups of this stage, because DeepSpeed removes empty groups."""
     if is_pipeline(engine):
         _groups[optimizer] = list(optimizer.param_groups)
 
 
 def restore_groups(optimizer: RuleOptimizer) -> None:
-    """Restores the groups that ``stash_groups`` has saved, if any."""
+    """Restores the groups that ``stash_groups`` saved, if any."""
     if optimizer in _groups:
         optimizer.param_groups[:] = _groups.pop(optimizer)
 
@@ -228,7 +228,7 @@ _groups: WeakKeyDictionary[RuleOptimizer, list[ParamGroup]] = WeakKeyDictionary(
 
 
 def number(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Numbers parameters as in a pipeline of one stage. All ranks call it.
+    """Numbers parameters as in a pipeline with one stage. All ranks must call it.
 
     Raises:
         ValueError: the stages have different param groups.
@@ -237,11 +237,11 @@ def number(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
 
 
 def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Applies edits of ``param_groups`` since the last step. All ranks of any model call it.
+    """Applies edits of ``param_groups`` since the last step. All ranks must call it.
 
     Raises:
-        ValueError: on all ranks, if a new parameter cannot be stepped or the stages of a pipeline
-            have different numbers of groups.
+        ValueError: on all ranks, if a new parameter cannot be stepped or pipeline stages have
+            different numbers of groups.
     """
     consensus.run_on_all_ranks(optimizer.follow_groups, ValueError)
     if is_pipeline(engine):
@@ -249,7 +249,7 @@ def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
 
 
 def _number(engine: DeepSpeedEngine, optimizer: RuleOptimizer, keys: list[dict[str, Any]]) -> None:
-    """The same. ``keys`` of the groups must be equal on all stages."""
+    """Implements ``number``. The groups' ``keys`` must be equal on all stages."""
     names = {p: plain_name(name) for p, name in engine.param_names.items()}
     merged = _merged(keys, [group["params"] for group in optimizer.param_groups], names)
     if merged is None:
@@ -268,7 +268,7 @@ def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> Pi
 
     Args:
         engine: an engine of a PipelineModule.
-        kind: makes the placement of parameters from the ranks of a stage.
+        kind: a class of placements, called with the ranks of a stage.
     """
     group: Group = engine.seq_data_parallel_group
     names: Mapping[Tensor, str] = engine.param_names
@@ -292,7 +292,7 @@ def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> Pi
 
 
 def _ties(module: PipelineModule) -> list[Tie]:
-    """The tied layers that are also on other stages, in the same order on all ranks."""
+    """Tied layers that are also on other stages, in the same order on all ranks."""
     return [
         Tie(own["group"], list(own["module"].parameters()))
         for own in module.tied_comms.values()
@@ -303,8 +303,8 @@ def _ties(module: PipelineModule) -> list[Tie]:
 def _weights(names: Mapping[Tensor, str], stage: int) -> list[Weight]:
     """The parameters of all stages.
 
-    Raises ValueError on all ranks if an untied parameter is on several stages, or stages differ in
-    a tied one.
+    Raises ValueError on all ranks if an untied parameter is on several stages, or if a tied
+    parameter differs between stages.
     """
     own = [(Weight(name, p.numel(), p.dtype), p.requires_grad) for p, name in names.items()]
     found: dict[str, tuple[int, tuple[Weight, bool]]] = {}
@@ -329,10 +329,7 @@ def _weights(names: Mapping[Tensor, str], stage: int) -> list[Weight]:
 
 
 def layer_names(engine: DeepSpeedEngine) -> dict[int, str]:
-    """Returns the prefix of parameter names for each layer number.
-
-    It is empty if the model is no PipelineModule.
-    """
+    """Returns the prefix of parameter names by layer number; {} without a PipelineModule."""
     specs = enumerate(engine.module._layer_specs if is_pipeline(engine) else ())
     return {
         i: f"{_TIED}{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{i}."

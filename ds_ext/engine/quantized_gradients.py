@@ -1,7 +1,7 @@
-"""ZeRO++'s quantized gradients (qgZ): gradients of matrices are summed over hosts in 4 bits.
+"""ZeRO++ quantized gradients (qgZ): sums the gradients of matrices over hosts in 4 bits.
 
-DeepSpeed's implementation needs CUDA kernels, reads gradients of any dtype as fp16, and uses a
-plain reduce-scatter for sizes that do not divide. This one uses torch operations.
+DeepSpeed's implementation needs CUDA kernels, reads gradients of any dtype as fp16, and falls back
+to a plain reduce-scatter for indivisible sizes. This implementation uses torch operations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class FourBitPlacement(Zero3Placement):
 
     @property
     def groups(self) -> set[Group]:
-        """The groups of its collectives."""
+        """The groups that this placement uses for collectives."""
         return super().groups | {self.reduce_scatter.inside, self.reduce_scatter.across}
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
@@ -55,12 +55,12 @@ def placements(
     """Returns a function from a parameter to its placement, with quantized gradients.
 
     Args:
-        group: the data-parallel ranks; those of a host are consecutive.
+        group: the data-parallel ranks. Ranks of a host must be consecutive.
         grad_divisor: see ``Placement``.
         names: the names of all parameters.
 
     Raises:
-        ValueError: the number of ranks of a host is unknown, or does not divide all ranks.
+        ValueError: the number of ranks per host is unknown, is 1, or does not divide all ranks.
     """
     exact, size, ranks = (
         Zero3Placement(group, grad_divisor),
@@ -85,6 +85,6 @@ def placements(
 
 
 def _is_rounded(param: Tensor, ranks: int) -> bool:
-    """Whether a gradient is quantized. Vectors and small matrices are not, as in DeepSpeed."""
+    """Whether a gradient is quantized. As in DeepSpeed, vectors and small matrices are not."""
     shape = deepspeed_parameter(param).ds_shape
     return len(shape) > 1 and shape.numel() >= BLOCK_SIZE * ranks

@@ -1,4 +1,4 @@
-"""ZeRO++'s quantized weights (qwZ): DeepSpeed gathers them in 8 bits, and ds_ext steps exact ones.
+"""ZeRO++ quantized weights (qwZ): DeepSpeed gathers 8-bit weights, and ds_ext steps exact weights.
 
 DeepSpeed quantizes a copy of each rank's run when it gathers a module's weights for forward and
 backward. Rules, checkpoints and ``safe_get_*`` use the exact runs.
@@ -22,10 +22,10 @@ KEY = "zero_optimization.zero_quantized_weights"
 
 
 def refuse_without_quantizer(engine: DeepSpeedEngine) -> None:
-    """Checks that DeepSpeed can quantize if an engine asks for it.
+    """Checks that DeepSpeed's quantizer is available if an engine's config requests it.
 
     Raises:
-        ValueError: the accelerator does not have the operation.
+        ValueError: the accelerator does not support the quantizer.
     """
     device = get_accelerator().device_name()
     if engine.zero_quantized_weights() and device == "cpu" and not _is_loaded():
@@ -40,13 +40,12 @@ def _is_loaded() -> bool:
 
 
 def exclude_unquantizable(offload: DeepSpeedZeRoOffload, params: Iterable[Tensor]) -> None:
-    """Makes DeepSpeed gather some parameters without quantization.
+    """Makes DeepSpeed gather persistent and unquantizable parameters without quantization.
 
-    These are persistent parameters and those that DeepSpeed cannot quantize: it needs runs of a
-    multiple of 8 elements, without padding.
+    DeepSpeed can only quantize runs without padding whose size is a multiple of 8 elements.
 
     Args:
-        offload: DeepSpeed's object that gathers them.
+        offload: DeepSpeed's object that gathers the parameters.
         params: all parameters of the model, partitioned.
     """
     if not offload.zero_quantized_weights:
@@ -63,7 +62,7 @@ def exclude_unquantizable(offload: DeepSpeedZeRoOffload, params: Iterable[Tensor
 
 
 def _without_unquantizable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``all_gather_coalesced`` of a parameter, which gathers any parameters."""
+    """Wraps a parameter's ``all_gather_coalesced``, which gathers any list of parameters."""
 
     @functools.wraps(original)
     def gather(params: Iterable[Tensor], safe_mode: bool = False, quantize: bool = False) -> Any:

@@ -1,8 +1,8 @@
 """Groups of ranks that each hold one replica of the ZeRO partitions (MiCS, arXiv 2205.00119).
 
-DeepSpeed had this as ``mics_shard_size`` and removed it in 0.19.8. ``zero.Init`` can still
-partition a model among a given group of ranks. When it broadcasts a parameter, it does so within
-that group. So the replicas are made equal before.
+DeepSpeed removed its own setting, ``mics_shard_size``, in 0.19.8. ``zero.Init`` can still partition
+a model among a given group of ranks, but it broadcasts parameters only within that group. This
+module therefore broadcasts them to all replicas first.
 """
 
 from collections.abc import Iterable
@@ -23,18 +23,18 @@ class ReplicaGroups(NamedTuple):
     """The groups of this rank."""
 
     shards: Group  # the ranks that hold one replica together
-    replicas: Group = None  # the ranks that hold the same part; None for one replica
+    replicas: Group = None  # the ranks that hold the same part; None if there is one replica
 
 
-_of_shards: dict[Any, ReplicaGroups] = {}  # all that were made, by their ``shards``
+_of_shards: dict[Any, ReplicaGroups] = {}  # all groups of this process, by their ``shards``
 
 
 def shard_size(config: Any, mpu: Any = None) -> int:
-    """Returns how many ranks hold one replica; 0 for all ranks.
+    """Returns the number of ranks that hold one replica; 0 for all ranks.
 
     Args:
         config: a DeepSpeed config: a dictionary, the path of a file, or None.
-        mpu: the ``mpu`` given to DeepSpeed.
+        mpu: the ``mpu`` passed to DeepSpeed.
     """
     if config is None:
         return 0
@@ -44,14 +44,14 @@ def shard_size(config: Any, mpu: Any = None) -> int:
 
 
 def divide(group: Group, size: int) -> ReplicaGroups:
-    """Returns the groups that ``group`` is divided into. All its ranks call it.
+    """Divides a group into replica groups, and returns this rank's. All its ranks must call it.
 
     Args:
-        group: the ranks of data parallelism.
-        size: the ranks of each replica; 0 for all ranks.
+        group: the data-parallel ranks.
+        size: the number of ranks of each replica; 0 for all ranks.
 
     Raises:
-        ValueError: ``size`` does not divide their number.
+        ValueError: ``size`` does not divide the number of ranks.
     """
     ranks = size_of(group)
     if size in (0, ranks):
@@ -68,7 +68,7 @@ def divide(group: Group, size: int) -> ReplicaGroups:
 
 
 def shard_group_for(config: Any, mpu: Any) -> Group:
-    """Returns the ranks among which ``zero.Init`` partitions by a config, or None for all ranks."""
+    """Returns the ranks among which ``zero.Init`` must partition a model; None for all ranks."""
     size = shard_size(config, mpu)
     if not size:
         return None
@@ -77,10 +77,10 @@ def shard_group_for(config: Any, mpu: Any) -> Group:
 
 
 def refuse_other_groups(params: Iterable[tuple[str, Tensor]], wanted: ReplicaGroups) -> None:
-    """Checks that parameters are either not partitioned yet, or among the wanted ranks.
+    """Checks that parameters are either not partitioned, or partitioned among the wanted ranks.
 
     Raises:
-        ValueError: if not.
+        ValueError: a parameter is partitioned among other ranks.
     """
     for name, param in params:
         group = getattr(param, "ds_process_group", None)
@@ -94,18 +94,18 @@ def refuse_other_groups(params: Iterable[tuple[str, Tensor]], wanted: ReplicaGro
 
 
 def replicated_shard_size(params: Iterable[Tensor]) -> int:
-    """Returns how many ranks hold one replica of these parameters; 0 if there are no replicas."""
+    """Returns the number of ranks that hold one replica of the parameters; 0 without replicas."""
     found = (_of_shards.get(getattr(param, "ds_process_group", None)) for param in params)
     return max((size_of(own.shards) for own in found if own), default=0)
 
 
 def broadcast_to_replicas(param: Tensor, shards: Group, rank: int) -> None:
-    """Broadcasts a full parameter to all ranks, if there are replicas of it.
+    """Broadcasts a full parameter to all ranks, if it has replicas.
 
     Args:
         param: the parameter, not partitioned.
-        shards: the ranks among which it is, or will be, partitioned.
-        rank: the global rank that sends it.
+        shards: the ranks that hold, or will hold, its partitions.
+        rank: the global source rank.
     """
     if shards in _of_shards:
         broadcast(param.data, rank, everyone())

@@ -1,8 +1,8 @@
-"""Implements ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` for our optimizers.
+"""Implements ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` for ds_ext optimizers.
 
-These functions call methods and attributes that DeepSpeed's ZeRO optimizers set on parameters.
-``attach`` sets attributes that read and write a parameter's run, kept gradient and state. The
-``full`` functions are collectives: all ranks call them for the same parameters in the same order.
+DeepSpeed's functions use attributes that its ZeRO optimizers set on parameters. ``attach`` sets
+attributes that access a parameter's run, kept gradient and state instead. The ``full`` functions
+are collectives: all ranks must call them for the same parameters in the same order.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from ds_ext.engine.zero3 import Zero3Placement
 
 
 class _Method:
-    """A method of ``access`` bound to a parameter. Pickles of the parameter do not contain it."""
+    """A method of ``access`` bound to a parameter. It is pickled as None."""
 
     def __init__(self, access: "Access", name: str, param: Tensor, place: int) -> None:
         self.access = access
         self.method = getattr(access, name)
         self.param = param
-        self.place = place  # the position of the parameter in the arguments
+        self.place = place  # index of the parameter among the arguments
 
     def __call__(self, *args: Any) -> Any:
         return self.method(*args[: self.place], self.param, *args[self.place :])
@@ -33,12 +33,12 @@ class _Method:
 
 
 class Access:
-    """Reads and writes values, gradients and states of parameters, full or this rank's part.
+    """Reads and writes weights, gradients and states, as full tensors or this rank's partition.
 
-    DeepSpeed defines the names of the methods, and the argument order of those for ZeRO-3. Values
-    are in fp32, or fp64 for fp64 parameters. ``optim_state_key`` names a state; see ``StateAccess``
-    for its errors. Without it a method reads or writes the weight. Every getter returns None for a
-    frozen parameter, as in DeepSpeed.
+    DeepSpeed defines the method names, and the argument order of the ZeRO-3 methods. Values are
+    fp32, or fp64 for fp64 parameters. ``optim_state_key`` selects a state; see ``StateAccess`` for
+    errors. Without it, a method accesses the weight. Every getter returns None for a frozen
+    parameter, as in DeepSpeed.
     """
 
     def __init__(self, fused: FusedBackward) -> None:
@@ -49,12 +49,12 @@ class Access:
         self.states = StateAccess(fused.layout, fused.optimizer)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # pickles of parameters do not contain it
+        return type(None), ()  # pickles of parameters contain None instead
 
     # Weights and states.
 
     def get_full_hp_param(self, param: Tensor, optim_state_key: str | None = None) -> Tensor | None:
-        """Returns the full weight or state; None if no optimizer has the parameter."""
+        """Returns the full weight or state; None if the parameter is frozen."""
         if not param.requires_grad:
             return None
         if optim_state_key is not None:
@@ -64,10 +64,10 @@ class Access:
     def set_full_hp_param(
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Sets the weight or state. The next forward pass uses a new weight.
+        """Sets the weight or state. The next forward pass uses the new weight.
 
         Raises:
-            ValueError: the value has another size.
+            ValueError: the value has the wrong size.
         """
         if optim_state_key is not None:
             self.states.set_full(param, optim_state_key, value)
@@ -77,7 +77,7 @@ class Access:
     def get_local_fp32_param(
         self, param: Tensor, optim_state_key: str | None = None
     ) -> Tensor | None:
-        """Returns this rank's partition of the weight or state, padded as in DeepSpeed."""
+        """Returns this rank's partition of the weight or state, with DeepSpeed's padding."""
         if not param.requires_grad:
             return None
         if optim_state_key is not None:
@@ -87,10 +87,10 @@ class Access:
     def set_local_hp_param(
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Sets this rank's partition of the weight or state. All ranks call it together.
+        """Sets this rank's partition of the weight or state. All ranks must call it.
 
         Raises:
-            ValueError: the value has another size.
+            ValueError: the value has the wrong size.
         """
         if optim_state_key is not None:
             self.states.set_local(param, optim_state_key, value)
@@ -121,8 +121,8 @@ class Access:
         """Sets the gradient that ``engine.step()`` will use.
 
         Raises:
-            RuntimeError: the parameter got no gradient in this step.
-            ValueError: the value has another size.
+            RuntimeError: the parameter has no gradient in this step.
+            ValueError: the value has the wrong size.
         """
         self._set_gradient(param, self.full_tensors.cut(param, value))
 
@@ -135,22 +135,22 @@ class Access:
         """Sets this rank's partition of the gradient that ``engine.step()`` will use.
 
         Raises:
-            RuntimeError: the parameter got no gradient in this step.
-            ValueError: the value has another size.
+            RuntimeError: the parameter has no gradient in this step.
+            ValueError: the value has the wrong size.
         """
         self._set_gradient(param, self.full_tensors.unpad(param, value))
 
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, Tensor], Tensor], params: list[Tensor]
     ) -> None:
-        """Replaces the gradient of each parameter by ``update(gradient, param)``."""
+        """Replaces each parameter's gradient with ``update(gradient, param)``."""
         for param in params:
             gradient = self.get_fp32_grad_for_param(param)
             if gradient is not None:
                 self.set_fp32_grad_for_param(update(gradient, param), param)
 
     def _check_gradients(self, param: Tensor) -> bool:
-        """Whether a parameter has a gradient. RuntimeError if no gradients are kept."""
+        """Whether a parameter has a kept gradient. Raises RuntimeError if none are kept."""
         kept = self.fused.state.kept
         if not kept and param in self.optimizer.group_of and param.requires_grad:
             raise RuntimeError(
@@ -167,7 +167,7 @@ class Access:
         return param in kept
 
     def _factor(self, param: Tensor) -> float:
-        """The factor from a kept gradient to the mean gradient of the loss."""
+        """The factor that turns a kept gradient into the mean gradient of the loss."""
         return self.fused.reader.unscale(self.layout.of[param])
 
     def _gradient(self, param: Tensor) -> Tensor | None:
@@ -203,7 +203,7 @@ def attach(fused: FusedBackward) -> None:
 
 
 def detach(fused: FusedBackward) -> None:
-    """Removes the attributes that ``attach`` has set, except those that another engine has set."""
+    """Removes the attributes that ``attach`` set, but keeps attributes of other engines."""
     for param in fused.layout.names:
         for name, value in list(vars(param).items()):
             access = value.access if isinstance(value, _Method) else value
@@ -212,5 +212,5 @@ def detach(fused: FusedBackward) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for smaller floating point dtypes; any other dtype itself."""
+    """fp32 for floating-point dtypes below 32 bits; other dtypes unchanged."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

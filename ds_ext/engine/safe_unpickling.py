@@ -1,7 +1,7 @@
 """Loads checkpoint files without running code from them.
 
-A pickle can call any function by name. Here it can call only the functions listed below, and those
-that the user gave to ``torch.serialization.add_safe_globals``. They only make plain objects.
+A pickle can call any function by name. Here it can call only the functions below, which create
+plain objects, and functions that the user passed to ``torch.serialization.add_safe_globals``.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _DEEPSPEED: list[Callable[..., Any]] = [
 
 @functools.cache
 def _allow() -> None:
-    """Allows torch.load to make plain objects, arrays, and DeepSpeed's classes."""
+    """Lets torch.load create plain objects, NumPy arrays, and DeepSpeed's classes."""
     array, scalar = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"]}
     arrays = [np.ndarray, np.dtype, array, scalar, *kinds]
@@ -52,10 +52,10 @@ def _allow() -> None:
 
 
 def load(path: Path) -> Any:
-    """Returns the content of a file of torch.save. Its tensors are memory-mapped.
+    """Returns the contents of a file written by torch.save. Tensors are memory-mapped.
 
     Raises:
-        CheckpointError: the file is damaged, or names a function that is not known to be safe.
+        CheckpointError: the file is damaged, or calls a function that is not known to be safe.
     """
     _allow()
     is_trusted = os.environ.get(SWITCH, "0").lower() in ("1", "y", "yes", "true")

@@ -1,15 +1,15 @@
-"""engine.save_checkpoint and engine.load_checkpoint, which write complete checkpoints or none.
+"""Implements engine.save_checkpoint and engine.load_checkpoint, which succeed completely or fail.
 
 | saving, on all ranks together                      | loading, on all ranks together          |
 |----------------------------------------------------|-----------------------------------------|
-| choose the folder, and make a temporary one        | find the folder                         |
+| choose the folder, and create a temporary folder   | find the folder                         |
 | ``Contents.save``, and the parts of DeepSpeed      | read the manifest and verify the files  |
 | write the files, and compute checksums             | map the files                           |
 | write the manifest                                 | ``Contents.check``                      |
 | move the folder into place                         | ``Contents.load``, and DeepSpeed's parts|
 
-An error on one rank raises on every rank. Saving raises before it changes an older checkpoint, and
-loading raises before it changes the engine.
+An error on one rank raises on every rank. Saving raises before it changes an older checkpoint.
+Loading raises before it changes the engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,24 +39,25 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Saves a checkpoint with DeepSpeed's own ``save_checkpoint``, and with its arguments.
+    """Saves a checkpoint with DeepSpeed's ``save_checkpoint``, and takes the same arguments.
 
     Args:
         original: DeepSpeed's method.
         engine: the engine, with its model, optimizer and counts.
         save_dir: a folder on a file system that all ranks share.
-        tag: the name of a folder in it; by default "global_step" and the step.
+        tag: the name of the checkpoint's folder in ``save_dir``; by default "global_step" and the
+            step.
         client_state: a dictionary that ``load_checkpoint`` will return.
-        save_latest: whether ``load_checkpoint`` loads this checkpoint without a tag.
+        save_latest: whether ``load_checkpoint`` without a tag loads this checkpoint.
         exclude_frozen_parameters: whether to leave out frozen weights.
 
     Returns:
         True.
 
     Raises:
-        CheckpointError: on every rank, if one could not write.
+        CheckpointError: on every rank, if any rank fails to write.
         RuntimeError: between ``backward`` and ``step``, if weights were already updated.
-        ValueError: the tag is no name, or ranks give different tags and
+        ValueError: the tag is not a valid name, or ranks pass different tags and
             ``checkpoint.tag_validation`` is "Fail".
     """
     _check_complete(engine.optimizer.fused)
@@ -100,26 +101,26 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Loads a checkpoint that was saved by any number of ranks, at any ZeRO stage.
 
-    From a checkpoint of DeepSpeed's own optimizers it loads only weights and counts.
+    If DeepSpeed's own optimizer saved the checkpoint, only weights and counts are loaded.
 
     Args:
-        engine: the engine, whose model, optimizer and counts are set.
+        engine: the engine to load the model, optimizer and counts into.
         load_dir: the ``save_dir`` of ``save_checkpoint``.
         tag: the name of the checkpoint; by default the latest.
         load_module_strict: whether the model and the checkpoint must have the same parameters.
-        load_optimizer_states: whether to load the optimizer's state or to start it from zero.
+        load_optimizer_states: whether to load the optimizer's state; otherwise it is reset.
         load_lr_scheduler_states: whether to load the learning-rate scheduler.
         load_module_only: whether to load only weights and buffers.
         custom_load_fn: must be None.
 
     Returns:
-        The folder and the ``client_state`` given to ``save_checkpoint``; None and None if nothing
+        The folder and the ``client_state`` passed to ``save_checkpoint``; None and None if nothing
         was ever saved in ``load_dir``.
 
     Raises:
-        CheckpointError: on every rank, before anything is changed, if the checkpoint is damaged or
+        CheckpointError: on every rank, before anything changes, if the checkpoint is damaged or
             belongs to another model or optimizer.
-        ValueError: there is a ``custom_load_fn``, or the tag is no name.
+        ValueError: ``custom_load_fn`` is set, or the tag is not a valid name.
     """
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: ds_ext reads weights in pieces; remove custom_load_fn.")
@@ -129,7 +130,7 @@ def load_checkpoint(
     if tag is None:
         log(f"there is no checkpoint in {load_dir}: nothing is loaded")
         return None, None
-    folder.path_of(load_dir, tag)  # raises if the tag is no name
+    folder.path_of(load_dir, tag)  # raises if the tag is not a valid name
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
     path = consensus.run_on_all_ranks(lambda: folder.find(Path(load_dir), tag), CheckpointError)
     contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
@@ -150,7 +151,7 @@ def load_checkpoint(
 
 
 def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], T]) -> T | None:
-    """Runs an action on the first rank. If it fails, raises CheckpointError on all ranks."""
+    """Runs an action on the first rank. Raises CheckpointError on all ranks if it fails."""
     is_first = engine.global_rank == 0
     return consensus.run_on_all_ranks(lambda: action() if is_first else None, CheckpointError)
 
@@ -159,14 +160,14 @@ def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], T]) -> T | None
 
 
 def _check_complete(fused: FusedBackward) -> None:
-    """Raises RuntimeError if a step has updated weights and has not ended."""
+    """Raises RuntimeError if an unfinished step has already updated weights."""
     state = fused.state
     if state.used_up or (state.square is not None and not state.kept):
         raise RuntimeError("save_checkpoint came after backward and before engine.step().")
 
 
 def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
-    """The folder of the checkpoint to save, equal on all ranks."""
+    """The path of the checkpoint to save. Checks that it is equal on all ranks."""
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
     tag = _common(engine, tag)
@@ -176,7 +177,7 @@ def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
 
 
 def _common(engine: DeepSpeedEngine, tag: str | None) -> str | None:
-    """The first rank's tag. ``checkpoint.tag_validation`` decides whether others may differ."""
+    """The first rank's tag. ``checkpoint.tag_validation`` decides whether tags may differ."""
     tags = consensus.gathered(None if tag is None else str(tag))
     if len(set(tags)) > 1 and engine.checkpoint_tag_validation_enabled():
         names = ", ".join(map(repr, tags[:4])) + ", …" * (len(tags) > 4)
@@ -190,7 +191,7 @@ def _common(engine: DeepSpeedEngine, tag: str | None) -> str | None:
 
 
 def _relative(aside: Path, save_dir: str) -> str:
-    """The tag with which DeepSpeed writes into the temporary folder ``aside``."""
+    """The tag that makes DeepSpeed write into the temporary folder ``aside``."""
     return str(aside.relative_to(save_dir) if aside.is_relative_to(save_dir) else aside)
 
 
@@ -212,7 +213,7 @@ def _manifest(engine: DeepSpeedEngine, tag: str, written: Sequence[Files]) -> di
 
 
 def _latest(load_dir: str) -> str | None:
-    """The newest tag, equal on all ranks; None if nothing was ever saved."""
+    """The newest tag; None if nothing was ever saved. Checks that all ranks read the same tag."""
     tag = consensus.run_on_all_ranks(lambda: folder.latest(Path(load_dir)), CheckpointError)
     seen = consensus.gathered(tag)
     if other := [rank for rank, found in enumerate(seen) if found != seen[0]]:
@@ -224,7 +225,7 @@ def _latest(load_dir: str) -> str | None:
 
 
 def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
-    """The manifest, after this rank has verified its share of the files; None if there is none."""
+    """The manifest, or None without one. Verifies this rank's share of the files."""
     manifest, layout = folder.manifest(path), engine.optimizer.layout
     saved = (manifest or {}).get("tensor_parallel", 1)
     size = max(1, engine.autotp_size())
@@ -248,7 +249,7 @@ def _opened(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) 
 
 
 def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -> None:
-    """Raises CheckpointError if the checkpoint does not fit the model or the optimizer."""
+    """Raises CheckpointError if the checkpoint does not match the model or the optimizer."""
     if with_state:
         contents.check(opened.pieces, strict)
     else:
@@ -256,7 +257,7 @@ def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -
 
 
 def _load(contents: Contents, opened: Opened, with_state: bool, path: Path) -> None:
-    """Loads weights and buffers, and with ``with_state`` the optimizer's state."""
+    """Loads weights, buffers and, if ``with_state``, the optimizer's state."""
     contents.engine.optimizer.checkpoint_event_prologue()
     if with_state:
         contents.load(opened.pieces)
@@ -268,13 +269,13 @@ def _load(contents: Contents, opened: Opened, with_state: bool, path: Path) -> N
 
 
 def _publish(contents: Contents) -> None:
-    """Sends loaded runs to the ranks that hold the full parameter."""
+    """Sends loaded runs to the ranks that hold full parameters."""
     layout = contents.layout
     layout.publish(layout.names)
     layout.end_step()
 
 
 def _load_counts(engine: DeepSpeedEngine, opened: Opened, with_scheduler: bool) -> None:
-    """Loads step counts and schedules, also in the middle of a step's micro-batches."""
+    """Loads step counts and schedules, even if a step's micro-batches are unfinished."""
     done, of = opened.saved[0]["accumulated"]["passes"] if opened.saved else (0, 1)
     checkpoint_contents.load_counts(engine, opened.model, (done, of), with_scheduler)

@@ -1,4 +1,4 @@
-"""Checks of learning-rate schedulers against the optimizer that they set."""
+"""Checks that learning-rate schedulers are compatible with the optimizer."""
 
 import inspect
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def refuse_own_rate(optimizer: RuleOptimizer) -> None:
     """Checks that the optimizer has a learning rate that a scheduler can set.
 
     Raises:
-        ValueError: the optimizer computes its own.
+        ValueError: the optimizer computes its own step size.
     """
     if any(group["lr"] is None for group in optimizer.param_groups):
         raise ValueError(
@@ -26,10 +26,10 @@ def refuse_own_rate(optimizer: RuleOptimizer) -> None:
 
 
 def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
-    """Checks that a scheduler has set as many betas as the optimizer has.
+    """Checks that a scheduler sets the number of betas that the optimizer has.
 
     Raises:
-        ValueError: the numbers differ, as with DeepSpeed's OneCycle and CAME.
+        ValueError: the numbers differ, as for DeepSpeed's OneCycle with CAME.
     """
     for group in optimizer.param_groups:
         hypers = optimizer.hypers_of(group)
@@ -46,10 +46,10 @@ def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
 
     Args:
         scheduler: the scheduler, before its step.
-        given: the keyword arguments of the step.
+        given: the keyword arguments for its step.
 
     Raises:
-        ValueError: the scheduler needs a metric and none is given.
+        ValueError: the scheduler needs a metric, but ``given`` has none.
     """
     if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in given:
         raise ValueError(
@@ -60,11 +60,11 @@ def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
 
 
 def problems(config: dict[str, Any], optimizer: Optimizer) -> Iterator[str]:
-    """Yields the problems of the scheduler that a config names.
+    """Yields a message for each problem with the scheduler in a config.
 
     Args:
-        config: a DeepSpeed config without "auto" that HF would fill in.
-        optimizer: the optimizer to schedule. This changes its learning rates.
+        config: a DeepSpeed config without "auto" values, which HF would fill in.
+        optimizer: the optimizer to schedule. Its learning rates change.
     """
     section = config.get("scheduler")
     if section is None:

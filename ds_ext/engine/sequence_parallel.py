@@ -1,8 +1,8 @@
-"""Gives DeepSpeed the groups of ranks that share sequences (Ulysses).
+"""Provides DeepSpeed with the groups of ranks that share sequences (Ulysses).
 
 DeepSpeed reads the groups from an ``mpu``, such as its module ``parallel_state_sp``. If only the
-config sets them, it does not add up the gradients of a sequence's ranks (with
-``data_parallel_size`` or ``mesh_param``), or ignores them. AutoTP drops the ``mpu`` of an engine.
+config sets the groups, DeepSpeed either ignores them or (with ``data_parallel_size`` or
+``mesh_param``) does not sum gradients over them. AutoTP drops the ``mpu`` of an engine.
 """
 
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ class SequenceGroups:
     """An ``mpu`` with the groups of ranks that share sequences.
 
     Args:
-        sequence: the ranks that share a sequence; they are consecutive in ``summed``.
-        summed: the ranks that have the same weights and add up their gradients.
-        others: an object with the methods of an ``mpu`` for tensor parallelism.
+        sequence: the ranks that share a sequence. They are consecutive in ``summed``.
+        summed: the ranks that have the same weights and sum their gradients.
+        others: an object with an ``mpu``'s methods for tensor parallelism.
     """
 
     def __init__(self, sequence: Group, summed: Group, others: Any) -> None:
@@ -36,57 +36,57 @@ class SequenceGroups:
         return getattr(self._others, name)
 
     def get_sequence_parallel_group(self) -> Group:
-        """The ranks that share a sequence with this one."""
+        """Returns the ranks that share this rank's sequence."""
         return self._sequence
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Their number."""
+        """Returns the number of ranks that share a sequence."""
         return size_of(self._sequence)
 
     def get_sequence_parallel_rank(self) -> int:
-        """The number of this rank's part of the sequence."""
+        """Returns the index of this rank's part of the sequence."""
         return dist.get_rank(self._sequence)
 
     def get_sequence_data_parallel_group(self) -> Group:
-        """The ranks that add up their gradients."""
+        """Returns the ranks that sum their gradients."""
         return self._summed
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        """Their number."""
+        """Returns the number of ranks that sum their gradients."""
         return size_of(self._summed)
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """This rank's number in that group."""
+        """Returns this rank's index among the ranks that sum their gradients."""
         return dist.get_rank(self._summed)
 
     def get_data_parallel_group(self) -> Group:
-        """The same group: DeepSpeed has no other one for gradients."""
+        """Returns the ranks that sum their gradients: DeepSpeed reduces over this group."""
         return self._summed
 
     def get_data_parallel_world_size(self) -> int:
-        """The number of ranks that have different sequences."""
+        """Returns the number of different sequences."""
         return size_of(self._summed) // size_of(self._sequence)
 
     def get_data_parallel_rank(self) -> int:
-        """The number of this rank's sequence."""
+        """Returns the index of this rank's sequence."""
         return dist.get_rank(self._summed) // size_of(self._sequence)
 
 
 def reset() -> None:
-    """Removes the groups of an earlier engine from DeepSpeed."""
+    """Removes an earlier engine's groups from DeepSpeed."""
     if isinstance(groups.mpu, SequenceGroups):
         groups.mpu = None
 
 
 def add_groups(engine: DeepSpeedEngine, given: Any) -> None:
-    """Gives an engine an ``mpu`` with sequence groups, if only its config sets them.
+    """Sets an engine's ``mpu`` to one with sequence groups, if only its config sets them.
 
     Args:
-        engine: an engine that has not made its groups yet.
-        given: the ``mpu`` that was given to the engine. AutoTP may have dropped it.
+        engine: an engine that has not created its groups yet.
+        given: the ``mpu`` that was passed to the engine. AutoTP may have dropped it.
 
     Raises:
-        ValueError: on all ranks, if sizes do not fit.
+        ValueError: on all ranks, if sizes do not match.
     """
     asked = without_auto(engine._config._param_dict).get(_KEY, 1)
     size = getattr(given, "get_sequence_parallel_world_size", lambda: 1)()
@@ -108,7 +108,7 @@ def add_groups(engine: DeepSpeedEngine, given: Any) -> None:
 
 
 def _of_mesh(mesh: Any, others: Any) -> SequenceGroups:
-    """The groups of DeepSpeed's mesh of data and sequence parallelism."""
+    """The groups from DeepSpeed's mesh of data and sequence parallelism."""
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"data_parallel_size times {_KEY}, or mesh_param, is {mesh.size()}, but there are "
@@ -118,7 +118,7 @@ def _of_mesh(mesh: Any, others: Any) -> SequenceGroups:
 
 
 def _made(size: int, tensor_size: int) -> SequenceGroups:
-    """The groups of ``size`` consecutive ranks among those with the same weights."""
+    """Groups of ``size`` consecutive ranks among the ranks that have the same weights."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if world % (size * tensor_size):
         beside = f" times tensor_parallel.autotp_size = {tensor_size}" if tensor_size > 1 else ""

@@ -1,4 +1,4 @@
-"""Settings of an engine that its config does not state directly: spellings, defaults, launchers."""
+"""Settings that DeepSpeed derives, or that can be spelled in several ways; ranks per host."""
 
 import os
 from typing import Any
@@ -12,7 +12,7 @@ from ds_ext.distributed import consensus
 
 
 def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Returns an engine's config, with the values that DeepSpeed derives or spells in two ways."""
+    """Returns an engine's config, plus values that DeepSpeed derives or can spell in two ways."""
     config: dict[str, Any] = without_auto(engine._config._param_dict)
     zero = config.get("zero_optimization", {})
     return config | {
@@ -38,14 +38,14 @@ def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
 
 
 def ranks_per_host(key: str, value: object) -> int:
-    """Returns the number of ranks on each host. All ranks call it.
+    """Returns the number of ranks on each host. All ranks must call it.
 
     Args:
         key: the setting that needs the number.
         value: the value of that setting.
 
     Raises:
-        ValueError: on all ranks, if the launcher did not set it on one of them, or if hosts have
+        ValueError: on all ranks, if a rank's launcher did not set the number, or if hosts have
             different numbers of ranks.
     """
     variables = map(os.environ.get, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))

@@ -1,8 +1,8 @@
 """Supports DeepSpeed's tiled functions, which run backward for one tile of the sequence at a time.
 
-Each tile adds a part of a weight's gradient. ds_ext uses the gradient when all tiles have added
-theirs. ``TiledFusedLogitsLoss`` computes gradients in forward. There they wait for the backward
-pass, which multiplies them by the gradient of the loss. DeepSpeed does that only for its input.
+Each tile adds a part of a weight's gradient. ds_ext uses the gradient after the last tile.
+``TiledFusedLogitsLoss`` computes gradients in forward. ds_ext holds them until backward, and then
+multiplies them by the gradient of the loss. DeepSpeed multiplies only the input's gradient.
 """
 
 import functools
@@ -23,7 +23,7 @@ from ds_ext.backward.fused_backward import FusedBackward
 
 
 class DeferredGradient(NamedTuple):
-    """A weight's gradient that is not multiplied by the gradient of the loss yet."""
+    """A weight's gradient, before multiplication by the gradient of the loss."""
 
     owner: FusedBackward
     param: Tensor
@@ -32,14 +32,14 @@ class DeferredGradient(NamedTuple):
 
 
 def register() -> None:
-    """Wraps the functions so that they work with our optimizers."""
+    """Wraps DeepSpeed's functions so that they work with ds_ext optimizers."""
     for function in (SequenceTiledCompute, TiledMLP):
         _take_when_whole(function)
     _wait_for_backward(TiledFusedLogitsLoss)
 
 
 def _take_when_whole(function: Any) -> None:
-    """Wraps a function that runs forward again in backward."""
+    """Wraps a function that recomputes forward in backward."""
     forward, backward = function.forward, function.backward
 
     @functools.wraps(forward)
@@ -89,7 +89,7 @@ def _wait_for_backward(function: Any) -> None:
                 continue
             grad = grad.mul_(factor) if is_last else grad * factor
             owner.buckets.join(param, grad)
-            if is_called and owner.buckets.uses.count[param] == 1:  # no other call adds a part
+            if is_called and owner.buckets.uses.count[param] == 1:  # no other call contributes
                 owner.buckets.take(param)
         if is_last:
             ctx.waiting = None
@@ -101,7 +101,7 @@ def _wait_for_backward(function: Any) -> None:
 
 
 def _owners(args: Iterable[Any]) -> list[FusedBackward]:
-    """The owners of the weights in a function's arguments, including modules and lists."""
+    """The owners of all weights in a function's arguments, in modules and in lists."""
     params: list[Tensor] = []
     for arg in args:
         if isinstance(arg, nn.Module):
@@ -114,7 +114,7 @@ def _owners(args: Iterable[Any]) -> list[FusedBackward]:
 
 @contextmanager
 def _set_aside(found: list[FusedBackward]) -> Iterator[list[tuple[Tensor, FusedBackward]]]:
-    """Leaves gradients in ``.grad`` within the context; then lists the parameters that have one."""
+    """Context that leaves gradients in ``.grad``. At exit, lists parameters that have gradients."""
     left: list[tuple[Tensor, FusedBackward]] = []
     with ExitStack() as stack:
         aside = [(owner, stack.enter_context(owner.buckets.set_aside())) for owner in found]
@@ -124,7 +124,7 @@ def _set_aside(found: list[FusedBackward]) -> Iterator[list[tuple[Tensor, FusedB
 
 @contextmanager
 def _counted_once(found: list[FusedBackward]) -> Iterator[set[Tensor]]:
-    """Counts all calls of a module within the context as one; then lists its parameters."""
+    """Context that counts a module's calls as one. At exit, lists parameters of called modules."""
     called: set[Tensor] = set()
     counts = [(owner.buckets.uses.count, owner.buckets.uses.count.copy()) for owner in found]
     yield called

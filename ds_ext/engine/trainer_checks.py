@@ -1,9 +1,9 @@
 """Checks settings of HF Trainer and accelerate that never reach DeepSpeed.
 
-They would be ignored without a message: the optimizer arguments of Trainer if the config names an
-optimizer; an optimizer object, which Trainer replaces; the norm by which accelerate is asked to
-clip; and the number of processes among which accelerate divides the data. DeepSpeed does not get
-them, and ds_ext does not patch these libraries. So this module finds Trainer on the call stack.
+Without these checks, some settings would be ignored silently: Trainer's optimizer arguments if the
+config names an optimizer; an optimizer object, which Trainer replaces; the norm that is passed to
+accelerate for clipping; and the number of processes among which accelerate divides the data.
+ds_ext does not patch these libraries. This module therefore finds Trainer on the call stack.
 """
 
 import functools
@@ -24,10 +24,10 @@ _DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # in all versions of tra
 
 
 def refuse_ignored() -> None:
-    """Checks the Trainer that makes an engine whose config names an optimizer of ours, if any.
+    """Checks Trainer's arguments, if Trainer creates an engine whose config names our optimizer.
 
     Raises:
-        ValueError: Trainer has another optimizer, or settings for one.
+        ValueError: Trainer was given an optimizer, or settings of one.
     """
     trainer = _caller(sys._getframe(1))
     for name, advice in _ADVICE.items():
@@ -43,13 +43,13 @@ def refuse_ignored() -> None:
 
 
 def refuse_dropped(taken: Any) -> None:
-    """Checks that the Trainer, if any, passes an optimizer of ours on to DeepSpeed.
+    """Checks that Trainer, if any, passes a ds_ext optimizer on to DeepSpeed.
 
     Args:
-        taken: the optimizer object that the engine gets; None if the config names one.
+        taken: the optimizer object that the engine gets; None if the config names an optimizer.
 
     Raises:
-        ValueError: Trainer has an optimizer of ours, and the engine gets another.
+        ValueError: Trainer was given a ds_ext optimizer, and the engine gets another.
     """
     given = _given(_caller(sys._getframe(1)), "optimizer")
     if isinstance(given, RuleOptimizer) and taken is not given:
@@ -64,7 +64,7 @@ def refuse_dropped(taken: Any) -> None:
 
 
 def num_processes() -> int | None:
-    """Returns the number of processes that share the data by accelerate; None if it is not used."""
+    """Returns the number of processes that accelerate divides data among; None without it."""
     state = sys.modules.get("accelerate.state")
     shared: dict[str, Any] = {} if state is None else state.PartialState._shared_state
     return shared.get("num_processes")
@@ -73,11 +73,11 @@ def num_processes() -> int | None:
 def refuse_same_data(data_parallel_size: int) -> None:
     """Checks that accelerate divides the data among all data-parallel ranks.
 
-    Without a GPU accelerate assumes a single process, unless it is told to use the CPU. Then all
-    ranks get the same data.
+    Without a GPU, accelerate assumes a single process unless it is configured for the CPU. All
+    ranks would then get the same data.
 
     Args:
-        data_parallel_size: the number of these ranks.
+        data_parallel_size: the number of data-parallel ranks.
 
     Raises:
         ValueError: accelerate divides the data among fewer processes.
@@ -93,9 +93,9 @@ def refuse_same_data(data_parallel_size: int) -> None:
 
 
 def warn_unclipped(clipped_by: float) -> None:
-    """Warns if accelerate is asked to clip by another norm than that of the config.
+    """Warns if accelerate's ``max_norm`` differs from the config's ``gradient_clipping``.
 
-    With DeepSpeed its ``clip_grad_norm_`` only reads the norm of the gradients from the engine.
+    With DeepSpeed, accelerate's ``clip_grad_norm_`` only reads the gradient norm from the engine.
 
     Args:
         clipped_by: the config's gradient_clipping; 0 for none.
@@ -110,7 +110,7 @@ def warn_unclipped(clipped_by: float) -> None:
 
 @functools.cache
 def _warn_unclipped(asked: float, clipped_by: float) -> None:
-    """Warns once."""
+    """Warns once per pair of values."""
     warn(
         f"accelerator.clip_grad_norm_(..., max_norm={asked:g}), which Trainer calls with its "
         "max_grad_norm, clips nothing by itself under DeepSpeed, and gradient_clipping of the "
@@ -126,19 +126,19 @@ def _refuse_ignored(what: str, advice: str) -> None:
 
 
 def _given(trainer: Any, what: str) -> Any:
-    """The object that was given to Trainer, which its callback handler still has; None if none.
+    """The object that was passed to Trainer, read from its callback handler; None if none.
 
-    After a first ``train()`` the callback handler has accelerate's wrapper of the engine's object.
+    After a first ``train()``, the handler has accelerate's wrapper of the engine's object instead.
     """
     found = getattr(getattr(trainer, "callback_handler", None), what, None)
     return None if type(found).__module__.startswith("accelerate.") else found
 
 
 def _caller(frame: FrameType | None) -> Any:
-    """The nearest Trainer on the call stack, known by its TrainingArguments; None if there is none.
+    """The nearest Trainer on the call stack, recognized by its TrainingArguments; or None.
 
-    It reads only frames of transformers. Up to Python 3.12, reading ``f_locals`` of a frame keeps
-    its variables, such as engines, alive as long as the frame runs.
+    Reads only frames of transformers: up to Python 3.12, reading ``f_locals`` of a frame keeps its
+    variables, such as engines, alive as long as the frame runs.
     """
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == "transformers":

@@ -1,4 +1,4 @@
-"""Errors for attributes and methods of DeepSpeed's engines and optimizers that ds_ext lacks."""
+"""Errors for engine and optimizer APIs of DeepSpeed that ds_ext does not support."""
 
 _FP32 = "no fp32 copy of the weights is kept: use deepspeed.utils.safe_get_full_fp32_param."
 _GRADIENTS = (

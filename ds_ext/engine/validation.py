@@ -31,7 +31,7 @@ from ds_ext.engine import (
 from ds_ext.engine.settings import effective
 from ds_ext.optimizer import RuleOptimizer
 
-# Keys that may differ between ranks: they control what is logged.
+# Keys that may differ between ranks, because they only control logging.
 _LOCAL = {
     *("tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "dump_state"),
     *("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger"),
@@ -39,16 +39,16 @@ _LOCAL = {
 
 
 def check_ranks(engine: DeepSpeedEngine, model: Any) -> None:
-    """Checks that all ranks start the same run if one of them uses ds_ext. All ranks call it.
+    """Checks that all ranks start the same run if any rank uses ds_ext. All ranks must call it.
 
-    Ranks of a pipeline compare parameters and param groups with the ranks of their stage only.
+    Pipeline ranks compare parameters and param groups only with the ranks of their stage.
 
     Args:
         engine: an engine that has no model yet.
         model: its model.
 
     Raises:
-        ValueError: on all ranks, naming what differs.
+        ValueError: on all ranks. The message names the difference.
     """
     facts = _facts(engine, model)
     if not isinstance(model, PipelineModule):
@@ -75,14 +75,14 @@ def _facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
 
 
 def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Checks that ds_ext can train an engine's model as the engine is configured.
+    """Checks that ds_ext can train an engine's model with the engine's settings.
 
     Args:
         engine: an engine that has not wrapped its optimizer yet.
         optimizer: its optimizer.
 
     Raises:
-        ValueError: naming the setting, and what to do instead.
+        ValueError: the message names the unsupported setting, and a remedy.
     """
     hook_cleanup.refuse_gradient_hooks(engine)
     hook_cleanup.refuse_partitions(engine)
@@ -128,7 +128,7 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
         )
     sequences = engine.sequence_parallel_size > 1
     raise_first(validation.expert_problems(stage, sequences, tensor_size))
-    # deepspeed.moe also reads parallel_state_sp as an mpu of tensor parallelism.
+    # deepspeed.moe treats the mpu parallel_state_sp as tensor-parallel too.
     if tensor_size <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
         raise ValueError(
             "DeepSpeed's experts would treat the ranks of this mpu as tensor-parallel ranks and "

@@ -6,7 +6,7 @@ from ds_ext.versions import numbers, written
 
 INSTALLED: str = deepspeed.__version__
 LOWEST = (0, 18, 6)  # the oldest version that `make test-all` tests
-NEXT = (0, 20)  # the first version that is not tested yet
+NEXT = (0, 20)  # the first untested version
 
 # Before 0.19.8 DeepSpeed waited only for the last of several collectives.
 WAITS_FOR_ALL = numbers(INSTALLED) >= (0, 19, 8)
@@ -16,7 +16,7 @@ def check(version: str = INSTALLED) -> None:
     """Checks that ds_ext supports a version of DeepSpeed, the installed one by default.
 
     Raises:
-        ImportError: in one sentence, if it does not.
+        ImportError: ds_ext does not support it. The message is one sentence.
     """
     if not LOWEST <= numbers(version) < NEXT:
         lowest, next_ = written(LOWEST), written(NEXT)
@@ -30,11 +30,11 @@ def check(version: str = INSTALLED) -> None:
 def refuse_old_pipelines(version: str = INSTALLED) -> None:
     """Checks that a version of DeepSpeed computes the gradients of a pipeline correctly.
 
-    Before 0.19.4 each stage divided the gradients of the next stage by gradient_accumulation_steps
-    once more.
+    Before 0.19.4, each stage divides the next stage's gradients by gradient_accumulation_steps
+    again.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: the version is older.
     """
     if numbers(version) < (0, 19, 4):
         raise ValueError(

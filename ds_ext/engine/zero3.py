@@ -1,4 +1,4 @@
-"""ZeRO-3: each rank keeps a run of each parameter, and DeepSpeed gathers them when needed."""
+"""ZeRO-3: each rank keeps a run of each parameter, and DeepSpeed gathers parameters when needed."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,12 +20,12 @@ from ds_ext.engine import hook_cleanup, quantized_weights, replica_groups
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.replica_groups import ReplicaGroups
 
-# DeepSpeed counts down the uses of each module to know when to gather and release it.
+# DeepSpeed counts down each module's uses to decide when to gather and release it.
 _COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 
 class Zero3Placement(Sharded):
-    """The placement of parameters whose rank holds only its run: ``ds_tensor`` without padding."""
+    """Placement of partitioned parameters. A rank holds its run: ``ds_tensor`` without padding."""
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
         """Returns the shape of a gathered parameter."""
@@ -36,9 +36,9 @@ class Zero3Placement(Sharded):
         return deepspeed_parameter(param).ds_tensor[: len(self.shard(param))]
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Does nothing: ``Zero3Layout.end_step`` gathers the weights that other ranks hold.
+        """Does nothing on several ranks: ``Zero3Layout.end_step`` gathers the weights.
 
-        With one rank DeepSpeed does not gather, and the whole weight is the run.
+        On one rank DeepSpeed does not gather, and the run is the whole weight.
         """
         if self.num_shards == 1:
             Placement.publish(self, params)
@@ -48,7 +48,7 @@ class Zero3Layout(Layout):
     """The layout of a model whose parameters DeepSpeed has partitioned.
 
     Args:
-        offload: DeepSpeed's object that partitions and gathers them.
+        offload: DeepSpeed's object that partitions and gathers the parameters.
         group: the data-parallel ranks.
         names: the names of all parameters.
         placement_of: returns a parameter's placement.
@@ -67,38 +67,41 @@ class Zero3Layout(Layout):
     ) -> None:
         self.offload = offload
         super().__init__(group, names, placement_of, replica_group)
-        # Gloo, the CPU backend, ends a process that gets more messages than it waits for.
+        # Gloo, the CPU backend, aborts a process that gets more messages than it waits for.
         ahead = overlap and self.device.type != "cpu"
         self.order = OrderCheck(offload.module, self.names, self.host_group, ahead)
         self.order.watch_first_pass(offload.get_param_coordinator())
         self.updated: set[Tensor] = set()  # weights that this step has updated
 
     def hook(self) -> list[RemovableHandle]:
-        """Checks shapes before DeepSpeed gathers parameters, which would overwrite resized ones."""
+        """Registers a check of shapes before DeepSpeed's gather, which hides resized parameters."""
         hook = Hook(lambda *_: self.refuse_resized() if torch.is_grad_enabled() else None)
         return [self.offload.module.register_forward_pre_hook(hook, prepend=True)]
 
     def may_have(self, param: Tensor, shape: torch.Size) -> bool:
-        """Whether ``shape`` is that of a gathered or a partitioned (empty) parameter."""
+        """Returns whether a parameter is partitioned (empty) or has its gathered shape."""
         return param.numel() == 0 or param.shape == deepspeed_parameter(param).ds_shape
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
-        """Returns ZeRO-3's leaf modules. Their gradients arrive together, even if unused."""
+        """Returns the parameters of ZeRO-3's leaf modules.
+
+        A leaf module's gradients arrive together, even for unused parameters.
+        """
         leaves = [m for m in module.modules() if z3_leaf_module(m)]
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        """Returns that all gradients are ready, because ranks gather parameters together.
+        """Returns an agreement that all gradients are ready: ranks gather parameters together.
 
         Raises:
-            RuntimeError: on all ranks, if they did not gather the same parameters.
+            RuntimeError: on all ranks, if ranks did not gather the same parameters.
         """
         self.bytes_sent += self.order.check_gradients(waiting, ended)
         return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
     @contextlib.contextmanager
     def norm_prepass(self) -> Iterator[None]:
-        """Restores DeepSpeed's counts after a backward pass whose graph will run again."""
+        """Context that restores DeepSpeed's counts, for a graph that will run backward again."""
         modules = [m.__dict__ for m in self.offload.module.modules()]
         counts = [{k: m[k] for k in _COUNTS if k in m} for m in modules]
         try:
@@ -109,20 +112,20 @@ class Zero3Layout(Layout):
             _release_leftovers(self.offload)
 
     def stored(self) -> list[Tensor]:
-        """Releases gathered parameters and returns the partitions."""
+        """Releases gathered parameters, and returns the partitions."""
         self.offload.empty_partition_cache()
         for param in self.params:
             deepspeed_parameter(param).ds_secondary_tensor = None
         return [deepspeed_parameter(param).ds_tensor for param in self.params]
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Records updated weights, because other ranks may hold gathered copies of them."""
+        """Records updated weights, because ranks may hold outdated gathered copies."""
         self.updated.update(params)
         super().publish(params)
 
     def end_backward(self) -> None:
         """Partitions parameters that are still gathered."""
-        # A module whose inputs need no gradient has no post-backward hook and stays gathered.
+        # A module whose inputs need no gradient has no post-backward hook, so it stays gathered.
         _release_leftovers(self.offload)
 
     def discard(self) -> None:
@@ -133,10 +136,10 @@ class Zero3Layout(Layout):
         self.end_step()
 
     def end_step(self) -> None:
-        """Gathers the parameters that ZeRO-3 keeps gathered, from their updated partitions.
+        """Gathers persistent parameters from their updated partitions.
 
-        It also drops hpZ's second copies of updated weights; the next forward pass makes new ones.
-        It does so after partitioning, which would make them again from old gathered weights.
+        Also drops hpZ's secondary copies of updated weights. The next forward pass creates new
+        copies. Copies are dropped after partitioning, which would recreate them from old weights.
         """
         self.offload.partition_all_parameters()
         for param in self.updated:
@@ -158,14 +161,14 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
 
     Args:
         engine: the engine.
-        cut: the ranks that hold one replica together.
+        cut: the groups of ranks that hold one replica, and the same part.
 
     Raises:
-        ValueError: another engine still gathers the parameters, or the groups do not fit.
+        ValueError: another engine still gathers the parameters, or the groups do not match.
     """
     hook_cleanup.refuse_module_hooks(engine)
     replica_groups.refuse_other_groups(engine.module.named_parameters(), cut)
-    # This engine may not update parameters that an earlier engine kept gathered.
+    # Partition parameters that an earlier engine kept gathered. This engine may not update them.
     for param in engine.module.parameters():
         if hasattr(param, "ds_persist"):
             param.ds_persist = False
@@ -196,7 +199,7 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
 
 
 def _secondary_group(engine: DeepSpeedEngine) -> Group:
-    """The ranks that hold a second copy of the weights (ZeRO++ hpZ), usually those of a host."""
+    """The ranks that share a secondary copy of the weights (ZeRO++ hpZ), usually one host's."""
     world = dist.get_world_size()
     size = engine.zero_hpz_partition_size()
     if size <= 1:

@@ -1,1 +1,1 @@
-"""What fits? Computes the bytes of an optimizer on each rank before a run."""
+"""Computes the memory that an optimizer needs on each rank, before a run."""

@@ -1,8 +1,8 @@
-"""Counts the memory of activations: runs the model forward and backward on fake tensors.
+"""Measures activation memory: runs the model forward and backward on fake tensors.
 
 Autograd keeps and frees the same tensors as in a real run, so the count includes everything that
-the modules do, and checkpointing as in transformers. Attention is torch's fused one, which keeps no
-scores. Temporary memory inside operators is not counted.
+modules keep, and transformers' checkpointing. Attention is torch's fused implementation, which
+keeps no scores. Temporary memory inside operators is not counted.
 """
 
 import logging
@@ -26,20 +26,20 @@ class MicroBatch:
     """The size of a rank's micro-batch."""
 
     rows: int  # train_micro_batch_size_per_gpu
-    tokens: int  # of each row
-    checkpointing: bool  # whether layers are computed again in backward
+    tokens: int  # per row
+    checkpointing: bool  # whether layers are recomputed in backward
 
 
 @dataclass(frozen=True)
 class GradientLifetime:
     """How long gradients live: until their bucket is full, or until the end of the step."""
 
-    bucket: int | None  # elements; None to keep all
-    ahead: bool = False  # whether a bucket is freed only when the next one is full
+    bucket: int | None  # elements; None to keep all gradients
+    ahead: bool = False  # whether a bucket is only freed when the next one is full
 
 
 class HeldGradients:
-    """The gradients that are alive."""
+    """The live gradients in a backward pass."""
 
     def __init__(self, lifetime: GradientLifetime) -> None:
         self.lifetime = lifetime
@@ -47,7 +47,7 @@ class HeldGradients:
         self.sent: list[Tensor] = []
 
     def take(self, param: Tensor) -> None:
-        """Moves the gradient of a parameter into the bucket, as a hook."""
+        """Gradient hook that moves a parameter's gradient into the bucket."""
         assert param.grad is not None
         self.bucket.append(param.grad)
         param.grad = None
@@ -64,13 +64,13 @@ def peak(
     gradients: GradientLifetime,
     adapt: Callable[[nn.Module], None] | None = None,
 ) -> int:
-    """Returns the peak bytes of a forward and a backward pass, without the weights.
+    """Returns the peak bytes of a forward and a backward pass, including gradients, less weights.
 
     Args:
         config: the transformers config of a language model.
         dtype: the dtype of weights and activations.
         batch: the micro-batch of one rank.
-        gradients: how long gradients live, which count too.
+        gradients: how long gradients live.
         adapt: changes the model in place, for example by adding adapters.
 
     Raises:
@@ -78,7 +78,7 @@ def peak(
     """
     attention = _attention()
     fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
-    fake_tensor_logger.disabled = True  # it logs the traceback of an error that is reported below
+    fake_tensor_logger.disabled = True  # it logs tracebacks of errors that we report below
     try:
         with FakeTensorMode(), torch.device("cpu"):
             model: Any = models.build(config, dtype=dtype, attn_implementation=attention).train()
@@ -99,7 +99,7 @@ def peak(
 
 
 def _peak(model: Any, tokens: Tensor, gradients: GradientLifetime) -> int:
-    """The same for a model and tokens that are fake tensors."""
+    """Implements ``peak`` for a model and tokens that are fake tensors."""
     waiting = HeldGradients(gradients)
     for param in model.parameters():
         if param.requires_grad:
@@ -112,7 +112,7 @@ def _peak(model: Any, tokens: Tensor, gradients: GradientLifetime) -> int:
 
 
 def _checkpoint(model: Any) -> None:
-    """Turns checkpointing on, by its new or old name in transformers."""
+    """Enables checkpointing by its new or old name in transformers."""
     how = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
@@ -121,7 +121,7 @@ def _checkpoint(model: Any) -> None:
 
 
 def _attention() -> str:
-    """Registers causal attention without a mask in transformers; returns its name."""
+    """Registers causal attention without a mask in transformers, and returns its name."""
     from transformers import AttentionInterface
 
     def attention(

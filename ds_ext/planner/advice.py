@@ -1,4 +1,4 @@
-"""The advice at the end of a plan: which optimizer to use."""
+"""The advice at the end of a plan about which optimizer to use."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +11,10 @@ MOST_RANKS = 1024
 
 
 def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
-    """Returns which optimizer to use: AdamW if it fits, else one that needs less memory.
+    """Returns advice for each card: AdamW if it fits, else an optimizer with less memory.
 
     Args:
-        plan: the plan of the table.
+        plan: the plan that the table shows.
         table: the memory of each row, by label.
     """
     asked = plan.asked
@@ -42,7 +42,7 @@ def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
 
 
 def _rate(row: Row) -> str:
-    """The advice for the learning rate: "start at 1e-3, try 5e-4 and 2e-3"."""
+    """Advice for the learning rate: "start at 1e-3, try 5e-4 and 2e-3"."""
     return rate(row.optimizer.__name__ if row.optimizer else "AdamW") or "as its paper says"
 
 
@@ -55,7 +55,7 @@ def _take(row: Row, candidates: Sequence[Row]) -> str:
 
 
 def _more(plan: MemoryPlan, least: Row, card: float) -> str:
-    """The advice if nothing fits."""
+    """Advice if no optimizer fits."""
     asked, ranks = plan.asked, plan.asked.ranks
     while ranks < MOST_RANKS:
         ranks *= 2

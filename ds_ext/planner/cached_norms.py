@@ -1,4 +1,4 @@
-"""Memory of the norms that a GPU caches for updated weights: ``DeviceNormCache``."""
+"""Memory of the norms of updated weights that are cached on a GPU: ``DeviceNormCache``."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from ds_ext.planner.memory import Shapes
 
 
 def num_bytes(rule: Any, shapes: Shapes, stage: int | None, ranks: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of the norms that the first rank caches for updated weights on a GPU.
+    """Returns the bytes of the cached norms of updated weights on the first rank's GPU.
 
-    The next step computes RMS(p) or the norm from sums of squares. A tile of 4,096 weights has one
-    sum and one weight: 8 bytes. If there are two ways to cut tiles, the larger one counts. On a CPU
-    the norms take 128 bytes per parameter.
+    The next step computes RMS(p) or the norm from sums of squares. For each tile of 4,096 weights
+    the cache has one sum and one weight: 8 bytes. If there are two ways to tile a run, the larger
+    cache counts. On a CPU the norms take 128 bytes per parameter.
 
     Args:
         rule: an instance of ``RuleOptimizer.hypers``; or one for each parameter, by name.

@@ -1,9 +1,9 @@
 """Memory of one rank with PyTorch's FSDP2, applied to each layer and then to the model.
 
 docs/guides/fsdp2.md shows these calls of ``fully_shard``. Each rank has the same number of whole
-rows of each parameter, except the last ranks. Buffers are padded to equal sizes. Embedding and head
-stay gathered during a step, and their gradients are reduced at the end of backward. Gathered
-weights are not counted.
+rows of each parameter, except the last ranks, and buffers are padded to equal sizes. The embedding
+and the head stay gathered during a step, and their gradients are reduced at the end of backward.
+Gathered weights are not counted.
 """
 
 import math
@@ -20,7 +20,7 @@ from ds_ext.ops import weight_update
 from ds_ext.planner import memory
 from ds_ext.planner.memory import MemoryUse, Shapes
 
-LAYER = re.compile(r"(.*?\.)?\d+\.")  # the prefix of a layer's parameters
+LAYER = re.compile(r"(.*?\.)?\d+\.")  # the name prefix of a layer's parameters
 
 
 def ours(
@@ -31,7 +31,7 @@ def ours(
     bucket: int,
     accumulates: bool = False,
 ) -> MemoryUse:
-    """Returns the memory of a rule that steps parameters while FSDP2 reduces their gradients.
+    """Returns the memory of a rule that steps parameters inside backward under FSDP2.
 
     Args:
         rule: an instance of ``RuleOptimizer.hypers``; or one for each parameter, by name.
@@ -39,7 +39,7 @@ def ours(
         ranks: the number of ranks that share one replica.
         dtype: the dtype of weights, and of gradients before the reduction.
         bucket: the number of elements that are stepped together.
-        accumulates: whether this rank's parts of gradients are kept until the step, in fp32.
+        accumulates: whether this rank's parts of gradients are kept in fp32 until the step.
     """
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
     n = parts(shapes, ranks)
@@ -60,18 +60,18 @@ def ours(
 
 
 def torchs_adamw(shapes: Shapes, ranks: int, dtype: torch.dtype) -> MemoryUse:
-    """The same for torch's AdamW, which keeps ``.grad`` and moments in the weights' dtype."""
+    """Returns the memory of torch's AdamW, with ``.grad`` and moments in the weights' dtype."""
     n, size = parts(shapes, ranks), dtype.itemsize
     return MemoryUse(size * n, 2 * size * n, size * (on_their_way(shapes) + n), 0)
 
 
 def parts(shapes: Shapes, ranks: int) -> int:
-    """Elements of a rank's parts: whole rows, padded to the number of the first rank."""
+    """Returns the elements of a rank's parts: whole rows, padded to the first rank's number."""
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes.values())
 
 
 def units(shapes: Shapes) -> list[int]:
-    """Elements of each FSDP2 unit. The first unit contains all parameters outside of layers."""
+    """Returns the elements of each FSDP2 unit. The first has all parameters outside of layers."""
     found = Counter({"": 0})
     for name, shape in shapes.items():
         layer = LAYER.match(name)
@@ -80,10 +80,11 @@ def units(shapes: Shapes) -> list[int]:
 
 
 def on_their_way(shapes: Shapes) -> int:
-    """The peak elements of full gradients in backward.
+    """Returns the peak number of elements of full gradients in backward.
 
-    During backward: a layer's gradients, the copy that is reduced, and the gradients outside of
-    layers. At the end: the gradients outside of layers and their copy.
+    During backward these are a layer's gradients, their copy for the reduction, and the gradients
+    outside of layers. At the end they are the gradients outside of layers, their copy, and one
+    layer's gradients.
     """
     rest, *layers = units(shapes)
     return max(rest + 2 * max(layers, default=0), 2 * rest + max(layers, default=0))

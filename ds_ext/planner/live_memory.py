@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of live storages: ``now`` and the peak, ``most``.
+    """Counts the bytes of live storages: the current number ``now``, and the peak ``most``.
 
-    It begins with the storages of ``kept`` and adds the outputs of operators in the thread that
-    entered the context. On the CPU that thread also runs backward. A shared storage counts once.
+    Counts the storages of ``kept``, and of the outputs of operators in the thread that entered the
+    context. On the CPU this thread also runs backward. A shared storage counts once.
     """
 
     def __init__(self, kept: Iterable[Tensor]) -> None:
@@ -40,9 +40,9 @@ class LiveMemory(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.sizes:
-            # Torch keeps the Python object of a storage as long as the storage itself.
+            # The Python object of a storage lives as long as the storage itself.
             weakref.finalize(storage, self._gone, key).atexit = False
-        self.now += storage.nbytes() - self.sizes.get(key, 0)  # it may have been resized
+        self.now += storage.nbytes() - self.sizes.get(key, 0)  # resized, or new
         self.sizes[key] = storage.nbytes()
         self.most = max(self.most, self.now)
 

@@ -1,4 +1,4 @@
-"""The memory of LoRA: adapters of the linear layers, trained by AdamW in DeepSpeed.
+"""Memory of LoRA: adapters of the linear layers, trained by DeepSpeed's AdamW.
 
 Hu et al., arXiv 2106.09685, as in PEFT with ``target_modules="all-linear"``: y = W x + B A x.
 """
@@ -17,10 +17,7 @@ _CONFIG = "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trained adapter of rank ``rank``.
-
-    Its parameters have the same names as in PEFT.
-    """
+    """A frozen linear layer with a trained adapter of rank ``rank``, named as in PEFT."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -32,7 +29,7 @@ class Adapted(nn.Module):
         self.lora_B = nn.ModuleDict({"default": up})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the sum of the outputs of layer and adapter, [..., out]."""
+        """Returns the layer's output plus the adapter's output, [..., out]."""
         found: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
         return found
 
@@ -46,7 +43,7 @@ def adapt(model: Any, rank: int) -> None:
             if type(module) is nn.Linear and module is not head:
                 setattr(owner, name, Adapted(module, rank))
     if hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()  # for checkpointing, as trainers do
+        model.enable_input_require_grads()  # for checkpointing, as in trainers
 
 
 def adapted(model: nn.Module, lora: str) -> nn.Module:
@@ -54,11 +51,11 @@ def adapted(model: nn.Module, lora: str) -> nn.Module:
 
     Args:
         model: the model on the device "meta"; changed in place.
-        lora: the rank of adapters for all linear layers; or the folder of PEFT's
-            adapter_config.json, with which PEFT makes adapters of any kind.
+        lora: the rank of adapters for all linear layers; or the folder of an adapter_config.json,
+            from which PEFT creates adapters of any kind.
 
     Raises:
-        ValueError: ``lora`` is neither, or PEFT is missing.
+        ValueError: ``lora`` is neither, PEFT is missing, or PEFT cannot adapt the model.
     """
     if lora.isdecimal() and int(lora):
         adapt(model, int(lora))
@@ -82,7 +79,7 @@ def adapted(model: nn.Module, lora: str) -> nn.Module:
 def lora(
     model: nn.Module, rank: int, stage: int, ranks: int, dtype: torch.dtype, bucket: int
 ) -> MemoryUse:
-    """Returns the memory of LoRA on the rank that holds most.
+    """Returns the memory of LoRA on the rank with the most memory.
 
     Args:
         model: the model on the device "meta"; adapted in place.

@@ -1,10 +1,10 @@
-"""Memory of one rank: weights, optimizer state, gradients and master weights.
+"""Memory of the rank with the most memory: weights, optimizer state, gradients, master weights.
 
-For our optimizers the rules make their state on the device "meta", so this arithmetic always agrees
-with the code. Master weights are counted in the same way. The rank is the one with the most memory.
-For comparison there are AdamW in DeepSpeed and Megatron-LM's distributed optimizer. activations.py
-counts activations. Not counted: weights that ZeRO-3 gathers for computing, scratch blocks (at most
-8 MiB on a CPU), and memory that the allocator wastes.
+For ds_ext optimizers, the rules create their state and master weights on the device "meta", so the
+arithmetic always agrees with the code. For comparison, the module also computes the memory of AdamW
+in DeepSpeed and of Megatron-LM's distributed optimizer. activations.py measures activations. Not
+counted: weights that ZeRO-3 gathers for computation, scratch blocks (at most 8 MiB on a CPU), and
+memory that the allocator wastes.
 """
 
 import math
@@ -27,14 +27,14 @@ class Stack(tuple[int, ...]):
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Makes the state of a run, which may belong to a stack of experts.
+# Creates the state of a run. The flag says whether the run belongs to a stack of experts.
 Init = Callable[[Any, Tensor, Shard, bool], Any]
 
 # DeepSpeed's defaults, in elements.
 PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
-SUB_GROUP = 10**9  # zero_optimization.sub_group_size: the most that one step of AdamW takes
+SUB_GROUP = 10**9  # zero_optimization.sub_group_size: the most elements that AdamW steps at once
 
-FIRST = 16  # the number of ranks among which the one with the most memory is searched
+FIRST = 16  # the rank with the most memory is searched among this many first ranks
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class MemoryUse:
     weights: float
     state: float
     gradients: float  # the peak in a step
-    master: float  # fp32 copies of 16-bit weights, or their lower halves
-    activations: float = 0.0  # their part of the peak, if counted
+    master: float  # fp32 copies of 16-bit weights, or the lower halves of such copies
+    activations: float = 0.0  # their share of the peak, if counted
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
+        """The total bytes."""
         return self.weights + self.state + self.gradients + self.master + self.activations
 
 
@@ -72,9 +72,9 @@ def ours(
         ranks: the number of data-parallel ranks.
         dtype: the dtype of weights and gradients.
         bucket: reduce_bucket_size, in elements.
-        accumulates: whether this rank's runs of gradients are kept until the step, in fp32.
-        offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host, and
-            only the part of one bucket is on the device.
+        accumulates: whether this rank's runs of gradients are kept in fp32 until the step.
+        offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host.
+            Only one bucket's share is on the device.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
@@ -106,12 +106,12 @@ def ours(
 
 
 def state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
-    """Returns the state tensors of a run, which may belong to a stack of experts."""
+    """Returns the state tensors of a run. If ``stacked``, it belongs to a stack of experts."""
     return zeros(expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard), p)
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """Returns the shapes of a model's parameters by name, tied ones once."""
+    """Returns the shapes of a model's parameters by name. Tied parameters appear once."""
     stacked = expert_stacks.find(model)
     return {
         name: (Stack if param in stacked else tuple)(param.shape)
@@ -120,22 +120,22 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 
 def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: int) -> MemoryUse:
-    """AdamW under DeepSpeed 0.19 with its defaults, all but ``bucket``.
+    """Returns the memory of AdamW under DeepSpeed 0.19 with default settings except ``bucket``.
 
-    The terms are those of the ZeRO paper (arXiv 1910.02054, section 3.1), plus what DeepSpeed adds:
-    an fp32 copy of a rank's gradients for the step; from stage 1 on also fp32 copies of fp32
-    weights (stage 3 compares a device with its name, which are never equal); and buckets.
+    The ZeRO paper (arXiv 1910.02054, section 3.1) gives the main terms. DeepSpeed adds buckets and
+    an fp32 copy of a rank's gradients in the step. From stage 1 on it also adds fp32 copies of fp32
+    weights (stage 3 compares a device with its name, which are never equal).
     """
     n, size = elements(shapes), dtype.itemsize
     run: float = n / ranks if stage else n
     gradients: float
     if stage == 0:  # the peak is in the step; fp32 needs no copy
         gradients = 4 * n if size == 4 else size * n + 4 * n
-    elif stage == 1:  # at the end of backward, all are alive and move to a bucket or the run
+    elif stage == 1:  # the end of backward: all gradients, and a bucket or the run
         gradients = size * (n + max(run, bucket))
-    elif stage == 2:  # in backward before the last reduction, or in the step
+    elif stage == 2:  # the peak is in backward before the last reduction, or in the step
         gradients = max(size * (run + bucket + _largest(shapes)), 4 * run)
-    else:  # in the step, by sub-groups; grad_partitions_flat_buffer and the bucket stay
+    else:  # the peak is in a sub-group's step; grad_partitions_flat_buffer and the bucket stay
         gradients = size * (run + bucket) + 4 * min(run, SUB_GROUP)
     return MemoryUse(
         weights=size * (run if stage == 3 else n),  # nothing is gathered in the step
@@ -146,14 +146,13 @@ def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: in
 
 
 def megatron(shapes: Shapes, ranks: int, params: str, grads: str) -> MemoryUse:
-    """Returns the memory of Megatron-LM's distributed optimizer with Adam, by its documentation.
+    """Returns the memory of Megatron-LM's distributed optimizer with Adam, as documented.
 
-    Bytes per parameter: fp16 with fp16 gradients 4 + 16/d, bf16 with fp32 gradients 6 + 12/d, fp32
-    8 + 8/d.
-    Source: Megatron-LM's API guide, "dist_optimizer".
+    Bytes per parameter on d ranks: fp16 with fp16 gradients 4 + 16/d, bf16 with fp32 gradients
+    6 + 12/d, fp32 8 + 8/d. Source: Megatron-LM's API guide, "dist_optimizer".
     """
     n = elements(shapes)
-    # weights, gradients; then those divided by the ranks: moments, fp32 gradients, fp32 weights
+    # weights, gradients; then parts sharded over ranks: moments, fp32 gradients, fp32 weights
     size, gradient, moments, copy, master = {
         ("fp16", "fp16"): (2, 2, 8, 4, 4),
         ("bf16", "fp32"): (2, 4, 8, 0, 4),
@@ -173,7 +172,7 @@ def elements(shapes: Shapes) -> int:
 
 
 def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
-    """Weight elements of a rank: all, or its padded runs and full copies of small parameters."""
+    """A rank's weight elements. At stage 3: padded runs, and full copies of small parameters."""
     if stage != 3:
         return elements(shapes)
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -181,9 +180,9 @@ def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
 
 
 def _in_flight(shapes: Shapes, ranks: int, bucket: int) -> int:
-    """The peak gradient elements in backward: the bucket, and one gradient that arrives.
+    """The peak gradient elements in backward: the bucket, plus one gradient that arrives.
 
-    The arriving gradient is copied if it must be padded to equal parts for all ranks.
+    The arriving gradient is copied if equal parts for all ranks need padding.
     """
     n = elements(shapes)
     most = 0
@@ -205,18 +204,18 @@ def most_held(
     dtype: torch.dtype,
     run_of: Callable[[tuple[int, ...], int, int], Shard] = Shard.of_rank,
 ) -> int:
-    """Returns the bytes that ``init`` makes on the rank with the most memory.
+    """Returns the bytes that ``init`` creates on the rank with the most memory.
 
-    The first ranks have the longest runs. Which of them has the most memory depends on the rows
-    that runs share.
+    The first ranks have the longest runs. Which of these ranks has the most memory depends on rows
+    that span two runs.
 
     Args:
-        init: makes the state of a run.
+        init: creates the state of a run.
         rules: the rule of each parameter, by name.
         shapes: the shapes of the model's parameters.
         cut: the number of runs of each parameter.
         dtype: the dtype of weights.
-        run_of: returns the run of a shape on a rank, from the number of runs.
+        run_of: returns the run of a parameter, from its shape, the rank and the number of runs.
     """
     counts = Counter(
         (rules[name], tuple(shape), isinstance(shape, Stack)) for name, shape in shapes.items()
@@ -234,7 +233,7 @@ def most_held(
 
 
 def _small(state: Any) -> Any:
-    """The part of a state that stays on the device when states are offloaded."""
+    """The part of a state that stays on the device under offload."""
     if isinstance(state, Mapping):
         return {key: _small(x) for key, x in state.items()}
     return state if state.nbytes < host_offload.SMALL else ()
@@ -247,7 +246,7 @@ def rules_of(
 
     Args:
         optimizer: the optimizer class.
-        model: the model on any device, for example "meta".
+        model: the model, on any device including "meta".
         params: the "optimizer.params" of a config.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Models by name: known ones and all that transformers can read, on the device "meta"."""
+"""Creates models by name on the device "meta": known models, and any that transformers can read."""
 
 import difflib
 import os
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Configurations as published with the weights, with the keys of config.json. Missing keys have the
-# defaults of transformers. Gemma 3's are of the language model without the images' tower.
+# Configurations as published with the weights, with the keys of config.json. Missing keys have
+# transformers' defaults. Gemma 3's configurations omit the vision tower.
 _LLAMA_2 = {"model_type": "llama", "vocab_size": 32000}
 _LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 _QWEN_3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -78,14 +78,14 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 }
 _ALIASES = {"llama-7b": "llama-2-7b", "llama-13b": "llama-2-13b", "llama-70b": "llama-2-70b"}
 _ALIASES |= {"llama-3-8b": "llama-3.1-8b", "llama-3.1-70b": "llama-3.3-70b"}
-# Endings of names on the Hub after the architecture.
+# Suffixes of Hub names after the architecture.
 _ENDINGS = re.compile(r"[-_.](instruct|it|chat|base|pt|hf|v\d[\d.]*|\d{4})$")
 
 
 def known(name: str) -> str | None:
-    """Returns the key in ``KNOWN`` that a name means in any spelling, or None.
+    """Returns the key in ``KNOWN`` for a name in any spelling, or None.
 
-    "llama2-7b", "Llama 2 7B" and "meta-llama/Llama-2-7b-hf" mean "llama-2-7b".
+    "llama2-7b", "Llama 2 7B" and "meta-llama/Llama-2-7b-hf" give "llama-2-7b".
     """
     wanted = name.lower().rsplit("/", 1)[-1]
     while (shorter := _ENDINGS.sub("", wanted)) != wanted:

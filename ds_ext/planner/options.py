@@ -18,9 +18,9 @@ from ds_ext.planner.activations import MicroBatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
-FSDP2 = "fsdp2"  # instead of a stage
+FSDP2 = "fsdp2"  # a value of --stage
 ALL = "all"
-# The config keys of options.
+# The config key of each option.
 KEYS = {
     "stage": "zero_optimization.stage",
     "shard_size": "ds_ext.shard_size",
@@ -29,7 +29,7 @@ KEYS = {
     "offload_param": "zero_optimization.offload_param",
     "offload_optimizer": "zero_optimization.offload_optimizer",
 }
-# Names that mean DeepSpeed's own optimizers in a config, even if ours have the same name.
+# Names that mean DeepSpeed's own optimizers in a config, even if ds_ext has the same name.
 DEEPSPEEDS = frozenset("adagrad adam adamw lion muadam muadamw muon musgd".split())
 
 
@@ -39,11 +39,11 @@ class PlanOptions:
 
     model: str | None
     ranks: int
-    shard_size: int  # ranks of one replica; 0 for all
+    shard_size: int  # ranks per replica; 0 for all
     pipeline_stages: int  # 1: no pipeline
     optimizer: str  # a name, or "all"
     params: Mapping[str, Any]  # optimizer.params
-    stage: str | None  # of ``STAGES``, or FSDP2; None: all stages of one optimizer, stage 3 of all
+    stage: str | None  # a key of ``STAGES``, or FSDP2; None: see ``stages``
     dtype: str
     bucket: int  # elements
     accumulates: bool
@@ -53,10 +53,10 @@ class PlanOptions:
     batch: MicroBatch | None
     cards: tuple[float, ...]  # GiB
     picture: Path | None
-    of_config: frozenset[str] = frozenset()  # options that come from the config
+    of_config: frozenset[str] = frozenset()  # names of options that the config set
 
     def spelled(self, option: str) -> str:
-        """Returns the config key or the flag with which the user set an option."""
+        """Returns the config key or flag by which the user set an option."""
         if option in self.of_config:
             return f"--config: {KEYS[option]}"
         return "--" + option.replace("_", "-")
@@ -70,7 +70,7 @@ class PlanOptions:
 
     @property
     def stages(self) -> list[int | None]:
-        """The given stage; else all stages of one optimizer, or ZeRO-3 of all."""
+        """The given stage. By default all stages for one optimizer, and ZeRO-3 for several."""
         if self.stage == FSDP2:
             return [3]
         if self.stage:
@@ -83,7 +83,7 @@ class PlanOptions:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``plan``. Missing ones are None."""
+    """Adds the options of ``plan`` to a parser. Most of them default to None."""
     add: Callable[..., Any] = parser.add_argument
     known = ", ".join(models.KNOWN)
     add(
@@ -132,7 +132,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read(options: argparse.Namespace) -> PlanOptions:
-    """Returns the options of the command line, completed by those of ``--config``.
+    """Returns the options of the command line, completed from ``--config``.
 
     Raises:
         ValueError: the config or ``--params`` cannot be read, or options contradict each other.
@@ -186,7 +186,7 @@ def read(options: argparse.Namespace) -> PlanOptions:
 
 
 def _check_groups(asked: PlanOptions) -> None:
-    """Raises ValueError if ``--shard-size`` is impossible."""
+    """Raises ValueError if ``--shard-size`` does not match other options."""
     if not asked.shard_size:
         return
     if asked.ranks % asked.shard_size:
@@ -214,7 +214,7 @@ def _check_pipeline(asked: PlanOptions) -> None:
 
 
 def _of_config(path: Path) -> dict[str, Any]:
-    """The options in a DeepSpeed config. A key with "auto" sets none."""
+    """The options that a DeepSpeed config sets. Keys with the value "auto" set none."""
     try:
         config = without_auto(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -247,7 +247,7 @@ _SECTIONS = ("optimizer", "zero_optimization", "bf16", "fp16")
 
 
 def _check_values(config: dict[str, Any]) -> None:
-    """Raises ValueError for wrong values of keys that only ``plan`` checks."""
+    """Raises ValueError for invalid values of keys that only ``plan`` checks."""
     for key in _SECTIONS:
         if not isinstance(config.get(key) or {}, dict):
             raise ValueError(f"{key} is {config[key]!r}; allowed: a section such as {{}}.")

@@ -15,7 +15,7 @@ add_options = options.add_options
 
 
 def run(given: argparse.Namespace) -> None:
-    """Prints the plan. Raises ValueError, naming the option, if an option is impossible."""
+    """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
     asked = options.read(given)
     if asked.model is None:
         print("\n".join(_largest_models(asked)))
@@ -55,7 +55,7 @@ def _where(asked: PlanOptions) -> str:
 
 
 def _cells(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str) -> list[list[str]]:
-    """The cells of the table, row by row. The last columns say which row fits which card."""
+    """The cells of the table, row by row. The last columns say which rows fit each card."""
     asked = plan.asked
     columns = (*parts(asked), "total")
     lines = [["", *columns, "bytes/param", *(f"in {card:g} GiB" for card in asked.cards)]]
@@ -81,7 +81,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> Iterable[str]:
 
 
 def _not_counted(asked: PlanOptions, n: int, unit: str) -> str:
-    """The text below the table: what is not counted, and the meaning of columns."""
+    """The text below the table: memory that is not counted, and the meaning of columns."""
     live = min(n, 10**9) * DTYPES[asked.dtype].itemsize / UNITS[unit]
     text = (
         "Not counted: the weights that ZeRO-3 gathers for computing, up to "
@@ -101,7 +101,7 @@ def _not_counted(asked: PlanOptions, n: int, unit: str) -> str:
 
 
 def _largest_models(asked: PlanOptions) -> list[str]:
-    """The table of the largest model of ``models.KNOWN`` that fits, by optimizer and card."""
+    """The lines of a table: the largest model of ``models.KNOWN`` that fits each card."""
     plans = sorted((MemoryPlan(asked, name) for name in models.KNOWN), key=lambda plan: -plan.n)
     rows = [{row.label: row for row in plan.rows} for plan in plans]
     lines = [["", *(f"in {card:g} GiB" for card in asked.cards)]]

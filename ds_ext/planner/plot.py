@@ -1,4 +1,4 @@
-"""Draws a plan: stacked bars, and a line for the memory of each card."""
+"""Draws a plan as stacked bars, with a line for the memory of each card."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ def draw(
     Args:
         table: the memory of each row, by label.
         parts: the parts of memory, in the order of the stack.
-        asked: the options, whose ``cards`` are drawn as lines.
+        asked: the options; draws a line for each of ``asked.cards``.
         path: the file to write.
         title: the title.
         unit: the name of the axis' unit.
-        size: the bytes of the unit.
+        size: the number of bytes in the unit.
 
     Raises:
         ValueError: the file cannot be written, or matplotlib is missing.

@@ -1,4 +1,4 @@
-"""The rows of a plan: the memory of each optimizer at each stage, with any micro-batch."""
+"""The rows of a plan: the memory of each optimizer at each stage, for any micro-batch."""
 
 import copy
 import functools
@@ -24,10 +24,10 @@ class Row:
 
     label: str
     held: MemoryUse  # without activations
-    gradients: GradientLifetime = GradientLifetime(0)  # how long they live in backward
-    kept: float = 0.0  # bytes of further gradients, which stay during all of backward
-    lora: int = 0  # the rank of adapters, if only they are trained
-    optimizer: type[RuleOptimizer] | None = None  # if it is ours
+    gradients: GradientLifetime = GradientLifetime(0)  # how long gradients live in backward
+    kept: float = 0.0  # bytes of other gradients, which live throughout backward
+    lora: int = 0  # the rank of adapters, if only adapters are trained
+    optimizer: type[RuleOptimizer] | None = None  # None if it is not an optimizer of ds_ext
 
 
 class MemoryPlan:
@@ -52,12 +52,12 @@ class MemoryPlan:
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """Our optimizers, LoRA if it is asked for, then AdamW in DeepSpeed and Megatron-LM."""
+        """Rows of ds_ext optimizers, LoRA if requested, DeepSpeed's AdamW, and Megatron-LM."""
         found = [row for optimizer in self.asked.optimizers for row in self._ours(optimizer)]
         return [*found, *self._lora(), *self._adamw(), *self._megatron()]
 
     def on(self, ranks: int) -> "MemoryPlan":
-        """Returns the plan of one replica on another number of ranks. It reuses activations."""
+        """Returns the plan with one replica on another number of ranks. Reuses activations."""
         other = copy.copy(self)
         other.__dict__.pop("rows", None)
         other.asked = replace(self.asked, ranks=ranks, shard_size=0)
@@ -71,7 +71,7 @@ class MemoryPlan:
         return replace(row.held, activations=max(0.0, more))
 
     def _peak(self, row: Row, batch: MicroBatch) -> int:
-        """Bytes of activations and gradients in backward, which many rows share."""
+        """Bytes of activations and gradients in backward. Cached, because many rows share them."""
         key = (batch, row.gradients, row.lora)
         if key not in self._peaks:
             self._peaks[key] = activations.peak(
@@ -84,8 +84,8 @@ class MemoryPlan:
         return self._peaks[key]
 
     def largest_batch(self, row: Row, batch: MicroBatch, card: float) -> int:
-        """Returns how many rows of a batch fit ``card`` GiB, by the memory of one and two rows."""
-        if row.held.total > card * GIB:  # in the step
+        """Returns how many batch rows fit ``card`` GiB, extrapolated from one and two rows."""
+        if row.held.total > card * GIB:  # the step does not fit
             return 0
         room = card * GIB - (row.held.total - row.held.gradients) - row.kept
         one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (1, 2))
@@ -115,19 +115,19 @@ class MemoryPlan:
             yield Row(label, held, waiting, kept, optimizer=optimizer)
 
     def _by_fsdp2(self, optimizer: type[RuleOptimizer], rules: Mapping[str, Any]) -> Row:
-        """One of our optimizers with FSDP2."""
+        """The row of a ds_ext optimizer with FSDP2."""
         asked, ranks = self.asked, self.asked.shard_size or self.asked.ranks
         held = fsdp2.ours(rules, self.shapes, ranks, self.dtype, asked.bucket, asked.accumulates)
         waiting, kept = self._waiting(held)
         return Row(f"{optimizer.__name__}, FSDP2", held, waiting, kept, optimizer=optimizer)
 
     def _waiting(self, held: MemoryUse) -> tuple[GradientLifetime, float]:
-        """How long gradients live in backward with FSDP2, and the bytes of those that stay."""
+        """With FSDP2: the lifetime of gradients, and the bytes of those that live throughout."""
         most = max(fsdp2.units(self.shapes)[1:], default=1)
         return GradientLifetime(most, ahead=True), held.gradients - 2 * most * self.dtype.itemsize
 
     def _offloads(self, rules: Mapping[str, Any]) -> list[str]:
-        """The offloaded parts. ValueError if the engine would refuse the setting."""
+        """The offloaded parts. Raises ValueError if the engine would refuse the setting."""
         asked = self.asked
         kinds = dict.fromkeys(rules.values())
         has_state = any(validation.has_state(rule, self.dtype) for rule in kinds)
@@ -146,7 +146,7 @@ class MemoryPlan:
             yield Row(label, lora.lora(skeleton, rank, *of), lora=rank)
 
     def _adamw(self) -> Iterator[Row]:
-        """AdamW in DeepSpeed, whose stages 2 and 3 partition gradients."""
+        """Rows of AdamW: DeepSpeed's, which partitions gradients from stage 2 on, and torch's."""
         asked, size = self.asked, self.dtype.itemsize
         for stage in sorted({stage or 0 for stage in asked.stages}):
             held = memory.adamw(self.shapes, stage, asked.ranks, self.dtype, asked.bucket)

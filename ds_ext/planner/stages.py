@@ -1,7 +1,7 @@
 """Divides a language model's layers into pipeline stages of about the same size.
 
-It divides them like DeepSpeed's ``partition_method="parameters"``. The embedding is the first
-layer, and the norm and the head are the last one. A tied head is also on the last stage.
+The division matches DeepSpeed's ``partition_method="parameters"``. The embedding is the first
+layer. The norm and the head are the last layer. A tied head is also on the last stage.
 """
 
 import re
@@ -20,11 +20,11 @@ def largest(model: nn.Module, shapes: Shapes, stages: int) -> Shapes:
 
     Args:
         model: a language model of transformers, on any device.
-        shapes: the shapes of its parameters, tied ones once.
+        shapes: the shapes of its parameters. Tied parameters appear once.
         stages: the number of stages.
 
     Raises:
-        ValueError: the names of the model show no layers, or fewer layers than stages.
+        ValueError: parameter names do not contain layers, or there are fewer layers than stages.
     """
     ends = [getattr(model, f"get_{end}_embeddings")() for end in ("input", "output")]
     first, last = (getattr(end, "weight", None) for end in ends)
@@ -37,10 +37,10 @@ def layers(shapes: Shapes, is_tied: bool) -> list[Shapes]:
 
     Args:
         shapes: the shapes of all parameters of a language model of transformers, by name.
-        is_tied: whether the head is the embedding's matrix.
+        is_tied: whether the head shares the embedding's matrix.
 
     Raises:
-        ValueError: the names show no layers.
+        ValueError: parameter names do not contain layers.
     """
     numbers = {name: int(found[2]) for name in shapes if (found := _LAYER.match(name))}
     if not numbers:
@@ -57,7 +57,7 @@ def layers(shapes: Shapes, is_tied: bool) -> list[Shapes]:
 
 
 def cut(layers: Sequence[Shapes], stages: int) -> list[Shapes]:
-    """Returns the parameters of each stage, such that the largest stage is as small as possible.
+    """Returns the parameters of each stage. Minimizes the size of the largest stage.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -73,7 +73,7 @@ def cut(layers: Sequence[Shapes], stages: int) -> list[Shapes]:
         middle = (low + high) // 2
         low, high = (low, middle) if len(_runs(sizes, middle)) <= stages else (middle + 1, high)
     ends = _runs(sizes, low)
-    while len(ends) < stages:  # split off the last layer of a stage with several
+    while len(ends) < stages:  # split off the last layer of a stage with several layers
         ends = sorted({*ends, next(i for i in range(len(layers) - 1, 0, -1) if i not in ends)})
     starts = [0, *ends[:-1]]
     return [
@@ -83,7 +83,7 @@ def cut(layers: Sequence[Shapes], stages: int) -> list[Shapes]:
 
 
 def _runs(sizes: Sequence[int], most: int) -> list[int]:
-    """The ends of runs that are filled one after another with at most ``most`` elements."""
+    """The ends of consecutive runs, each filled greedily with at most ``most`` elements."""
     ends, held = [], 0
     for i, size in enumerate(sizes):
         if held + size > most:

@@ -1,4 +1,4 @@
-"""What is computed? One algorithm a file, a generator that steps one rank's run of a parameter."""
+"""The rules, one algorithm per file. A rule is a generator that steps one rank's run."""
 
 from ds_ext.rules.adafactor import Adafactor
 from ds_ext.rules.adalomo import AdaLomo

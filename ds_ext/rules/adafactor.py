@@ -1,6 +1,6 @@
 """Adafactor. Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5, as in transformers.Adafactor.
 
-With ``beta1`` the momentum is that of the update already scaled by the learning rate, as in
+With ``beta1``, the momentum averages updates that are already scaled by the learning rate, as in
 transformers and unlike the paper.
 
     alpha = lr, or min(1e-2, 1 / sqrt(t)) with relative_step; · max(eps2, RMS(p)) if scale_parameter
@@ -8,9 +8,9 @@ transformers and unlike the paper.
     u = g / sqrt(row · col / mean(row)),  u ← u / max(1, RMS(u) / clip_threshold)
     p ← p (1 − alpha · weight_decay) − alpha · u,  or − m, with m ← EMA, by beta1, of alpha · u
 
-State: ``v["row"]``, ``v["col"]`` and, of a vector, ``v["full"]`` are transformers' exp_avg_sq_row,
-exp_avg_sq_col and exp_avg_sq; ``m`` is its exp_avg. Leading dimensions of a tensor with more than
-two are separate matrices; RMS is taken over all.
+State: ``v["row"]``, ``v["col"]`` and, for vectors, ``v["full"]`` are transformers' exp_avg_sq_row,
+exp_avg_sq_col and exp_avg_sq; ``m`` is its exp_avg. A tensor with more than two dimensions is a
+stack of matrices, and its RMS is taken over the whole stack.
 """
 
 import math
@@ -49,7 +49,7 @@ class Adafactor:
     warmup_init: bool = False  # relative step size grows from 1e-6
 
     def __post_init__(self) -> None:
-        if self.relative_step and self.lr:  # 0 steps nothing, as torch's DCP sets it for a moment
+        if self.relative_step and self.lr:  # torch's DCP sets lr to 0 temporarily: allow it
             raise ValueError(
                 f"lr={self.lr} and relative_step=true exclude each other: with relative_step the "
                 "step size comes from the step count. Set relative_step to false to use lr."
@@ -74,12 +74,12 @@ class Adafactor:
             alpha = alpha * shard.rms(p_sq).clamp(min=eps2)
         if self.beta1 is None:
             ops.apply_(p, u, shard, lr=alpha, weight_decay=self.weight_decay)
-        else:  # m is of updates that alpha is a factor of already
+        else:  # m averages updates that are already multiplied by alpha
             ops.lerp_(s["m"], u.times(alpha), 1 - self.beta1, shard)
             ops.apply_(p, s["m"], shard, lr=1, weight_decay=alpha * self.weight_decay)
 
     def step_size(self, t: int) -> float:
-        """``lr``, or where it is relative min(1e-2, 1 / sqrt(t))."""
+        """Returns ``lr``, or with ``relative_step`` min(1e-2, 1 / sqrt(t))."""
         if self.lr is not None:  # not relative_step, or 0
             return self.lr
         return min(1e-6 * t if self.warmup_init else 1e-2, 1 / math.sqrt(t))

@@ -1,6 +1,6 @@
-"""AdaLomo: Adafactor's update, its size relative to the weights'.
+"""AdaLomo: Adafactor's update, scaled relative to the RMS of the weights.
 
-Lv et al., arXiv 2310.10195, algorithm 1, with the decay of the second moment of the authors' code:
+Lv et al., arXiv 2310.10195, algorithm 1, with the second moment's decay from the authors' code:
 
     beta2 = 1 − t^decay_rate
     row, col ← EMA, by beta2, of the means of g² + eps1 over each row and column
@@ -8,9 +8,9 @@ Lv et al., arXiv 2310.10195, algorithm 1, with the decay of the second moment of
     alpha = lr · max(eps2, RMS(p))
     p ← p (1 − alpha · weight_decay) − alpha · u
 
-State: ``v["row"]`` is the authors' exp_avg_sq_row, ``v["col"]`` their exp_avg_sq_col; of a vector,
-``v["full"]`` is exp_avg_sq.
-Leading dimensions of a tensor with more than two are separate matrices; RMS is taken over all.
+State: ``v["row"]``, ``v["col"]`` and, for vectors, ``v["full"]`` are the authors' exp_avg_sq_row,
+exp_avg_sq_col and exp_avg_sq. A tensor with more than two dimensions is a stack of matrices, and
+its RMS is taken over the whole stack.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""Adam's moments of a flat run, kept in fp32 or in fewer bits, and the update by them.
+"""Adam's moments of a flat run, stored in fp32 or in fewer bits, and Adam's update.
 
     m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²,  u = (m / c1) / (sqrt(v / c2) + eps)
 
-``c1`` and ``c2`` correct the bias of the moments where a rule divides them before eps is added; the
-authors' code of GaLore multiplies u by a factor instead.
+``c1`` and ``c2`` correct the bias of the moments before eps is added. GaLore's authors multiply u
+by a factor instead.
 """
 
 from collections.abc import Generator
@@ -17,53 +17,53 @@ from ds_ext.ops.shard import Shard, outward
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import State, Sums
 
-# The update, the weight that it is for, and the geometry of both.
+# An update, the weight to update, and the geometry of both.
 Step: TypeAlias = tuple[ops.AdamStep, ops.Writable, Shard]
 Formats: TypeAlias = tuple[Format, Format]
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam on flat runs; moments in groups are those of whole groups of the whole parameter."""
+    """Adam on flat runs. Moments with shared scales are stored in whole groups of the parameter."""
 
     betas: tuple[float, float]
     eps: float
-    formats: Formats = (PLAIN, PLAIN)  # of m and of v, whose groups are of one size
-    least: int = 0  # fewer moments than these stay fp32
+    formats: Formats = (PLAIN, PLAIN)  # formats of m and v, with equal group sizes
+    least: int = 0  # parameters with fewer moments keep fp32
 
     @classmethod
     def of_bits(cls, betas: tuple[float, float], eps: float, nbits: int, least: int) -> "Adam":
-        """Adam whose moments have 32 bits, or 8 by bitsandbytes from ``least`` moments on."""
+        """Returns Adam with 32-bit moments, or bitsandbytes' 8 bits from ``least`` moments on."""
         return cls(betas, eps) if nbits == 32 else cls(betas, eps, quantize.MOMENTS, least)
 
     def biases(self, t: int) -> tuple[float, float]:
-        """What m and v of step ``t`` are divided by to correct their bias."""
+        """Returns the divisors that correct the bias of m and v at step ``t``."""
         beta1, beta2 = self.betas
         return 1 - beta1**t, 1 - beta2**t
 
     def correction(self, t: int) -> float:
-        """The same as a factor on the update, for rules that add eps to the uncorrected root."""
+        """Returns bias correction as a factor, for rules that add eps to the uncorrected root."""
         c1, c2 = self.biases(t)
         return float(c2**0.5 / c1)
 
     def unit(self, total: int) -> int:
-        """Elements, of ``total``, whose moments are kept together."""
+        """Returns the number of elements in a group of moments, for ``total`` moments."""
         return self._formats(total)[0].size
 
     def state_spec(self, run: slice, total: int) -> dict[str, Part | Parts]:
-        """The moments of the elements ``run`` of ``total``."""
+        """Returns the moments of the elements ``run`` out of ``total``."""
         m, v = self._formats(total)
         return {"m": m.state_spec(run, total), "v": v.state_spec(run, total)}
 
     def keeps_of(self, shard: Shard) -> dict[str, Part | Parts]:
-        """The moments of a parameter's run, outward to whole groups."""
+        """Returns the moments of a parameter's run, extended to whole groups."""
         total = shard.numel
         return self.state_spec(outward(shard.start, shard.stop, self.unit(total), total), total)
 
     def advance(
         self, s: State, g: ops.Readable, total: int, c1: float = 1.0, c2: float = 1.0
     ) -> ops.AdamStep:
-        """The update by a flat run ``g``; its blocks advance the moments and are read once."""
+        """Returns the update from a run ``g``. Reading a block, once, advances its moments."""
         m, v = (x.opened(s[key]) for x, key in zip(self._formats(total), ("m", "v"), strict=True))
         return ops.AdamStep(ops.RootQuotient(m, v, self.eps, c1, c2), g, *self.betas)
 
@@ -76,7 +76,7 @@ class Adam:
         c1: float = 1.0,
         c2: float = 1.0,
     ) -> Generator[Sums, Sums, Step]:
-        """The step of a whole run, completed to groups in one round if cuts go through some."""
+        """Returns the step of a run. If a cut splits a group, one round completes the group."""
         total = shard.numel
         p, x, whole = yield from formats.whole_groups(p, g, shard, self.unit(total))
         return self.advance(s, x, total, c1, c2), p, whole

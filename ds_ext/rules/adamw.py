@@ -1,15 +1,15 @@
 """AdamW: Adam with decoupled weight decay, as torch.optim.AdamW.
 
-Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, with lr as its alpha and no schedule of its
-own; weight decay is multiplied by lr, as in torch.
+Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, with lr as alpha and without a schedule
+multiplier. Weight decay is multiplied by lr, as in torch.
 
     m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²
     u = m̂ / (sqrt(v̂) + eps)
     p ← p (1 − lr · weight_decay) − lr · u
 
 State: ``m`` and ``v`` are runs like the weight, torch's exp_avg and exp_avg_sq. With 8 bits they
-are kept by bitsandbytes, in blocks of 256 of the whole parameter; if a cut goes through a block, a
-step takes one round.
+have bitsandbytes' format, in blocks of 256 elements of the whole parameter. If a cut splits a
+block, a step takes one round.
 """
 
 from dataclasses import dataclass
@@ -53,5 +53,5 @@ class AdamW:
 
     @property
     def adam(self) -> Adam:
-        """The moments."""
+        """Adam with these hyper-parameters."""
         return Adam.of_bits(self.betas, self.eps, self.nbits, self.min_8bit_size)

@@ -1,13 +1,13 @@
-"""APOLLO: the gradient, its rows or columns scaled as Adam scales those of a random projection.
+"""APOLLO: scales rows or columns of the gradient as Adam scales them in a random projection.
 
 Zhu et al., arXiv 2412.05270, algorithm 1, as in the authors' apollo_torch: the root of ``scale``
-after the norm-growth limiter, bias correction as a factor, eps added to the uncorrected root,
-weight decay after the update, moments kept when the projection is renewed. Unlike theirs, the
-projection has the same bits on every device and on any number of ranks, and the update after one
-of 0 is not limited: theirs would bound all that follows a gradient of 0, as of an expert that no
-token has reached, to a growth of 1 % a step from 1e-8.
+follows the norm-growth limiter, bias correction is a factor, eps is added to the uncorrected root,
+weight decay follows the update, and a renewed projection keeps the moments. There are two
+differences. The projection has the same bits on every device and for any number of ranks. The
+update after an update of 0 is not limited: the authors' code would limit all updates after a
+gradient of 0, as for an expert that no token has reached, to a growth of 1 % per step from 1e-8.
 
-    A channel is a row of G where rows >= cols, else a column: those of the long side.
+    A channel is a row of G if rows >= cols, else a column.
     P [short side, rank] ~ N(0, 1 / rank), new each update_proj_gap steps
     R = G · P, or Gᵀ · P  [channels, rank]
     m ← EMA, by beta1, of R,  v ← EMA, by beta2, of R²,  N = m / (sqrt(v) + eps)
@@ -17,12 +17,12 @@ token has reached, to a growth of 1 % a step from 1e-8.
     p ← p − lr · c · sqrt(scale) · U,  c = sqrt(1 − beta2^t) / (1 − beta1^t)
     p ← p (1 − lr · weight_decay)
 
-State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq, transposed where cols > rows; ``n``
-is their scaled_grad. P is made when it is needed: 4 · rank · short side bytes for a moment.
+State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq, transposed if cols > rows. ``n`` is
+their scaled_grad. P is temporary: each step generates its 4 · rank · short side bytes again.
 
-A step takes two rounds. The first adds up R and the square sums of channels; each rank then
-advances the moments of its share of the channels, 8 · rank · channels / d bytes, and the second
-makes ‖N‖² known to all. ‖U‖² = sum(a² · ‖channel‖²) needs no round of its own.
+A step takes two rounds. The first round sums R and the squares of each channel. Each rank then
+advances the moments of its share of the channels, 8 · rank · channels / d bytes. The second round
+sends ‖N‖² of each channel to all ranks. ‖U‖² = sum(a² · ‖channel‖²) needs no round of its own.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Rounds, State, register
 
-GROWTH = 1.01  # what an update's norm may be of the one before
-TINY = 1e-8  # what norms are divided by at least
+GROWTH = 1.01  # largest ratio of an update's norm to the previous one
+TINY = 1e-8  # added to norms that divide
 
 STATE = "8·r/(S·d), r the rank, S the short side"
 
@@ -86,14 +86,14 @@ class APOLLO:
         limit = limit.where(s["n"] > 0, 1.0)
         s["n"].copy_(norm / limit)
         factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) * self.scale**0.5
-        factor *= 1 - self.lr * self.weight_decay  # the decay is that of the updated weight
+        factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
         u = _scaled(g, a * (factor / limit), shard)
         ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
     def projected(self, g: ops.Gradient, stream: Tensor, draw: int, shard: Shard) -> Tensor:
-        """R of a run, [channels, rank], to be summed over ranks."""
+        """Returns a run's share of R, [channels, rank]. The sum over ranks is R."""
         tall = _is_tall(shard)
-        side = slice(0, shard.cols) if tall else shard.touched  # that P is needed of
+        side = slice(0, shard.cols) if tall else shard.touched  # the rows of P that the run needs
         numbers = slice(side.start * self.rank, side.stop * self.rank)
         dtype = ops.accumulator(g.dtype)
         basis = normals(stream, self.seed, draw, numbers).to(dtype).mul_(self.rank**-0.5)
@@ -126,18 +126,18 @@ class APOLLOMini(APOLLO):
 
 
 def _is_tall(shard: Shard) -> bool:
-    """Whether the channels of a matrix are its rows."""
+    """Whether a matrix's channels are its rows."""
     return shard.rows >= shard.cols
 
 
 def _own_channels(shard: Shard) -> slice:
-    """The channels whose moments a rank keeps: they are cut over the ranks as the matrix is."""
+    """The channels whose moments a rank keeps, divided in the same proportions as the matrix."""
     n, numel = max(shard.rows, shard.cols), max(shard.numel, 1)
     return slice(n * shard.start // numel, n * shard.stop // numel)
 
 
 def _scaled(g: ops.Gradient, by: Tensor, shard: Shard) -> ops.Quotient:
-    """A run whose channels are multiplied by ``by``, [channels], or by one factor, [1]."""
+    """A run with its channels multiplied by ``by``, [channels], or by one factor, [1]."""
     row, col = (by, by.new_ones(1)) if _is_tall(shard) else (by.new_ones(1), by)
     row, col = row.expand(shard.rows), col.expand(shard.cols)
     return ops.Quotient(g, row[None, :, None], col[None, None])

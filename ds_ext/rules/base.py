@@ -1,8 +1,8 @@
-"""What a rule is, and the registry of rules: an optimizer is a dataclass that is registered.
+"""The Rule protocol, and the registry of rules. An optimizer is a registered dataclass.
 
-A rule sees the step of one parameter from one rank: its own run ``p`` of the weight, the same run
-``g`` of the gradient and what it keeps ``s``. Where it needs a sum over the whole parameter it
-yields its partial sums, and is sent back the totals over all ranks.
+A rule steps one parameter on one rank. It receives the rank's run ``p`` of the weight, the same run
+``g`` of the gradient, and its state ``s``. When it needs a sum over the whole parameter, it yields
+partial sums and receives the totals over all ranks.
 """
 
 import difflib
@@ -17,42 +17,42 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 
 Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
-Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, is sent their totals
-State: TypeAlias = dict[str, Any]  # the tensors of ``state_spec``, nested as there
+Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, receives their totals
+State: TypeAlias = dict[str, Any]  # the tensors that ``state_spec`` declares, with its nesting
 
 
 class Rule(Protocol):
     """An optimizer's algorithm: a frozen dataclass whose fields are its hyper-parameters.
 
-    ``weight_decay`` is a field of every rule; each field has a default and one of the types of
-    ``ds_ext.hyperparams``, from which values of the JSON config are checked.
+    Every rule has the field ``weight_decay``. Each field has a default and a type from
+    ``ds_ext.hyperparams``, which validates values of the JSON config.
     """
 
     weight_decay: float
 
     def state_spec(self, shard: Shard) -> Parts:
-        """Returns what a rank keeps of a parameter between steps, as parts of a whole state."""
+        """Declares a rank's state for a parameter, as parts of the whole parameter's state."""
         ...
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         """Steps a run of the weight in place.
 
-        Whether and how often it yields depends on the parameter's shape, the hyper-parameters,
-        ``t`` and totals, never on ``len(shard)``: a rank with an empty run takes part.
+        The number of yields may depend on the parameter's shape, the hyper-parameters, ``t`` and
+        totals, but not on ``len(shard)``: ranks with empty runs take part in every round.
 
         Args:
             p: this rank's run of the weight, flat, [len(shard)].
             g: the same run of the gradient.
-            s: what ``state_spec`` declared; zeros before the first step.
-            t: number of this step, from 1.
-            shard: which elements of the whole parameter the run is.
+            s: the state that ``state_spec`` declares; zeros before the first step.
+            t: the number of this step, from 1.
+            shard: the position of the run in the whole parameter.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered rule, and what the tables of the documentation say of it."""
+    """A registered rule, and its properties in the tables of the documentation."""
 
     rule: type[Rule]
     paper: str  # arXiv number
@@ -60,39 +60,39 @@ class Entry:
     rounds: str  # all-reduces of a bucket's partial sums
     batched_if: Callable[[Any, Shard], bool] | bool  # see ``is_batched`` of ``register``
     sums_first_if: Callable[[Any, Shard], bool] | bool  # see ``sums_first`` of ``register``
-    # How parameters are stepped that the rule is not for, by their role: a group's keys.
+    # By role, the param group's keys for parameters that this rule does not step.
     roles: Mapping[str, Mapping[str, Any]]
     any_shape: bool = True  # whether ``step`` is defined for more than matrices
     relative: Callable[[Any], bool] | bool = False  # see ``relative`` of ``register``
-    spelling: str = ""  # of its name in papers and configs
+    spelling: str = ""  # the name as papers and configs spell it
 
     @property
     def is_batched(self) -> bool:
-        """Whether ``step`` takes a batch of parameters as it takes one, of some at least."""
+        """Whether ``step`` accepts batches, at least of some parameters."""
         return bool(self.batched_if)
 
     def batches(self, rule: Rule, shard: Shard) -> bool:
-        """Whether ``rule``, one of ``self.rule``, steps a run in a batch; alike on all ranks."""
+        """Returns whether ``rule`` steps a run in a batch. The result is equal on all ranks."""
         given = self.batched_if
         return given(rule, shard) if callable(given) else given
 
     def sums_first(self, rule: Rule, shard: Shard) -> bool:
-        """Whether ``rule``, one of ``self.rule``, yields sums of a run before it writes."""
+        """Returns whether ``rule`` yields a run's sums before it writes weights or state."""
         given = self.sums_first_if
         return given(rule, shard) if callable(given) else given
 
     def is_relative(self, rule: Rule) -> bool:
-        """Whether the steps of ``rule``, one of ``self.rule``, are in proportion to the weights."""
+        """Returns whether the updates of ``rule`` are proportional to the size of the weights."""
         return self.relative(rule) if callable(self.relative) else self.relative
 
     @property
     def others(self) -> str | None:
-        """The name of the rule of what this one is not for; None if it is for all."""
+        """The name of the rule that steps all other parameters; None if this rule steps all."""
         return self.roles.get("other", {}).get("type")
 
     @property
     def summary(self) -> str:
-        """The first sentence of the rule's docstring."""
+        """The first line of the rule's docstring."""
         return (self.rule.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -116,28 +116,27 @@ def register(
     relative: Callable[[Any], bool] | bool = False,
     spelling: str | None = None,
 ) -> Callable[[R], R]:
-    """Makes a rule an optimizer: ``"type"`` in a DeepSpeed config, and in every table.
+    """Registers a rule as an optimizer: a ``"type"`` in DeepSpeed configs, and a row in tables.
 
     Args:
         paper: the algorithm's arXiv number.
         state: bytes per parameter of a matrix [R, C] on each of d ranks, as a formula.
-        rounds: all-reduces of a bucket's partial sums in a step.
-        is_batched: whether ``step`` takes a batch where it takes a parameter: it is made of
-            passes of ``ops`` that do, and of formulas that hold for vectors of numbers [n]. Or a
-            function of a rule and a run that tells it by hyper-parameters and geometry, alike on
-            all ranks.
-        sums_first: whether ``step`` yields sums of the gradient before it writes the weight or its
-            state, so that the first round checks the gradient: a bad one has had no effect yet.
-            Or a function, as for ``is_batched``. If it is False, gradients are read once more.
-        others: for a rule of the matrices of linear layers: the keys of the param group of all
-            other parameters, such as {"type": "AdamW"}.
-        embedding: those of embeddings, if they differ.
-        head: those of the output head, if they differ.
-        any_shape: whether ``step`` is defined for more than matrices, which a script's own param
-            group may hold. Default: False if ``others`` has a type, else True.
-        relative: whether a step is in proportion to the size of the weights, so that ``lr`` is
-            relative to that, and a matrix of zeros hardly moves; or a function of a rule.
-        spelling: its name in papers, if that has dashes; configs may write either.
+        rounds: the number of all-reduces of a bucket's partial sums in a step.
+        is_batched: whether ``step`` also accepts a batch of parameters. It must then use only
+            passes of ``ops`` that accept batches, and formulas that hold for vectors [n]. Or a
+            function of a rule and a shard that returns it, with the same result on all ranks.
+        sums_first: whether ``step`` yields sums of the gradient before it writes weights or state.
+            The first round then detects bad gradients before they have an effect. Or a function, as
+            for ``is_batched``. If it is False, gradients are read once more.
+        others: for a rule that steps only the matrices of linear layers: the param group keys of
+            all other parameters, such as {"type": "AdamW"}.
+        embedding: the keys of embeddings, if they differ from ``others``.
+        head: the keys of the output head, if they differ from ``others``.
+        any_shape: whether ``step`` is defined for tensors other than matrices, which a script's own
+            param group may contain. Default: False if ``others`` has a type, else True.
+        relative: whether updates are proportional to the size of the weights. ``lr`` is then
+            relative to this size, and a matrix of zeros hardly moves. Or a function of a rule.
+        spelling: the name in papers, if it contains dashes. Configs accept both names.
 
     Raises:
         ValueError: another rule has this name.
@@ -168,7 +167,7 @@ def _full_name(rule: type) -> str:
 
 
 def key_of(name: str) -> str:
-    """Returns the key of a name as configs write it: "ds_ext.APOLLO-Mini" -> "apollomini"."""
+    """Returns the registry key of a name in a config: "ds_ext.APOLLO-Mini" -> "apollomini"."""
     return name.lower().removeprefix("ds_ext.").replace("-", "")
 
 
@@ -176,7 +175,7 @@ def named(name: Any, key: str = "optimizer.type") -> Entry:
     """Returns the registered rule that a config names: see ``key_of``.
 
     Raises:
-        ValueError: there is none; it tells the ``key`` of the config and what may have been meant.
+        ValueError: there is none. The message has the config's ``key`` and the closest known name.
     """
     wanted = key_of(name) if isinstance(name, str) else ""
     if wanted in REGISTRY:
@@ -188,12 +187,12 @@ def named(name: Any, key: str = "optimizer.type") -> Entry:
 
 
 def entry_of(rule: type) -> Entry:
-    """Returns what is registered of a rule, or of a class that adds hyper-parameters to it."""
+    """Returns the entry of a rule, or of a class that adds hyper-parameters to a rule."""
     return REGISTRY[rule.__name__.lower()]
 
 
 def subscribe(tell: Callable[[str], None]) -> None:
-    """Calls ``tell`` with the lower-case name of every rule: those registered, and later ones."""
+    """Calls ``tell`` with the lower-case name of every rule, now and at later registrations."""
     _subscribers.append(tell)
     for name in REGISTRY:
         tell(name)

@@ -1,8 +1,8 @@
-"""CAME: Adafactor with momentum, divided by how far updates stray from it.
+"""CAME: Adafactor with momentum, divided by the deviation of updates from the momentum.
 
-Luo et al., arXiv 2307.02047, algorithm 2, as in the authors' code: no bias correction, so warm the
-learning rate up (the first update has an RMS of about 11 · lr); a 1-D parameter takes the momentum
-alone.
+Luo et al., arXiv 2307.02047, algorithm 2, as in the authors' code. There is no bias correction, so
+warm up the learning rate: the first update has an RMS of about 11 · lr. The update of a 1-D
+parameter is the momentum alone.
 
     row, col ← EMA, by beta2, of the means of g² + eps1 over each row and column
     u = g / sqrt(row · col / mean(row)),  u ← u / max(1, RMS(u) / clip_threshold)
@@ -10,10 +10,10 @@ alone.
     r ← EMA, by beta3, of the means of (u − m)² + eps2 over each row and column
     p ← p (1 − lr · weight_decay) − lr · m / sqrt(r_row · r_col / mean(r_row))
 
-State: ``v["row"]``, ``v["col"]``, of a vector ``v["full"]``, are the authors' exp_avg_sq_row,
+State: ``v["row"]``, ``v["col"]`` and, for vectors, ``v["full"]`` are the authors' exp_avg_sq_row,
 exp_avg_sq_col and exp_avg_sq; ``m`` is exp_avg; ``r["row"]``, ``r["col"]`` are exp_avg_res_row and
-exp_avg_res_col.
-Leading dimensions of a tensor with more than two are separate matrices; RMS is taken over all.
+exp_avg_res_col. A tensor with more than two dimensions is a stack of matrices, and its RMS is taken
+over the whole stack.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """The second moment of a parameter: row and column statistics of a matrix, or one per element.
 
-``{"row": [mats, rows], "col": [mats, cols]}`` is replicated on all ranks: it is changed only by
-sums over the whole parameter, so it is the same whatever the number of ranks. A parameter with
-fewer than two dimensions has ``{"full": run}``, which is sharded like the parameter and needs no
-sums. The estimate of a matrix's second moment is row · col / mean(row); mean(row) equals
-mean(col), so it needs no reduction of its own. Source: Shazeer and Stern, arXiv 1804.04235, sec. 3.
+A matrix has ``{"row": [mats, rows], "col": [mats, cols]}``, replicated on all ranks. Only sums over
+the whole parameter change it, so it does not depend on the number of ranks. A parameter with fewer
+than two dimensions has ``{"full": run}``, which is sharded like the parameter and needs no sums.
+The estimate of a matrix's second moment is row · col / mean(row). It needs no reduction of its own,
+because mean(row) equals mean(col). Source: Shazeer and Stern, arXiv 1804.04235, section 3.
 """
 
 import math
@@ -20,17 +20,17 @@ from ds_ext.rules.base import Sums
 
 Moment = dict[str, Tensor]
 Update: TypeAlias = ops.Quotient | ops.RunQuotient
-# An update, the sum of its squares over all ranks, and the totals that travelled along.
+# An update, the sum of its squares over all ranks, and the totals of ``more``.
 Unbounded: TypeAlias = Generator[Sums, Sums, tuple[Update, Tensor, Sums]]
 
 
 def sums_first(rule: object, shard: Shard) -> bool:
-    """Whether a rule yields a matrix's sums before it writes: statistics advance by totals."""
+    """Returns whether a rule yields sums before it writes: for matrices, whose v needs totals."""
     return shard.is_matrix
 
 
 def state_spec(shard: Shard) -> dict[str, Part]:
-    """What a rank keeps of the statistics."""
+    """Declares a rank's part of the statistics."""
     if not shard.is_matrix:
         return {"full": Part.like(shard)}
     return {
@@ -40,9 +40,9 @@ def state_spec(shard: Shard) -> dict[str, Part]:
 
 
 def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...]:
-    """What the ranks have to add up before ``divide_``: row and column sums of x².
+    """Returns the partial sums that ``divide_`` needs: row and column sums of x².
 
-    Of matrices of one element they are the same, x², and are added up once.
+    For matrices with one element both are x², so only one tensor is returned.
     """
     if not shard.is_matrix:
         return ()
@@ -62,9 +62,9 @@ def divide_(
     shard: Shard,
     clip: float = math.inf,
 ) -> Update:
-    """Advances a matrix's v by ``sums`` and gives x / sqrt(v), to be evaluated block by block.
+    """Advances a matrix's v by ``sums``; returns x / sqrt(v), which is evaluated block by block.
 
-    A third of the sums is ``weighted_square_sums``: the RMS of the quotient is bounded by ``clip``.
+    If ``sums`` has a third tensor, from ``weighted_square_sums``, ``clip`` bounds the RMS.
     """
     if shard.is_1x1:
         return _divide_numbers_(x, v, sums, eps, beta, shard)[0]
@@ -75,7 +75,7 @@ def divide_(
 def _divide_numbers_(
     x: ops.Readable, v: Moment, sums: Sums, eps: float, beta: float, shard: Shard
 ) -> tuple[ops.RunQuotient, Tensor]:
-    """The same of matrices of one element, and the sum of the squares of the quotient, []."""
+    """``divide_`` for matrices with one element; also returns the quotient's sum of squares, []."""
     u_sq = ops.advance_1x1_(v["row"], v["col"], sums[0], eps, beta, shard)
     return ops.RunQuotient(x, ops.own_run(v["row"], shard)), u_sq
 
@@ -83,10 +83,10 @@ def _divide_numbers_(
 def normalize(
     g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
 ) -> Generator[Sums, Sums, tuple[Update, Sums]]:
-    """Updates ``v`` by g and gives u = g / sqrt(v), its RMS bounded by ``clip``.
+    """Updates ``v`` with g; returns u = g / sqrt(v), with its RMS bounded by ``clip``.
 
-    ``more`` are further partial sums that travel with the first round; their totals are returned
-    beside u. What AdaLomo, Adafactor and CAME have in common.
+    The first round also sums the partial sums ``more``, and their totals are returned after u.
+    AdaLomo, Adafactor and CAME share this function.
     """
     if shard.is_1x1:
         u, u_sq, totals = yield from _normalize_numbers(g, v, eps, beta, shard, *more)
@@ -102,7 +102,7 @@ def normalize(
 def _normalize_vector(
     g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
 ) -> Unbounded:
-    """u of a vector, whose v is a run like g; one round, for the sum of u²."""
+    """u of a vector, whose v is a run like g. Takes one round, for the sum of u²."""
     ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
     u = ops.RunQuotient(g, v["full"])
     u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
@@ -112,7 +112,7 @@ def _normalize_vector(
 def _normalize_numbers(
     g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
 ) -> Unbounded:
-    """u of matrices of one element, whose v every rank has whole; one round, of g²."""
+    """u of matrices with one element, whose v is replicated. Takes one round, for g²."""
     square, *totals = yield (*sums(g, shard, g), *more)
     u, u_sq = _divide_numbers_(g, v, (square,), eps, beta, shard)
     return u, u_sq, tuple(totals)
@@ -121,7 +121,7 @@ def _normalize_numbers(
 def _normalize_cut_rows(
     g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
 ) -> Unbounded:
-    """u of a matrix of whose rows ranks hold parts; two rounds, of statistics and of u²."""
+    """u of a matrix whose rows are cut between ranks. Takes two rounds: statistics, and u²."""
     row, col, *totals = yield (*sums(g, shard, g), *more)
     u = divide_(g, v, (row, col), eps, beta, shard)
     (u_sq,) = yield (ops.square_sum(u, shard, g),)
@@ -131,13 +131,13 @@ def _normalize_cut_rows(
 def _normalize_whole_rows(
     g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
 ) -> Generator[Sums, Sums, tuple[Update, Sums]]:
-    """u, bounded, of a matrix of which ranks hold whole rows; one round.
+    """Bounded u of a matrix whose ranks hold whole rows. Takes one round.
 
-    A whole row has its new statistic before any sum is reduced, and
+    The new statistic of a whole row is known before the reduction, and
 
-        sum of u² = mean(row) · sum over columns (1 / col · sum over rows (g² / row)),
+        sum of u² = mean(row) · sum over columns (1 / col · sum over rows (g² / row)).
 
-    of which the inner sums, one for each column, travel with the statistics.
+    The inner sums, one for each column, are reduced together with the statistics.
     """
     mine = ops.weighted_square_sums(g, v["row"], eps, beta, shard, g)
     row, col, weighted, *totals = yield (*mine, *more)

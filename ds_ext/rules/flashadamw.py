@@ -1,12 +1,12 @@
-"""FlashAdamW: AdamW whose moments have 8 bits. arXiv 2602.23349, algorithm of its optimizer state.
+"""FlashAdamW: AdamW with 8-bit moments. arXiv 2602.23349, algorithm for the optimizer state.
 
     m ← EMA, by beta1, of g,  v ← EMA, by beta2, of g²
     u = m̂ / (sqrt(v̂) + eps)
     p ← p (1 − lr · weight_decay) − lr · u
 
-The update is made of m and v before they are rounded. State: ``m`` and ``v``, a code of 8 bits for
-each element and a scale of 16 for every 32 of the whole parameter; ``ops.companding`` has the
-formats, and says where its scales differ from the published ones. If a cut goes through a group, a
+The update is computed from m and v before they are rounded. State: ``m`` and ``v``, with an 8-bit
+code per element and a 16-bit scale per 32 elements of the whole parameter. ``ops.companding``
+defines the formats, and documents where scales differ from the paper. If a cut splits a group, a
 step takes one round.
 """
 
@@ -45,5 +45,5 @@ class FlashAdamW:
 
     @property
     def adam(self) -> Adam:
-        """The moments."""
+        """Adam with these hyper-parameters."""
         return Adam(self.betas, self.eps, (companding.MOMENT, companding.SQUARES))

@@ -1,27 +1,30 @@
 """GaLore-AdamW: Adam on gradients projected to ``rank`` dimensions.
 
 Zhao et al., arXiv 2403.03507, algorithm 2, as in the authors' galore_torch: bias correction and
-eps as in its AdamW (eps is added to the uncorrected root), weight decay after the update, moments
-kept when the basis is renewed, a rank above the short side cut to it. Unlike theirs, a basis
-vector's sign is not left to chance.
+eps as in its AdamW (eps is added to the uncorrected root), weight decay after the update. A renewed
+basis keeps the moments, and the short side limits the rank. Unlike in the authors' code, the signs
+of basis vectors are deterministic.
 
-    Q = the leading ``rank`` singular vectors of g's side, each update_proj_gap steps
+    Q = the leading ``rank`` singular vectors of g's side, renewed each update_proj_gap steps
     R = g · Qᵀ (right) or Qᵀ · g (left)
     m ← EMA, by beta1, of R,  v ← EMA, by beta2, of R²
     N = c · m / (sqrt(v) + eps),  c = sqrt(1 − beta2^t) / (1 − beta1^t)
     p ← p − lr · scale · (N · Q, or Q · N),  p ← p (1 − lr · weight_decay)
 
-State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq, of R; ``q`` is their projector's
+State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq of R; ``q`` is their projector's
 ortho_matrix.
 
-The side is that of the whole matrix: ``std`` takes rows >= cols right, else left. What one rank of
-d holds beside its run, in bytes, r the rank; 8-bit moments take 1/4 (up to 510 elements more, for
-their blocks of 256 are those of the whole moment, so that any number of ranks rounds alike):
+The shape of the whole matrix selects the side: with ``std``, right if rows >= cols, else left.
+Bytes on one of d ranks in addition to its run, with rank r:
   right, R = G·V [rows, r]    basis 4·r·cols, replicated;  moments 8·r·rows / d (+ a row)
   left, R = U'·G [r, cols]    basis 4·r·rows / d (+ a row); moments 8·r·cols / d
-A step takes one round (right) or two (left); renewing the basis, one more for every 2**20 elements
-of the gradient, and 1 or 2. Vectors, tensors of more than two dimensions and groups with rank null
-are stepped by AdamW: moments 8·numel / d, no rounds (8-bit: one if a cut goes through a block).
+8-bit moments take 1/4, plus up to 510 elements: blocks of 256 are blocks of the whole moment, so
+that rounding does not depend on the number of ranks.
+
+A step takes one round (right) or two (left). Renewing the basis takes one more round for every
+2**20 elements of the gradient, and 1 or 2 others. AdamW steps vectors, tensors of more than two
+dimensions, and groups with rank null: moments 8·numel / d, and no rounds (with 8 bits one round, if
+a cut splits a block).
 """
 
 from collections.abc import Generator
@@ -49,7 +52,7 @@ from ds_ext.rules.base import Rounds, State, Sums, register
 class GaLoreAdamW:
     """AdamW on gradients projected to a low rank (arXiv 2403.03507).
 
-    A group with ``rank=None`` is stepped by plain AdamW, as is what is no matrix.
+    Plain AdamW steps groups with ``rank=None``, and parameters that are not matrices.
     """
 
     lr: NonNegative = 1e-3
@@ -78,7 +81,7 @@ class GaLoreAdamW:
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         factor = self.adam.correction(t) if self.correct_bias else 1.0
-        factor *= 1 - self.lr * self.weight_decay  # the decay is that of the updated weight
+        factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
         u: ops.Readable
         if self.projects(shard):
             u = yield from self.projected(g, s, t, shard)
@@ -90,7 +93,7 @@ class GaLoreAdamW:
     def projected(
         self, g: ops.Gradient, s: State, t: int, shard: Shard
     ) -> Generator[Sums, Sums, lowrank.Product]:
-        """Adam in the low-rank space, whose basis is renewed first if it is time, and back."""
+        """Returns Adam's update in the low-rank space, projected back. Renews the basis if due."""
         rank, right = self.space(shard)
         if (t - 1) % self.update_proj_gap == 0:
             s["q"] = yield from lowrank.basis(g, rank, right, shard)
@@ -106,11 +109,11 @@ class GaLoreAdamW:
         return lowrank.Product(s["q"], u, shard.touched.start)
 
     def projects(self, shard: Shard) -> bool:
-        """Whether a parameter is stepped in a low-rank space."""
+        """Returns whether a parameter is stepped in a low-rank space."""
         return self.rank is not None and len(shard.shape) == 2 and shard.numel > 0
 
     def space(self, shard: Shard) -> tuple[int, bool]:
-        """Dimensions of a matrix's low-rank space, and whether it is that of the right side."""
+        """Returns the rank of a matrix's low-rank space, and whether its side is the right one."""
         assert self.rank is not None
         short_is_right = shard.rows >= shard.cols
         sides = {"std": short_is_right, "reverse_std": not short_is_right}
@@ -119,6 +122,6 @@ class GaLoreAdamW:
 
     @property
     def adam(self) -> Adam:
-        """The moments, of a parameter or of its projection."""
+        """Adam for a parameter or its projection."""
         eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)
         return Adam.of_bits(self.betas, eps, self.nbits, self.min_8bit_size)

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose update has the norm of the weights.
+"""LAMB: Adam, with its update scaled to the norm of the weights.
 
 You et al., arXiv 1904.00962, algorithm 2, with phi(x) = x and bias correction.
 
@@ -6,8 +6,8 @@ You et al., arXiv 1904.00962, algorithm 2, with phi(x) = x and bias correction.
     u = m̂ / (sqrt(v̂) + eps) + weight_decay · p
     p ← p − lr · (‖p‖ / ‖u‖) · u,  the ratio 1 where either norm is 0
 
-Norms are those of the whole parameter, leading dimensions of a tensor with more than two included.
-State: ``m`` and ``v`` are runs like the weight, known elsewhere as exp_avg and exp_avg_sq.
+Norms are taken over the whole parameter, with any number of dimensions. State: ``m`` and ``v`` are
+runs like the weight, known elsewhere as exp_avg and exp_avg_sq.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""Lion: the sign of a momentum. Chen et al., arXiv 2302.06675, algorithm 2.
+"""Lion: steps by the sign of a momentum. Chen et al., arXiv 2302.06675, algorithm 2.
 
     c = beta1 · m + (1 − beta1) · g,  m ← beta2 · m + (1 − beta2) · g
     p ← p (1 − lr · weight_decay) − lr · sign(c)
 
-State: ``m`` is a run like the weight. With 8 bits it is kept as FlashAdamW's is
-(``ops.companding``); if a cut then goes through a group of 32 elements, a step takes one round.
+State: ``m`` is a run like the weight. With 8 bits it has FlashAdamW's format (``ops.companding``).
+If a cut then splits a group of 32 elements, a step takes one round.
 """
 
 from dataclasses import dataclass
@@ -43,5 +43,5 @@ class Lion:
 
     @property
     def moment(self) -> Format:
-        """How the momentum is kept."""
+        """The storage format of the momentum."""
         return companding.MOMENT if self.nbits == 8 else formats.PLAIN

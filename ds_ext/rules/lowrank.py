@@ -1,8 +1,8 @@
-"""The low-rank space of a matrix G [rows, cols]: its basis, and the ways into it and back.
+"""The low-rank space of a matrix G [rows, cols]: its basis, and projections into it and back.
 
-The space has ``rank`` dimensions on one side of the matrix. Right: basis V' [rank, cols], whole on
-every rank, and G is seen as R = G·V [rows, rank]. Left: basis U [rows, rank], of which a rank
-keeps the rows that its run touches, and R = U'·G [rank, cols]. Sides are the whole matrix's.
+The space has ``rank`` dimensions on one side of the whole matrix. Right: the basis V' [rank, cols]
+is replicated on all ranks, and R = G·V [rows, rank]. Left: each rank keeps the rows of the basis
+U [rows, rank] that its run touches, and R = U'·G [rank, cols].
 """
 
 from collections.abc import Generator, Iterator
@@ -16,17 +16,17 @@ from ds_ext.ops.shard import Block, Shard, outward
 from ds_ext.ops.state import Part
 from ds_ext.rules.base import Sums
 
-# Elements of the gradient that all ranks hold at a time while the basis is renewed.
+# Elements of the whole gradient that all ranks share at a time while the basis is renewed.
 SLICE = 2**20
-# Singular values below this part of the largest one are noise in the Gram matrix.
+# Singular values below this fraction of the largest are noise in the Gram matrix.
 NOISE = 1e-6
 
 
 def own_part(rank: int, right: bool, shard: Shard, unit: int = 1) -> slice:
-    """Elements of R, flat, whose moments a rank keeps, in whole units.
+    """Returns the elements of flattened R whose moments a rank keeps, in whole units.
 
-    Right: the rows its run touches, which are what its update is made of; a row on two ranks is
-    kept by both. Left: every rank's update is made of all of R, so R is cut as the matrix is.
+    Right: the rows that the run touches, because the update needs only these. If a row is on two
+    ranks, both keep it. Left: every update needs all of R, so R is cut in the matrix's proportions.
     """
     if right:
         rows = shard.touched
@@ -40,7 +40,7 @@ def own_part(rank: int, right: bool, shard: Shard, unit: int = 1) -> slice:
 
 
 def basis_part(rank: int, right: bool, shard: Shard) -> Part:
-    """What a rank keeps of a basis: see ``own_basis``."""
+    """Declares a rank's part of a basis: see ``own_basis``."""
     if right:
         return Part.whole(rank, shard.cols)
     rows = shard.touched
@@ -49,12 +49,12 @@ def basis_part(rank: int, right: bool, shard: Shard) -> Part:
 
 
 def own_basis(q: Tensor, right: bool, shard: Shard) -> Tensor:
-    """What a rank keeps of a basis [side, rank]."""
+    """Returns a rank's part of a basis [side, rank]."""
     return (q.T if right else q[shard.touched]).clone(memory_format=torch.contiguous_format)
 
 
 def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
-    """R of one run, to be summed over ranks; ``q`` is what the rank keeps of the basis."""
+    """Returns a run's share of R, to be summed over ranks. ``q`` is its part of the basis."""
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
     r = torch.zeros(shape, dtype=q.dtype, device=q.device)
     first = shard.touched.start
@@ -69,27 +69,27 @@ def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
 
 @dataclass(frozen=True)
 class Product:
-    """left · right, [rows touched, rank] · [rank, cols]: a run of a matrix projected back."""
+    """left · right, [rows touched, rank] · [rank, cols]: a run of a matrix, projected back."""
 
     left: Tensor
     right: Tensor
-    first: int  # row of the whole matrix that ``left`` starts at
+    first: int  # the row of the whole matrix at which ``left`` starts
 
     def block(self, b: Block) -> Tensor:
-        """Block ``b`` of the product."""
+        """Returns block ``b`` of the product."""
         rows = slice(b.rows.start - self.first, b.rows.stop - self.first)
         return (self.left[rows] @ self.right[:, b.cols]).unsqueeze(0)
 
 
 def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Sums, Sums, Tensor]:
-    """The leading singular vectors of one side of the whole matrix: what this rank keeps of them.
+    """Returns this rank's part of the leading singular vectors of one side of the whole matrix.
 
-    A run of a flattened matrix has neither whole rows nor whole columns, so the Gram matrix of the
-    short side is added up from slices of G of fixed size that the ranks put together; the sums are
-    of one number and zeros, so its bits do not depend on the number of ranks. One rank adds it up,
-    in fp64 for its condition is the square of G's, and sends the vectors to all: the one whose turn
-    it is, so that the matrices of a bucket are spread over the ranks. The long side's are G·w/σ;
-    those without a gradient (σ = 0) are left 0, where an SVD would choose at random.
+    A run of a flattened matrix may have neither whole rows nor whole columns. The ranks therefore
+    assemble slices of G of fixed size, each a sum of one number and zeros, so that bits do not
+    depend on the number of ranks. From the slices one rank computes the short side's Gram matrix,
+    in fp64 because its condition number is the square of G's, and sends the vectors to all ranks.
+    Ranks take turns, so that the matrices of a bucket are spread over them. The long side's vectors
+    are G·w/σ. Vectors with σ = 0 stay 0, where an SVD would choose them arbitrarily.
     """
     tall = shard.rows > shard.cols or (shard.rows == shard.cols and right)
     gram = yield from _gram(g, tall, shard)
@@ -106,7 +106,7 @@ def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Su
 
 
 def _gram(g: ops.Gradient, tall: bool, shard: Shard) -> Generator[Sums, Sums, Tensor | None]:
-    """The Gram matrix of the short side, [short, short] in fp64, on the rank that adds it up."""
+    """The short side's Gram matrix, [short, short] in fp64, on the rank that computes it."""
     short, has_turn = min(shard.rows, shard.cols), shard.has_turn
     gram = torch.zeros(short if has_turn else 0, short, dtype=torch.float64, device=g.device)
     for rows, cols in _slices(shard, tall):
@@ -128,7 +128,7 @@ def _slices(shard: Shard, tall: bool) -> Iterator[tuple[slice, slice]]:
 
 
 def _window(g: ops.Gradient, rows: slice, cols: slice, shard: Shard) -> Tensor:
-    """A box of the matrix, 0 but for the elements of the run ``g``."""
+    """A box of the matrix: the elements of the run ``g``, and 0 elsewhere."""
     shape = (rows.stop - rows.start, cols.stop - cols.start)
     window = torch.zeros(shape, dtype=ops.accumulator(g.dtype), device=g.device)
     for b in ops.blocks(shard, g):
@@ -144,15 +144,15 @@ def _common(a: slice, b: slice) -> slice:
 
 
 def _within(a: slice, outer: slice) -> slice:
-    """A slice counted from the start of ``outer``."""
+    """A slice relative to the start of ``outer``."""
     return slice(a.start - outer.start, a.stop - outer.start)
 
 
 def _leading(gram: Tensor, rank: int, divided: bool) -> Tensor:
-    """The first ``rank`` eigenvectors, [side, rank], divided by their singular values if asked.
+    """The leading ``rank`` eigenvectors, [side, rank]; if ``divided``, by their singular values.
 
-    Their largest component is positive, so that the moments of a direction keep their sign when
-    the basis is renewed, which an SVD leaves to chance.
+    The largest component of each vector is positive. The moments of a direction therefore keep
+    their sign when the basis is renewed, while the signs of an SVD are arbitrary.
     """
     values: Tensor
     vectors: Tensor

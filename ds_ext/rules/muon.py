@@ -1,4 +1,4 @@
-"""Muon: momentum whose singular values are all brought near 1.
+"""Muon: steps by a momentum with all singular values brought near 1.
 
 K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024, with the settings
 of torch.optim.Muon: weight decay and the two scales of Liu et al., arXiv 2502.16982.
@@ -7,20 +7,20 @@ of torch.optim.Muon: weight decay and the two scales of Liu et al., arXiv 2502.1
     X = x / ‖x‖;  ns_steps times, on the short side:  A = X·Xᵀ,  X ← (a·I + b·A + c·A²)·X
     p ← p (1 − lr · weight_decay) − lr · scale · X
 
-Every X is a polynomial of the first A times the first X. So the iteration is on the short side's
-Gram matrix alone, S x S, and one product at its end gives a rank's part of the update.
+Every X is a polynomial of the first A, times the first X. The iteration therefore needs only the
+short side's Gram matrix, S x S. One product at its end gives a rank's part of the update.
 
-State: ``m`` is a run like the weight. What a step sends, S the short side of a matrix:
-  rows >= cols    one round of S·(S + 1)/2 fp32 sums, for a run is whole rows, but for its ends:
-                  rows that cuts go through, which travel in a round before, if there are any
-  rows < cols     a run is rows of the short side, whose products with each other's need all of
-                  them: one round of the whole x in fp32, 4·rows·cols bytes on each rank until the
-                  step of its bucket ends; the same where tensor parallelism divides a matrix
-  and of both     one round of S·(S + 1)/2 numbers, the product of all iterations: one rank computes
-                  it, 2·S³·(4·ns_steps − 3) operations in fp32 (fp64 for fp64 parameters), and the
-                  matrices of a bucket are spread over the ranks
-No round where one rank holds all of a matrix. For the spectra of the tests the result in fp32 is
-within 1e-3 of the iteration in fp64 on the whole matrix; in bf16 it would be 2e-2 to 1.
+State: ``m`` is a run like the weight. Communication of a step, with short side S:
+  rows >= cols    One round of S·(S + 1)/2 fp32 sums, because a run consists of whole rows. If cuts
+                  split rows, a round before it completes these rows.
+  rows < cols     One round of the whole x in fp32, because products of the short side's rows need
+                  all rows: 4·rows·cols bytes on each rank until the step of its bucket ends. The
+                  same applies if tensor parallelism splits a matrix.
+  both            One round of S·(S + 1)/2 numbers, the product of all iterations. One rank computes
+                  it with 2·S³·(4·ns_steps − 3) operations in fp32 (fp64 for fp64 parameters). The
+                  matrices of a bucket are spread over the ranks.
+There is no round if one rank holds a whole matrix. For the spectra in the tests, the fp32 result is
+within 1e-3 of the fp64 iteration on the whole matrix; in bf16 the error would be 2e-2 to 1.
 """
 
 from collections.abc import Callable, Generator
@@ -66,7 +66,7 @@ class Muon:
         if self.nesterov:
             x = ops.Sum(ops.Scaled(g, 1 - self.momentum), s["m"], self.momentum)
         if not shard.is_cut and not len(shard):
-            return  # it is another rank's, which needs no other
+            return  # another rank holds the whole matrix, and needs no sums
         has_rows = shard.split is None and shard.cols <= min(shard.rows, BLOCK)
         u = yield from (self.by_rows if has_rows else self.by_wholes)(x, shard, s["m"])
         ops.apply_(
@@ -76,7 +76,7 @@ class Muon:
     def by_rows(
         self, x: ops.Readable, shard: Shard, like: Tensor
     ) -> Generator[Sums, Sums, ops.Run]:
-        """The update of a tall matrix, of which a rank has rows: [rows, cols] · [cols, cols]."""
+        """Returns a tall matrix's update, from the rows of a rank: [rows, cols] · [cols, cols]."""
         edges = _edges(x, shard, like)
         if edges:
             (totals,) = yield (torch.stack(tuple(edges.values())),)
@@ -87,7 +87,7 @@ class Muon:
                 rows = ops.read(x, b)[0]
                 gram.addmm_(rows.T, rows)
         for row, values in edges.items():
-            if shard.start <= row * shard.cols < shard.stop:  # which one rank has
+            if shard.start <= row * shard.cols < shard.stop:  # exactly one rank adds the row
                 gram.addr_(values, values)
         if shard.is_cut:
             (packed,) = yield (_pack(gram),)
@@ -97,7 +97,7 @@ class Muon:
     def by_wholes(
         self, x: ops.Readable, shard: Shard, like: Tensor
     ) -> Generator[Sums, Sums, ops.Run]:
-        """The update by the whole matrix, of which a rank may have any elements."""
+        """Returns the update from the whole matrix. A rank may hold any of its elements."""
         whole = like.new_zeros(shard.rows, shard.cols)
         for b in ops.blocks(shard, like):
             whole[b.rows, b.cols] = ops.read(x, b)[0]
@@ -111,7 +111,7 @@ class Muon:
     def shared(
         self, gram: Callable[[], Tensor], shard: Shard, like: Tensor
     ) -> Generator[Sums, Sums, Tensor]:
-        """The polynomial of a Gram matrix [short, short]: one rank's, which sends it to others."""
+        """Returns the polynomial of a Gram matrix, [short, short], which one rank computes."""
         if not shard.is_cut:
             return self.polynomial(gram())
         short = min(shard.rows, shard.cols)
@@ -120,7 +120,7 @@ class Muon:
         return _unpack(packed)
 
     def polynomial(self, gram: Tensor) -> Tensor:
-        """What x is multiplied by, [short, short], by the Gram matrix of its short side."""
+        """Returns the factor of x, [short, short], from the Gram matrix of its short side."""
         a, b, c = self.ns_coefficients
         norm = gram.trace().sqrt().clamp(min=self.eps)
         gram, product = gram / norm.square(), None
@@ -131,10 +131,10 @@ class Muon:
             if i + 1 < self.ns_steps:
                 gram = factor @ (factor @ gram)
         assert product is not None
-        return (product + product.T) / (2 * norm)  # which are alike but for their rounding
+        return (product + product.T) / (2 * norm)  # removes the asymmetry of rounding errors
 
     def scale(self, shard: Shard) -> float:
-        """What an update is multiplied by for the shape of its matrix."""
+        """Returns the factor of an update for the shape of its matrix."""
         if self.adjust_lr_fn == "match_rms_adamw":
             return float(0.2 * max(shard.rows, shard.cols) ** 0.5)
         return float(max(1, shard.rows / shard.cols) ** 0.5)
@@ -142,14 +142,14 @@ class Muon:
 
 @dataclass(frozen=True)
 class _Rows:
-    """x · q, [rows, cols] · [cols, cols], of a run whose rows are whole, or among ``edges``."""
+    """x · q, [rows, cols] · [cols, cols], of a run. ``edges`` has the rows that cuts split."""
 
     x: ops.Readable
-    edges: dict[int, Tensor]  # by number, [cols]
+    edges: dict[int, Tensor]  # by row number, [cols]
     q: Tensor
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols]. The caller may overwrite them."""
         row = self.edges.get(b.rows.start)
         if row is not None:
             return (row @ self.q[:, b.cols]).view(b.shape)
@@ -157,7 +157,7 @@ class _Rows:
 
 
 def _edges(x: ops.Readable, shard: Shard, like: Tensor) -> dict[int, Tensor]:
-    """What a run has of the rows that cuts go through, by their numbers; [cols], 0 elsewhere."""
+    """A run's elements in rows that cuts split, by row number; [cols], 0 for missing elements."""
     cut = {at // shard.cols for cuts in shard.cuts for at in cuts if at % shard.cols}
     edges = {row: like.new_zeros(shard.cols) for row in sorted(cut)}
     for b in ops.blocks(shard, like):
@@ -167,9 +167,9 @@ def _edges(x: ops.Readable, shard: Shard, like: Tensor) -> dict[int, Tensor]:
 
 
 def _pack(symmetric: Tensor) -> Tensor:
-    """The upper half of a matrix [n, n] with its last rows beside its first: [(n + 1) / 2, n + 1].
+    """The upper triangle of a matrix [n, n], packed to [(n + 1) / 2, n + 1].
 
-    Row i has n - i elements of the half, and row n - 1 - i the others that fit beside them.
+    The triangle has n - i elements of row i. Packed row i also contains row n - 1 - i.
     """
     n, half = len(symmetric), (len(symmetric) + 1) // 2
     packed = symmetric.new_zeros(half, n + 1)
@@ -179,7 +179,7 @@ def _pack(symmetric: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """The matrix of ``_pack``."""
+    """The symmetric matrix that ``_pack`` has packed."""
     half, n = len(packed), packed.shape[1] - 1
     upper = packed.new_zeros(n, n)
     upper[n - half :] = packed[:, :n].tril().flip(0, 1)

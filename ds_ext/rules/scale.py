@@ -1,21 +1,21 @@
-"""SCALE: gradient descent with the gradients of each output divided by their RMS.
+"""SCALE: gradient descent, with each output's gradients divided by their RMS.
 
 Glentis et al., arXiv 2506.16659, algorithm 1, as in the authors' code:
 
-    m ← EMA, by ``momentum``, of g; g itself where that is 0
-    u = m, each of its rows, or columns, divided by its RMS, which counts as ``eps`` at least
+    m ← EMA, by ``momentum``, of g; g itself if ``momentum`` is 0
+    u = m, with each row (or column) divided by max(its RMS, eps)
     p ← p (1 − lr · weight_decay) − lr · u
 
-The paper writes a layer as x·W and divides the columns of W, one for each output. A linear layer
-of torch keeps W transposed: its rows are divided. An embedding keeps W as it is: its columns are.
-The output head alone has momentum. Without bias correction, for u does not depend on the size of m.
+The paper writes a layer as x·W, and divides the columns of W, one for each output. torch's linear
+layers store W transposed, so rows are divided. Embeddings store W itself, so columns are divided.
+Only the output head has momentum. It needs no bias correction, because u does not depend on the
+size of m.
 
 State: ``m`` is the authors' moment1.
 
-Dividing rows takes no round where runs hold whole ones, and one where a row is divided between
-ranks; dividing columns takes one. The paper steps vectors by AdamW. Where a script's own param
-group holds others than matrices, leading dimensions of a tensor with more than two are separate
-matrices, and a parameter with fewer than two is one row.
+Dividing rows takes no round if runs hold whole rows, else one. Dividing columns takes one round.
+The paper steps vectors with AdamW. If a script's own param group contains other shapes, a tensor
+with more than two dimensions is a stack of matrices, and a parameter with fewer is one row.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class SCALE:
         return {"m": Part.like(shard)} if self.momentum else {}
 
     def sums_first(self, shard: Shard) -> bool:
-        """Whether a step needs totals, and writes no momentum before."""
+        """Returns whether a step needs totals, and writes no momentum before it has them."""
         return not self.momentum and (self.norm_axis == "column" or not shard.holds_rows)
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:

@@ -1,23 +1,23 @@
-"""SinkGD: gradient descent by gradients whose rows and columns are all of one size. No state.
+"""SinkGD: gradient descent with rows and columns of the gradient normalized. No state.
 
 Scetbon et al., arXiv 2502.06742, algorithms 3 and 4:
 
     x = g; ``iterations`` times:
-        x ← each row of x, brought to the norm √cols
-        x ← each column of x, brought to the norm √rows
+        x ← each row of x, scaled to the norm √cols
+        x ← each column of x, scaled to the norm √rows
     p ← p (1 − lr · alpha · weight_decay) − lr · alpha · x
 
-A norm counts as ``eps`` at least. At every iteration x is g times a factor of its row and one of
-its column: these are all that is kept, 4·(R + C) bytes during a step, and g is read anew.
+Norms below ``eps`` count as ``eps``. In every iteration x is g times a row factor and a column
+factor. A step keeps only these factors, 4·(R + C) bytes, and reads g again.
 
-An iteration takes one read of g and one round, of a number for each column, where runs hold whole
-rows. Where a row is divided between ranks it takes two of both, for a column's sum needs the rows'
-factors. Zeros stay zeros; rows of a norm below 1e-17 stay small.
+If runs hold whole rows, an iteration takes one read of g and one round with a number per column. If
+a row is cut between ranks, it takes two of both, because column sums need the rows' factors. Zeros
+stay zeros; rows with a norm below 1e-17 stay small.
 
-It is made for the matrices of linear layers; FlashAdamW steps embeddings, the output head and
-vectors, which the paper steps by Adam. Where a script's own param group holds others, leading
-dimensions of a tensor with more than two are separate matrices, and a parameter with fewer than two
-is one row, of which the signs are left.
+The rule is for the matrices of linear layers. FlashAdamW steps embeddings, the output head and
+vectors, which the paper steps with Adam. If a script's own param group contains other shapes, a
+tensor with more than two dimensions is a stack of matrices, and a parameter with fewer is one row,
+so that only signs remain.
 """
 
 from dataclasses import dataclass
