@@ -1,7 +1,6 @@
-"""Passes over one parameter by kernels: each is the pass over a batch of it alone.
+"""Passes over one parameter on a GPU: each is a pass over a batch of one.
 
-Where the tensors lie on a GPU and a kernel can read all of them, the pass is made here. Without
-Triton it never is.
+This executor makes a pass if Triton is installed and kernels can read all of its tensors.
 """
 
 import functools
@@ -40,7 +39,7 @@ class SingleKernels:
             return NotImplemented
 
     def flush(self) -> None:
-        """See ``dispatch.Executor``: passes wait with those of batches."""
+        """See ``dispatch.Executor``: ``BatchedExecutor`` launches these passes too."""
 
 
 @_makers.makes(passes.SquareSums)
@@ -148,41 +147,41 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
 
 
 def _apply_slices(p: Any, u: Any, shard: Shard, lr: Number, weight_decay: Number) -> None:
-    """The same of what no kernel reads, such as products of matrices: slice by slice in fp32."""
-    launch()  # what it reads may wait
+    """``apply_`` for updates that no kernel reads, such as matrix products: by slices in fp32."""
+    launch()  # the update may read results of queued passes
     for b in scratch.blocks(shard, scratch.SLICE):
         values = read(u, b).reshape(-1)
         run = p[b.run] if isinstance(p, Tensor) else p.part(b.run)
         passes.apply_(run, values, Shard.whole((len(values),)), lr=lr, weight_decay=weight_decay)
-        launch()  # so that one slice is alive at a time
+        launch()  # so that only one slice is alive at a time
 
 
 @functools.lru_cache(4096)
 def _alone(shard: Shard, device: torch.device, first: int | None = None) -> TableBatch:
-    """A parameter as a batch, whose noise is that of elements ``first`` and on if it is given."""
+    """A parameter as a batch of one; its random bits count from element ``first`` if given."""
     return TableBatch([shard], None if first is None else [first], device)
 
 
 def _takes(like: Any, shard: Shard) -> bool:
-    """Whether kernels take a run of ``shard`` with the device and dtype of ``like``."""
+    """Whether kernels support a run of ``shard`` with the device and dtype of ``like``."""
     if not devices.take(like.device) or like.dtype == torch.float64:
         return False
     return shard.split is None or len(list(shard.pieces())) < 2
 
 
 def _takes_matrices(like: Any, shard: Shard) -> bool:
-    """The same of sums over rows and columns, and of quotients by them."""
+    """Whether kernels also support its row and column sums, and quotients by them."""
     return devices.take_matrices(shard) and _takes(like, shard)
 
 
 def _reads(source: Source | None, like: Any, shard: Shard) -> bool:
-    """Whether a kernel can read this."""
+    """Whether a kernel can read an input."""
     if source is None:
         return False
     return (_takes_matrices if source.is_by_matrix else _takes)(like, shard)
 
 
 def _is_run(x: Any) -> bool:
-    """Whether this is a run as it is, which may be scaled and bounded."""
+    """Whether an input is a plain run, which may be scaled and bounded."""
     source = source_of(x)
     return source is not None and source.form == "IS_RUN"
