@@ -1,8 +1,8 @@
-"""Launches that wait, so that one copy to the device serves all of them.
+"""A queue of launches, so that one copy to the device brings the tables of all of them.
 
-Within ``deferred`` those of several rules become as few launches as their order allows: a rule's
-passes come after those whose results they read, passes over the same elements are made by the same
-programs, and all that may run side by side is one launch. Elsewhere each pass is launched at once.
+Within ``deferred``, passes of several rules become as few launches as their order allows. A pass
+runs after the passes whose results it reads. Programs make all passes over their elements. Passes
+that may run in parallel share a launch. Elsewhere, each pass is launched at once.
 """
 
 import threading
@@ -17,11 +17,11 @@ class Pass(NamedTuple):
     """A pass of a rule: launches over different parameters."""
 
     launches: list[Launch]
-    only_sums: bool  # whether it writes nothing but sums, which no pass reads before they travel
+    only_sums: bool  # whether it only writes sums, which no pass reads before their all-reduce
 
 
 class _Waiting(threading.local):
-    """Passes that wait, by rule, and the sums that are folded up after them."""
+    """The queued passes by rule, and the launches that reduce their partial sums."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -29,7 +29,7 @@ class _Waiting(threading.local):
         self.folds: list[Launch] = []
 
     def take(self) -> tuple[list[list[Pass]], list[Launch]]:
-        """Takes out what waits -> the passes of each rule, what is folded up."""
+        """Empties the queue; returns the passes of each rule, and the reductions."""
         waiting = self.rules, self.folds
         self.rules, self.folds = [[]], []
         return waiting
@@ -39,7 +39,7 @@ _waiting = _Waiting()
 
 
 class Together:
-    """See ``deferred``. A class, since ``@contextmanager`` is several times slower."""
+    """See ``deferred``. A class, because ``@contextmanager`` is several times slower."""
 
     def __enter__(self) -> Callable[[], None]:
         _waiting.is_open = True
@@ -54,25 +54,25 @@ class Together:
 
 
 def deferred() -> Together:
-    """Collects passes, and launches them at the end; call what is given between two rules.
+    """Queues passes and launches them on exit; yields ``next_rule``, to call between two rules.
 
-    Collected passes have not run yet: only later passes may read their results.
+    Queued passes have not run yet: only later passes may read their results.
     """
     return Together()
 
 
 def next_rule() -> None:
-    """Lets what is asked for next not wait for what was asked for before."""
+    """Starts a new rule: later passes do not wait for earlier ones."""
     _waiting.rules.append([])
 
 
 def ask(launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: bool = False) -> None:
-    """Adds a pass to what waits, and what is to be folded up of its results.
+    """Queues a pass and the reductions of its partial sums; launches them unless in ``deferred``.
 
     Args:
         launches: the pass, over different parameters.
-        folds: what adds up the partial sums that it leaves.
-        only_sums: whether it writes nothing but these, and sums that travel.
+        folds: the launches that reduce its partial sums.
+        only_sums: whether it only writes partial sums, and sums for an all-reduce.
     """
     found = list(launches)
     if found:
@@ -83,7 +83,7 @@ def ask(launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: boo
 
 
 def launch() -> None:
-    """Launches what waits, and then folds."""
+    """Launches all queued passes, then the reductions of their partial sums."""
     if not _waiting.folds and not any(_waiting.rules):
         del _waiting.rules[1:]
         return
@@ -97,7 +97,7 @@ def launch() -> None:
 
 
 def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:
-    """What may run side by side, wave after wave: each rule's last pass is in the last."""
+    """Waves of chains that may run in parallel; each rule's last pass is in the last wave."""
     leveled = [_levels(passes) for passes in rules if passes]
     count = max((len(levels) for levels in leveled), default=0)
     waves: list[list[Chain]] = [[] for _ in range(count)]
@@ -108,16 +108,16 @@ def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:
 
 
 def _levels(passes: Sequence[Pass]) -> Sequence[Sequence[Chain]]:
-    """A rule's passes, each in a chain with the one before or as soon as its order allows.
+    """Levels of a rule's passes: each pass joins the chain before it, or the first level it may.
 
-    Sums are read by nobody and change nothing: they may run beside each other, and whatever writes
-    comes after all before it.
+    Passes that only write sums may run in parallel, because no pass reads these sums. A pass that
+    writes anything else runs after all earlier passes.
     """
     levels: list[list[list[Launch]]] = []
-    written = 0  # levels up to the last that writes
+    written = 0  # the number of levels up to the last one that writes
     last: list[list[Launch]] = []
     for one in passes:
-        # what changes something waits for all that may read it
+        # a pass that writes must wait for every pass that may read
         may_follow = one.only_sums or (levels and len(levels[-1]) == len(last))
         if may_follow and last and _are_over(last, one.launches):
             for chain, launch in zip(last, one.launches, strict=True):
@@ -136,7 +136,7 @@ def _levels(passes: Sequence[Pass]) -> Sequence[Sequence[Chain]]:
 
 
 def _are_over(chains: Sequence[Chain], launches: Sequence[Launch]) -> bool:
-    """Whether passes are over the same elements, launch by launch."""
+    """Whether passes cover the same elements, launch by launch."""
     if len(chains) != len(launches):
         return False
     return all(a[-1].is_over(b) for a, b in zip(chains, launches, strict=True))

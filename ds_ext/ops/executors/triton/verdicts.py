@@ -1,4 +1,4 @@
-"""Which gradients are bad, as kernels read it: they leave the parameters of these as they are."""
+"""Verdicts on gradients, which kernels read: they do not write parameters with bad gradients."""
 
 import threading
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Verdict:
-    """A number of each parameter of a batch that only the device knows, and what it may be.
+    """A number per parameter of a batch, which only the device knows, and its limit.
 
     Attributes:
-        found: has ``pointers`` to the numbers, [n]: fp32, such as sums of squares or votes.
-        most: what a number may be at most for the gradient to be good, [n]; a NaN is not.
+        found: has ``pointers`` to the numbers, [n] in fp32, such as sums of squares or votes.
+        most: the largest number of a good gradient, [n]; the gradient is bad if it is NaN.
     """
 
     found: Any
@@ -29,9 +29,9 @@ _current = _Current()
 
 
 class using:
-    """Within it, passes are made over the parameters that ``verdict`` finds to be good.
+    """Context manager: passes skip parameters whose gradients are bad by ``verdict``.
 
-    Their tables have as many parameters as it; None: all are known to be good.
+    Tables must have as many parameters as the verdict. None: all gradients are good.
     """
 
     def __init__(self, verdict: Verdict | None) -> None:
