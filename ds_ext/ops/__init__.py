@@ -1,6 +1,6 @@
-"""How is memory passed over? Tensors and the geometry of runs; nothing here knows of a rule.
+"""Passes over memory: tensors and the geometry of runs. Nothing here knows any rule.
 
-``ops.apply_(...)`` and the other passes are reached from here.
+This package exports ``ops.apply_(...)`` and the other passes.
 """
 
 from ds_ext.ops import executors as _executors  # registers them  # noqa: F401

@@ -1,7 +1,7 @@
 """Many parameters that are stepped as one: pure data, which rules get instead of single tensors.
 
-A ``Batch`` stands where a ``Shard`` does, ``Runs`` and ``Weights`` where a tensor does, and numbers
-that each parameter has of its own are vectors [n]. ``executors.tables`` makes the passes.
+A ``Batch`` replaces a ``Shard``, ``Runs`` and ``Weights`` replace a tensor, and vectors [n] replace
+numbers of one parameter. ``executors.batched`` makes the passes.
 """
 
 import functools
@@ -25,11 +25,11 @@ MASTER = frozenset({"master", "marks"})  # the keys of a state that belong to th
 
 
 class Runs:
-    """A flat tensor of each parameter of a batch, all of one dtype, wherever each lies.
+    """One flat tensor per parameter of a batch, all of one dtype, anywhere in memory.
 
     Attributes:
-        square_parts: of gradients, what adds up to the sums of their squares as a rule reads them,
-            where a pass has made this: on a CPU sums over rows.
+        square_parts: for gradients, partial sums of their squares if a pass has left any, such as
+            row sums on a CPU. The squares are of the gradients as a rule reads them.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -38,57 +38,57 @@ class Runs:
 
     @functools.cached_property
     def pointers(self) -> Pointers:
-        """Where each begins in memory, [n]."""
+        """The address of each parameter's first element, [n]."""
         return np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all."""
+        """The dtype of all tensors."""
         return self.tensors[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of all."""
+        """The device of all tensors."""
         return self.tensors[0].device
 
     def source(self) -> Source:
-        """Describes this to native code and kernels."""
+        """Returns the description of this input for native code and kernels."""
         return Source("IS_RUN", {"x": cast(Tensor, self)})
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Numbers of each parameter of a batch, one parameter's after another's in one tensor."""
+    """The concatenated numbers of a batch's parameters, in one tensor."""
 
     values: Tensor  # [total], fp32
-    firsts: NDArray[np.int64]  # number of each parameter's first, [n]
+    firsts: NDArray[np.int64]  # index of each parameter's first number, [n]
 
     @property
     def pointers(self) -> Pointers:
-        """Where each begins in memory, [n]."""
+        """The address of each parameter's first element, [n]."""
         return 4 * self.firsts + self.values.data_ptr()
 
     def contiguous(self) -> "Flat":
-        """Returns itself, as a tensor does that is contiguous."""
+        """Returns itself, as a contiguous tensor does."""
         return self
 
 
 @dataclass(frozen=True)
 class Shifted:
-    """Runs that begin further on, by some bytes each."""
+    """Runs with a byte offset for each parameter."""
 
     runs: "Runs | Flat"
-    by: NDArray[np.int64]  # [n]
+    by: NDArray[np.int64]  # bytes, [n]
 
     @property
     def pointers(self) -> Pointers:
-        """Where each begins in memory, [n]."""
+        """The address of each parameter's first element, [n]."""
         return self.runs.pointers + self.by
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Addresses of what is kept alive beside them."""
+    """Addresses, and the tensors that must stay alive for them."""
 
     pointers: Pointers  # [n]
     tensors: object
@@ -96,18 +96,18 @@ class Placed:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a batch, and how they are written: as ``WeightStorage``, for each."""
+    """The weights of a batch and their storage: a ``WeightStorage`` of many parameters."""
 
     run: Runs
     how: str = "PLAIN"
     aux: Runs | None = None
     key: NDArray[np.uint32] | None = None  # [n]
-    # Room for Σ(Δw²) and Σw² of each: on a CPU fp64, added to; on a GPU fp32, overwritten.
+    # Σ(Δw²) and Σw² of each parameter: added in fp64 on a CPU, overwritten in fp32 on a GPU.
     update_sums: "Runs | Flat | None" = None
-    norm_cache: Any = None  # the cached norms of the weights, of the executor
+    norm_cache: Any = None  # the executor's cached norms of the weights
 
     def storage(self) -> WeightStorage:
-        """Describes this to native code and kernels: it has the fields of a ``WeightStorage``."""
+        """Returns itself: it has the fields of a ``WeightStorage``."""
         return cast(WeightStorage, self)
 
 
@@ -115,10 +115,10 @@ class Batch:
     """The geometry of the runs of many parameters of one kind.
 
     Args:
-        shards: one for each parameter; all are matrices cut alike, or all are vectors.
-        firsts: the number, in its parameter, of each run's first element, by which its random
-            bits are chosen; the start of its shard if not given.
-        device: where they lie.
+        shards: one for each parameter; all of the same ``kind``.
+        firsts: the index of each run's first element in its parameter, from which its random bits
+            count; by default the start of its shard.
+        device: the device of the runs.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Batch:
         col_skips = np.array([col for *_, col in boxes])
         self.own_row_firsts = self.row_firsts + row_skips
         self.own_col_firsts = self.col_firsts + col_skips
-        # Bytes to the first row, and column, that each run may touch, in its statistics.
+        # Offset in the statistics of the first row, and column, that each run may touch; bytes.
         self.row_offsets, self.col_offsets = 4 * row_skips, 4 * col_skips
 
     def __len__(self) -> int:
@@ -154,21 +154,21 @@ class Batch:
 
     @property
     def cuts(self) -> tuple[range, ...]:
-        """Elements that runs start at, of each parameter."""
+        """The elements at which runs start, for each parameter."""
         return tuple(itertools.chain.from_iterable(s.cuts for s in self.shards))
 
     @property
     def flat(self) -> "Batch":
-        """Itself: passes that need no rows and columns look at none."""
+        """Itself: passes over flat runs ignore rows and columns."""
         return self
 
     def rms(self, square_sum: Any) -> Any:
-        """Returns the roots of the mean squares, [n], from sums over whole parameters, [n]."""
+        """Returns the root mean squares, [n], from sums of squares over whole parameters, [n]."""
         return (square_sum / self.numel).sqrt()
 
 
 def kind(shard: Shard) -> tuple[bool, bool, bool]:
-    """Returns what parameters of one batch have in common; the same on all ranks."""
+    """Returns the properties that parameters of one batch share; the same on all ranks."""
     return shard.is_matrix, shard.holds_rows, shard.is_1x1
 
 
@@ -179,7 +179,7 @@ def may_join(shard: Shard) -> bool:
 
 
 def stacked(states: Sequence[Mapping[str, Any]], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what rules keep of each, ``parts`` nested in dicts, as one state of ``Runs``."""
+    """Returns the states of several parameters, which have ``parts``, as one state of ``Runs``."""
     found: dict[str, Any] = {}
     for key, part in parts.items():
         kept = [s[key] for s in states]
@@ -188,15 +188,13 @@ def stacked(states: Sequence[Mapping[str, Any]], parts: Mapping[str, Any]) -> di
 
 
 def _offsets(sizes: list[int]) -> tuple[NDArray[np.int64], int]:
-    """Where each of consecutive pieces begins, and the size of all."""
+    """The offsets of consecutive pieces, and their total size."""
     ends = np.cumsum(np.array(sizes, dtype=np.int64))
     return ends - np.array(sizes, dtype=np.int64), int(ends[-1])
 
 
 def _box(shard: Shard) -> tuple[Geometry, int, int]:
-    """Start, elements, matrices, rows and columns of a run as that of a matrix of its own, and
-    the first row and column of that in the whole one.
-    """
+    """The geometry of a run within its box, and the box's first row and column in the matrix."""
     if shard.split is None:
         return (shard.start, len(shard), shard.mats, shard.rows, shard.cols), 0, 0
     for box, start, stop in shard.pieces():

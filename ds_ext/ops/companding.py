@@ -1,18 +1,18 @@
-"""8-bit moments as FlashAdamW keeps them: 32 elements share a scale of 16 bits.
+"""8-bit moments as in FlashAdamW: 32 elements share a 16-bit scale.
 
-Arguments and codes are those of arXiv 2602.23349. A group of signed numbers is companded, so that
-small ones keep more bits than large ones; one of squares is kept as their roots.
+The codes follow arXiv 2602.23349. Signed numbers are companded, so that small ones keep more bits
+than large ones. Squares are stored as their roots.
 
     m:  x = m / max|m|,  y = 2 x / (1 + |x|),  code = floor(127 y + 1/2), int8
         y = code / 127,  m = y / (2 − |y|) · scale
     v:  x = sqrt(v) / max sqrt(v),  code = floor(255 x + 1/2), uint8
         v = (code / 255 · scale)²
 
-The scale, which is the group's largest, is an fp16 but for its sign: that bit is one more of the
-exponent, for scales from 2⁻⁴⁴ (6e-14) to 2²⁰. Where the published fp16 is normal, from 6e-5 to
-65504, it holds the same numbers; below 6e-8 that one is 0, so that both moments of a gradient of
-1e-9 would be lost and the next update as large as a first one. The mantissa keeps 10 bits, for a
-root decays by 1/2000 in a step by beta2 = 0.999, which fewer bits would round away for ever.
+The scale is the group's largest magnitude. It is an fp16 whose sign bit extends the exponent, for
+scales from 2⁻⁴⁴ (6e-14) to 2²⁰. In the normal range of the published fp16, from 6e-5 to 65504, it
+holds the same numbers. Below 6e-8 the published fp16 is 0: a gradient of 1e-9 would lose both
+moments, and the next update would be as large as a first one. The mantissa has 10 bits, because at
+beta2 = 0.999 a root decays by 1/2000 per step, which fewer bits would always round away.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ from ds_ext.ops.shard import Block, groups_of
 from ds_ext.ops.state import Part
 
 SIZE = 32  # elements of a group
-CUT = 13  # bits of an fp32's mantissa that a scale does without
-FIRST = 83 << 10  # what is left of the bits of the least scale
+CUT = 13  # low mantissa bits of an fp32 that a scale drops
+FIRST = 83 << 10  # the remaining bits of the smallest scale
 LEAST, MOST = 2.0**-44, 2.0**20 - 2.0**9
 
 
 def scale_codes(x: Tensor) -> Tensor:
-    """Scales, fp32 from ``LEAST`` to ``MOST``, as 16 bits: rounded to nearest, ties to even."""
+    """Encodes fp32 scales from ``LEAST`` to ``MOST`` in 16 bits: nearest, ties to even."""
     bits = x.view(torch.int32)
     rounded = (bits + (2 ** (CUT - 1) - 1) + ((bits >> CUT) & 1)) >> CUT
     codes: Tensor = rounded - FIRST
@@ -42,23 +42,23 @@ def scale_codes(x: Tensor) -> Tensor:
 
 
 def scales(codes: Tensor) -> Tensor:
-    """The scales, fp32, of 16 bits each."""
+    """Decodes 16-bit scales to fp32."""
     bits: Tensor = ((codes.int() & 0xFFFF) + FIRST) << CUT
     return bits.view(torch.float32)
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """A run to be read and written in blocks that start at multiples of 32."""
+    """A run that is read and written in blocks that start at multiples of 32."""
 
     state: dict[str, Tensor]
 
     def columns(self, name: str) -> dict[str, Tensor]:
-        """Returns the tensors that a native pass finds its values in."""
+        """Returns the tensors that store the values, by their table columns."""
         return {name: self.state["code"], f"{name}_scale": self.state["scale"]}
 
     def _read(self, b: Block) -> tuple[Tensor, Tensor]:
-        """The codes of a block as fp32, [groups, 32] with zeros at the end, and [groups, 1]."""
+        """A block's codes in fp32, zero-padded to [groups, 32], and its scales, [groups, 1]."""
         code, scale = self._parts(b)
         found = pad(code.float(), (0, len(scale) * SIZE - len(code)))
         return found.view(-1, SIZE), scales(scale).unsqueeze(1)
@@ -75,22 +75,22 @@ class _Groups:
 
 
 def _grouped(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as groups, [groups, 32] with zeros at the end, and their scales, [groups, 1]."""
+    """Values as zero-padded groups, [groups, 32], and their scales, [groups, 1]."""
     x = pad(x.reshape(-1), (0, -x.numel() % SIZE)).view(-1, SIZE)
     low, high = x.aminmax(dim=1, keepdim=True)
     return x, torch.maximum(high, -low).clamp_(LEAST, MOST)
 
 
 def _values(x: Tensor, b: Block) -> Tensor:
-    """The values of a block, of groups whose last may be longer than it."""
+    """The values of a block, without the padding of its last group."""
     return x.view(-1)[: b.run.stop - b.run.start].view(b.shape)
 
 
 class SignedGroups(_Groups):
-    """Signed numbers, companded. With one division: 127 y = 254 m / (max|m| + |m|)."""
+    """Companded signed numbers. 127 y = 254 m / (max|m| + |m|) needs only one division."""
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         code, scale = self._read(b)
         return _values(code.div_(254 - code.abs()).mul_(scale), b)
 
@@ -102,10 +102,10 @@ class SignedGroups(_Groups):
 
 
 class SquareGroups(_Groups):
-    """Numbers that are not negative, as their roots."""
+    """Non-negative numbers, stored as their roots."""
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         code, scale = self._read(b)
         return _values(code.mul_(scale.div_(255)).square_(), b)
 
@@ -118,13 +118,13 @@ class SquareGroups(_Groups):
 
 @dataclass(frozen=True)
 class Companded:
-    """The format of a run of numbers, none of which is negative unless it is ``signed``."""
+    """The format of a run of numbers, which are non-negative unless ``signed``."""
 
     signed: bool
     size: ClassVar[int] = SIZE
 
     def state_spec(self, run: slice, total: int) -> dict[str, Part]:
-        """Returns what is kept of the values ``run`` of ``total``, which are whole groups."""
+        """Returns the state of the values ``run`` of ``total``; the run has whole groups."""
         code = torch.int8 if self.signed else torch.uint8
         return {
             "code": Part.of(run, total, code),
@@ -132,7 +132,7 @@ class Companded:
         }
 
     def opened(self, kept: dict[str, Tensor]) -> expressions.WritableRun:
-        """Returns the values of what ``state_spec`` declared, to be read and written."""
+        """Returns the values of a state, to be read and written."""
         return SignedGroups(kept) if self.signed else SquareGroups(kept)
 
 

@@ -1,6 +1,6 @@
-"""Which executor makes a pass: the first that supports it.
+"""Dispatches each pass, a value of ``ops.passes``, to the first executor that supports it.
 
-``executors`` registers them when ``ds_ext.ops`` is imported. Passes are values of ``ops.passes``.
+Importing ``ds_ext.ops`` registers the executors.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 class Executor(Protocol):
-    """Makes passes over the runs of one parameter, or of a batch of them."""
+    """Makes passes over the run of one parameter, or over the runs of a batch."""
 
     def run(self, asked: Any, where: Any) -> Any:
         """Makes a pass and returns its results.
@@ -20,16 +20,16 @@ class Executor(Protocol):
             where: the geometry, a ``Shard`` or a ``Batch``.
 
         Returns:
-            The results, or NotImplemented if the executor does not support the pass. Then it has
-            read and written nothing.
+            The results, or NotImplemented if the executor does not support the pass. In that case
+            it has read and written nothing.
         """
         ...
 
 
 class Makers(dict[type, Callable[..., Any]]):
-    """The functions of an executor, by the passes that they make.
+    """The functions of an executor by the type of their pass.
 
-    Each takes the fields of its pass, and the geometry after them if the pass has one.
+    A function takes the fields of its pass, then the geometry if the pass has one.
     """
 
     def makes(self, kind: type) -> Callable[[Made], Made]:
@@ -46,7 +46,7 @@ _executors: list[Executor] = []
 
 
 def register(executor: Executor) -> None:
-    """Adds an executor, which is asked after those that were added before."""
+    """Adds an executor; executors are asked in the order of registration."""
     _executors.append(executor)
 
 

@@ -1,8 +1,8 @@
 """Updates as lazy expressions: a pass evaluates them block by block, so no temporary is stored.
 
-An object with ``block(b)`` can be read, one with ``write_(b, new)`` can be written, and a tensor is
-both. The caller may overwrite what ``block`` returns. ``moments`` has the expressions that advance
-moments as they are read. An expression's ``source()`` describes it to native code and kernels.
+An object with ``block(b)`` can be read, an object with ``write_(b, new)`` can be written, and a
+tensor can be both. The caller may overwrite the result of ``block``. The expressions in ``moments``
+advance moments when they are read. ``source()`` describes an expression to native code and kernels.
 """
 
 from collections.abc import Mapping
@@ -28,25 +28,25 @@ class WeightStorage:
     how: str = "PLAIN"  # one of schema.STORAGE: see weight_forms.py
     aux: Tensor | None = None
     key: int = 0
-    start: int | None = None  # element of the parameter that the run starts at; None: its shard's
+    start: int | None = None  # first element of the run in its parameter; None: its shard's start
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Returns its tensors by their columns of the table."""
+        """Returns its tensors by the name of their table column."""
         return {"w": self.run} | ({} if self.aux is None else {"aux": self.aux})
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a pass reads: a form of kernels/values.py, and what that needs."""
+    """The description of a pass's input: a form of ``schema.FORMS``, and its columns."""
 
     form: str
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     scalars: Mapping[str, Number] = field(default_factory=dict)
-    storage: WeightStorage | None = None  # weights that are read: as IS_WEIGHT, or added · decay
+    storage: WeightStorage | None = None  # weights to read: as IS_WEIGHT, or times decay, added
 
     def plus(self, form: str, tensors: Mapping[str, Tensor], **scalars: Number) -> "Source":
-        """Returns the same in a form that needs more."""
+        """Returns the same input in another form, with more columns."""
         return replace(
             self,
             form=form,
@@ -56,11 +56,11 @@ class Source:
 
     @property
     def is_by_matrix(self) -> bool:
-        """Whether what is read depends on the row and column that an element lies in."""
+        """Whether a value depends on the row and column of its element."""
         return FORMS[self.form].is_by_matrix
 
     def within(self, rows: slice, cols: slice) -> "Source":
-        """Returns what is read of these rows and columns of each matrix."""
+        """Returns the same input for these rows and columns of each matrix."""
         tensors = dict(self.tensors)
         if "row" in tensors:
             tensors["row"] = tensors["row"][:, rows]
@@ -70,7 +70,7 @@ class Source:
 
 
 def source_of(x: Any) -> Source | None:
-    """Describes a run to native code and kernels; None if they cannot read it."""
+    """Returns the description of a run for native code and kernels; None if they cannot read it."""
     if isinstance(x, Tensor):
         return Source("IS_RUN", {"x": x})
     if hasattr(x, "storage"):
@@ -79,25 +79,25 @@ def source_of(x: Any) -> Source | None:
 
 
 def storage_of(p: Any) -> WeightStorage | None:
-    """Describes a weight to native code and kernels; None if they cannot write it."""
+    """Returns the description of a weight for native code and kernels, or None if unsupported."""
     if isinstance(p, Tensor):
         return WeightStorage(p)
     return p.storage() if hasattr(p, "storage") else None
 
 
 class Run(Protocol):
-    """Values of one rank's run that are computed when a block of them is read."""
+    """Values of one rank's run that are computed block by block when they are read."""
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         ...
 
 
 class WritableRun(Run, Protocol):
-    """A run that is kept in another form than a tensor of its values."""
+    """A run that is stored in another form than a tensor of its values."""
 
     def write_(self, b: Block, new: Tensor) -> object:
-        """Stores ``new``, [mats, rows, cols], as a block; it may be overwritten."""
+        """Stores ``new``, [mats, rows, cols], as a block; may overwrite ``new``."""
         ...
 
 
@@ -107,19 +107,19 @@ Writable: TypeAlias = "Tensor | WritableRun"
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums and updates are computed in: fp32, and fp64 for fp64."""
+    """The dtype of sums and updates: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def part(x: Tensor, b: Block) -> Tensor:
-    """Block ``b`` of a flat run, [mats, rows, cols], in place."""
+    """A view of block ``b`` of a flat run, [mats, rows, cols]."""
     return x[b.run].view(b.shape)
 
 
 def read(x: Readable, b: Block) -> Tensor:
     """Block ``b`` of a run, [mats, rows, cols], in the accumulator's dtype.
 
-    It is a part of ``x`` itself where x is a tensor of that dtype, else the caller's.
+    The result is a view of ``x`` if x is a tensor of that dtype; else the caller may overwrite it.
     """
     if not isinstance(x, Tensor):
         return x.block(b)
@@ -130,17 +130,17 @@ def read(x: Readable, b: Block) -> Tensor:
 
 
 def is_part(values: Tensor, x: object) -> bool:
-    """Whether what was read from ``x`` is a part of it, and writing to one writes to the other."""
+    """Whether ``values``, read from ``x``, are a view of x."""
     return isinstance(x, Tensor) and x.dtype == values.dtype
 
 
 def room(values: Tensor, x: Readable) -> Tensor:
-    """Where to write what is made of ``values``, read from ``x``: over them if x stays as it is."""
+    """Memory for a result computed from ``values``: ``values``, or scratch if they are in ``x``."""
     return scratch.like(values) if is_part(values, x) else values
 
 
 def write_(x: Writable, b: Block, new: Tensor) -> None:
-    """Stores ``new``, [mats, rows, cols], as block ``b`` of a run; it may be overwritten."""
+    """Stores ``new``, [mats, rows, cols], as block ``b`` of a run; may overwrite ``new``."""
     if isinstance(x, Tensor):
         part(x, b).copy_(new)
     else:
@@ -154,20 +154,20 @@ def flat(run: slice) -> Block:
 
 @dataclass(frozen=True)
 class Scaled:
-    """x · factor, kept within ± ``bound``: a gradient averaged, unscaled and clipped when read."""
+    """x · factor clamped to ± ``bound``: a gradient averaged, unscaled and clipped when read."""
 
     x: Readable
     factor: Tensor | float = 1.0
     bound: float | None = None
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         x = read(self.x, b)
         x = torch.mul(x, self.factor, out=room(x, self.x))
         return x if self.bound is None else x.clamp_(-self.bound, self.bound)
 
     def source(self) -> Source | None:
-        """Describes this to native code and kernels; None if they cannot read it."""
+        """Returns the description for native code and kernels, or None if they cannot read it."""
         x = source_of(self.x)
         if x is None or {"factor", "bound", "scale"} & x.scalars.keys():
             return None
@@ -178,33 +178,33 @@ class Scaled:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype that the run is kept in."""
+        """Returns the dtype of the stored run."""
         assert isinstance(self.x, Tensor)
         return self.x.dtype
 
     @property
     def device(self) -> torch.device:
-        """Returns where the run lies."""
+        """Returns the device of the run."""
         assert isinstance(self.x, Tensor)
         return self.x.device
 
     def numel(self) -> int:
-        """Returns how many elements the run has."""
+        """Returns the number of elements of the run."""
         assert isinstance(self.x, Tensor)
         return self.x.numel()
 
 
 @dataclass(frozen=True)
 class Extended:
-    """A flat run of ``size`` elements between others, which are read and never written."""
+    """A flat run of ``size`` elements between elements that are read and never written."""
 
     before: Tensor
-    x: Readable  # Writable, where it is written
+    x: Readable  # Writable, if it is written
     size: int
     after: Tensor
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         before, own, after = self._cut(b)
         parts = (self.before[before], read(self.x, own).reshape(-1), self.after[after])
         return torch.cat(parts).view(b.shape)
@@ -221,11 +221,11 @@ class Extended:
 
     @property
     def limit(self) -> int | None:
-        """Elements of a block of it at most; None for as many as usual."""
+        """The most elements of a block; None for the default."""
         return scratch.FEW if self.before.device.type == "cpu" else None
 
     def _cut(self, b: Block) -> tuple[slice, Block, slice]:
-        """The elements of a block that lie before, in and after the run."""
+        """The elements of a block before the run, in it and after it."""
         cuts, start = [], 0
         for size in (len(self.before), self.size, len(self.after)):
             low, high = (min(max(at - start, 0), size) for at in (b.run.start, b.run.stop))
@@ -238,8 +238,8 @@ class Extended:
 class Quotient:
     """x · row · col · scale: an update by a second moment whose factors are inverse roots.
 
-    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols]. They may wait in a batch of launches:
-    only a pass may read them.
+    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols]. The pass that computes them may still be
+    queued, so only a pass may read them.
     """
 
     x: Readable
@@ -248,13 +248,13 @@ class Quotient:
     scale: Tensor | float = 1.0
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         if self._is_small(b):
             return self._of_small(b)
         return self._by_column(b).mul_(self._rows(b))
 
     def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
-        """old ← old − factor · this, with one pass less than in two steps."""
+        """old ← old − factor · this, with one pass over memory less than in two steps."""
         if self._is_small(b):
             return old.sub_(self._of_small(b), alpha=factor)
         return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
@@ -279,7 +279,7 @@ class Quotient:
         return replace(self, scale=self.scale * factor)
 
     def source(self) -> Source | None:
-        """Describes this to native code and kernels; None if they cannot read it."""
+        """Returns the description for native code and kernels, or None if they cannot read it."""
         x = source_of(self.x)
         if x is None or x.form != "IS_RUN":
             return None
@@ -289,14 +289,14 @@ class Quotient:
 
 @dataclass(frozen=True)
 class RunQuotient:
-    """x / sqrt(v) · scale: an update by a second moment that is a run like ``x``."""
+    """x / sqrt(v) · scale: an update by a second moment of the shape of ``x``."""
 
     x: Readable
     v: Tensor
     scale: Tensor | float = 1.0
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         v = part(self.v, b)
         inverse = torch.rsqrt(v, out=scratch.like(v))
         return inverse.mul_(read(self.x, b)).mul_(self.scale)
@@ -306,7 +306,7 @@ class RunQuotient:
         return replace(self, scale=self.scale * factor)
 
     def source(self) -> Source | None:
-        """Describes this to native code and kernels; None if they cannot read it."""
+        """Returns the description for native code and kernels, or None if they cannot read it."""
         x = source_of(self.x)
         if x is None or x.form != "IS_RUN":
             return None
@@ -322,12 +322,12 @@ class Sum:
     weight: float
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         x, y = read(self.x, b), read(self.y, b)
         return torch.mul(y, self.weight, out=room(y, self.y)).add_(x)
 
     def source(self) -> Source | None:
-        """Describes this to native code and kernels; None if they cannot read it."""
+        """Returns the description for native code and kernels, or None if they cannot read it."""
         x, storage = source_of(self.x), storage_of(self.y)
         if x is None or storage is None or x.storage is not None:
             return None
@@ -335,7 +335,7 @@ class Sum:
 
 
 def plus(x: Readable, y: Readable, weight: float) -> Readable:
-    """x + weight · y; with a weight of 0 nothing of y is read."""
+    """x + weight · y; with a weight of 0, y is not read."""
     return Sum(x, y, weight) if weight else x
 
 
@@ -347,7 +347,7 @@ def times(x: Readable, factor: Tensor | float) -> Readable:
 
 
 def root(x: Tensor, out: Tensor) -> Tensor:
-    """The square root of ``x``, rounded correctly, in ``out``: torch's is not on every CPU."""
+    """The correctly rounded square root of ``x``, in ``out``; torch's is inexact on some CPUs."""
     if x.device.type != "cpu":
         return torch.sqrt(x, out=out)
     np.sqrt(x.numpy(), out=out.numpy())

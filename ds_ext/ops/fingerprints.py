@@ -1,13 +1,13 @@
-"""Fingerprints of weights, which detect edits by others where a residual is stored beside them.
+"""Fingerprints of weights that have residuals; they detect edits between steps.
 
-A weight in 16 bits and its residual of 8 or 16 bits have no bit to spare: a weight that someone
-sets (a row to zero, a mask, a loaded model) looks like any other. So each ``GROUP`` weights have a
-fingerprint of 16 bits, a hash of the weights as they were written (the state's key "marks").
+A 16-bit weight and its 8- or 16-bit residual have no spare bit, so an edited weight (a row set to
+zero, a mask, a loaded model) looks like any other. Therefore each ``GROUP`` weights have a 16-bit
+fingerprint, a hash of the weights as they were written (the state's key "marks").
 
 If a group's hash differs at the next step, its residuals are dropped. If the edit set weights to
-zero, only the residuals of these are dropped: a weight that a step wrote as zero has none, except
-for numbers below 1e-40 (fp16: 3e-8). Otherwise all of the group are dropped, and its weights are
-those that the model has computed with.
+zero, only their residuals are dropped: a weight that a step wrote as zero has no residual, except
+for numbers below 1e-40 (fp16: 3e-8). Otherwise the whole group's residuals are dropped, and its
+values are the 16-bit weights that the model computes with.
 """
 
 import functools
@@ -19,11 +19,11 @@ from ds_ext.ops import scratch
 from ds_ext.ops.schema import GROUP
 from ds_ext.ops.shard import Shard
 
-INFINITE = 0x7F80  # the bits of a bf16 infinity; those of a NaN are more
+INFINITE = 0x7F80  # the bits of a bf16 infinity; NaNs are larger
 
 
 def room(run: Tensor) -> Tensor:
-    """Returns room for the fingerprints of a run."""
+    """Returns uninitialized memory for the fingerprints of a run."""
     return torch.empty(-(-len(run) // GROUP), dtype=torch.int16, device=run.device)
 
 
@@ -40,9 +40,9 @@ def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> None:
     Args:
         run: the weights, [n] of 16 bits.
         residual: [n] int16 or int8.
-        marked: the fingerprints of the run as it was written. Without them (a state of an older
-            file) only invalid pairs are found: zero with a negative int16 residual, inf or NaN
-            with any. An int8 residual is never invalid.
+        marked: the fingerprints of the run as it was written. Without them (a state from an older
+            file), only invalid int16 residuals are dropped: a negative one at zero, a positive one
+            at inf, any at NaN. An int8 residual is never invalid.
     """
     is_split = residual.dtype == torch.int16
     for b in scratch.blocks(Shard.whole((len(run),))):
@@ -56,7 +56,7 @@ def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> None:
             if (least > 0 and most < INFINITE or not is_split) and not differs.any():
                 continue
         drop = torch.zeros_like(rest, dtype=torch.bool)
-        if is_split:  # what stands for no number, also in a group whose mark is the same by chance
+        if is_split:  # invalid pairs, even if the group's fingerprint matches by chance
             drop |= ((size == 0) & (rest < 0)) | ((size == INFINITE) & (rest > 0))
             drop |= (size > INFINITE) & (rest != 0)
         if differs is not None:
@@ -65,7 +65,7 @@ def mend_(run: Tensor, residual: Tensor, marked: Tensor | None) -> None:
 
 
 def _changed(zeroed: Tensor, differs: Tensor) -> Tensor:
-    """What was changed in groups that differ: what was zeroed, or all if nothing was. [n] bool."""
+    """Edited weights of the groups that differ: the zeroed ones, or all if none is; [n] bool."""
     n = len(zeroed)
     groups = torch.nn.functional.pad(zeroed, (0, -n % GROUP)).view(-1, GROUP)
     whole = ~groups.any(dim=1, keepdim=True)
@@ -73,7 +73,7 @@ def _changed(zeroed: Tensor, differs: Tensor) -> Tensor:
 
 
 def _hashes(run: Tensor) -> Tensor:
-    """The marks of a block of a run, [n] of 16 bits -> [ceil(n / GROUP)] int16."""
+    """The fingerprints of a block of a run, [n] of 16 bits -> [ceil(n / GROUP)] int16."""
     n = len(run)
     x = scratch.empty((-(-n // GROUP) * GROUP,), torch.int32, run.device)
     x[n:] = 0

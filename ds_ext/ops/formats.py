@@ -1,7 +1,7 @@
-"""How moments are kept between steps: in fp32, or in fewer bits by groups that share a scale.
+"""Storage formats of moments: fp32, or fewer bits in groups that share a scale.
 
-Groups are those of the whole parameter's values, counted from its first element: one that a cut
-goes through is kept by both ranks, so that a value is rounded alike on any number of them.
+Groups count from the first element of the whole parameter. If a cut between ranks goes through a
+group, both ranks keep the group, so that values are rounded alike on any number of ranks.
 """
 
 from collections.abc import Generator
@@ -23,25 +23,25 @@ Completed: TypeAlias = Generator[Sums, Sums, tuple[Writable, Readable, Shard]]
 
 
 class Format(Protocol):
-    """A way to keep a run of numbers."""
+    """A storage format of a run of numbers."""
 
     @property
     def size(self) -> int:
-        """Elements that are read and written together."""
+        """The number of elements of a group, which are read and written together."""
         ...
 
     def state_spec(self, run: slice, total: int) -> Part | Parts:
-        """Returns what is kept of the values ``run`` of ``total``, which are whole groups."""
+        """Returns the state of the values ``run`` of ``total``; the run has whole groups."""
         ...
 
     def opened(self, kept: Any) -> Writable:
-        """Returns the values of what ``state_spec`` declared, to be read and written."""
+        """Returns the values of a state, to be read and written."""
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Every number as it is, in the accumulator's dtype."""
+    """Uncompressed numbers in the accumulator's dtype."""
 
     size: ClassVar[int] = 1
 
@@ -58,22 +58,22 @@ PLAIN = Plain()
 
 
 def are_cut(shard: Shard | Batch, size: int) -> bool:
-    """Whether a cut goes through a group of ``size`` elements; the same on all ranks."""
+    """Whether a cut between ranks goes through a group of ``size``; the same on all ranks."""
     return any(at.start % size or (len(at) > 1 and at.step % size) for at in shard.cuts if at)
 
 
 def state_spec(format_: Format, shard: Shard) -> Part | Parts:
-    """What is kept of one number for each element of a parameter's run, outward to whole groups."""
+    """The state of one number per element of a parameter's run, extended to whole groups."""
     total = shard.numel
     return format_.state_spec(outward(shard.start, shard.stop, format_.size, total), total)
 
 
 def whole_groups(p: Writable, g: Gradient, shard: Shard, size: int) -> Completed:
-    """A run of a weight and of its gradient as whole groups, and their geometry as a vector's.
+    """Extends a run of a weight and of its gradient to whole groups; their geometry is a vector's.
 
-    In one round, of the groups of ``size`` elements that cuts go through, if there are such. Of
-    the elements that other ranks have, gradients are read, and weights are neither read nor
-    written: what is read instead is thrown away.
+    If cuts go through groups of ``size`` elements, one round exchanges the gradients of these
+    groups. The weights of other ranks are neither read nor written: the extended weight reads
+    gradients there, and these results are discarded.
     """
     if not are_cut(shard, size):
         return p, g, shard.flat
@@ -88,10 +88,7 @@ def whole_groups(p: Writable, g: Gradient, shard: Shard, size: int) -> Completed
 
 
 def _others(g: Gradient, shard: Shard, size: int) -> Edges:
-    """The elements before and after a run that other ranks have of its first and last group.
-
-    In one round.
-    """
+    """Other ranks' elements of the first and last group, before and after the run, in one round."""
     shared = sorted({at // size for cuts in shard.cuts for at in cuts if at % size})
     dtype = accumulator(g.dtype)
     before = after = torch.zeros(0, dtype=dtype, device=g.device)

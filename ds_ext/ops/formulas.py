@@ -1,7 +1,7 @@
-"""Numbers of a batch, one for each parameter, that a pass computes where it needs them.
+"""Lazy numbers of a batch, one per parameter, which kernels evaluate.
 
-On a GPU only the device knows sums over ranks. A rule's scalars, such as ``lr · RMS(p)``, are a
-``Formula`` that goes to the kernel: no operation of torch is launched for them.
+On a GPU only the device knows sums over ranks. A rule's scalar, such as ``lr · RMS(p)``, is a
+``Formula`` that the kernel evaluates, so torch launches no operations for it.
 """
 
 import operator
@@ -12,17 +12,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-# What a formula is, without its numbers: ("given", which), or (operation, what it is of, …).
+# A formula without its numbers: ("given", index of the number), or (operation, operands, …).
 Structure: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """An operation on formulas and numbers, with the names and the rounding that torch has.
+    """An operation on formulas and numbers, with the names and the rounding of torch.
 
     Attributes:
         name: "given", or one of ``OPERATIONS``.
-        of: what it is of: formulas and floats; where it is given a tensor [n] of the device.
+        of: the operands: formulas, floats and tensors; for "given" a tensor [n] on the device.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Formula:
 
     @classmethod
     def given(cls, values: Tensor) -> "Formula":
-        """Returns numbers that are there, [n]."""
+        """Returns existing numbers, [n], as a formula."""
         return cls("given", (values,))
 
     @property
     def values(self) -> Tensor:
-        """The numbers of a formula that has them as they are, [n]."""
+        """The numbers of a "given" formula, [n]."""
         assert self.name == "given"
         values: Tensor = self.of[0]
         return values
@@ -60,7 +60,7 @@ class Formula:
     abs = __abs__
 
     def __pow__(self, exponent: int | float) -> "Formula":
-        """Returns a power of ±1/2, or a whole one, as products, which round as torch's do not."""
+        """Returns the power ±1/2, or an integer power by products, which round unlike torch's."""
         if exponent < 0:
             return 1.0 / self**-exponent
         if exponent == 0.5:
@@ -76,7 +76,7 @@ class Formula:
         return self * self
 
     def reciprocal(self) -> "Formula":
-        """Returns 1 / the number."""
+        """Returns the reciprocal."""
         return 1.0 / self
 
     def rsqrt(self) -> "Formula":
@@ -109,12 +109,12 @@ class Formula:
         return Formula("sqrt", (self,))
 
     def clamp(self, min: float | None = None, max: float | None = None) -> "Formula":
-        """Returns the number within bounds; a NaN stays one."""
+        """Returns the number clamped to the bounds; NaN stays NaN."""
         found = self if min is None else Formula("at_least", (self, min))
         return found if max is None else Formula("at_most", (found, max))
 
     def where(self, condition: "Formula", other: Any) -> "Formula":
-        """Returns the number where a condition holds, and the other one elsewhere."""
+        """Returns this number where ``condition`` holds, else ``other``."""
         return Formula("where", (condition, self, other))
 
     def minimum(self, other: Any) -> "Formula":
@@ -132,13 +132,13 @@ class Formula:
         return OPERATIONS[self.name](*(_evaluated(x) for x in self.of))
 
     def taken_apart(self, numbers: list[Tensor | float]) -> Structure:
-        """Returns its structure; adds the numbers that it is of, each tensor once, to a list."""
+        """Returns its structure; appends its numbers to ``numbers``, each tensor once."""
         if self.name == "given":
             return _taken_apart(self.values, numbers)
         return self.name, *(_taken_apart(x, numbers) for x in self.of)
 
 
-# How torch computes each operation; kernels/table.py has the same for kernels.
+# The operations in torch; kernels/table.py has them for kernels.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add": operator.add,
     "sub": operator.sub,

@@ -1,7 +1,7 @@
-"""Updates by moments, as lazy expressions like those of ``expressions``.
+"""Updates by moments, as lazy expressions like the ones of ``expressions``.
 
-``Residual``, ``AdamStep`` and ``SignStep`` advance the moments as they are read: one pass may read
-them, once.
+``Residual``, ``AdamStep`` and ``SignStep`` advance the moments when they are read: only one pass
+may read them, once.
 """
 
 from dataclasses import dataclass, field
@@ -29,21 +29,21 @@ from ds_ext.ops.shard import Block
 
 @dataclass
 class _Progress:
-    """How far a run has been read."""
+    """The end of the part of a run that has been read."""
 
     stop: int = 0
 
     def advance(self, b: Block) -> None:
-        """Notes that a block is read; those before it cannot be again."""
+        """Records that a block is read; earlier blocks must not be read again."""
         assert b.run.start >= self.stop, "a momentum would be advanced twice"
         self.stop = b.run.stop
 
 
 @dataclass(frozen=True)
 class Residual:
-    """u − m, after the momentum m ← m + weight · (u − m) was advanced.
+    """u − m, after m ← m + weight · (u − m) has advanced the momentum.
 
-    Reading a block advances m there: blocks are read in order, each once, which is asserted.
+    Reading a block advances m there. Blocks must be read in order, each once; this is asserted.
     """
 
     u: Readable
@@ -52,14 +52,14 @@ class Residual:
     _progress: _Progress = field(default_factory=_Progress, compare=False)
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         self._progress.advance(b)
         u = read(self.u, b)
         m = advance_(self.m, b, u, self.weight)
         return torch.sub(u, m, out=room(u, self.u))
 
     def source(self) -> Source | None:
-        """Describes this to native code and kernels; None if they cannot read it."""
+        """Returns the description for native code and kernels, or None if they cannot read it."""
         u = source_of(self.u)
         forms = {"IS_QUOTIENT": "IS_RESIDUAL", "IS_VECTOR": "IS_VECTOR_RESIDUAL"}
         if u is None or u.form not in forms:
@@ -69,7 +69,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class RootQuotient:
-    """(m / c1) / (sqrt(v / c2) + eps): Adam's update, ``c1`` and ``c2`` correcting the bias."""
+    """Adam's update (m / c1) / (sqrt(v / c2) + eps); ``c1`` and ``c2`` correct the bias."""
 
     m: Writable
     v: Writable
@@ -78,32 +78,32 @@ class RootQuotient:
     c2: float = 1.0
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         return self.of(read(self.m, b), read(self.v, b))
 
     def of(self, m: Tensor, v: Tensor) -> Tensor:
-        """The same of these values, which stay as they are."""
+        """The update from the given values of the moments, which it does not change."""
         divisor, (a, b) = root(v, scratch.like(v)), self.numbers
         return torch.div(m, divisor.mul_(a).add_(b), out=divisor)
 
     def source(self) -> Source | None:
-        """Describes this to native code and kernels; None if they cannot read it."""
+        """Returns the description for native code and kernels, or None if they cannot read it."""
         found, (a, b) = columns(m=self.m, v=self.v), self.numbers
         return Source("IS_ADAM", found, {"a": a, "b": b}) if found and len(found) == 2 else None
 
     @property
     def numbers(self) -> tuple[float, float]:
-        """Returns a and b of m / (sqrt(v) · a + b), which this is."""
+        """Returns a and b of the update in the form m / (sqrt(v) · a + b)."""
         return self.c1 / self.c2**0.5, self.eps * self.c1
 
 
 @dataclass(frozen=True)
 class AdamStep:
-    """Adam's update ``u``, after its moments were advanced by ``g``.
+    """Adam's update ``u``, after ``g`` has advanced its moments.
 
-    Reading a block advances them there: blocks are read in order, each once, which is asserted.
-    Where the moments are stored in 8 bits, the update is made before they are rounded: a v rounded
-    to 0 would divide by eps alone.
+    Reading a block advances them there. Blocks must be read in order, each once; this is asserted.
+    The update uses 8-bit moments before they are rounded: if v were rounded to 0, it would divide
+    by eps alone.
     """
 
     u: RootQuotient
@@ -113,7 +113,7 @@ class AdamStep:
     _progress: _Progress = field(default_factory=_Progress, compare=False)
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         self._progress.advance(b)
         g = read(self.g, b)
         m = advance_(self.u.m, b, g, 1 - self.beta1)
@@ -121,7 +121,7 @@ class AdamStep:
         return self.u.of(m, v)
 
     def source(self) -> Source | None:
-        """Describes this to native code and kernels; None if they cannot read it."""
+        """Returns the description for native code and kernels, or None if they cannot read it."""
         g, u, found = source_of(self.g), self.u, columns(m=self.u.m, v=self.u.v)
         if g is None or found is None or g.form != "IS_RUN":
             return None
@@ -132,9 +132,9 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class SignStep:
-    """Lion's update, the sign of m + (1 − beta1) · (g − m), after which m was advanced by beta2.
+    """Lion's update, the sign of m + (1 − beta1) · (g − m); then m ← m + (1 − beta2) · (g − m).
 
-    Reading a block advances m there: blocks are read in order, each once, which is asserted.
+    Reading a block advances m there. Blocks must be read in order, each once; this is asserted.
     """
 
     m: Writable
@@ -144,7 +144,7 @@ class SignStep:
     _progress: _Progress = field(default_factory=_Progress, compare=False)
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         self._progress.advance(b)
         g = read(self.g, b)
         m = read(self.m, b).to(g.dtype)
@@ -153,7 +153,7 @@ class SignStep:
         return u
 
     def source(self) -> Source | None:
-        """Describes this to native code and kernels; None if they cannot read it."""
+        """Returns the description for native code and kernels, or None if they cannot read it."""
         g, found = source_of(self.g), columns(m=self.m)
         if g is None or found is None or g.form != "IS_RUN":
             return None
@@ -162,7 +162,7 @@ class SignStep:
 
 
 def columns(**moments: Writable) -> dict[str, Any] | None:
-    """The tensors that a pass finds moments in, by columns of its table; None if it cannot."""
+    """The tensors that store moments, by their table columns; None if no table can read one."""
     found: dict[str, Any] = {}
     for name, x in moments.items():
         if isinstance(x, Tensor | Runs):
@@ -175,7 +175,7 @@ def columns(**moments: Writable) -> dict[str, Any] | None:
 
 
 def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:
-    """m ← m + weight · (x − m) for a block -> its new values, before they are rounded."""
+    """m ← m + weight · (x − m) for a block; returns its new values before rounding."""
     values = read(m, b)
     if is_part(values, m):
         return moved(values, x, weight, values)
@@ -188,8 +188,8 @@ def advance_(m: Writable, b: Block, x: Tensor, weight: float) -> Tensor:
 def moved(m: Tensor, x: Tensor, weight: float, out: Tensor) -> Tensor:
     """m + weight · (x − m), all of one shape; ``out`` may be m.
 
-    Rounded after each operation, as in native code and kernels: torch.lerp rounds some of them at
-    once where the processor can.
+    Each operation is rounded, as in native code and kernels. torch.lerp uses fused multiply-add if
+    the processor has it.
     """
     change = torch.sub(x, m, out=scratch.like(m))
     if weight < 0.5:

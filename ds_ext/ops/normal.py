@@ -1,9 +1,8 @@
-"""Random numbers with a normal distribution, from a counter: no generator, no state.
+"""Normally distributed random numbers from a counter: no generator, no state.
 
-Number i of (stream, seed, draw) depends on these four alone. It is made of 16 bits of an integer
-hash, which choose one of 65,536 quantiles from a table that the CPU has made: whole numbers and a
-look-up, which no device rounds, and nothing that depends on how many are drawn at a time. (The
-tests hold it on CPUs; it has not been run on a GPU.)
+Number i of (stream, seed, draw) depends on these four alone, not on how many numbers are drawn at
+a time. 16 bits of an integer hash choose one of 65,536 quantiles from a table computed on the CPU.
+Integers and a look-up have no rounding, so all devices agree. (Tested on CPUs; not run on a GPU.)
 """
 
 import functools
@@ -21,18 +20,18 @@ def normals(stream: Tensor, seed: int, draw: int, numbers: slice) -> Tensor:
     """Returns some of a sequence of independent numbers with mean 0 and variance 1.
 
     Args:
-        stream: [] int64, what tells sequences of one seed apart: see ``state.Part.stream``. It is
-            read where it lies, so that the host does not wait for a GPU.
-        seed: a whole number >= 0 of any size.
-        draw: tells sequences of one stream apart.
-        numbers: which of the sequence, counted from 0.
+        stream: [] int64, distinguishes sequences of one seed: see ``state.Part.stream``. It is read
+            on its device, so that the host does not wait for a GPU.
+        seed: an integer >= 0 of any size.
+        draw: distinguishes sequences of one stream.
+        numbers: which numbers of the sequence, counted from 0.
 
     Returns:
         [n] fp32 on the device of ``stream``. Their largest magnitude is 4.33.
     """
     first, last = numbers.start // 2, -(-numbers.stop // 2)
     words = torch.arange(first, last, dtype=torch.int64, device=stream.device)
-    # Two rounds: sequences that meet in one of the keys do not meet in the other.
+    # Two rounds: sequences whose keys collide in one round differ in the other.
     bits = _hash_(words.mul_(0x9E3779B1).add_(rounding.key(seed, 0, draw)))
     bits = _hash_(bits.bitwise_xor_(_hash_((stream * 0x85EBCA77).add_(draw))))
     halves = torch.stack((bits & LEVELS - 1, bits >> 16), dim=1).view(-1)
@@ -49,7 +48,7 @@ def _quantiles(device: torch.device) -> Tensor:
 
 
 def _hash_(x: Tensor) -> Tensor:
-    """``rounding``'s hash of the lower 32 bits of int64 numbers, in place -> x."""
+    """Applies the hash of ``rounding`` to the lower 32 bits of int64 numbers, in place -> x."""
     x.bitwise_and_(MASK)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(MASK)

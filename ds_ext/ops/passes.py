@@ -1,10 +1,9 @@
-"""The passes over memory that optimizers are made of: each is a value and a function.
+"""The passes over memory that optimizers consist of: each is a value and a function.
 
-A pass says what is read and what is written. ``ops.executors`` make it: in plain torch, which is
-the specification (``executors.reference``), by native code or by Triton kernels. ``shard`` is the
-geometry: a ``Shard``, or a ``Batch`` of many parameters. In a batch each tensor below is ``Runs``,
-one tensor for each parameter, each number may be a vector [n], and sums of all parameters lie one
-after another.
+The value names the inputs and outputs. ``ops.executors`` make the pass: plain torch, which is the
+specification (``executors.reference``), native code or Triton kernels. ``shard`` is the geometry: a
+``Shard``, or a ``Batch`` of many parameters. In a batch, ``Runs`` replace each tensor below, each
+number may be a vector [n], and the sums of all parameters are concatenated.
 
 The inputs are tensors and the lazy expressions of ``expressions`` and ``moments``.
 """
@@ -33,7 +32,7 @@ class SquareSums(NamedTuple):
     """Sums of the squares of several runs -> [] each."""
 
     runs: Sequence[Readable]
-    like: Gradient  # has the device and the dtype, also where the runs are empty
+    like: Gradient  # gives the device and the dtype, even if the runs are empty
 
 
 class FlatSquareSums(NamedTuple):
@@ -70,7 +69,7 @@ class Factors(NamedTuple):
 
     row: Tensor  # [mats, rows], written
     col: Tensor  # [mats, cols], written
-    sums: tuple[Tensor, ...]  # of ``RowColSums`` or ``WeightedRowColSums``, over all ranks
+    sums: tuple[Tensor, ...]  # ``RowColSums`` or ``WeightedRowColSums``, summed over all ranks
     eps: float
     beta: float
     clip: float
@@ -94,7 +93,7 @@ class Advance1x1(NamedTuple):
 
 
 class OwnRun(NamedTuple):
-    """The run's part of numbers for each element of the whole parameter -> [len(shard)]."""
+    """The run's part of a vector over the whole parameter -> [len(shard)]."""
 
     v: Tensor
 
@@ -136,7 +135,7 @@ class NormalizeRows(NamedTuple):
     """``x`` with rows of norm √cols."""
 
     x: Quotient
-    sums: Tensor  # [mats, rows], of its squares, over all ranks
+    sums: Tensor  # [mats, rows], of its squares, summed over all ranks
     least: Number
 
 
@@ -144,7 +143,7 @@ class NormalizeColumns(NamedTuple):
     """``x`` with columns of norm √rows."""
 
     x: Quotient
-    sums: Tensor  # [mats, cols], of its squares, over all ranks
+    sums: Tensor  # [mats, cols], of its squares, summed over all ranks
     least: Number
 
 
@@ -176,14 +175,14 @@ def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     Args:
         x: the run.
         shard: its geometry.
-        like: gives the device and dtype where the run is empty.
+        like: gives the device and dtype, even if the run is empty.
     """
     (total,) = square_sums((x,), shard, like)
     return total
 
 
 def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> tuple[Tensor, ...]:
-    """Returns the sums of the squares of several runs, [] each; reads what they share once."""
+    """Returns the sums of the squares of several runs, [] each; reads shared inputs once."""
     return tuple(dispatch.run(SquareSums(runs, like), shard))
 
 
@@ -193,9 +192,9 @@ def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
 
 
 def largest(runs: Sequence[Tensor]) -> Tensor:
-    """Returns the largest magnitudes of flat tensors on one device, [n]; 0 of no elements.
+    """Returns the largest magnitudes of flat tensors on one device, [n]; 0 for empty tensors.
 
-    It is inf or NaN where an element is.
+    A magnitude is inf or NaN if an element is inf or NaN.
     """
     return cast(Tensor, dispatch.run(Largest(runs), None))
 
@@ -211,7 +210,7 @@ def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Ten
 def row_col_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
     """Returns sums of the squares of a run over rows and columns, [mats, rows], [mats, cols].
 
-    Rows and columns outside the run are 0, so that summing over ranks gives the whole matrix's.
+    Rows and columns outside the run are 0, so summing over ranks gives the sums of the matrix.
     """
     return cast(tuple[Tensor, Tensor], dispatch.run(RowColSums(x, like), shard))
 
@@ -219,11 +218,13 @@ def row_col_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tens
 def weighted_square_sums(
     x: Readable, before: Tensor, eps: float, beta: float, shard: Shard, like: Gradient
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ``row_col_square_sums``, and column sums of squares divided by a number of their row.
+    """Returns ``row_col_square_sums``, and column sums of squares divided by their row's statistic.
 
-    That number is the row's new statistic, beta · ``before`` + (1 − beta) · mean(x² + eps). It is
-    known as soon as the row is read, for runs hold whole rows.
-    -> [mats, rows], [mats, cols], [mats, cols]
+    The divisor is the new statistic, beta · ``before`` + (1 − beta) · mean(x² + eps). It is known
+    as soon as the row is read, because runs hold whole rows.
+
+    Returns:
+        [mats, rows], [mats, cols], [mats, cols].
     """
     asked = WeightedRowColSums(x, before, eps, beta, like)
     return cast(tuple[Tensor, Tensor, Tensor], dispatch.run(asked, shard))
@@ -238,11 +239,11 @@ def factors_(
     clip: float,
     shard: Shard,
 ) -> tuple[Tensor, Tensor]:
-    """v ← beta · v + (1 − beta) · mean(x² + eps) for a matrix's statistics ``row`` and ``col``,
-    ``sums`` being those of x² -> factors [mats, rows, 1], [mats, 1, cols] of 1 / sqrt(v).
+    """v ← beta · v + (1 − beta) · mean(x² + eps) for the statistics ``row`` and ``col``.
 
-    The estimate of v is row · col / mean(row). With ``weighted_square_sums`` as a third of the
-    sums, the factors are such that RMS(x / sqrt(v)) is ``clip`` at most.
+    ``sums`` are the sums of x². Returns factors of 1 / sqrt(v), [mats, rows, 1] and
+    [mats, 1, cols], where v is estimated as row · col / mean(row). With the three sums of
+    ``weighted_square_sums``, the factors limit RMS(x / sqrt(v)) to ``clip``.
     """
     asked = Factors(row, col, sums, eps, beta, clip)
     return cast(tuple[Tensor, Tensor], dispatch.run(asked, shard))
@@ -256,14 +257,15 @@ def scattered_squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
 def advance_1x1_(
     row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Shard
 ) -> Tensor:
-    """v ← beta · v + (1 − beta) · (x² + eps), of matrices of one element, whose statistics ``row``
-    and ``col`` are both v, [numel, 1] -> the sum of x² / v, [].
+    """v ← beta · v + (1 − beta) · (x² + eps) for 1 x 1 matrices; returns the sum of x² / v, [].
+
+    The statistics ``row`` and ``col``, [numel, 1], both hold v.
     """
     return cast(Tensor, dispatch.run(Advance1x1(row, col, squares, eps, beta), shard))
 
 
 def own_run(v: Tensor, shard: Shard) -> Tensor:
-    """Returns the run's part of ``v``, which has a number for each element, [len(shard)]."""
+    """Returns the run's part of ``v``, a vector over the whole parameter, [len(shard)]."""
     return cast(Tensor, dispatch.run(OwnRun(v), shard))
 
 
@@ -282,8 +284,8 @@ def apply_(
 ) -> None:
     """p ← p · (1 − lr · weight_decay) − lr · u, for a run of weights.
 
-    The change is added up before it meets p, as p − lr · (u + weight_decay · p): 1 − lr ·
-    weight_decay would round alike at every step.
+    It is computed as p − lr · (u + weight_decay · p), because the factor 1 − lr · weight_decay
+    would have the same rounding error at every step.
     """
     dispatch.run(Apply(p, u, lr, weight_decay), shard)
 
@@ -294,36 +296,36 @@ def unit_quotient(x: Readable, shard: Shard, like: Gradient) -> Quotient:
 
 
 def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Quotient:
-    """Returns x with rows of norm √cols: only the factors change, the matrix is not copied.
+    """Returns x with rows of norm √cols. Only the factors change; the matrix is not copied.
 
     Args:
         x: [mats, rows, cols].
-        sums: of its squares over each row, over all ranks, [mats, rows].
-        least: the least norm of a row; smaller ones are taken for it.
+        sums: sums of its squares over each row, summed over all ranks, [mats, rows].
+        least: the smallest norm that rows are divided by.
         shard: the geometry of the run.
     """
     return cast(Quotient, dispatch.run(NormalizeRows(x, sums, least), shard))
 
 
 def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Quotient:
-    """Returns x with columns of norm √rows, from sums of its squares [mats, cols]; as above."""
+    """Returns x with columns of norm √rows: ``normalize_rows`` for columns, sums [mats, cols]."""
     return cast(Quotient, dispatch.run(NormalizeColumns(x, sums, least), shard))
 
 
 def normalize_whole_rows(
     x: Quotient, least: Number, shard: Shard, like: Gradient
 ) -> tuple[Quotient, Tensor]:
-    """Returns x as ``normalize_rows`` does, and sums of its new squares over columns, [mats, cols].
+    """Returns x as ``normalize_rows`` does, and the column sums of its new squares, [mats, cols].
 
-    Both come of one pass: a row's norm is known as soon as the row is read, for the run has whole
-    rows. Factors of other ranks' rows are 0, and sums are those of the run.
+    One pass computes both: a row's norm is known as soon as the row is read, because the run has
+    whole rows. Factors of other ranks' rows are 0, and the sums only include the run.
     """
     asked = NormalizeWholeRows(x, least, like)
     return cast(tuple[Quotient, Tensor], dispatch.run(asked, shard))
 
 
 def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool = False) -> None:
-    """Writes the fingerprints of 16-bit runs, [n], into the second of each pair, [n / GROUP]."""
+    """Writes fingerprints of 16-bit runs, [n], to the second of each pair, [ceil(n / GROUP)]."""
     dispatch.run(Mark(given, are_batched), None)
 
 
@@ -331,7 +333,7 @@ def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bo
     """Sets the residuals of weights that were edited since ``mark_`` to zero, in place.
 
     Args:
-        given: the weights of each run, [n] of 16 bits, their residuals, [n] int16 or int8, and
+        given: for each run its weights, [n] of 16 bits, their residuals, [n] int16 or int8, and
             their fingerprints or None: see ``fingerprints.mend_``.
         are_batched: whether the runs are stepped in batches.
     """
@@ -339,7 +341,7 @@ def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bo
 
 
 def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:
-    """Yields the blocks of a run, for a rule that reads them itself, as products of matrices need.
+    """Yields the blocks of a run, for rules that read them directly, as for matrix products.
 
     On a GPU blocks are larger: see ``scratch.SLICE``.
     """
@@ -347,7 +349,7 @@ def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
-    """Returns the values of a run, [len(shard)], for runs that are small beside the parameter."""
+    """Returns the values of a run, [len(shard)]; meant for runs much smaller than the parameter."""
     values = torch.empty(len(shard), dtype=accumulator(like.dtype), device=like.device)
     for b in scratch.blocks(shard):
         write_(values, b, read(x, b))
@@ -355,7 +357,7 @@ def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
 
 
 def pad(x: Tensor, part: slice, like: Tensor) -> Tensor:
-    """Returns zeros shaped as ``like`` with ``x`` as the elements ``part``, counted flat."""
+    """Returns zeros of the shape of ``like``, with ``x`` as its flat elements ``part``."""
     whole = torch.zeros_like(like)
     whole.view(-1)[part] = x
     return whole

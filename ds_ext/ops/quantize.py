@@ -1,7 +1,7 @@
-"""8-bit runs, by bitsandbytes: 256 elements share a scale, and a code book of 256 values.
+"""8-bit runs by bitsandbytes: 256 elements share a scale; a code book has 256 values.
 
-What is kept is plain tensors, {"code": [n] uint8, "absmax": [ceil(n / 256)] fp32}; the code books
-are constants of bitsandbytes.
+The state is plain tensors, {"code": [n] uint8, "absmax": [ceil(n / 256)] fp32}. The code books are
+constants of bitsandbytes.
 """
 
 import functools
@@ -19,7 +19,7 @@ SIZE = 256  # of a block, as in bitsandbytes' own optimizers
 
 
 def functional() -> ModuleType:
-    """bitsandbytes.functional; ValueError where it is not installed."""
+    """bitsandbytes.functional; ValueError if it is not installed."""
     try:
         import bitsandbytes.functional
     except ImportError:
@@ -32,20 +32,20 @@ def functional() -> ModuleType:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """The format of a run of numbers, none of which is negative unless it is ``signed``."""
+    """The format of a run of numbers, which are non-negative unless ``signed``."""
 
     signed: bool
     size: ClassVar[int] = SIZE
 
     def state_spec(self, run: slice, total: int) -> dict[str, Part]:
-        """Returns what is kept of the values ``run`` of ``total``, which are whole blocks."""
+        """Returns the state of the values ``run`` of ``total``; the run has whole blocks."""
         return {
             "code": Part.of(run, total, torch.uint8),
             "absmax": Part.of(groups_of(run, SIZE), -(-total // SIZE), torch.float32),
         }
 
     def opened(self, kept: dict[str, Tensor]) -> "Quantized":
-        """Returns the values of what ``state_spec`` declared, to be read and written."""
+        """Returns the values of a state, to be read and written."""
         return Quantized(kept, self.signed)
 
 
@@ -54,13 +54,13 @@ MOMENTS = Dynamic(signed=True), Dynamic(signed=False)  # Adam's m and v
 
 @dataclass(frozen=True)
 class Quantized:
-    """A run to be read and written in blocks that start at multiples of 256."""
+    """A run that is read and written in blocks that start at multiples of 256."""
 
     state: dict[str, Tensor]
     signed: bool
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which are the caller's to overwrite."""
+        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         code, absmax = self._parts(b)
         book = _book(self.signed, code.device)
         x = functional().dequantize_blockwise(code, absmax=absmax, code=book, blocksize=SIZE)
@@ -82,7 +82,7 @@ class Quantized:
 
 @functools.cache
 def _book(signed: bool, device: torch.device) -> Tensor:
-    """The values of the codes: bitsandbytes' dynamic map, as its Adam8bit takes it."""
-    with torch.device("cpu"):  # it is made where the user's tensors are, by default
+    """The values of the codes: bitsandbytes' dynamic map, as its Adam8bit uses it."""
+    with torch.device("cpu"):  # else on the user's default device
         book: Tensor = functional().create_dynamic_map(signed=signed)
     return book.to(device)

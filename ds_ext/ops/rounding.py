@@ -1,7 +1,7 @@
-"""How fp32 values are rounded to 16 bits at random, and the random bits of that.
+"""Stochastic rounding of fp32 values to 16 bits, and its random bits.
 
-They come from a counter (seed, parameter, step, element), so that they are the same however the
-parameter is sharded, and again after a resume.
+The random bits come from a counter (seed, parameter, step, element), so they do not depend on how
+the parameter is sharded, and are the same after a resume.
 """
 
 import functools
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
-    """fp32 ``x`` rounded in place to one of its two bf16 neighbours; its mean over keys is x.
+    """Rounds fp32 ``x`` in place to one of its two bf16 neighbours; the mean over keys is x.
 
-    Elements count from ``start``. What is not finite stays as it is, and what lies beyond the
-    largest bf16 goes to that.
+    Elements count from ``start``. Non-finite values stay as they are. Values beyond the largest
+    bf16 become the largest bf16.
     """
-    # The square sum of what has no such values, on a CPU the cheapest test of it, is finite.
+    # The cheapest test on a CPU: without such values, the sum of squares is finite.
     odd = None if torch.dot(x.view(-1), x.view(-1)).isfinite() else x.clone()
     if odd is not None:
         most = torch.finfo(torch.bfloat16).max
@@ -31,14 +31,14 @@ def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
 
 
 def round_to_fp16(x: Tensor, key: int, start: int) -> Tensor:
-    """The same for fp16, whose spacing is 2**-24 for all that is smaller than 2**-14."""
+    """``round_to_bf16`` for fp16, whose spacing is 2**-24 for all values below 2**-14."""
     most = torch.finfo(torch.float16).max
     bounded = x.clamp(-most, most)
     power = bounded.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     spacing = power.clamp_(min=2**-14).mul_(2**-10)
     steps = bounded / spacing
     whole = steps.trunc()
-    # Up where the part that is cut off is more than the noise; it is never less than 0.
+    # Away from zero where the truncated part, which is at least 0, exceeds the noise.
     more = (steps - whole).abs_().mul_(-(2**16)).to(torch.int32)
     add_noise_(more.view(-1), key, start)
     further = (more < 0).to(x.dtype).copysign_(steps)
@@ -53,7 +53,7 @@ ROUND: dict[torch.dtype, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def key(seed: int, number: int, step: int) -> int:
-    """32 bits that tell apart seeds, parameters and their steps."""
+    """A 32-bit key that distinguishes seeds, parameters and steps."""
     return (_fold(seed) + number * 0x9E3779B1 + step * 0x85EBCA77) % 2**32
 
 
@@ -67,8 +67,8 @@ def keys(seed: int, numbers: NDArray[np.uint64], step: int) -> NDArray[np.uint32
 def add_noise_(bits: Tensor, key: int, start: int) -> None:
     """Adds random numbers in [0, 2**16) to ``bits``, [n] int32, elements ``start`` and on.
 
-    Each CHUNK of elements gets every number once: a fixed permutation, entered at a place that is
-    a hash of the key and the chunk. So they depend on (key, element) alone, and are read, not made.
+    Each CHUNK of elements gets every number once: it reads a fixed permutation from a position that
+    is a hash of (key, chunk). The numbers therefore depend on (key, element) alone.
     """
     table, at = _noise(bits.device), 0
     while at < len(bits):
@@ -83,13 +83,13 @@ CHUNK = 2**16
 
 
 def place(key: int, chunk: int) -> int:
-    """Where in the permutation a chunk begins."""
+    """The position in the permutation at which a chunk begins."""
     return _hash((key + chunk * 0xC2B2AE3D) % 2**32) % CHUNK
 
 
 @functools.cache
 def _noise(device: torch.device) -> Tensor:
-    """A permutation of the numbers below 2**16, twice, so that it can be read on past its end."""
+    """A permutation of the numbers below 2**16, twice, so that reads may run past its end."""
     h = torch.arange(CHUNK, dtype=torch.int64, device="cpu")
     for shift, factor in ((7, 0x2993), (5, 0xE877), (9, 0x0235)):
         h.bitwise_xor_(h >> shift).mul_(factor).remainder_(CHUNK)
@@ -98,12 +98,12 @@ def _noise(device: torch.device) -> Tensor:
 
 
 def _fold(number: int) -> int:
-    """The hash of a number of any size, 32 bits of it after the others."""
+    """The hash of an integer of any size, 32 bits at a time."""
     return _hash(number if number < 2**32 else _fold(number >> 32) ^ number % 2**32)
 
 
 def _hash(x: int) -> int:
-    """A hash of 32 bits: "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018."""
+    """A 32-bit hash: "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * factor % 2**32
     return x ^ (x >> 16)

@@ -1,9 +1,8 @@
 """The columns, forms, storage formats and passes of tables, each written once.
 
-A table has a row for each parameter of a batch. Native code and kernels read it by the numbers
-that are given here: Python takes them from this module, NumPy as a dtype, kernels as constants,
-C++ as ``executors/native/schema.h``, which ``make readme`` writes. A test fails if that file is
-stale.
+A table has a row for each parameter of a batch. All readers take the layout and the enumerations
+from this module: NumPy as a dtype, kernels as constants, C++ from ``executors/native/schema.h``,
+which ``make readme`` writes. A test fails if that file is stale.
 """
 
 from pathlib import Path
@@ -14,24 +13,25 @@ import torch
 HEADER = Path(__file__).parent / "executors" / "native" / "schema.h"
 
 GROUP = 256  # weights that share a fingerprint: see fingerprints.py
-PROBES = 31  # weights that tell whether a cached norm still holds: see passes.cpp
-GIVEN = 12  # numbers that the formulas of a kernel's pass may be made of
-# The 8 bits of weight_forms.CorrectedWeight have parts of what rounding may take from a weight, at
-# most half the spacing of the 16-bit numbers there.
+PROBES = 31  # sampled weights that show whether a cached norm is still valid: see passes.cpp
+GIVEN = 12  # the most numbers in the formulas of a kernel's pass
+# weight_forms.CorrectedWeight stores the rounding error of a weight in 8 bits: in parts of the
+# largest error, which is half the spacing of the 16-bit numbers there.
 PARTS = 127.0
-# What ±127 stands for, in such parts: the middle of 126.5 to 127. With 127 itself the sum would lie
-# half way between two weights, and as often be rounded to the other when it is saved and loaded.
+# The value of ±127 in such parts: the middle of 126.5 to 127. With 127, the sum would lie half way
+# between two weights, and saving and loading could round it to the other one.
 MOST = 126.75
-HALF = 0.49999  # is added before the rest is cut off: halves go towards the weight, alike
+HALF = 0.49999  # added before truncation, so that halves round towards the weight
 
 
 class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-        name: as Python, C++ and kernels call it; kernels in upper case.
-        type: in C++; a kernel's table has int64 only: integers and addresses, also of numbers.
-        meaning: what the column has.
+        name: its name in Python, C++ and kernels (there in upper case).
+        type: its type in C++; a kernel's table is all int64: integers, and addresses, also of
+            numbers.
+        meaning: its contents.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Column(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether the column has an fp32 number."""
+        """Whether the column is an fp32 number."""
         return self.type == "float"
 
 
-# In the order of a kernel's VECTORS: what is read and written in vectors comes first.
+# Columns from ``x`` to ``out`` are adjacent: launcher.VECTORS and OUT are slices of them.
 SHARED = (
     Column("start", "int64_t", "the run [start, start + n) of [mats, rows, cols]"),
     Column("n", "int64_t", "its elements"),
@@ -82,13 +82,13 @@ SHARED = (
     Column("clip", "float", "the largest RMS of an update"),
     Column("lerp", "float", "the weight of what a statistic or moment moves towards"),
 )
-# Of native passes alone, whose sums need no parts.
+# Of native passes alone, which need no columns for partial sums.
 NATIVE = (
     Column("out3", "float *", ""),
     Column("update_sums", "double *", "[2]: sums of squares of changes and of new weights"),
     Column("norm_cache", "float *", "[1 + PROBES]: a cached norm, and weights that were written"),
 )
-# Of kernels alone: which tiles they work on, what the tiles leave, and verdicts on gradients.
+# Of kernels alone: their tiles, the tiles' partial sums, and verdicts on gradients.
 KERNELS = (
     Column("program", "int64_t", "the first program of a parameter"),
     Column("kind", "int64_t", "which of a launch's kinds of passes the parameter's are"),
@@ -107,12 +107,12 @@ KERNELS = (
 
 
 class Form(NamedTuple):
-    """What a pass reads.
+    """The form of a pass's input.
 
     Attributes:
-        meaning: as a formula of columns. Of all but weights ``· scale`` is part.
-        is_by_matrix: whether it depends on the row and the column of an element.
-        advances: whether to read it advances moments.
+        meaning: a formula of columns. All forms except weights are also multiplied by ``scale``.
+        is_by_matrix: whether a value depends on the row and the column of its element.
+        advances: whether reading it advances moments.
     """
 
     meaning: str
@@ -136,7 +136,7 @@ FORMS = {
     "IS_SIGN8_STEP": Form("the same with a momentum of 8 bits", advances=True),
 }
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
-# How weights are stored: see weight_forms.py. Each with the dtypes that it has.
+# Storage formats of weights and their dtypes: see weight_forms.py.
 STORAGE = {
     "PLAIN": (torch.float32, torch.bfloat16, torch.float16),
     "STOCHASTIC": (torch.bfloat16, torch.float16),
@@ -157,17 +157,17 @@ PASSES = (
     *("lerp", "square_lerp", "apply", "mark", "mend"),
     *("normalize_whole_rows", "normalize_rows", "normalize_columns"),
 )
-# The forms that passes over whole rows read; the other passes read all of them.
+# The forms that passes over whole rows support; other passes support all forms.
 READ_BY = {"weighted_sums": {"IS_RUN"}, "normalize_whole_rows": {"IS_QUOTIENT"}}
-# What is the same for all parameters of a call. fresh: sums over rows and columns are to be
-# written where nothing was before.
+# Arguments that all parameters of a call share. fresh: the memory for row and column sums is
+# uninitialized.
 CALL = ("pass", "form", "dtype", "storage", "decays", "fresh")
 
 STORED = [(how, dtype) for how, dtypes in STORAGE.items() for dtype in dtypes]
 
 
 def native_columns() -> list[Column]:
-    """Returns the columns of native passes: those of 8 bytes come first."""
+    """Returns the columns of native passes; 8-byte columns come first."""
     return sorted((*SHARED, *NATIVE), key=lambda one: one.type in ("float", "uint32_t"))
 
 
@@ -177,7 +177,7 @@ def kernel_columns() -> list[Column]:
 
 
 def header() -> str:
-    """Returns what passes.cpp includes."""
+    """Returns the text of ``schema.h``, which passes.cpp includes."""
     lines = [
         "// Written by `make readme` from ds_ext/ops/schema.py. Do not edit.",
         "#include <cstdint>",

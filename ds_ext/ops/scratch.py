@@ -1,7 +1,7 @@
-"""Memory of one block that is written to again for every block of a pass: it stays in the cache.
+"""Scratch memory of one block, which every block of a pass reuses, so that it stays in the cache.
 
-A pass over a run of gigabytes makes its temporaries in here, so that it neither asks the system
-for pages nor sends them through main memory.
+A pass over gigabytes keeps its temporaries here: it neither requests pages from the system nor
+sends temporaries through main memory.
 """
 
 import math
@@ -13,17 +13,15 @@ from torch import Tensor
 
 from ds_ext.ops.shard import BLOCK, Block, Shard
 
-# The same for products on a GPU, and for what they are beside when weights are written: 32 MiB of
-# fp32, which fit into its cache.
+# Elements of a block for matrix products on a GPU, and for their updates: 32 MiB of fp32 fit into
+# its cache.
 SLICE = 2**23
-# Elements of a block on a CPU where moments of 8 bits are completed to groups: many temporaries.
+# Elements of a block on a CPU if 8-bit moments are extended to whole groups: many temporaries.
 FEW = BLOCK // 4
 
 
 class _Kind:
-    """Flat buffers of one dtype, at most ``BLOCK`` elements each, as they were last seen, and how
-    many are in use.
-    """
+    """Flat buffers of one dtype, at most ``BLOCK`` elements each; ``seen`` are their last views."""
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []
@@ -40,9 +38,9 @@ _kinds = _Kinds()
 
 
 def blocks(shard: Shard, limit: int | None = None) -> Iterator[Block]:
-    """The blocks of a run, one after another; when one begins, all scratch memory is free.
+    """Yields the blocks of a run; each block frees all scratch memory of the one before.
 
-    They have at most ``limit`` elements, None for ``BLOCK``.
+    Blocks have at most ``limit`` elements, ``BLOCK`` if None.
     """
     for b in shard.blocks(limit):
         _free()
@@ -50,12 +48,12 @@ def blocks(shard: Shard, limit: int | None = None) -> Iterator[Block]:
 
 
 def product_limit(device: torch.device) -> int:
-    """Elements of a run at most that are part of one product of matrices."""
+    """The most elements of a run in one matrix product."""
     return BLOCK if device.type == "cpu" else SLICE
 
 
 def parts(n: int, width: int) -> Iterator[slice]:
-    """Yields slices of ``n`` rows of ``width`` elements, a block's worth each, as ``blocks``."""
+    """Yields slices of ``n`` rows of ``width`` elements, a block's worth each, like ``blocks``."""
     step = max(1, BLOCK // max(1, width))
     for start in range(0, n, step):
         _free()
@@ -68,7 +66,7 @@ def _free() -> None:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor to be written to, whose values last until the next block begins."""
+    """An uninitialized tensor, valid until the next block begins."""
     n = math.prod(shape)
     if n > BLOCK:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -88,16 +86,16 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def nbytes(device: torch.device | None = None) -> int:
-    """What this thread holds on a device; on all if none is given."""
+    """Bytes of this thread's scratch memory on ``device``, or on all devices if None."""
     held = [kind.held for (_, where), kind in _kinds.of.items() if device in (None, where)]
     return sum(buffer.nbytes for buffers in held for buffer in buffers)
 
 
 def clear() -> None:
-    """Gives it back, until the next pass."""
+    """Frees this thread's scratch memory until the next pass."""
     _kinds.of.clear()
 
 
 def like(x: Tensor) -> Tensor:
-    """The same, of the shape, dtype and device of ``x``."""
+    """``empty`` with the shape, dtype and device of ``x``."""
     return empty(x.shape, x.dtype, x.device)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")  # a number, or a tensor of them
 
-# Elements of one scratch block: large enough to hide the cost of a call, small enough for a cache.
+# Elements of one scratch block: large enough to amortize a call, small enough for the cache.
 BLOCK = 2**19
 
 
@@ -17,7 +17,7 @@ BLOCK = 2**19
 class Block:
     """A box of a parameter seen as ``[matrices, rows, cols]``, contiguous within a run."""
 
-    run: slice  # where its elements lie, counted from the start of the run
+    run: slice  # its elements, counted from the start of the run
     mats: slice
     rows: slice
     cols: slice
@@ -33,41 +33,41 @@ class Block:
 
 
 class Box(NamedTuple):
-    """A part of a matrix that lies together in memory, row after row; a vector is one row."""
+    """A part of a matrix that is contiguous in memory, row after row; a vector is one row."""
 
-    row: int  # its first
+    row: int  # first row
     rows: int
-    col: int
+    col: int  # first column
     cols: int
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """The number of elements of the box."""
         return self.rows * self.cols
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the ranks of tensor parallelism divide a parameter: the boxes that each holds.
+    """The boxes of a parameter that each rank of tensor parallelism holds.
 
-    A rank's boxes lie in its memory one after another (several where a fused QKV is divided), and
-    its elements are then cut into equal runs for ``ranks`` ranks of data parallelism.
+    A rank's boxes lie one after another in its memory; a divided fused QKV has several. The rank's
+    elements are then cut into equal runs for ``ranks`` ranks of data parallelism.
     """
 
     boxes: tuple[tuple[Box, ...], ...]
     ranks: int = 1
 
     def first(self, part: int) -> int:
-        """The number of a rank's first element: those of one rank follow those of another."""
+        """The index of a rank's first element; the elements of all ranks are concatenated."""
         return sum(map(self.numel, range(part)))
 
     def numel(self, part: int) -> int:
-        """Elements that a rank of tensor parallelism holds."""
+        """The number of elements that a rank of tensor parallelism holds."""
         return sum(box.numel for box in self.boxes[part])
 
     @functools.cached_property
     def cuts(self) -> tuple[range, ...]:
-        """Elements that runs start at."""
+        """The elements at which runs start."""
         parts = range(len(self.boxes))
         return tuple(
             range(self.first(i), self.first(i) + n, -(-n // self.ranks))
@@ -77,14 +77,14 @@ class Split:
 
 
 def outward(start: int, stop: int, unit: int, total: int) -> slice:
-    """The least whole units, of ``total`` elements, that ``[start, stop)`` touches."""
+    """The whole units that ``[start, stop)`` touches, limited to ``total`` elements."""
     if start == stop:
         return slice(start, start)
     return slice(start // unit * unit, min(-(-stop // unit) * unit, total))
 
 
 def groups_of(run: slice, size: int) -> slice:
-    """The numbers of the groups of ``size`` elements that make up a run; the last may be short."""
+    """The indices of the groups of ``size`` elements that make up a run; the last may be short."""
     first = run.start // size
     return slice(first, -(-run.stop // size) if run.start < run.stop else first)
 
@@ -93,7 +93,7 @@ def groups_of(run: slice, size: int) -> slice:
 class Shard:
     """One rank's run ``[start, stop)`` of a parameter of ``shape`` flattened in row-major order.
 
-    The last two dimensions are a matrix and the leading ones count matrices; a parameter with
+    The last two dimensions are a matrix, and the leading ones count matrices. A parameter with
     fewer than two dimensions is one row. A rank without elements has ``start == stop``.
     """
 
@@ -101,8 +101,8 @@ class Shard:
     start: int
     stop: int
     size: int  # of a full run: the parameter is cut at multiples of it, unless it is split
-    split: Split | None = None  # elements are then numbered box by box, not row by row
-    before: int = 0  # its offset in a stack, from whose start multiples of ``size`` count
+    split: Split | None = None  # if given, elements count box by box, not row by row
+    before: int = 0  # its offset in a stack; multiples of ``size`` count from the stack's start
     turn: int = 0  # the parameter's number, by which ranks take turns
 
     def __post_init__(self) -> None:
@@ -111,14 +111,14 @@ class Shard:
     @classmethod
     @functools.lru_cache(4096)
     def whole(cls, shape: tuple[int, ...]) -> "Shard":
-        """The run of a process that holds the parameter alone; the same object for a shape."""
+        """The run of a process that holds the whole parameter; the same object for a shape."""
         numel = math.prod(shape)
         return cls(tuple(shape), 0, numel, numel)
 
     @classmethod
     @functools.lru_cache(4096)
     def of_rank(cls, shape: tuple[int, ...], rank: int, world: int) -> "Shard":
-        """ZeRO's cut: equal runs of ``ceil(numel / world)``, the last ones short or empty.
+        """The run of a ZeRO rank: ``ceil(numel / world)`` elements, the last runs short or empty.
 
         The same arguments give the same object.
         """
@@ -136,7 +136,7 @@ class Shard:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements of the whole parameter; padding is never among them."""
+        """The number of elements of the whole parameter, without padding."""
         return math.prod(self.shape)
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class Shard:
 
     @property
     def cuts(self) -> tuple[range, ...]:
-        """Elements that runs start at."""
+        """The elements at which runs start."""
         if self.split is not None:
             return self.split.cuts
         size = self.size or 1
@@ -152,21 +152,21 @@ class Shard:
 
     @functools.cached_property
     def flat(self) -> "Shard":
-        """The run as one of a vector, for passes that need no rows and columns."""
+        """The same run of a vector, for passes that ignore rows and columns."""
         return Shard((self.numel,), self.start, self.stop, self.size)
 
     @functools.cached_property
     def has_turn(self) -> bool:
-        """Whether this rank does, for the parameter, what one of those with a run is enough for.
+        """Whether this rank does the work that only one of the ranks with a run needs to do.
 
-        Where every rank has all of it, each does it for itself.
+        If every rank has the whole parameter, each rank does it.
         """
         starts = sorted({0, *itertools.chain(*self.cuts)})
         return len(self) > 0 and self.start == starts[self.turn % len(starts)]
 
     @functools.cached_property
     def is_cut(self) -> bool:
-        """Whether more than one rank may have elements of it; alike on all ranks."""
+        """Whether more than one rank may have elements of the parameter; the same on all ranks."""
         return any(0 < at < self.numel for cuts in self.cuts for at in cuts[:2])
 
     @functools.cached_property
@@ -176,17 +176,17 @@ class Shard:
 
     @functools.cached_property
     def statistics(self) -> int:
-        """How many sums over rows and columns the parameter has."""
+        """The number of row and column sums of the parameter."""
         return self.numel if self.is_1x1 else self.mats * (self.rows + self.cols)
 
     @functools.cached_property
     def is_1x1(self) -> bool:
-        """Whether the parameter is matrices of one element, as of 1 x 1 convolutions."""
+        """Whether the parameter is a stack of 1 x 1 matrices, as in 1 x 1 convolutions."""
         return self.mats > 1 and self.rows == self.cols == 1
 
     @functools.cached_property
     def holds_rows(self) -> bool:
-        """Whether every rank's run, and every block of it, is whole rows of a matrix."""
+        """Whether every rank's run, and every block of it, consists of whole rows of a matrix."""
         if not self.is_matrix or not 0 < self.cols <= BLOCK:
             return False
         if self.split is not None and any(
@@ -200,17 +200,17 @@ class Shard:
 
     @functools.cached_property
     def mats(self) -> int:
-        """How many matrices the leading dimensions count."""
+        """The number of matrices, the product of the leading dimensions."""
         return math.prod(self.shape[:-2])
 
     @functools.cached_property
     def rows(self) -> int:
-        """Rows of a matrix; 1 of a vector."""
+        """The rows of a matrix; 1 for a vector."""
         return self.shape[-2] if self.is_matrix else 1
 
     @functools.cached_property
     def cols(self) -> int:
-        """Columns of a matrix; the elements of a vector."""
+        """The columns of a matrix; the elements of a vector."""
         return self.shape[-1] if self.is_matrix else self.numel
 
     def rms(self, square_sum: T) -> T:
@@ -218,9 +218,9 @@ class Shard:
         return (square_sum / self.numel) ** 0.5  # type: ignore[no-any-return, operator]
 
     def pieces(self) -> Iterator[tuple[Box, int, int]]:
-        """Yields the boxes that the run touches, each with the run's begin and end in it.
+        """Yields the boxes that the run touches, each with the run's start and stop in it.
 
-        All matrices of a parameter are one box.
+        Without a split, all matrices of a parameter are one box.
         """
         if self.split is None:
             if len(self):
@@ -235,7 +235,7 @@ class Shard:
 
     @functools.cached_property
     def touched(self) -> slice:
-        """The least rows, of all matrices together, that hold what the run has."""
+        """The smallest range of rows that contains the run, counted through all matrices."""
         rows = [
             (box.row + start // box.cols, box.row - (-stop // box.cols))
             for box, start, stop in self.pieces()
@@ -246,7 +246,7 @@ class Shard:
         return slice(min(low for low, _ in rows), max(high for _, high in rows))
 
     def blocks(self, limit: int | None = None) -> Iterator[Block]:
-        """Cuts the run, in order, into boxes of at most ``limit`` elements, None for ``BLOCK``."""
+        """Cuts the run, in order, into boxes of at most ``limit`` elements (default ``BLOCK``)."""
         limit = limit or BLOCK
         done = 0
         for box, at, stop in self.pieces():

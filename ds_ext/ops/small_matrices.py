@@ -1,7 +1,7 @@
-"""Stacks of matrices of a few elements each, as the weights of convolutions are [out, in, h, w].
+"""Stacks of tiny matrices, such as the weights of convolutions, [out, in, h, w].
 
-Torch passes along dimensions of three elements an element at a time. Here a block of a stack is
-laid out as planes, [rows, cols, mats]: a call for each element of a matrix, over all matrices.
+Torch iterates over dimensions of three elements one element at a time. Here a block of a stack is
+laid out as planes, [rows, cols, mats]: one call per matrix element, over all matrices.
 """
 
 import functools
@@ -12,11 +12,11 @@ from torch import Tensor
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Block
 
-MOST = 16  # rows, and columns, of a small matrix
+MOST = 16  # the most rows, and columns, of a small matrix
 
 
 def holds_whole(b: Block, mats: int, rows: int, cols: int) -> bool:
-    """Returns whether a block is whole matrices of a stack of ``mats`` small ones."""
+    """Returns whether a block consists of whole matrices of a stack of ``mats`` small ones."""
     return mats > 1 and rows <= MOST and cols <= MOST and b.shape[1:] == (rows, cols)
 
 
@@ -41,7 +41,7 @@ def write_col_sums(out: Tensor, planes: Tensor) -> None:
 
 
 def scale_rows_(planes: Tensor, factor: Tensor) -> None:
-    """Multiplies planes [rows, cols, mats] in place by a factor of each row, [mats, rows]."""
+    """Multiplies planes [rows, cols, mats] in place by one factor per row, [mats, rows]."""
     if factor.shape[1] == 1:
         planes.mul_(factor.view(-1))
         return
@@ -50,7 +50,7 @@ def scale_rows_(planes: Tensor, factor: Tensor) -> None:
 
 
 def sums(x: Tensor) -> Tensor:
-    """Returns the sums of each matrix's numbers, [mats, n] -> [mats]: x itself where n is 1."""
+    """Returns the sum of each matrix's numbers, [mats, n] -> [mats]; a view of x if n is 1."""
     return _sums(x.unbind(1)) if 0 < x.shape[1] <= MOST else x.sum(1)
 
 
@@ -75,7 +75,7 @@ def _positions(rows: int, cols: int, device: torch.device) -> tuple[Tensor, Tens
 
 
 def _sums(planes: tuple[Tensor, ...]) -> Tensor:
-    """The sum of planes: one of them if there is but one."""
+    """The sum of planes; the plane itself if there is only one."""
     if len(planes) == 1:
         return planes[0]
     first, second, *others = planes

@@ -1,7 +1,7 @@
-"""What a rule keeps of a parameter: a tensor's place in the whole parameter's state, and zeros.
+"""Describes the state that a rule keeps of a parameter, and creates it.
 
-A rule declares its state, ``state_spec(shard)``, as ``Part``s nested in dicts. Making it, counting
-its bytes, saving it and laying it out anew for another number of ranks follow from that.
+A rule declares its state, ``state_spec(shard)``, as ``Part``s nested in dicts. Creating it,
+counting its bytes, saving it and resharding it for another number of ranks follow from that.
 """
 
 import math
@@ -19,33 +19,32 @@ from ds_ext.ops.shard import Shard
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``[start, stop)``, on this rank, of the ``total`` that all ranks keep together.
+    """This rank's elements ``[start, stop)`` of the ``total`` elements on all ranks.
 
-    Ranks may keep the same elements, which then have the same values on them; what ``is_shared``
-    lies whole on every rank. ``dtype`` None is the accumulator's of the parameter. ``is_stream``:
-    see ``stream``.
+    Ranks that keep the same elements have the same values. If ``is_shared``, every rank has all
+    elements. ``dtype`` None is the accumulator's for the parameter. ``is_stream``: see ``stream``.
     """
 
     start: int
     stop: int
     total: int
-    shape: tuple[int, ...]  # in which the rank keeps them
+    shape: tuple[int, ...]  # of the rank's tensor
     dtype: torch.dtype | None = None
     is_shared: bool = False
     is_stream: bool = False
 
     @classmethod
     def whole(cls, *shape: int) -> "Part":
-        """What is the same on every rank."""
+        """A tensor that is the same on every rank."""
         n = math.prod(shape)
         return cls(0, n, n, shape, is_shared=True)
 
     @classmethod
     def stream(cls) -> "Part":
-        """A number that tells a parameter's random numbers from those of others.
+        """A number that distinguishes the random numbers of parameters.
 
-        It is kept, so that a run that is resumed draws the same ones whatever has changed of the
-        order or the groups of parameters.
+        It is saved, so that a resumed run draws the same random numbers even if the order or the
+        groups of parameters have changed.
         """
         return cls(0, 1, 1, (), torch.int64, is_shared=True, is_stream=True)
 
@@ -56,7 +55,7 @@ class Part:
 
     @classmethod
     def like(cls, shard: Shard) -> "Part":
-        """One number for each element of a parameter, where that lies."""
+        """One number per element of a parameter, sharded as the parameter is."""
         return cls.of(slice(shard.start, shard.stop), shard.numel)
 
 
@@ -65,10 +64,10 @@ State: TypeAlias = dict[str, Union[Tensor, "State"]]
 
 
 def zeros(parts: Parts, p: Tensor, stream: int = 0) -> State:
-    """The state before the first step of a run ``p``, on its device: zeros, but for streams.
+    """The state of a run ``p`` before its first step, on its device: zeros, except for streams.
 
-    ``stream`` is the parameter's number; parts under further keys, as those of an expert, have
-    streams of their own.
+    ``stream`` is the parameter's number. Nested parts, such as the parts of an expert, get their
+    own streams.
     """
     made: State = {}
     for key, part in parts.items():
@@ -82,7 +81,7 @@ def zeros(parts: Parts, p: Tensor, stream: int = 0) -> State:
 
 
 def leaves(parts: Parts, *above: str) -> Iterator[tuple[tuple[str, ...], Part]]:
-    """The parts and the keys that lead to them."""
+    """Yields all parts with their paths of keys."""
     for key, part in parts.items():
         if isinstance(part, Part):
             yield (*above, key), part
@@ -91,7 +90,7 @@ def leaves(parts: Parts, *above: str) -> Iterator[tuple[tuple[str, ...], Part]]:
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of all tensors in a state, nested in dicts and sequences."""
+    """The bytes of all tensors in a state, nested in dicts and sequences."""
     if isinstance(state, Tensor):
         return state.nbytes
     if isinstance(state, Mapping):

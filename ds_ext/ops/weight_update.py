@@ -1,10 +1,9 @@
-"""How a new weight is written back: fp32 and fp64 as it is, 16 bits in one of four ways.
+"""Writes new weights: fp32 and fp64 without rounding, 16-bit weights in one of four ways.
 
-Rounded to nearest, a bf16 weight does not move by less than half its spacing (1/256 of it), and
-small updates are lost; rounded up or down at random (``rounding``) it moves by them on average. A
-master keeps, beside the weight, what rounding takes from it: a bf16 weight is stepped as if it were
-fp32 for two bytes more, or nearly so for one. Weights that others change between steps are taken
-as they are: see ``fingerprints``.
+Rounding to nearest loses updates below half the spacing of bf16 numbers (1/256 of the weight).
+Stochastic rounding (``rounding``) keeps them on average. A master stores the rounding error beside
+the weight: with two more bytes, a bf16 weight is stepped like fp32, with one more byte nearly so.
+Edits of weights between steps take effect: see ``fingerprints``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,13 +34,13 @@ WeightUpdate = Annotated[
 
 @dataclass(frozen=True)
 class RoundingConfig:
-    """The hyper-parameters that every optimizer has beside its rule's."""
+    """The hyper-parameters that every optimizer has in addition to its rule's."""
 
-    weight_update: WeightUpdate = "stochastic"  # how a 16-bit weight is rounded; no other is
+    weight_update: WeightUpdate = "stochastic"  # rounding of 16-bit weights; others are not rounded
     seed: Size = 0  # of the random bits of "stochastic"
 
 
-# What is kept beside a weight, by its dtype and how it is written.
+# The dtype of a master, by ``weight_update`` and the weight's dtype.
 MASTER_DTYPES = {
     ("master", torch.bfloat16): torch.int16,
     ("master", torch.float16): torch.float32,
@@ -55,11 +54,11 @@ Weight: TypeAlias = Tensor | Form
 def weight(
     p: Tensor, s: dict[str, Any], how: RoundingConfig, number: int, shard: Shard, before: int = 0
 ) -> Weight:
-    """What a rule reads and writes as its weight: the run ``p``, or one that rounds.
+    """The weight that a rule reads and writes: the run ``p``, or a form of it that rounds.
 
-    A master is kept in the parameter's state ``s``, made here where it is missing and dropped
-    where it is not asked for. ``number`` tells parameters apart and ``s["step"]`` their steps.
-    Other ranks have ``before`` elements of it, which precede the shard's.
+    The parameter's state ``s`` stores a master; this function creates a missing master and drops
+    one that ``how`` does not need. Random bits depend on ``number``, the parameter's, and on
+    ``s["step"]``. Other ranks have the ``before`` elements that precede the shard's.
     """
     if marked := _prepare(p, s, how):
         passes.mend_([marked])
@@ -73,7 +72,7 @@ def weight(
 def prepare_all(
     runs: Sequence[Tensor], states: Sequence[dict[str, Any]], hows: Sequence[RoundingConfig]
 ) -> None:
-    """Makes masters, drops them or adapts them to edited weights, as ``weight``, for a bucket."""
+    """Creates masters, drops them or adapts them to edited weights for a bucket, as ``weight``."""
     of_each = zip(runs, states, hows, strict=True)
     found = [_prepare(p, s, how) for p, s, how in of_each if p.dtype in ROUND or "master" in s]
     if marked := [x for x in found if x is not None]:
@@ -83,16 +82,16 @@ def prepare_all(
 def _prepare(
     p: Tensor, s: dict[str, Any], how: RoundingConfig
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Makes a master, drops it or makes it anew in another form -> what ``passes.mend_`` takes.
+    """Creates, drops or converts a master; returns the arguments of ``passes.mend_``, if needed.
 
-    Marks are dropped until ``mark`` is called after the step.
+    Removes the fingerprints until ``mark`` is called after the step.
     """
     dtype = MASTER_DTYPES.get((how.weight_update, p.dtype))
     if dtype is None:
         drop(s)
     elif "master" not in s:
         s["master"] = master(p, how)["master"]
-    elif s["master"].dtype != dtype:  # another way was chosen since
+    elif s["master"].dtype != dtype:  # ``weight_update`` has changed
         flat = Shard.whole((len(p),))
         set_(p, s, how, flat, values(p, s, flat))
     marked = s.pop("marks", None)
@@ -100,7 +99,7 @@ def _prepare(
 
 
 def _needs_marks(s: dict[str, Any]) -> bool:
-    """Whether a state has a master that cannot tell by itself that its weights were edited."""
+    """Whether a state has a master that needs fingerprints to detect edited weights."""
     return "master" in s and s["master"].dtype != torch.float32
 
 
@@ -118,9 +117,9 @@ def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
 def weights(
     runs: Runs, masters: Runs | None, how: RoundingConfig, numbers: NDArray[np.uint64], t: int
 ) -> Weights:
-    """The same as ``weight`` for a batch, its masters being there if there are any.
+    """``weight`` for a batch whose masters, if it needs any, exist already.
 
-    ``numbers`` tell its parameters apart, [n].
+    ``numbers`` are the numbers of its parameters, [n].
     """
     if masters is not None:
         return Weights(runs, MASTERS[masters.dtype].HOW, masters)
@@ -130,22 +129,22 @@ def weights(
 
 
 def mark(p: Tensor, s: dict[str, Any]) -> None:
-    """Notes in the state ``s`` that its master belongs to what the run ``p`` is now."""
+    """Stores the fingerprints of the run ``p`` in the state ``s`` if its master needs them."""
     if _needs_marks(s):
         s["marks"] = marks(p)
 
 
 def marks(run: Tensor) -> Tensor:
-    """Returns the fingerprints of a 16-bit run [n], on its device, [ceil(n / GROUP)] int16."""
+    """Returns the fingerprints of a 16-bit run [n] on its device, [ceil(n / GROUP)] int16."""
     out = fingerprints.room(run)
     passes.mark_([(run, out)])
     return out
 
 
 def master_parts(s: Mapping[str, Any], n: int) -> dict[str, Part]:
-    """What a state ``s`` has to keep under the keys of its master, beside n weights."""
+    """The expected parts of a state ``s`` under the keys of its master, for n weights."""
     dtype = getattr(s.get("master"), "dtype", None)
-    if dtype not in MASTERS:  # one that was cast, if it is a master at all
+    if dtype not in MASTERS:  # the master was cast, if it is one at all
         dtype = torch.float32
     sizes = {"master": (n, dtype), "marks": (-(-n // GROUP), torch.int16)}
     return {
@@ -164,20 +163,20 @@ def has_fitting_master(p: Tensor, s: Mapping[str, Any]) -> bool:
 
 
 def _lies(x: Tensor, n: int, device: torch.device) -> bool:
-    """Whether a tensor is n elements on a device, one after another."""
+    """Whether a tensor has n contiguous elements on a device."""
     return x.numel() == n and x.device == device and x.is_contiguous()
 
 
 def part(p: Weight, run: slice) -> Weight:
-    """Some elements of a run, to be read and written as they are in it."""
+    """Some elements of a run in the same form."""
     return p[run] if isinstance(p, Tensor) else p.part(run)
 
 
 def master(p: Tensor, how: RoundingConfig) -> dict[str, Tensor]:
-    """Returns what is stored beside a run to have its weights in more than 16 bits.
+    """Returns a new master of a run, with its fingerprints; {} if ``how`` needs none.
 
-    Per weight: 1 byte for "master24"; for "master" 2 bytes beside bf16 and 4 beside fp16. Without
-    an fp32 copy, also 2 bytes per ``GROUP`` weights.
+    Bytes per weight: 1 for "master24"; for "master" 2 with bf16 and 4 with fp16. A master that is
+    no fp32 copy has fingerprints, 2 bytes per ``GROUP`` weights.
     """
     dtype = MASTER_DTYPES.get((how.weight_update, p.dtype))
     if dtype is None:
@@ -202,7 +201,7 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
 
 
 def set_(p: Tensor, s: dict[str, Any], how: RoundingConfig, shard: Shard, new: Tensor) -> None:
-    """Makes ``new``, [len(p)], what a run is; with a state ``s``, also what its master holds."""
+    """Sets a run to ``new``, [len(p)]; with a state ``s``, also its master."""
     drop(s)
     made = master(p, how)
     if not s or not made:
@@ -216,7 +215,7 @@ def set_(p: Tensor, s: dict[str, Any], how: RoundingConfig, shard: Shard, new: T
 
 
 def drop(s: dict[str, Any]) -> None:
-    """Takes a master out of a state."""
+    """Removes a master and its fingerprints from a state."""
     for name in MASTER:
         s.pop(name, None)
 

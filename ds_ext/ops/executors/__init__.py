@@ -1,6 +1,6 @@
-"""Who makes a pass: kernels and native code where they support it, plain torch everywhere else.
+"""Executors of passes: kernels and native code where they support a pass, plain torch elsewhere.
 
-The order of registration is the order of preference: see ``ops.dispatch``.
+They are registered in order of preference: see ``ops.dispatch``.
 """
 
 from ds_ext.ops import dispatch

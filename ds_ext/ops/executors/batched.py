@@ -1,8 +1,7 @@
-"""Passes over a batch: what each reads becomes columns of a table, which makes the pass.
+"""Passes over a batch: the arguments of a pass become columns of a table, which makes the pass.
 
-A table makes passes by native code on a CPU and by kernels on a GPU. In a pass ``Runs`` or
-``Weights`` stand for tensors and vectors [n] for the numbers of parameters. A tensor is the run of
-a batch of one parameter.
+A table calls native code on a CPU and kernels on a GPU. ``Runs`` and ``Weights`` replace the
+tensors of a pass, and vectors [n] replace its numbers. A tensor is the run of a batch of one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ _makers = Makers()
 
 
 class Unsupported(Exception):
-    """No table reads an expression; nothing has been read or written yet."""
+    """No table can read an expression; nothing has been read or written yet."""
 
 
 class BatchedExecutor:
@@ -47,9 +46,9 @@ class BatchedExecutor:
 
 @_makers.makes(passes.SquareSums)
 def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
-    """Sums of squares -> [n] each; of the weights too while something is read with them."""
+    """Sums of squares -> [n] each. On a CPU, two inputs with the same weights share a pass."""
     sources = [_source(x) for x in runs]
-    for x in sources:  # before one of them advances moments
+    for x in sources:  # check all before one of them advances moments
         _refuse_unread("square_sums", batch.own, x.form, x.scalars)
     totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
     if len(sources) == 2 and batch.own.adds_two and _same(*sources):
@@ -72,14 +71,14 @@ def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
 
 @_makers.makes(passes.Largest)
 def largest(runs: Sequence[Tensor]) -> Tensor:
-    """The largest magnitudes of flat tensors of one dtype, infinite where there is a NaN -> [n]."""
-    if not takes(runs) or devices.take(runs[0].device):  # no kernel finds them
+    """The largest magnitudes of flat tensors of one dtype, inf if there is a NaN -> [n]."""
+    if not takes(runs) or devices.take(runs[0].device):  # there is no kernel for this pass
         raise Unsupported
     return _each_of("largest", runs)
 
 
 def takes(runs: Sequence[Tensor]) -> bool:
-    """Whether one table reads these flat tensors."""
+    """Whether one table can read these flat tensors."""
     kinds = {(x.dtype, x.device) for x in runs}
     if len(kinds) > 1 or not all(x.is_contiguous() for x in runs):
         return False
@@ -113,7 +112,7 @@ def row_col_square_sums(x: Any, like: Any, batch: TableBatch) -> tuple[Tensor, T
 def weighted_square_sums(
     x: Any, before: Runs, eps: float, beta: float, like: Any, batch: TableBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of whole rows, and sums over columns of squares divided by their row's statistic."""
+    """Row sums, column sums, and column sums of squares divided by their row's new statistic."""
     row, col, weighted = _sums(batch, batch.all_rows, batch.all_cols, batch.all_cols)
     left = _run(
         "weighted_sums",
@@ -131,13 +130,13 @@ def weighted_square_sums(
 
 
 def _note_square_parts(x: Any, left: Flat | SquareParts, like: Any) -> None:
-    """Notes what adds up to squares with the gradients, if ``x`` is these, for their norm."""
+    """If ``x`` is the gradients, keeps its partial sums of squares for the gradient norm."""
     if x is like:
         cast(Runs, like.x if isinstance(like, Scaled) else like).square_parts = left
 
 
 def added_up(runs: Any, batch: TableBatch) -> Any:
-    """Sums of squares of gradients, [n], of what a pass has left with them; None if none has."""
+    """Sums of squares of gradients, [n], from partial sums of an earlier pass; None without any."""
     left = cast(Runs, runs.x if isinstance(runs, Scaled) else runs).square_parts
     if isinstance(left, SquareParts):
         return batch.as_scalars(cast(KernelTable, batch.own).added_up(left))
@@ -197,7 +196,7 @@ def _normalized(name: str, factor: Flat, sums: Tensor, least: Number, batch: Tab
 
 @_makers.makes(passes.NormalizeWholeRows)
 def normalize_whole_rows(x: Any, least: Number, like: Any, batch: TableBatch) -> tuple[Any, Tensor]:
-    """The first of these of whole rows, and its sums of squares over columns."""
+    """x with rows of the norm √cols, and the column sums of its new squares."""
     row, sums = _sums(batch, batch.all_rows, batch.all_cols)
     _run(
         "normalize_whole_rows",
@@ -212,7 +211,7 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, batch: TableBatch) ->
 
 @_makers.makes(passes.ScatteredSquares)
 def scattered_squares(x: Any, like: Any, batch: TableBatch) -> Tensor:
-    """The squares of runs where they lie in whole parameters, 0 elsewhere -> [elements of all]."""
+    """Squares of runs at their place in whole parameters, 0 elsewhere -> [elements of all]."""
     _refuse_missing("scattered_squares", batch.own)
     (out,) = _sums(batch, batch.elements)
     at = Flat(out, batch.firsts + batch.starts)
@@ -235,7 +234,7 @@ def advance_1x1_(
 
 @_makers.makes(passes.OwnRun)
 def own_run(v: Runs, batch: TableBatch) -> Shifted:
-    """What of a number for each element is of the runs."""
+    """The runs' parts of vectors with a number for each element of a whole parameter."""
     return Shifted(v, 4 * batch.starts)
 
 
@@ -278,7 +277,7 @@ def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool) -> None:
 
 @_makers.makes(passes.Mend)
 def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool) -> None:
-    """Drops the remainders of edited weights of runs on one device."""
+    """Drops the residuals of edited weights of runs on one device."""
     _refuse_alone(given[0][0], are_batched)
     by_size: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
     for of_run in given:
@@ -292,19 +291,19 @@ def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bo
 
 
 def _refuse_alone(run: Tensor, are_batched: bool) -> None:
-    """On a CPU, runs that are not stepped in batches need no native code."""
+    """Raises Unsupported on a CPU for runs that are not stepped in batches: no native code."""
     if not are_batched and not devices.take(run.device):
         raise Unsupported
 
 
 def _flat(runs: Sequence[Tensor]) -> AnyTable:
-    """A table of tensors without rows and columns."""
+    """A table of flat tensors."""
     sizes = [(0, len(x), 1, 1, len(x)) for x in runs]
     return new_table(sizes, [0] * len(runs), runs[0].device)
 
 
 def _source(x: Any) -> Source:
-    """The description of what is read; raises Unsupported if no table can read it."""
+    """The description of an input; raises Unsupported if no table can read it."""
     source = source_of(x)
     if source is None:
         raise Unsupported
@@ -312,13 +311,13 @@ def _source(x: Any) -> Source:
 
 
 def _refuse_missing(name: str, of: AnyTable) -> None:
-    """Raises Unsupported for a pass that a table does not make."""
+    """Raises Unsupported if a table lacks a pass."""
     if name not in of.passes:
         raise Unsupported
 
 
 def _refuse_unread(name: str, of: AnyTable, form: str, columns: Mapping[str, Any]) -> None:
-    """Raises Unsupported for what a pass cannot read."""
+    """Raises Unsupported if a pass cannot read a form or its columns."""
     if form not in schema.READ_BY.get(name, schema.FORMS):
         raise Unsupported
     if name == "normalize_whole_rows" and not _is_one(columns.get("scale", 1.0)):
@@ -333,7 +332,7 @@ def _is_one(x: Any) -> bool:
 
 
 def _same(a: Source, b: Source) -> bool:
-    """Whether both have the same weights."""
+    """Whether both inputs have the same weights."""
     return a.storage is not None and b.storage is not None and a.storage.run is b.storage.run
 
 
@@ -345,7 +344,7 @@ def _run(
     decays: bool = False,
     **columns: Any,
 ) -> SquareParts | None:
-    """Makes a pass that reads ``source``, and writes ``p`` where it is given."""
+    """Makes a pass that reads ``source``, and writes ``p`` if it is given."""
     filled: dict[str, Any] = {**source.scalars, **columns}
     _refuse_unread(name, batch.own, source.form, filled)
     for field, runs in source.tensors.items():
@@ -370,17 +369,17 @@ def _run(
 
 
 def _runs(x: Any) -> Any:
-    """What has the addresses of each parameter's: a tensor is that of one parameter."""
+    """An object with ``pointers``; a tensor becomes the ``Runs`` of one parameter."""
     return Runs([x]) if isinstance(x, Tensor) else x
 
 
 def _each(total: Tensor) -> Flat:
-    """Each number of a vector."""
+    """A vector with one number per parameter as a ``Flat``."""
     return Flat(total, np.arange(len(total)))
 
 
 def _sums(batch: TableBatch, *sizes: int) -> Sequence[Tensor]:
-    """Where a pass writes sums of these sizes: zeros, unless runs have a part in each of them."""
+    """Memory for sums of these sizes: zeros, or uninitialized if the pass writes every sum."""
     is_filled = batch.is_whole and batch.own.fills_whole_sums
     made = (batch.own.scratch if is_filled else batch.own.zeros)(sum(sizes))
     return made.split(sizes)  # type: ignore[no-any-return]

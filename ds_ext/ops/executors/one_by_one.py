@@ -1,6 +1,6 @@
-"""Passes over a batch that no table makes: parameter by parameter, by the reference executor.
+"""Makes passes over a batch that no table supports: the reference executor, for each parameter.
 
-So a rule may use any expression in a batch. It is slower than a table, which the log says once.
+A rule may therefore use any expression in a batch. This is slower than a table; the log says once.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class OneByOne:
         return _joined(asked, made, where)
 
     def _apply(self, one: passes.Apply, p: Any, i: int, shard: Shard) -> None:
-        """Writes the weights of parameter ``i``, and measures the change if that is asked for."""
+        """Writes the weights of parameter ``i``; adds their change to ``p.update_sums`` if set."""
         before = _values(one.p, shard) if p.update_sums is not None else None
         self.reference.run(one, shard)
         if isinstance(p.norm_cache, NormCache):
@@ -87,7 +87,7 @@ def _zero(like: Any) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=like.device)
 
 
-# The results for a parameter that a pass is not to write, since its gradients are bad.
+# The results of a pass that skips a parameter because its gradient is bad.
 _SKIPPED: dict[type, Callable[[Any, Shard], Any]] = {
     passes.SquareSums: lambda asked, _: [_zero(asked.like) for _ in asked.runs],
     passes.Factors: lambda asked, _: tuple(
@@ -117,7 +117,7 @@ def _part(asked: Any, i: int, batch: TableBatch) -> Any:
 
 
 def _of(x: Any, i: int, batch: TableBatch) -> Any:
-    """What an argument of a pass, or a field of an expression, is for parameter ``i``."""
+    """The value of a pass's argument, or of an expression's field, for parameter ``i``."""
     shard = batch.shards[i]
     if isinstance(x, Runs):
         return x.tensors[i]
@@ -149,7 +149,7 @@ def _factor(x: Any, firsts: Any, shape: tuple[int, ...], i: int) -> Tensor:
 
 
 def _cut(x: Tensor, firsts: Any, shape: tuple[int, ...], i: int) -> Tensor:
-    """The numbers of parameter ``i`` among those of all, which lie one after another."""
+    """The numbers of parameter ``i`` in the concatenated numbers of all parameters."""
     start = int(firsts[i])
     return x.view(-1)[start : start + int(np.prod(shape))].view(shape)
 
@@ -165,7 +165,7 @@ def _weight(p: Weights, i: int, batch: TableBatch) -> Any:
 
 
 def _joined(asked: Any, made: Sequence[Any], batch: TableBatch) -> Any:
-    """The results of all parameters, in the form that tables give them."""
+    """The results of all parameters, in the form that tables return."""
     if made[0] is None:
         return None
     if isinstance(asked, passes.SquareSums):
@@ -185,5 +185,5 @@ def _joined(asked: Any, made: Sequence[Any], batch: TableBatch) -> Any:
 
 
 def _flat(of_all: Sequence[Tensor]) -> Tensor:
-    """Numbers of all parameters, one parameter's after another's."""
+    """The concatenated numbers of all parameters."""
     return torch.cat([x.reshape(-1) for x in of_all])

@@ -1,7 +1,7 @@
 """The specification of each pass, in plain torch over the run of one parameter.
 
-A pass walks the run in blocks of at most ``shard.BLOCK`` elements. So an update that is a lazy
-expression costs some blocks of scratch memory. Batches are in ``one_by_one``.
+A pass reads the run in blocks of at most ``shard.BLOCK`` elements, so a lazy expression needs only
+a few blocks of scratch memory. ``one_by_one`` makes the passes over batches.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ from ds_ext.ops.expressions import (
 from ds_ext.ops.moments import advance_
 from ds_ext.ops.shard import Block, Shard
 
-# What a factor is at most: rows and columns of zeros stay zeros however often they are multiplied,
-# and the product of the factors of both is a finite fp32 number.
+# The largest factor: zero rows and columns stay zero under repeated scaling, and the product of a
+# row's and a column's factor is finite in fp32.
 LARGEST = 1e18
 
 _makers = Makers()
@@ -52,7 +52,7 @@ class Reference:
 
 @_makers.makes(passes.SquareSums)
 def square_sums(runs: Sequence[Readable], like: Gradient, shard: Shard) -> list[Tensor]:
-    """In one pass over what the runs have in common."""
+    """Sums of squares of several runs, block by block."""
     dtype = accumulator(like.dtype)
     totals = [torch.zeros((), dtype=dtype, device=like.device) for _ in runs]
     for b in scratch.blocks(shard):
@@ -70,7 +70,7 @@ def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
 
 @_makers.makes(passes.Largest)
 def largest(runs: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude of each tensor, 0 of none."""
+    """The largest magnitude of each tensor; 0 for an empty one."""
     found = []
     for x in runs:
         low, high = torch.aminmax(x) if len(x) else (x.new_zeros(()), x.new_zeros(()))
@@ -91,7 +91,7 @@ def row_col_square_sums(x: Readable, like: Gradient, shard: Shard) -> tuple[Tens
             continue
         square = squared(x, b)
         _, rows, cols = b.shape
-        # products with ones are faster by far than sums over a dimension
+        # matrix products with ones are much faster than sums over a dimension
         row[b.mats, b.rows].add_(square @ ones[:cols])
         col[b.mats, b.cols].add_(ones[:rows] @ square)
     return row, col
@@ -101,7 +101,7 @@ def row_col_square_sums(x: Readable, like: Gradient, shard: Shard) -> tuple[Tens
 def weighted_square_sums(
     x: Readable, before: Tensor, eps: float, beta: float, like: Gradient, shard: Shard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and sums over each column of squares divided by their row's new statistic."""
+    """Row sums, column sums, and column sums of squares divided by their row's new statistic."""
     assert shard.holds_rows
     row, col = _zeros(shard, like)
     both = col.new_zeros(2, shard.mats, shard.cols).transpose(0, 1)
@@ -154,13 +154,13 @@ def factors_(
 
 
 def _advance_mean_(v: Tensor, sums: Tensor, of: int, eps: float, weight: float) -> Tensor:
-    """v ← v + weight · (sums / of + eps − v), of many matrices [mats, n] -> its means [mats, 1]."""
+    """v ← v + weight · (sums / of + eps − v) for [mats, n] -> the means of v, [mats, 1]."""
     v.lerp_(torch.div(sums, of, out=scratch.like(v)).add_(eps), weight)
     return v if v.shape[1] == 1 else (small_matrices.sums(v) / v.shape[1]).unsqueeze(1)
 
 
 def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
-    """Sums over rows and over columns of nothing."""
+    """Row sums and column sums, all zero."""
     dtype = accumulator(like.dtype)
     row = torch.zeros(shard.mats, shard.rows, dtype=dtype, device=like.device)
     return row, torch.zeros(shard.mats, shard.cols, dtype=dtype, device=like.device)
@@ -168,7 +168,7 @@ def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
 
 @_makers.makes(passes.ScatteredSquares)
 def scattered_squares(x: Readable, like: Gradient, shard: Shard) -> Tensor:
-    """Squares at the run's place, 0 elsewhere."""
+    """The squares of a run at its place in the whole parameter, 0 elsewhere."""
     make = torch.empty if len(shard) == shard.numel else torch.zeros
     out = make(shard.numel, dtype=accumulator(like.dtype), device=like.device)
     own = out[shard.start : shard.stop]
@@ -182,7 +182,7 @@ def scattered_squares(x: Readable, like: Gradient, shard: Shard) -> Tensor:
 def advance_1x1_(
     row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Shard
 ) -> Tensor:
-    """Advances statistics that are both v; the sum of x² / v."""
+    """Advances ``row`` and ``col``, which both hold v -> the sum of x² / v."""
     row, col = row.view(-1), col.view(-1)
     total = row.new_zeros(())
     for at in scratch.parts(len(row), 1):
@@ -200,7 +200,7 @@ def own_run(v: Tensor, shard: Shard) -> Tensor:
 
 
 def squared(x: Readable, b: Block) -> Tensor:
-    """The squares of a block, which are the caller's."""
+    """The squares of a block; the caller may overwrite them."""
     values = read(x, b)
     return torch.mul(values, values, out=room(values, x))
 
@@ -248,9 +248,9 @@ def apply_(
 
 
 def _subtract_(p: Any, u: Tensor, lr: float) -> None:
-    """p ← p − lr · u, in whatever way p does that: with the same bits in one piece and in blocks.
+    """p ← p − lr · u, with the same bits for the whole run and for its blocks.
 
-    ``sub_`` would round lr to 16 bits where p has 16, and the product not by itself.
+    ``sub_`` would round lr to 16 bits if p has 16, and would not round the product separately.
     """
     p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
 
@@ -276,7 +276,7 @@ def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Shard) ->
 
 
 def _normalized(factor: Tensor, sums: Tensor, size: int, least: Number) -> Tensor:
-    """The factors that bring norms from the roots of ``sums`` to √size."""
+    """The factors that change norms from the roots of ``sums`` to √size."""
     ratio = size**0.5 / sums.sqrt().clamp(min=least)
     return torch.mul(factor, ratio).clamp_(max=LARGEST)
 
@@ -310,6 +310,6 @@ def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool) -> None:
 
 @_makers.makes(passes.Mend)
 def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool) -> None:
-    """Drops the remainders of edited weights of each run."""
+    """Drops the residuals of edited weights of each run."""
     for run, residual, marked in given:
         fingerprints.mend_(run, residual, marked)

@@ -1,7 +1,6 @@
-"""Passes over one parameter by kernels: each is the pass over a batch of it alone.
+"""Passes over one parameter on a GPU: each is a pass over a batch of one.
 
-Where the tensors lie on a GPU and a kernel can read all of them, the pass is made here. Without
-Triton it never is.
+This executor makes a pass if Triton is installed and kernels can read all of its tensors.
 """
 
 import functools
@@ -153,30 +152,30 @@ def _apply_slices(p: Any, u: Any, shard: Shard, lr: Number, weight_decay: Number
 
 @functools.lru_cache(4096)
 def _alone(shard: Shard, device: torch.device, first: int | None = None) -> TableBatch:
-    """A parameter as a batch, whose noise is that of elements ``first`` and on if it is given."""
+    """A parameter as a batch of one; its random bits count from element ``first`` if given."""
     return TableBatch([shard], None if first is None else [first], device)
 
 
 def _takes(like: Any, shard: Shard) -> bool:
-    """Whether kernels take a run of ``shard`` with the device and dtype of ``like``."""
+    """Whether kernels support a run of ``shard`` with the device and dtype of ``like``."""
     if not devices.take(like.device) or like.dtype == torch.float64:
         return False
     return shard.split is None or len(list(shard.pieces())) < 2
 
 
 def _takes_matrices(like: Any, shard: Shard) -> bool:
-    """The same of sums over rows and columns, and of quotients by them."""
+    """Whether kernels also support its row and column sums, and quotients by them."""
     return devices.take_matrices(shard) and _takes(like, shard)
 
 
 def _reads(source: Source | None, like: Any, shard: Shard) -> bool:
-    """Whether a kernel can read this."""
+    """Whether a kernel can read an input."""
     if source is None:
         return False
     return (_takes_matrices if source.is_by_matrix else _takes)(like, shard)
 
 
 def _is_run(x: Any) -> bool:
-    """Whether this is a run as it is, which may be scaled and bounded."""
+    """Whether an input is a plain run, which may be scaled and bounded."""
     source = source_of(x)
     return source is not None and source.form == "IS_RUN"

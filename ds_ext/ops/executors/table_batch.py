@@ -1,4 +1,4 @@
-"""A batch with the tables that make passes over it: native on a CPU, of kernels on a GPU."""
+"""A batch with the tables that make its passes: native code on a CPU, kernels on a GPU."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -22,11 +22,11 @@ AnyNormCache: TypeAlias = NormCache | DeviceNormCache
 
 
 class TableBatch(Batch):
-    """A batch with the tables that make passes over it.
+    """A batch with the tables that make its passes.
 
     Attributes:
-        own: of the runs.
-        whole: of whole parameters.
+        own: the table of the runs.
+        whole: the table of the whole parameters.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class TableBatch(Batch):
             self.own.queue.launch()
 
     def new_norm_cache(self) -> AnyNormCache:
-        """Returns a cache of the norms of the weights, which lasts from step to step."""
+        """Returns a cache of the weights' norms, which lasts from step to step."""
         own = self.own
         return own.new_norm_cache() if isinstance(own, KernelTable) else NormCache(len(self))
 
     def as_scalars(self, values: Tensor) -> Any:
-        """Returns numbers of each parameter, [n], as rules take them: passes compute on a GPU."""
+        """Returns one number per parameter, [n], as rules expect it: a ``Formula`` on a GPU."""
         return Formula.given(values) if isinstance(self.own, KernelTable) else values
 
 
 def new_table(
     geometries: Sequence[Geometry], firsts: Sequence[int], device: torch.device
 ) -> AnyTable:
-    """Returns a table of runs on a device, which makes passes over them."""
+    """Returns a table that makes passes over runs on a device."""
     if devices.take(device):
         return KernelTable(geometries, firsts, device)
     return Table(geometries, firsts)

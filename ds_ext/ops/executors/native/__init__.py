@@ -1,1 +1,1 @@
-"""How do CPUs pass over memory? One C++ file over a table of parameters, and what calls it."""
+"""Passes on CPUs: one C++ file, which reads a table of parameters, and the Python that calls it."""

@@ -1,6 +1,6 @@
-"""The C++ file as a library: built with the wheel, or once for a machine at its first use.
+"""Builds and loads the C++ library: with the wheel, or once per machine at its first use.
 
-Without either, the reference executor makes the passes, and one line in the log says so.
+Without it, the reference executor makes the passes, and one line in the log says so.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from ds_ext.ops import schema
 SOURCE = Path(__file__).with_name("passes.cpp")
 FLAGS = (  # setup.py has the same for wheels
     "-O3 -std=c++17 -fPIC -shared -pthread -fvisibility=hidden "
-    # None of these changes a result: there is no fused multiply-add, and no sum in another order.
+    # None of these changes a result: no fused multiply-add, no reordered sums.
     "-fno-math-errno -fno-trapping-math -ffp-contract=off"
 ).split()
-SWITCH = "DS_EXT_NATIVE"  # environment: 0 for the reference executor
-SECONDS = 300  # that a compiler may take
+SWITCH = "DS_EXT_NATIVE"  # environment variable: 0 selects the reference executor
+SECONDS = 300  # timeout of the compiler
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Returns the library, built first where it has to be; None where it cannot be had."""
+    """Returns the library, building it if needed; None if it is disabled or cannot be built."""
     if os.environ.get(SWITCH, "1") == "0":
         return None
     try:
@@ -50,21 +50,21 @@ def load() -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """Returns where libraries are kept: ``XDG_CACHE_HOME``/ds_ext, or ~/.cache/ds_ext.
+    """Returns the folder of built libraries: ``XDG_CACHE_HOME``/ds_ext, or ~/.cache/ds_ext.
 
     Raises:
-        RuntimeError: if this user has no home.
+        RuntimeError: if this user has no home folder.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ext"
 
 
 def _shipped() -> ctypes.CDLL | None:
-    """The library that a wheel brought, if this machine can load it.
+    """The library from the wheel, if this machine can load it.
 
-    In a source tree it may be of an older source: then it does not count.
+    In a source tree it may be built from an older source; it is then ignored.
     """
     for path in SOURCE.parent.glob("_passes*.so"):
-        with contextlib.suppress(OSError):  # of a newer C++ library than there is here
+        with contextlib.suppress(OSError):  # it may need a newer C++ runtime
             library = ctypes.CDLL(str(path))
             if _source_of(library) == hashlib.sha256(_source().encode()).hexdigest():
                 return library
@@ -72,12 +72,12 @@ def _shipped() -> ctypes.CDLL | None:
 
 
 def _source() -> str:
-    """All that the library is made of."""
+    """The complete source of the library."""
     return schema.HEADER.read_text("utf-8") + SOURCE.read_text("utf-8")
 
 
 def _source_of(library: ctypes.CDLL) -> str:
-    """The hash of the source that a library was built from; none if it cannot tell."""
+    """The hash of the source that a library was built from; empty if it exports none."""
     try:
         tell = library.passes_source
     except AttributeError:
@@ -87,7 +87,7 @@ def _source_of(library: ctypes.CDLL) -> str:
 
 
 def _built() -> Path:
-    """The library's file. Raises OSError or SubprocessError if it cannot be built."""
+    """The path of the built library. Raises OSError or SubprocessError if the build fails."""
     compiler = next(filter(None, map(shutil.which, _compilers())), None)
     if compiler is None:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
@@ -99,10 +99,10 @@ def _built() -> Path:
             return folder / name
         folder.mkdir(parents=True, exist_ok=True)
         own = tempfile.TemporaryDirectory(dir=folder)
-    except (OSError, RuntimeError):  # there is no home, or it cannot be written to
+    except (OSError, RuntimeError):  # no home folder, or not writable
         folder = Path(tempfile.mkdtemp(prefix="ds_ext-"))
         own = tempfile.TemporaryDirectory(dir=folder)
-    # Other processes may build it at the same time: the last one to end replaces the others'.
+    # Other processes may build it at the same time: the last one to finish replaces the file.
     with own:
         made = Path(own.name) / name
         command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]

@@ -9,10 +9,10 @@ from ds_ext.ops.batch import Pointers
 
 
 class NormCache:
-    """The sums of squares of weights as they were last written, which need not be read for them.
+    """The sums of squares of the weights that the last step wrote.
 
-    They hold for runs at the same address whose version counters have not changed. Writes through
-    ``param.data``, which do not count, are detected by ``schema.PROBES`` sampled weights.
+    An entry is valid while its run has the same address and version counter. Writes through
+    ``param.data`` do not change the counter; ``schema.PROBES`` sampled weights detect them.
     """
 
     def __init__(self, n: int) -> None:
@@ -23,7 +23,7 @@ class NormCache:
         self.pointers: Pointers = self._values.ctypes.data + step * np.arange(n)
 
     def check(self, runs: Any) -> None:
-        """Forgets those of runs that were written to since ``note``."""
+        """Invalidates entries of runs written since ``note``; all entries if a run has moved."""
         versions = [x._version for x in runs.tensors]
         if self._where is None or not np.array_equal(self._where, runs.pointers):
             self._values[:, 0] = -1
@@ -33,13 +33,13 @@ class NormCache:
                     self._values[i, 0] = -1
 
     def forget(self) -> None:
-        """Takes the next step to know nothing."""
+        """Invalidates the cache."""
         self._where = None
 
     def note(self, runs: Any) -> None:
-        """Takes the runs to be as a pass has left them, after torch was told of all writes."""
+        """Records the runs' addresses and version counters, which must include the last writes."""
         self._where, self._versions = runs.pointers, [x._version for x in runs.tensors]
 
     def clear(self) -> None:
-        """Drops the sums: the weights were written by another executor."""
+        """Drops the sums, because another executor has written the weights."""
         self._values[:, 0] = -1

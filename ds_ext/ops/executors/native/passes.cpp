@@ -1,12 +1,12 @@
 // The passes of ops/passes.py for CPUs, over a table of parameters: one call is one pass over a
-// whole batch. C only at the surface, and no header of torch, so that any torch will do.
+// whole batch. The interface is C without torch headers, so it works with any version of torch.
 //
-// A run is read in chunks that stay in the cache: a gradient, a weight, what is made of them. The
-// loops are plain ones for the compiler to vectorize. What is added up is added up in LANES
-// partial sums whatever the processor, and runs are cut into strips by their shape alone: so bits
-// depend neither on the vectors of the machine, nor on threads, nor on what else is in the table.
+// A pass reads a run in chunks; its inputs and temporaries stay in the cache. Loops are plain, for
+// the compiler to vectorize. Sums use LANES partial sums on every processor, and the shape alone
+// determines how runs are cut into strips. Bits therefore depend neither on the machine's vector
+// width, nor on threads, nor on other parameters in the table.
 //
-// The body below is compiled once for each instruction set, by including this file again.
+// The body below is compiled once per instruction set, by including this file again.
 
 #ifndef DS_EXT_BODY
 #define DS_EXT_BODY
@@ -15,7 +15,7 @@
 #define DS_EXT_SOURCE ""
 #endif
 
-// A build for a sanitizer has -DDS_EXT_PLAIN: one body is enough, and takes a third of the time.
+// Sanitizer builds define DS_EXT_PLAIN: one body is enough, and compiles in a third of the time.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(DS_EXT_PLAIN)
 #define DS_EXT_VECTORS
 #endif
@@ -34,22 +34,22 @@
 
 #include "schema.h"
 
-// Entry.norm_cache caches the sum of the squares of weights as they were written, negative where none is
-// cached, and PROBES of these weights: if one has changed, somebody else has written since.
+// Entry.norm_cache holds the sum of squares of the weights as last written, negative if not cached,
+// and PROBES of these weights: if one has changed, the weights were edited since.
 
 namespace {
 
 const int WIDTH = 16, LANES = 4 * WIDTH;
-const size_t ALIGNED = 64;  // bytes: of the widest vectors, so that none lies in two lines of a cache
+const size_t ALIGNED = 64;  // bytes of the widest vectors, so that none crosses a cache line
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
-const int64_t CHUNK = 512;       // elements that are worked on at a time
-const int64_t AHEAD = 4096;      // bytes before its use that memory is asked for
-const int64_t FEW_LINES = 128;   // elements of which that is asked at a time where little else is done
-const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, about
+const int64_t CHUNK = 512;       // elements processed at a time
+const int64_t AHEAD = 4096;      // prefetch distance, bytes
+const int64_t FEW_LINES = 128;   // elements prefetched at a time in loops that do little else
+const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, roughly
 
-// Threads that wait for work. A forked process has none of its parent's, and makes its own.
+// A pool of threads. A forked process does not inherit its parent's threads, and makes its own.
 class Pool {
   public:
     explicit Pool(int size) {
@@ -78,7 +78,7 @@ class Pool {
         void (*call)(const void *, int64_t);
         int64_t tasks;
         std::atomic<int64_t> next{0};
-        std::fenv_t modes;  // of the caller, whom torch.set_flush_denormal() may have changed
+        std::fenv_t modes;  // the caller's, which torch.set_flush_denormal() may have changed
         Job(const void *t, void (*c)(const void *, int64_t), int64_t n) : task(t), call(c), tasks(n) {
             std::fegetenv(&modes);
         }
@@ -121,7 +121,7 @@ template <class Task> void parallel(int64_t tasks, int threads, const Task &task
         for (int64_t i = 0; i < tasks; ++i) task(i);
         return;
     }
-    if (owner != getpid() || size < threads) {  // the old one, and its sleeping threads, are left
+    if (owner != getpid() || size < threads) {  // leaks the old pool and its sleeping threads
         pool = new Pool(threads);
         owner = getpid();
         size = threads;
@@ -149,8 +149,8 @@ inline uint32_t hashed(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-// rounding._noise: a permutation of the numbers below PERMUTED, twice, so that it can be read on past
-// its end. It is read faster than made, for it stays in the cache.
+// rounding._noise: a permutation of the numbers below PERMUTED, twice, so that reads may run past its
+// end. It stays in the cache, so reading it is faster than computing it.
 const int64_t PERMUTED = 1 << 16;
 
 const uint16_t *permutation() {
@@ -172,23 +172,23 @@ struct alignas(ALIGNED) Aligned {
     float lane[WIDTH];
 };
 
-// A piece of a run: elements [begin, end) of it.
+// Elements [begin, end) of a run.
 struct Strip {
     int64_t entry, begin, end;
-    int64_t partial;  // where its partial sums begin
+    int64_t partial;  // offset of its partial sums
 };
 
 bool is_by_matrix(const Call &call) {
     return call.pass == ROW_COL_SUMS || call.pass == WEIGHTED_SUMS || call.pass == NORMALIZE_WHOLE_ROWS;
 }
 
-// Whether a pass is over the statistics of whole parameters, not over runs.
+// Whether a pass processes the statistics of whole parameters instead of runs.
 bool is_of_statistics(const Call &call) {
     return call.pass == FACTORS || call.pass == NORMALIZE_ROWS || call.pass == NORMALIZE_COLUMNS;
 }
 
-// Cuts a run. Sums over rows and columns want whole rows in a strip, and whole matrices where
-// these are small; all but the first and the last strip of a run are alike.
+// Cuts a run into strips. For row and column sums, strips have whole rows, and whole matrices if
+// these are small. All strips of a run except the first and the last have the same size.
 void cut(const Entry &e, int64_t number, bool by_matrix, std::vector<Strip> &strips) {
     int64_t size = STRIP;
     if (by_matrix && e.cols > 0) {
@@ -200,7 +200,7 @@ void cut(const Entry &e, int64_t number, bool by_matrix, std::vector<Strip> &str
         int64_t next;
         if (by_matrix) {
             int64_t whole = e.rows * e.cols;
-            int64_t base = whole <= STRIP ? 0 : at / whole * whole;  // strips of a large matrix end with it
+            int64_t base = whole <= STRIP ? 0 : at / whole * whole;  // strips do not cross large matrices
             next = base + ((at - base) / size + 1) * size;
             if (whole > STRIP && next > base + whole) next = base + whole;
         } else {
@@ -249,10 +249,10 @@ static Runner chosen() {
 
 extern "C" __attribute__((visibility("default"))) int64_t passes_entry_bytes() { return sizeof(Entry); }
 
-// The hash of the source that it was built from, where a wheel was built: setup.py.
+// The hash of the source, if built with a wheel: setup.py.
 extern "C" __attribute__((visibility("default"))) const char *passes_source() { return DS_EXT_SOURCE; }
 
-// Passes over ``entries`` by ``isa``: 0 the best, 1 what every processor has.
+// Makes a pass over ``entries``. isa 0 is the processor's best instruction set, 1 the baseline.
 extern "C" __attribute__((visibility("default"))) void passes_run(const Call *call, Entry *entries, int64_t n, int threads, int isa) {
     static const Runner best = chosen();
     (isa ? plain::run : best)(*call, entries, n, threads);
@@ -291,14 +291,14 @@ INLINE uint16_t float_to_bf16(float x) {
     return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
-// Prefetches what comes AHEAD bytes after ``n`` elements: with several runs read in turns, the
+// Prefetches n elements, AHEAD bytes after ``from``. When a loop alternates between several runs, the
 // hardware prefetcher stalls at the beginning of each chunk.
 template <class T> INLINE void ask_ahead(const T *from, int64_t n) {
     const char *at = reinterpret_cast<const char *>(from) + AHEAD;
     for (int64_t k = 0; k < n * static_cast<int64_t>(sizeof(T)); k += 64) __builtin_prefetch(at + k);
 }
 
-// Numbers as they are kept, which become fp32 in the loop that reads them.
+// Stored numbers, which the reading loop converts to fp32.
 struct Fp32 {
     const float *at;
     Fp32 from(int64_t i) const { return {at + i}; }
@@ -332,7 +332,7 @@ struct Fp16 {
     }
 };
 
-// Those times a factor, within a bound.
+// Stored numbers times a factor, clamped to ± bound.
 template <class X> struct Scaled {
     X x;
     float factor, bound;
@@ -341,7 +341,7 @@ template <class X> struct Scaled {
     INLINE_MEMBER float operator[](int64_t j) const {
         float u = x[j] * factor;
         u = u > bound ? bound : u;
-        return u < -bound ? -bound : u;  // a NaN stays one
+        return u < -bound ? -bound : u;  // NaN stays NaN
     }
     INLINE_MEMBER void read(int64_t j, Vector &to) const {
         float lane[WIDTH];
@@ -350,7 +350,7 @@ template <class X> struct Scaled {
     }
 };
 
-// The 16 bits of fp32 numbers, rounded to nearest.
+// Rounds fp32 numbers to 16 bits, to nearest.
 INLINE void round_all(const float *__restrict x, int64_t n, uint16_t *__restrict w, bool is_bf16) {
     if (is_bf16)
         for (int64_t j = 0; j < n; ++j) w[j] = float_to_bf16(x[j]);
@@ -358,7 +358,7 @@ INLINE void round_all(const float *__restrict x, int64_t n, uint16_t *__restrict
         for (int64_t j = 0; j < n; ++j) w[j] = float_to_half(x[j]);
 }
 
-// weight_forms.CorrectedWeight: what it is of numbers of ``epsilon`` that are normal from ``least`` on.
+// weight_forms.CorrectedWeight for a dtype with ``epsilon`` and the smallest normal number ``least``.
 struct Correction {
     float epsilon;
     uint32_t least;
@@ -388,7 +388,7 @@ INLINE Correction correction(bool is_bf16) {
     return is_bf16 ? Correction{0x1p-7f, 0x00800000u} : Correction{0x1p-10f, 0x38800000u};
 }
 
-// x as fp32: itself, or in ``room``.
+// Returns x as fp32: x itself, or a copy in ``room``.
 static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float *__restrict room) {
     if (dtype == FP32) {
         ask_ahead(static_cast<const float *>(x) + i, n);
@@ -404,7 +404,7 @@ static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float
     return room;
 }
 
-// Calls ``task`` with elements i and on of the gradient, x · factor within ± bound.
+// Calls ``task`` with the gradient from element i on: x · factor clamped to ± bound.
 template <class Task> INLINE void with_gradient(const Entry &e, int dtype, int64_t i, const Task &task) {
     const float *wide = static_cast<const float *>(e.x) + i;
     const uint16_t *narrow = static_cast<const uint16_t *>(e.x) + i;
@@ -416,7 +416,7 @@ template <class Task> INLINE void with_gradient(const Entry &e, int dtype, int64
     }
 }
 
-// The gradient as fp32: where it lies, or in ``room``.
+// Returns the gradient as fp32: in place, or a copy in ``room``.
 static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype, int64_t i, int64_t n, float *__restrict room) {
     const float *found = room;
     with_gradient(e, dtype, i, [&](auto x) {
@@ -453,7 +453,7 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int storage
         for (int64_t j = 0; j < n; ++j) room[j] = c.read(room[j], parts[j]);
         return room;
     }
-    default: {  // COPIED_FP16: the copy counts where the run is still what was made of it
+    default: {  // COPIED_FP16: uses the copy while it still rounds to the run's weight
         const uint16_t *__restrict w = static_cast<const uint16_t *>(e.w) + i;
         const float *__restrict copy = static_cast<const float *>(e.aux) + i;
         for (int64_t j = 0; j < n; ++j) {
@@ -465,8 +465,8 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int storage
     }
 }
 
-// rounding.add_noise_: 16 random bits of n elements, ``at`` and on; in ``room`` where two chunks of
-// them meet, or where they are kept.
+// rounding.add_noise_: 16 random bits for each of n elements, from element ``at`` on. Returns a
+// pointer into the permutation, or a copy in ``room`` if the elements cross two chunks.
 static const uint16_t *noise(uint32_t key, int64_t at, int64_t n, uint16_t *__restrict room) {
     const uint16_t *table = permutation();
     for (int64_t j = 0; j < n;) {
@@ -482,7 +482,7 @@ static const uint16_t *noise(uint32_t key, int64_t at, int64_t n, uint16_t *__re
     return room;
 }
 
-// Rounds where some lie beyond the largest bf16, which they go to, or are not finite and stay so.
+// Rounds numbers that may exceed the largest bf16, which they become, or may be non-finite.
 static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *random, int64_t n, uint16_t *w) {
     for (int64_t j = 0; j < n; ++j) {
         uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu, sign = bits & 0x80000000u;
@@ -493,7 +493,7 @@ static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *
     }
 }
 
-// Writes ``x`` as elements i and on of the weight, and leaves in ``x`` what that then holds.
+// Writes ``x`` to the weight from element i on, and replaces ``x`` with the stored values.
 static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t i, int64_t n, float *__restrict x) {
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
     alignas(ALIGNED) uint16_t drawn[CHUNK];
@@ -582,7 +582,7 @@ static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t
     }
 }
 
-// The sum of squares of up to CHUNK numbers, in LANES sums.
+// The sum of squares of up to CHUNK numbers, in LANES partial sums.
 template <class X> static __attribute__((noinline)) double square_sum_of(X x, int64_t n) {
     Vector sum[LANES / WIDTH] = {};
     int64_t j = 0;
@@ -609,7 +609,7 @@ template <class X> static __attribute__((noinline)) double square_sum_of(X x, in
 
 INLINE double square_sum(const float *x, int64_t n) { return square_sum_of(Fp32{x}, n); }
 
-// The largest magnitude of a strip: infinity if there is a NaN.
+// The largest magnitude of a strip; infinity if there is a NaN.
 static void largest(const Call &call, const Entry &e, const Strip &s, double *partial) {
     alignas(ALIGNED) float room[CHUNK];
     uint32_t most[WIDTH] = {};
@@ -618,7 +618,7 @@ static void largest(const Call &call, const Entry &e, const Strip &s, double *pa
         const float *x = loaded(e.x, call.dtype, i, n, room);
         for (; j + WIDTH <= n; j += WIDTH)
             for (int l = 0; l < WIDTH; ++l) {
-                uint32_t a = as_bits(x[j + l]) & 0x7FFFFFFFu;  // ordered as the numbers are
+                uint32_t a = as_bits(x[j + l]) & 0x7FFFFFFFu;  // has the order of the magnitudes
                 most[l] = a > most[l] ? a : most[l];
             }
         for (int l = 0; j + l < n; ++l) {
@@ -649,7 +649,7 @@ static __attribute__((noinline)) double sum_of(const float *x, int64_t n) {
     return lane[0];
 }
 
-// m ← m + weight · (x − m), as moments.moved does it.
+// Returns m + weight · (x − m), rounded like moments.moved.
 INLINE float moved(float m, float x, float weight) {
     float change = x - m;
     return weight < 0.5f ? m + weight * change : x - (1.0f - weight) * change;
@@ -667,18 +667,18 @@ template <class X> INLINE void times_factors_of(X x, float *__restrict u, int64_
     }
 }
 
-// Matrices of 3 x 3, as convolutions have them by the hundred thousand, are passed over as rows of
-// three, with the loops along the rows of many matrices.
+// Convolutions have hundreds of thousands of 3 x 3 matrices. Loops run along the rows of many of
+// these matrices.
 const int64_t SIDE = 3, NINE = SIDE * SIDE;
 
-// Whether element ``at`` begins a matrix of 3 x 3; ``n`` then becomes whole ones.
+// Whether element ``at`` begins a 3 x 3 matrix; if so, rounds ``n`` down to whole matrices.
 INLINE bool begins_3x3(const Entry &e, int64_t at, int64_t &n) {
     if (e.rows != SIDE || e.cols != SIDE || at % NINE || n < NINE) return false;
     n = n / NINE * NINE;
     return true;
 }
 
-// The same as times_factors_of, of whole matrices of 3 x 3: n elements, at most CHUNK.
+// times_factors_of for whole 3 x 3 matrices: n elements, at most CHUNK.
 template <class X> static __attribute__((noinline)) void times_factors_3x3(X x, float *__restrict u, int64_t n, const float *row,
                                                                                   const float *col, float scale) {
     alignas(ALIGNED) float across[CHUNK];
@@ -690,7 +690,7 @@ template <class X> static __attribute__((noinline)) void times_factors_3x3(X x, 
     }
 }
 
-// u ← x · row · col · scale, elements ``i`` and on of the run.
+// u ← x · row · col · scale for n elements of the run, from element i on.
 template <class X> static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, int64_t n, X x, float *__restrict u) {
     int64_t cols = e.cols, at = e.start + i;
     while (n > 0) {
@@ -710,7 +710,7 @@ template <class X> static __attribute__((noinline)) void times_factors(const Ent
     }
 }
 
-// The same of the gradient.
+// times_factors of the gradient.
 static void gradient_times_factors(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict u) {
     with_gradient(e, call.dtype, i, [&](auto x) {
         x.ask_ahead(n);
@@ -718,10 +718,10 @@ static void gradient_times_factors(const Call &call, const Entry &e, int64_t i, 
     });
 }
 
-// Moments of 8 bits: companding.py. Groups lie whole in a chunk, but for the last of a parameter.
+// 8-bit moments: companding.py. A chunk has whole groups, except for the last group of a parameter.
 
 const int64_t FEW = 32;         // elements that share a scale: companding.SIZE
-const int CUT = 13;             // of the bits of a scale
+const int CUT = 13;             // low mantissa bits that a scale drops
 const uint32_t FIRST = 83 << 10;
 const float LEAST_SCALE = 0x1p-44f, MOST_SCALE = 0x1p20f - 0x1p9f;
 
@@ -733,13 +733,13 @@ INLINE uint16_t code_of(float scale) {
 }
 
 INLINE float within(float low, float x, float high) {
-    x = x > low ? x : low;  // in two steps, each one instruction
+    x = x > low ? x : low;  // two steps of one instruction each
     return x < high ? x : high;
 }
 
-// The scale of a group: its largest magnitude, within bounds.
+// The scale of a group: its largest magnitude, clamped.
 INLINE float largest_of(const float *x, int64_t n) {
-    uint32_t most = 0;  // of whole numbers, for which the order of a maximum is free
+    uint32_t most = 0;  // an integer maximum, which the compiler may reorder
     for (int64_t k = 0; k < n; ++k) {
         uint32_t a = as_bits(x[k]) & 0x7FFFFFFFu;
         most = a > most ? a : most;
@@ -817,7 +817,7 @@ static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int
     if (j < n) write_root_group(root + j, most[j / FEW], n - j, code + j);
 }
 
-// Adam's update by moments of 8 bits, which are rounded after it.
+// Adam's update with 8-bit moments; the update uses them before they are rounded.
 static __attribute__((noinline)) void adam8_step(const Entry &e, int64_t i, int64_t n, const float *g, float *__restrict out) {
     alignas(ALIGNED) float m[CHUNK], v[CHUNK];
     float a = e.a, b = e.b, lerp1 = e.lerp1, lerp2 = e.lerp2, scale = e.scale;
@@ -852,7 +852,7 @@ static __attribute__((noinline)) void sign_step(const Entry &e, bool is_8bit, in
     if (is_8bit) write_signed(e, i, n, m);
 }
 
-// What a pass reads: up to CHUNK elements, in ``room`` or where they lie. Moments are advanced.
+// Returns the input of a pass: up to CHUNK elements, in ``room`` or in place. Advances moments.
 static __attribute__((noinline)) const float *value(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict room) {
     const float *u = room;
     if (call.form == IS_WEIGHT) return weight(e, call.storage, i, n, room);
@@ -929,7 +929,7 @@ INLINE void add_decayed(const float *u, const float *__restrict w, float decay, 
     for (int64_t j = 0; j < n; ++j) out[j] = u[j] + decay * w[j];
 }
 
-// Sums of squares: of what is read, and of the weights if they are asked for.
+// Sums of squares of the input, and of the weights if ``out2`` is set.
 static void square_sums(const Call &call, const Entry &e, const Strip &s, double *partial) {
     alignas(ALIGNED) float room[CHUNK], other[CHUNK];
     double sum = 0, of_weights = 0;
@@ -950,10 +950,10 @@ static void square_sums(const Call &call, const Entry &e, const Strip &s, double
     partial[1] = of_weights;
 }
 
-// The rows of a strip, or parts of them, one after another.
+// A row of a strip, or a part of one.
 struct Line {
-    int64_t i, n;     // elements of the run
-    int64_t line, c;  // which row of all matrices, and at which column it begins
+    int64_t i, n;     // its first element in the run, and its length
+    int64_t line, c;  // its row, counted through all matrices, and its first column
 };
 
 INLINE Line next_line(const Entry &e, int64_t i, int64_t end) {
@@ -961,10 +961,10 @@ INLINE Line next_line(const Entry &e, int64_t i, int64_t end) {
     return {i, n < end - i ? n : end - i, at / e.cols, c};
 }
 
-// Rows of at most this many elements are read many at a time.
+// Rows with at most this many elements are processed many at a time.
 const int64_t NARROW = 64;
 
-// Compares, or notes, the probes of a weight; whether they are what they were.
+// If ``notes``, stores the probes of a weight; else compares them, and returns whether all match.
 static bool probed(const Call &call, const Entry &e, bool notes) {
     float room[1];
     for (int64_t k = 0; k < PROBES && e.n; ++k) {
@@ -977,7 +977,7 @@ static bool probed(const Call &call, const Entry &e, bool notes) {
     return true;
 }
 
-// Adds squares of rows of ``cols`` elements to sums over rows and columns.
+// Adds squares of rows of ``cols`` elements to row and column sums.
 INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, int64_t line, int64_t c,
                        float *row, float *col) {
     int64_t mat = line / rows, r = line % rows;
@@ -996,7 +996,7 @@ INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, in
     }
 }
 
-// The same of whole matrices of 3 x 3, whose sums are written.
+// Row and column sums of squares of whole 3 x 3 matrices; overwrites the outputs.
 static __attribute__((noinline)) void row_col_sums_3x3(const float *x, int64_t n, float *row, float *col) {
     alignas(ALIGNED) float q[CHUNK + 2 * SIDE], t[CHUNK];
     for (int64_t j = 0; j < n; ++j) q[j] = x[j] * x[j];
@@ -1018,8 +1018,8 @@ static __attribute__((noinline)) void weighted_sums_3x3(const float *x, int64_t 
     for (int64_t m = 0; m < n / NINE; ++m) std::memcpy(by_weight + m * SIDE, t + m * NINE, 4 * SIDE);
 }
 
-// Elements of a strip that are passed over at once where rows are narrow: whole matrices of 3 x 3,
-// or what there is before the first whole one.
+// The number of elements of a strip with narrow rows to process at once: whole 3 x 3 matrices, or
+// the elements before the first whole one.
 INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_3x3) {
     int64_t n = end - i < CHUNK ? end - i : CHUNK, at = e.start + i;
     is_3x3 = begins_3x3(e, at, n);
@@ -1030,8 +1030,8 @@ INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_3x3)
     return n;
 }
 
-// Sums of squares over rows, into out, and over columns, into ``col`` [cols] of one matrix or,
-// where a strip has many small ones, [mats, cols].
+// Adds row sums of squares to out, and column sums to ``col``: [cols] if the strip lies in one large
+// matrix, or [mats, cols] if it has small matrices. Sums of 3 x 3 matrices are overwritten.
 static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
     alignas(ALIGNED) float room[CHUNK];
     if (e.cols <= NARROW) {
@@ -1065,8 +1065,7 @@ static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float
     }
 }
 
-// What sums over columns are weighted by: one by the new statistic of a row whose squares sum up to
-// ``sum``.
+// The weights of column sums: 1 / the new statistic of a row whose squares add up to ``sum``.
 struct RowWeights {
     const float *before;
     float rest, least, share;
@@ -1075,8 +1074,7 @@ struct RowWeights {
     float operator()(int64_t line, float sum) const { return 1.0f / (before[line] * rest + least + share * sum); }
 };
 
-// The same of whole rows, and sums over columns of squares divided by the row's new statistic: where
-// rows are narrow.
+// row_col_sums of whole narrow rows, and column sums of squares divided by the row's new statistic.
 static void weighted_sums_narrow(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
     alignas(ALIGNED) float room[CHUNK];
     const RowWeights weight(e);
@@ -1105,8 +1103,8 @@ static void weighted_sums_narrow(const Call &call, const Entry &e, const Strip &
     }
 }
 
-// Adds squares of up to four rows of n elements, ``cols`` apart, to sums over columns, and those times
-// ``weight``.
+// Adds squares of up to four rows of n elements, with stride ``cols``, to column sums, and the squares
+// times ``weight`` to weighted column sums.
 template <class X> static __attribute__((noinline)) void add_squares(X x, int64_t rows, int64_t cols, const float *weight, int64_t n,
                                                                      float *__restrict to, float *__restrict by_weight) {
     if (rows == 4) {
@@ -1130,8 +1128,8 @@ template <class X> static __attribute__((noinline)) void add_squares(X x, int64_
     }
 }
 
-// The same where they are wide: four rows at a time of one matrix, so that sums over columns are
-// written to a quarter as often.
+// weighted_sums_narrow for wide rows: four rows of a matrix at a time, so that column sums are updated
+// a quarter as often.
 template <class X> static void weighted_sums_wide(const Entry &e, const Strip &s, X x, float *col, float *by_weight, bool is_one) {
     const RowWeights weight(e);
     for (int64_t i = s.begin; i < s.end;) {
@@ -1165,7 +1163,7 @@ static void weighted_sums(const Call &call, const Entry &e, const Strip &s, floa
         with_gradient(e, call.dtype, 0, [&](auto x) { weighted_sums_wide(e, s, x, col, by_weight, is_one); });
 }
 
-// The sum of the squares of x · y, of up to CHUNK numbers, in LANES sums.
+// The sum of squares of x · y for up to CHUNK numbers, in LANES partial sums.
 static __attribute__((noinline)) double square_sum_of_product(const float *x, const float *y, int64_t n) {
     Vector sum[LANES / WIDTH] = {}, v, w;
     int64_t j = 0;
@@ -1186,17 +1184,17 @@ static __attribute__((noinline)) double square_sum_of_product(const float *x, co
     return lane[0] + square_sum(rest, n - j);
 }
 
-// What a factor is at most: reference.LARGEST.
+// The largest factor: reference.LARGEST.
 const float LARGEST_FACTOR = 1e18f;
 
-// The factor that brings a norm from factor · sqrt(sum) to ``root``: reference._normalized.
+// The factor that changes a norm from factor · sqrt(sum) to ``root``: reference._normalized.
 INLINE float normalized(float factor, float sum, float least, float root) {
     float norm = factor * std::sqrt(sum), ratio = root / (norm < least ? least : norm);
     float now = factor * ratio;
     return now > LARGEST_FACTOR ? LARGEST_FACTOR : now;
 }
 
-// to ← to + by² · the sum over four rows, or fewer, of (weight · x)²
+// to ← to + by² · the sum of (weight · x)² over up to four rows.
 static __attribute__((noinline)) void add_weighted_squares(const float *const *x, const float *weight, int64_t rows,
                                                           const float *by, int64_t n, float *__restrict to) {
     if (rows == 4) {
@@ -1218,8 +1216,8 @@ static __attribute__((noinline)) void add_weighted_squares(const float *const *x
     }
 }
 
-// Factors of whole rows of x · col that make their norm √cols, into out, and the sums over columns
-// of the squares of what that gives.
+// out ← factors that give whole rows of x · col the norm √cols. Adds the column sums of squares of the
+// normalized rows to ``col``.
 static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
     alignas(ALIGNED) float room[4][CHUNK];
     float root = std::sqrt(static_cast<float>(e.cols));
@@ -1249,8 +1247,8 @@ static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &
     }
 }
 
-// out ← the factors in2 that bring norms, of which ``in`` has the squares, to the root of their size:
-// of the rows, or columns, of the matrices [begin, end) of a parameter.
+// out ← in2 · √size / max(√in, eps): factors that change norms, whose squares are ``in``, to √size.
+// For the rows, or columns, of the matrices [begin, end) of a parameter.
 static void normalize(const Call &call, const Entry &e, int64_t begin, int64_t end) {
     bool is_of_rows = call.pass == NORMALIZE_ROWS;
     int64_t each = is_of_rows ? e.rows : e.cols;
@@ -1263,8 +1261,8 @@ static void normalize(const Call &call, const Entry &e, int64_t begin, int64_t e
     }
 }
 
-// row, col ← those + weight · (in / cols, in2 / rows + eps − those) of one matrix; out, out2 ← the
-// factors of 1 / sqrt(row · col / mean(row)). Gives mean(row) · the sum of in3 / col.
+// Moves row and col of one matrix by ``weight`` towards in / cols + eps and in2 / rows + eps. out, out2
+// ← the factors of 1 / sqrt(row · col / mean(row)). Returns mean(row) · the sum of in3 / col.
 INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols) {
     float *__restrict row = e.row + mat * rows, *__restrict col = e.col + mat * cols;
     const float *in = e.in + mat * rows, *in2 = e.in2 + mat * cols;
@@ -1289,7 +1287,7 @@ INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols
     return static_cast<double>(mean) * weighted;
 }
 
-// The same of many matrices of 3 x 3, at most CHUNK / SIDE.
+// factors_of for up to CHUNK / SIDE matrices of 3 x 3.
 static __attribute__((noinline)) double factors_3x3(const Entry &e, int64_t mat, int64_t mats) {
     int64_t n = mats * SIDE;
     float *__restrict row = e.row + mat * SIDE, *__restrict col = e.col + mat * SIDE;
@@ -1311,7 +1309,7 @@ static __attribute__((noinline)) double factors_3x3(const Entry &e, int64_t mat,
     return sum_of(mean, mats);
 }
 
-// Of the matrices [begin, end) of a parameter.
+// The factors of the matrices [begin, end) of a parameter.
 static void factors(const Entry &e, int64_t begin, int64_t end, double *partial) {
     double sum = 0;
     if (e.rows == SIDE && e.cols == SIDE) {
@@ -1323,8 +1321,8 @@ static void factors(const Entry &e, int64_t begin, int64_t end, double *partial)
     *partial = sum;
 }
 
-// row, col ← v, which is row + weight · (in + eps − row), of matrices of one element: both are v.
-// Leaves the sum of in / v.
+// row, col ← v = row + weight · (in + eps − row) for 1 x 1 matrices, whose statistics are both v.
+// partial ← the sum of in / v.
 static void advance_1x1(const Entry &e, const Strip &s, double *partial) {
     float z[CHUNK], weight = e.lerp, eps = e.eps;
     double sum = 0;
@@ -1358,15 +1356,15 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
     }
 }
 
-// What a weight is to become.
+// The new value of a weight.
 struct Stepped {
     float lr, decay;
     bool decays;
     INLINE_MEMBER float operator()(float w, float u) const { return w - lr * (decays ? u + decay * w : u); }
 };
 
-// Writes what n bf16 weights become, rounded at random; whether it could: none lies beyond the largest
-// bf16, or is not finite, and all are as they were otherwise.
+// Steps n bf16 weights with stochastic rounding. If a new value exceeds the largest bf16 or is not
+// finite, writes nothing and returns false.
 static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u) {
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
     alignas(ALIGNED) uint16_t drawn[CHUNK], made[CHUNK];
@@ -1383,8 +1381,8 @@ static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped st
     return true;
 }
 
-// The same in one loop for the commonest ways of keeping weights; whether it was done. ``squares``
-// becomes the sum of the squares of the new weights where they are cached.
+// Steps weights in one loop for the most common storage formats; returns whether it did. If norms are
+// cached, ``squares`` becomes the sum of squares of the new weights.
 static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, double &squares) {
     float *__restrict wide = static_cast<float *>(e.w) + i;
     uint16_t *__restrict narrow = static_cast<uint16_t *>(e.w) + i;
@@ -1447,20 +1445,20 @@ INLINE int16_t hash_of(const int16_t *w, int64_t n, const int32_t *numbers) {
     return static_cast<int16_t>(static_cast<int32_t>(sum) >> 16);
 }
 
-// marks ← the marks of a 16-bit run.
+// marks ← the fingerprints of a 16-bit run.
 static void mark(const Entry &e, const Strip &s, const int32_t *numbers) {
     const int16_t *w = static_cast<const int16_t *>(e.w);
     for (int64_t i = s.begin; i < s.end; i += GROUP)
         e.marks[i / GROUP] = hash_of(w + i, s.end - i < GROUP ? s.end - i : GROUP, numbers);
 }
 
-// Whether a bf16 weight and the half that it lacks stand for no number; 8 bits always do.
+// Whether a bf16 weight and its 16-bit residual are an invalid pair; 8-bit residuals are always valid.
 INLINE bool is_no_number(int size, int16_t rest) {
     return (size == 0 && rest < 0) || (size == 0x7F80 && rest > 0) || size > 0x7F80;
 }
 INLINE bool is_no_number(int, int8_t) { return false; }
 
-// aux ← 0 where the run is not what it was: fingerprints.mend_.
+// aux ← 0 where the run was edited: fingerprints.mend_.
 template <class Rest> static void mend(const Entry &e, const Strip &s, const int32_t *numbers) {
     const int16_t *w = static_cast<const int16_t *>(e.w);
     Rest *rest = static_cast<Rest *>(e.aux);
@@ -1493,17 +1491,17 @@ static void marks(const Call &call, const Entry &e, const Strip &s) {
         mend<int8_t>(e, s, numbers);
 }
 
-// The work of a call: its strips, and room for what each of them sums up.
+// The work of a call: its strips, and memory for their partial sums.
 struct Work {
     std::vector<Strip> strips;
-    std::vector<Aligned> room;   // sums over columns of strips of large matrices, [2, cols] each
-    std::vector<double> sums;    // [2] of each strip
+    std::vector<Aligned> room;   // column sums of strips of large matrices, [2, cols] each
+    std::vector<double> sums;    // [2] per strip
     int64_t elements = 0;
 
     float *columns() { return reinterpret_cast<float *>(room.data()); }
 };
 
-// Whether strips of a parameter are of one matrix, whose sums over columns they have in part.
+// Whether each strip lies in one large matrix, and has partial column sums of it.
 INLINE bool has_parts(const Call &call, const Entry &e) { return is_by_matrix(call) && e.rows * e.cols > STRIP; }
 
 static Work cut_all(const Call &call, Entry *entries, int64_t count) {
@@ -1512,13 +1510,13 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         Entry &e = entries[i];
         size_t first = work.strips.size();
-        if (call.fresh && (call.pass == NORMALIZE_WHOLE_ROWS || !(e.rows == SIDE && e.cols == SIDE))) {  // whose sums are written
+        if (call.fresh && (call.pass == NORMALIZE_WHOLE_ROWS || !(e.rows == SIDE && e.cols == SIDE))) {  // 3 x 3: overwritten
             std::memset(e.out, 0, sizeof(float) * static_cast<size_t>(e.mats * e.rows));
             std::memset(e.out2, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
             if (call.pass == WEIGHTED_SUMS) std::memset(e.out3, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
         }
         if (call.pass == SQUARE_SUMS && e.norm_cache && e.norm_cache[0] >= 0) {
-            if (probed(call, e, false)) continue;  // nothing is to be read
+            if (probed(call, e, false)) continue;  // the cached norm is valid
             e.norm_cache[0] = -1;
         }
         if (is_of_statistics(call)) {
@@ -1561,7 +1559,7 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     }
 }
 
-// What becomes of the two sums of a parameter.
+// Uses the two sums of a parameter as the pass requires.
 static void end_with(const Call &call, const Entry &e, double sum, double other) {
     switch (call.pass) {
     case LARGEST:
@@ -1589,7 +1587,7 @@ static void end_with(const Call &call, const Entry &e, double sum, double other)
     }
 }
 
-// Puts together what the strips of each parameter have made, in their order.
+// Reduces the partial results of each parameter's strips, in order.
 static void put_together(const Call &call, Entry *entries, int64_t count, Work &work) {
     size_t k = 0;
     for (int64_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-"""The table that a native pass reads: rows of ``Entry``, which ``ops.schema`` describes."""
+"""The table of a native pass: one row of ``Entry`` per parameter, described in ``ops.schema``."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from ds_ext.ops.executors.native import library
 
 _TYPES = {"float": np.float32, "uint32_t": np.uint32}  # of columns; all others have 8 bytes
 _FIELDS = [(one.name, _TYPES.get(one.type, np.int64)) for one in schema.native_columns()]
-ENTRY = np.dtype(_FIELDS, align=True)  # as C++ lays it out
-INSTRUCTIONS = 0  # the best that the processor has; 1: those that every one has
-# What a column is that a pass over runs does not set.
+ENTRY = np.dtype(_FIELDS, align=True)  # the layout of C++
+INSTRUCTIONS = 0  # 0: the processor's best instruction set; 1: the baseline
+# Values of columns that a pass does not set.
 DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0}
 DEFAULTS |= dict.fromkeys(("out2", "in3", "update_sums", "norm_cache"), 0)
 NUMBER = (float, int)
@@ -26,15 +26,15 @@ _PASSES = {name: i for i, name in enumerate(schema.PASSES)}
 
 
 class Table:
-    """A row for each parameter: its geometry, which stays, and what a pass over them needs.
+    """One row per parameter: its geometry, which is fixed, and the arguments of the next pass.
 
     Args:
         geometries: start, elements, matrices, rows and columns of each run.
-        firsts: the number, in its parameter, of each run's first element.
+        firsts: the index of each run's first element in its parameter.
     """
 
-    adds_two = True  # squares of weights, and of what is read with them, in one pass
-    fills_whole_sums = True  # passes over whole parameters write all of their sums
+    adds_two = True  # one pass adds up squares of an input and of the weights that it reads
+    fills_whole_sums = True  # passes over whole parameters write every sum
     passes = frozenset(schema.PASSES)
     takes_formulas = frozenset[str]()  # columns that may be formulas
 
@@ -47,18 +47,18 @@ class Table:
         columns = np.array(geometries, dtype=np.int64).T
         self.set(**dict(zip(("start", "n", "mats", "rows", "cols"), columns, strict=True)))
         self.set(origin=np.array(firsts, dtype=np.int64))
-        self._filled: dict[str, float] = {}  # what columns were set to that have one number
+        self._filled: dict[str, float] = {}  # the values of columns that hold one number
 
     def scratch(self, n: int) -> Tensor:
-        """Returns memory for n numbers, [n] in fp32."""
+        """Returns uninitialized memory, [n] in fp32."""
         return torch.empty(n, dtype=torch.float32, device="cpu")
 
     def zeros(self, n: int) -> Tensor:
-        """Returns sums of nothing yet, [n] in fp32."""
+        """Returns zeros to add sums to, [n] in fp32."""
         return torch.zeros(n, dtype=torch.float32, device="cpu")
 
     def set(self, **columns: Any) -> None:
-        """Fills columns, each by an array or tensor [n], or by one number."""
+        """Fills each column with an array or tensor [n], or with one number."""
         for name, column in columns.items():
             self._columns[name][:] = column
 
@@ -72,23 +72,23 @@ class Table:
         decays: bool = False,
         fresh: bool = False,
     ) -> None:
-        """Makes a pass over all rows, by as many threads as torch's operations have.
+        """Makes a pass over all rows, with as many threads as torch's operations use.
 
         Args:
-            name: of the pass.
-            columns: what it needs, as ``set`` takes it, or with ``pointers`` to it, [n].
-            form: what is read, one of ``schema.FORMS``.
-            dtype: of ``x``, one of ``schema.DTYPES``.
+            name: the name of the pass, one of ``schema.PASSES``.
+            columns: its arguments, as ``set`` takes them, or objects with ``pointers``, [n].
+            form: the form of its input, one of ``schema.FORMS``.
+            dtype: the dtype of ``x``, one of ``schema.DTYPES``.
             storage: how weights are stored, and their dtype, one of ``schema.STORED``.
-            decays: whether ``decay`` times the weights is added to what is read.
-            fresh: whether sums over rows and columns are to be written where nothing was yet.
+            decays: whether to add ``decay`` times the weights to the input.
+            fresh: whether the memory for row and column sums is uninitialized.
         """
         filled = self._filled
         for key, given in {**DEFAULTS, **columns}.items():
             if isinstance(given, NUMBER):
                 if filled.get(key) == given:
                     continue
-                filled.pop(key, None)  # until the column has it: Ctrl-C may come between
+                filled.pop(key, None)  # a KeyboardInterrupt may leave the column half filled
                 self._columns[key][:] = given
                 filled[key] = given
             else:
@@ -110,7 +110,7 @@ def _library() -> ctypes.CDLL:
 
 
 def is_there() -> bool:
-    """Returns whether native passes can be made on this machine; may build them."""
+    """Returns whether this machine has native passes; may build them."""
     found = library.load()
     if found is not None:
         assert found.passes_entry_bytes() == ENTRY.itemsize, "passes.cpp and table.py differ"

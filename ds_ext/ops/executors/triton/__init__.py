@@ -1,1 +1,1 @@
-"""The passes as Triton kernels for GPUs: the only folder that imports triton."""
+"""Passes on GPUs as Triton kernels. Only this folder imports triton."""

@@ -1,9 +1,9 @@
-"""The columns of the table that a kernel reads, all of them int64: see ``ops.schema``."""
+"""The columns of a kernel's table, all int64: see ``ops.schema``."""
 
 from ds_ext.ops import schema
 
 COLUMNS = [one.name for one in schema.kernel_columns()]
-AT = {name: i for i, name in enumerate(COLUMNS)}  # where each lies in a row
+AT = {name: i for i, name in enumerate(COLUMNS)}  # each column's index in a row
 NUMBERS = frozenset(one.name for one in schema.kernel_columns() if one.is_number)
-# Int64s that may be formulas, and the constants of kernels that these are.
+# Number columns that may be formulas, and the kernel constant of each such formula.
 FORMULAS = {"scale": "SCALED", "decay": "DECAYED", "lr": "RATE"}

@@ -1,4 +1,4 @@
-"""What kernels take: devices, and parameters that they step in batches."""
+"""The devices and parameters that kernels support."""
 
 import functools
 
@@ -6,19 +6,19 @@ import torch
 
 from ds_ext.ops.shard import Shard
 
-DEVICES = {"cuda"}  # whose tensors kernels take
-MATRICES = 128  # of a parameter, at most, whose rows and columns kernels add up
+DEVICES = {"cuda"}  # the supported device types
+MATRICES = 128  # the most matrices of a parameter whose rows and columns kernels add up
 
 
 def take(device: torch.device) -> bool:
-    """Returns whether kernels take the tensors of a device."""
+    """Returns whether kernels support the tensors of a device."""
     return device.type in DEVICES and are_there()
 
 
 def take_matrices(shard: Shard) -> bool:
-    """Returns whether kernels add up rows and columns of a parameter, and divide by such sums.
+    """Returns whether kernels support row and column sums of a parameter, and quotients by them.
 
-    Each matrix has tiles and sums of its own: torch's operations are faster for large stacks.
+    Each matrix has its own tiles and sums, so torch's operations are faster for large stacks.
     The answer is the same on all ranks.
     """
     return not shard.is_1x1 and shard.mats <= MATRICES
@@ -26,7 +26,7 @@ def take_matrices(shard: Shard) -> bool:
 
 @functools.cache
 def are_there() -> bool:
-    """Returns whether Triton is installed; imports the kernels, which takes Triton with them."""
+    """Returns whether Triton is installed; imports the kernels and Triton."""
     try:
         from ds_ext.ops.executors.triton import kernels  # noqa: F401
     except ImportError:  # a torch without Triton

@@ -1,4 +1,4 @@
-"""How the partial sums of a pass, which its tiles leave, are added up by a launch after it."""
+"""Reductions of the partial sums that a pass leaves for each tile, made by a later launch."""
 
 from dataclasses import dataclass
 
@@ -10,43 +10,43 @@ from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the tiles of each parameter leave their sums, in a tensor of them all."""
+    """The offset of each parameter's partial sums in one tensor."""
 
     starts: Int64s  # bytes
-    total: int  # numbers
+    total: int  # size of the tensor, elements
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Sums of partial sums, several for a parameter."""
+    """Reductions of partial sums; a parameter may have several."""
 
     tiles: Tiles
-    owners: Int64s  # the parameter of each
-    parts: Int64s  # where its partial sums begin, bytes from those of the batch
-    outs: Int64s  # and where in its parameter's results it goes, bytes
+    owners: Int64s  # the parameter of each reduction
+    parts: Int64s  # offset of its partial sums in the batch's, bytes
+    outs: Int64s  # offset of its output in the parameter's output, bytes
 
 
 def parts(counts: Int64s) -> Parts:
-    """Returns room for so many numbers of each parameter, from multiples of 16 bytes on."""
+    """Returns offsets of ``counts`` numbers of each parameter, aligned to 16 bytes."""
     ends = np.cumsum(-(-counts // 4) * 4)
     starts = np.concatenate([[0], ends[:-1]])
     return Parts(4 * starts, int(ends[-1]))
 
 
 def of_tiles(programs: Int64s) -> tuple[Parts, Fold]:
-    """One number left by each tile -> one sum of each parameter."""
+    """Reduces one partial sum per tile to one sum per parameter."""
     made, owners = parts(programs), np.arange(len(programs))
     return made, Fold(of_one(programs), owners, made.starts, np.zeros_like(programs))
 
 
 def of_one(counts: Int64s) -> Tiles:
-    """So many numbers of each parameter -> one sum."""
+    """Reduces ``counts`` numbers of each parameter to one sum."""
     ones = np.ones_like(counts)
     return _sums(counts, ones, ones)
 
 
 def row_sums(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
-    """Sums over each row: [tiles across, mats touched, rows of their tiles], for each parameter."""
+    """Reduces row sums: per parameter [tiles across, mats touched, rows of their tiles]."""
     down, mats = at.of("down"), tiles.touched(g)
     height, wide = at.of("height"), tiles.across(g)
     made = parts(wide * height)
@@ -59,7 +59,7 @@ def row_sums(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
 
 
 def col_sums(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
-    """Sums over each column: [mats touched, tiles down, cols], for each parameter."""
+    """Reduces column sums: per parameter [mats touched, tiles down, cols]."""
     down, mats = at.of("down"), tiles.touched(g)
     made = parts(mats * down * g.cols)
     owners, mat = _by_matrix(mats)
@@ -70,14 +70,14 @@ def col_sums(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
 
 
 def _by_matrix(mats: Int64s) -> tuple[Int64s, Int64s]:
-    """The parameter of each of all matrices, and which of its own it is."""
+    """For every matrix: its parameter, and its index among the parameter's matrices."""
     owners = np.repeat(np.arange(len(mats)), mats)
     firsts = np.cumsum(mats) - mats
     return owners, np.arange(len(owners)) - firsts[owners]
 
 
 def _sums(k: Int64s, stride: Int64s, n: Int64s) -> Tiles:
-    """Sums over k of numbers [k, stride], the first n of each; of one each, as rows of a tile."""
+    """Tiles that sum [k, stride] over k for the first n columns; stride 1 is read as rows of TC."""
     is_one = stride == 1
     wide = np.where(is_one, sizes.TC, stride)
     return tiles.made(

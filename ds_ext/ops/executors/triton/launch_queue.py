@@ -1,4 +1,4 @@
-"""Launches that wait, so that one copy to the device serves all of them.
+"""A queue of launches, so that one copy to the device brings the tables of all of them.
 
 A ``LaunchQueue`` merges the passes of a bucket's rules into as few launches as their order allows:
 a rule's passes come after those whose results they read, the same programs make passes over the
@@ -65,7 +65,7 @@ class LaunchQueue:
 
 
 def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:
-    """What may run side by side, wave after wave: each rule's last pass is in the last."""
+    """Waves of chains that may run in parallel; each rule's last pass is in the last wave."""
     leveled = [_levels(passes) for passes in rules if passes]
     count = max((len(levels) for levels in leveled), default=0)
     waves: list[list[Chain]] = [[] for _ in range(count)]
@@ -76,16 +76,16 @@ def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:
 
 
 def _levels(passes: Sequence[Pass]) -> Sequence[Sequence[Chain]]:
-    """A rule's passes, each in a chain with the one before or as soon as its order allows.
+    """Levels of a rule's passes: each pass joins the chain before it, or the first level it may.
 
-    Sums are read by nobody and change nothing: they may run beside each other, and whatever writes
-    comes after all before it.
+    Passes that only write sums may run in parallel, because no pass reads these sums. A pass that
+    writes anything else runs after all earlier passes.
     """
     levels: list[list[list[Launch]]] = []
-    written = 0  # levels up to the last that writes
+    written = 0  # the number of levels up to the last one that writes
     last: list[list[Launch]] = []
     for one in passes:
-        # what changes something waits for all that may read it
+        # a pass that writes must wait for every pass that may read
         may_follow = one.only_sums or (levels and len(levels[-1]) == len(last))
         if may_follow and last and _are_over(last, one.launches):
             for chain, launch in zip(last, one.launches, strict=True):
@@ -104,7 +104,7 @@ def _levels(passes: Sequence[Pass]) -> Sequence[Sequence[Chain]]:
 
 
 def _are_over(chains: Sequence[Chain], launches: Sequence[Launch]) -> bool:
-    """Whether passes are over the same elements, launch by launch."""
+    """Whether passes cover the same elements, launch by launch."""
     if len(chains) != len(launches):
         return False
     return all(a[-1].is_over(b) for a, b in zip(chains, launches, strict=True))

@@ -22,7 +22,7 @@ from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 from ds_ext.ops.formulas import Formula
 
 Columns = Mapping[str, Any]
-# The columns of runs that are read in vectors, and of those that are written too.
+# Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
 VECTORS, OUT = slice(AT["x"], AT["aux"] + 1), slice(AT["x"], AT["out"] + 1)
 OF_WIDE_ROWS = {
     "weighted_sums": "wide_weighted_sums",
@@ -32,10 +32,10 @@ OF_WIDE_ROWS = {
 
 @dataclass(frozen=True)
 class SquareParts:
-    """Int64s that a pass leaves of each parameter, which add up to its sum of squares."""
+    """Numbers that a pass leaves for each parameter and that add up to its sum of squares."""
 
     at: Any  # has ``pointers`` to them, [n]
-    tiles: Tiles  # of what adds them up
+    tiles: Tiles  # of the launch that adds them up
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class GradLimits:
 
 
 class Launcher:
-    """Many parameters on a GPU, and launches of kernels over them.
+    """Launches kernels over many parameters on a GPU.
 
     Args:
         geometries: start, elements, matrices, rows and columns of each run.
@@ -92,7 +92,7 @@ class Launcher:
         return Memory(self.device) if self.queue is None else self.queue.memory
 
     def added_up(self, squares: SquareParts) -> Tensor:
-        """Returns the sums of what passes have left, [n]."""
+        """Queues the reduction of ``squares``; returns its results, [n]."""
         total = self.zeros(self.n)
         outs = Addresses(total, 4 * np.arange(self.n)).pointers
         own = np.arange(self.n)
@@ -115,12 +115,12 @@ class Launcher:
 
     @functools.cached_property
     def flat(self) -> Tiles:
-        """Tiles of passes that need no rows and columns."""
+        """Tiles of passes that ignore rows and columns."""
         return tiles.flat(self.geometry)
 
     @functools.cached_property
     def by_matrix(self) -> Tiles:
-        """Tiles of passes that do."""
+        """Tiles of passes that use rows and columns."""
         return tiles.by_matrix(self.geometry)
 
     @functools.cached_property
@@ -129,50 +129,50 @@ class Launcher:
         return tiles.by_strip(self.geometry)
 
     def new_norm_cache(self) -> DeviceNormCache:
-        """Returns a cache of the norms of new weights, which lasts from step to step."""
+        """Returns a cache of the weights' norms, which lasts from step to step."""
         return DeviceNormCache({name: parts for name, (parts, _) in self.sums.items()}, self.device)
 
     @functools.cached_property
     def recalled(self) -> dict[str, Tiles]:
-        """A program for each parameter, which looks through tiles of these names."""
+        """Tiles with one program per parameter, which visits the parameter's tiles of this name."""
         return {"flat": _looked_through(self.flat), "by_matrix": _looked_through(self.by_matrix)}
 
     @functools.cached_property
     def by_group(self) -> Tiles:
-        """Tiles of elements that share marks."""
+        """Tiles of groups of elements that share a fingerprint."""
         return tiles.by_group(self.geometry)
 
     @functools.cached_property
     def by_parameter(self) -> Tiles:
-        """A tile for each parameter."""
+        """One tile per parameter."""
         return tiles.by_parameter(self.geometry)
 
     @functools.cached_property
     def sums(self) -> dict[str, tuple[Parts, Fold]]:
-        """How sums over all elements are added up, by the tiles that leave parts of them."""
+        """Reductions of one partial sum per tile to one sum per parameter, by the tiles' name."""
         of = {"flat": self.flat, "by_matrix": self.by_matrix}
         return {name: folds.of_tiles(at.programs) for name, at in of.items()}
 
     @functools.cached_property
     def sums_of_tiles(self) -> tuple[tuple[Parts, Fold], tuple[Parts, Fold]]:
-        """How sums over rows, and over columns, are added up of tiles'."""
+        """Reductions of the tiles' row sums, and of their column sums."""
         g, at = self.geometry, self.by_matrix
         return folds.row_sums(g, at), folds.col_sums(g, at)
 
     @functools.cached_property
     def sums_of_strips(self) -> tuple[Parts, Fold]:
-        """How sums over columns are added up of strips'."""
+        """Reduction of the strips' column sums."""
         return folds.col_sums(self.geometry, self.by_strip)
 
     @functools.cached_property
     def squares_of_tiles(self) -> Tiles:
-        """How sums over rows of tiles are added up to one."""
+        """Reduction of the tiles' row sums to one sum per parameter."""
         at = self.by_matrix
         return folds.of_one(at.of("height") * tiles.across(self.geometry))
 
     @functools.cached_property
     def squares_of_rows(self) -> Tiles:
-        """How sums over whole rows are added up to one."""
+        """Reduction of the sums of whole rows to one sum per parameter."""
         return folds.of_one(self.geometry.mats * self.geometry.rows)
 
     def launches(
@@ -183,10 +183,10 @@ class Launcher:
         columns: Columns,
         vectors: slice = VECTORS,
     ) -> Iterator[Launch]:
-        """A kernel over all parameters: one launch of those with vectors, one of the others.
+        """Launches of a kernel over all parameters: one for aligned runs, one for the others.
 
-        If tiles are as wide as rows, there is one launch for each width, and another kernel for
-        rows that are wider than tiles: a parameter's bits must not depend on its neighbours.
+        If tiles are as wide as rows, each width has its own launch, and rows that are wider than
+        any tile use another kernel: a parameter's bits must not depend on its neighbours.
         """
         constants = (*constants, ("JUDGED", self.limits is not None))
         if self.limits is not None:
@@ -211,7 +211,7 @@ class Launcher:
     def _filled(
         self, at: Tiles, columns: Columns
     ) -> tuple[Int64s, dict[str, HostNumber], dict[str, Spec]]:
-        """The rows of a table, the numbers of columns that the host has, formulas of others."""
+        """The rows of a table, its columns that are host numbers, the formulas by constant."""
         rows = at.rows.copy()
         numbers: dict[str, HostNumber] = {}
         formulas: dict[str, Spec] = {}
@@ -236,13 +236,13 @@ class Launcher:
         return rows, numbers, formulas
 
     def _addresses(self, number: Tensor) -> Int64s | int:
-        """Where a number is, of each parameter or of all."""
+        """The address of each parameter's number, or of one number for all."""
         assert number.dtype == torch.float32 and number.is_contiguous()
         first = number.data_ptr()
         return first + 4 * np.arange(self.n) if number.numel() == self.n else first
 
     def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
-        """The launch that adds up ``part`` to what has the addresses of ``out``."""
+        """The launch that reduces the partial sums ``part`` and writes to ``out.pointers``."""
         fold = how[1]
         parts = part.data_ptr() + fold.parts
         outs = out.pointers[fold.owners].astype(np.int64) + fold.outs
@@ -262,14 +262,14 @@ class Launcher:
         return Launch("fold", constants, at, None, rows, at.programs, numbers, alive)
 
     def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
-        """Memory for what tiles leave, and where each parameter's is."""
+        """Memory for the tiles' partial sums, and the addresses of each parameter's."""
         part = self.scratch(how[0].total)
         return part, Addresses(part, how[0].starts)
 
 
 @functools.cache
 def _spec(structure: Any) -> Spec:
-    """A formula without its numbers, as ``Formula.taken_apart`` gives it, for a kernel."""
+    """The kernel constant of a formula's structure, which ``Formula.taken_apart`` returns."""
     name, *of = structure
     if name != "given":
         of = [*map(_spec, of)]
@@ -277,7 +277,7 @@ def _spec(structure: Any) -> Spec:
 
 
 def _looked_through(at: Tiles) -> Tiles:
-    """One program for all tiles of a parameter."""
+    """The same tiles with one program per parameter, which visits all of them."""
     rows = at.rows.copy()
     rows[:, AT["total"]] = at.programs
     return replace(at, rows=rows, programs=np.ones_like(at.programs))

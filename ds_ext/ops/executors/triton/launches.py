@@ -1,4 +1,4 @@
-"""Launches of kernels over the parameters of a table, and the one copy that brings their tables."""
+"""Kernel launches over the parameters of a table; one copy brings the tables of all launches."""
 
 import contextlib
 import functools
@@ -20,10 +20,10 @@ from ds_ext.ops.executors.triton.tiles import Int64s, Tiles
 
 
 class Spec:
-    """A constant of a kernel with named fields, some of which are such constants too.
+    """A kernel constant with named fields, which may be ``Spec``s themselves.
 
-    A kernel reads its fields; Triton tells one from another by ``repr``, of which it makes names.
-    A tuple would not do: not all versions of Triton take tuples of tuples.
+    Triton identifies constants by ``repr``, from which it also derives names. Nested tuples would
+    not do, because some versions of Triton do not support them.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -47,35 +47,35 @@ class Spec:
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
 HostNumber: TypeAlias = float | NDArray[np.float32]  # one for all parameters, or one for each
-Kind: TypeAlias = Spec  # passes that are made one after another: see kernels/run.py
-MAX_PARAMETERS = 1024  # parameters of a launch at most: each program looks for its own among them
-# Passes whose every element depends, of what passes before it have written, on itself alone.
+Kind: TypeAlias = Spec  # passes that a program makes one after another: see kernels/run.py
+MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
+# Passes in which an element depends on no other element that an earlier pass has written.
 BY_ELEMENT = {"square_sums", "row_col_sums", "lerp", "square_lerp"}
 BY_ELEMENT |= {"apply", "noting_apply", "measured_apply"}
-# Those whose bits do not depend on the number of warps.
+# Passes whose bits do not depend on the number of warps.
 ANY_WARPS = {"lerp", "square_lerp", "apply", "tell"}
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One pass over some parameters of a table, by one kernel.
+    """One pass over some parameters of a table.
 
-    ``numbers`` are those that no tensor on the device holds, one for all or one for each, by
-    columns; where they will lie is filled in when the table is copied. ``alive`` is what the
-    table points to, which must not be freed before.
+    ``numbers`` are the host's numbers by column, one for all parameters or one for each; their
+    addresses are filled in when the table is copied. ``alive`` holds the tensors that the table
+    points to, so that they are not freed before the launch.
     """
 
     kernel: str
     constants: Constants
     tiles: Tiles
-    own: Int64s | None  # of the tiles' parameters; None: all
+    own: Int64s | None  # the indices of its parameters in ``tiles``; None: all
     rows: Int64s  # [n, columns]
     programs: Int64s  # of each parameter, [n]
     numbers: Mapping[str, HostNumber]
     alive: Sequence[object]
 
     def is_over(self, other: "Launch") -> bool:
-        """Whether each program of both has the same elements, and needs no other's."""
+        """Whether each program of both has the same elements, and reads no other program's."""
         if not {self.kernel, other.kernel} <= BY_ELEMENT or self.tiles is not other.tiles:
             return False
         if self.own is None or other.own is None:
@@ -83,7 +83,7 @@ class Launch:
         return np.array_equal(self.own, other.own)
 
     def part(self, start: int, stop: int) -> "Launch":
-        """Returns the launch of some of the parameters."""
+        """Returns the launch over parameters [start, stop)."""
         if start == 0 and len(self.rows) <= stop:
             return self
         at = slice(start, stop)
@@ -91,13 +91,13 @@ class Launch:
         return replace(self, rows=self.rows[at], programs=self.programs[at], numbers=numbers)
 
 
-# Launches over the same elements, which each program makes one after another.
+# Launches over the same elements; each program makes them one after another.
 Chain: TypeAlias = Sequence[Launch]
 
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """Launches that are one: of parameters with several kinds of passes."""
+    """Several chains merged into one launch, whose parameters have different kinds of passes."""
 
     chains: list[Chain]
     kinds: tuple[Kind, ...]
@@ -106,22 +106,22 @@ class Joint:
 
     @property
     def count(self) -> int:
-        """Parameters."""
+        """The number of parameters."""
         return sum(len(chain[0].rows) for chain in self.chains)
 
     @property
     def passes(self) -> int:
-        """Rows of the table that each parameter has."""
+        """The number of table rows per parameter."""
         return max(map(len, self.chains))
 
     @property
     def table_words(self) -> int:
-        """The size of the table, in words of 8 bytes."""
+        """The size of the table in 8-byte words."""
         return self.count * self.passes * len(COLUMNS)
 
     @property
     def words(self) -> int:
-        """The same with its numbers, to a multiple of 16 bytes."""
+        """The size of the table and its numbers in 8-byte words, rounded up to 16 bytes."""
         given = [x for chain in self.chains for one in chain for x in one.numbers.values()]
         floats = sum(1 if isinstance(x, float) else len(x) for x in given)
         words = self.table_words + -(-floats // 2)
@@ -129,12 +129,9 @@ class Joint:
 
 
 def merged(chains: Iterable[Chain]) -> list[Joint]:
-    """Returns chains that do not depend on each other as few launches: one for a number of warps.
-
-    All are on one device.
-    """
+    """Merges independent chains on one device into one launch per number of warps."""
     by_warps: dict[int, list[tuple[Chain, Kind]]] = {}
-    others: list[tuple[Chain, Kind, int]] = []  # of any number of warps
+    others: list[tuple[Chain, Kind, int]] = []  # may use any number of warps
     for chain in chains:
         kind, warps = _kind(tuple((one.kernel, one.constants) for one in chain))
         if all(one.kernel in ANY_WARPS for one in chain):
@@ -165,7 +162,7 @@ def _joints(given: Sequence[tuple[Chain, Kind]], warps: int) -> Iterator[Joint]:
 
 
 def _joint(some: Sequence[tuple[Chain, Kind]], warps: int) -> Joint:
-    # in the order in which they were first met: the same kinds are the same kernel
+    # ordered by first use, so that equal sets of kinds share a compiled kernel
     kinds = sorted({kind for _, kind in some}, key=lambda kind: _met.setdefault(kind, len(_met)))
     of_each = [kinds.index(kind) for _, kind in some]
     return Joint([chain for chain, _ in some], tuple(kinds), of_each, warps)
@@ -198,9 +195,9 @@ def run(joints: Sequence[Joint], memory: Memory) -> None:
 
 
 def _fill(joint: Joint, words: Int64s, address: int) -> int:
-    """Writes a launch's table, which will lie at ``address``, and its numbers after that.
+    """Writes a launch's table, then its numbers; returns the number of programs.
 
-    -> its programs
+    The table will be copied to ``address`` on the device.
     """
     base, count, passes = joint.table_words, joint.count, joint.passes
     table = words[:base].reshape(count, passes, len(COLUMNS))
@@ -229,19 +226,19 @@ def _fill(joint: Joint, words: Int64s, address: int) -> int:
 
 
 def bits(count: int) -> int:
-    """The power of two that a program looks for its parameter among, at least 16."""
+    """log2 of the number of table rows that a program searches, at least 4: ``count`` padded."""
     return max(4, (count - 1).bit_length())
 
 
 def start(
     label: str, programs: int, table: Tensor, count: int, named: Mapping[str, Any], warps: int
 ) -> None:
-    """Launches a kernel on the current device, which ``named``, of ``constants``, belongs to.
+    """Launches the kernel with the constants ``named``, made by ``constants``, on the current GPU.
 
-    What Triton has compiled for it is kept, for to find it again takes Triton most of a launch.
+    Caches compiled kernels, because Triton's own lookup takes most of the time of a launch.
     """
-    # Triton compiles another for a count of 1, which it takes for a constant, and for a multiple of
-    # 16; a table begins at one of 16 bytes, always.
+    # Triton compiles separate kernels for a count of 1 and for multiples of 16. Tables are always
+    # aligned to 16 bytes.
     key = id(named), warps, table.device, count == 1, count % 16 == 0
     if key in _compiled:
         handle, values, _ = _compiled[key]
@@ -249,26 +246,26 @@ def start(
         return
     function = _kernels().run
     handle = function[(programs,)](table, count, **named, **options(warps))
-    if handle is not None and _kernels().VERSION >= (3, 4):  # none is of the interpreter
+    if handle is not None and _kernels().VERSION >= (3, 4):  # the interpreter returns None
         values = [named[name] for name in function.arg_names[2:]]
         _compiled[key] = handle, values, named
 
 
-# Kernels as Triton has compiled them, and the values of their constants in the order of their
-# arguments, with the dict that these are of: its id is not another's while it is here.
+# Compiled kernels, and their constants in the order of the arguments. The dict of the constants is
+# kept too: while it is alive, no other dict has its id.
 _compiled: dict[tuple[Any, ...], tuple[Any, Sequence[Any], Mapping[str, Any]]] = {}
 
 
 def options(warps: int) -> dict[str, Any]:
-    """How Triton compiles a kernel: products are rounded before they are added, as elsewhere.
+    """Triton's compile options: no fused multiply-add, as elsewhere.
 
-    Its own default differs from version to version.
+    Triton's default for it differs between versions.
     """
     return {"num_warps": warps, "enable_fp_fusion": False}
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a GPU the current one, which Triton launches on."""
+    """Makes a GPU the current device, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -287,7 +284,7 @@ def passes_of(kind: Kind) -> list[Spec]:
 
 
 def kinds_of(named: Mapping[str, Any]) -> list[Kind]:
-    """The kinds of passes of a launch, of whose constants this is the reverse."""
+    """The kinds of passes of a launch: the inverse of ``constants``."""
     found, one = [], named["KINDS"]
     while one is not None:
         found.append(one.passes)
@@ -297,13 +294,13 @@ def kinds_of(named: Mapping[str, Any]) -> list[Kind]:
 
 @functools.cache
 def _label(kinds: tuple[Kind, ...]) -> str:
-    """What a launch does: the passes of each kind."""
+    """The label of a launch: the passes of each kind."""
     return " | ".join(", ".join(one.name for one in passes_of(kind)) for kind in kinds)
 
 
 @functools.cache
 def _kind(passes: tuple[tuple[str, Constants], ...]) -> tuple[Kind, int]:
-    """Passes that are made one after another -> what kernels/run.py takes them as, warps."""
+    """Passes that a program makes one after another -> their kind, their number of warps."""
     found, most = None, 0
     for kernel, given in reversed(passes):
         named, warps = _pass(kernel, given)
@@ -313,7 +310,7 @@ def _kind(passes: tuple[tuple[str, Constants], ...]) -> tuple[Kind, int]:
 
 
 def _pass(kernel: str, given: Constants) -> tuple[dict[str, Any], int]:
-    """A pass -> its constants by their names, its number of warps."""
+    """A pass -> its constants by name, its number of warps."""
     named, kernels = dict(given), _kernels()
     shape, warps = sizes.shape_of(kernel, named)
     for name, numbers in (("FORM", kernels.FORM), ("STORAGE", kernels.HOW)):
@@ -325,7 +322,7 @@ def _pass(kernel: str, given: Constants) -> tuple[dict[str, Any], int]:
 
 
 def _kernels() -> ModuleType:
-    """The kernels, imported when first asked for: they take Triton with them."""
+    """The kernels, imported at their first use because they import Triton."""
     from ds_ext.ops.executors.triton import kernels
 
     return kernels

@@ -1,6 +1,6 @@
-"""Memory of a bucket's step on a GPU: taken from one piece for all that its launches need.
+"""Memory of a bucket's step on a GPU: one buffer serves all of its launches.
 
-Sums that travel lie side by side, so that a round is one tensor of them as they are.
+Sums over ranks lie next to each other, so a round reduces them in place as one tensor.
 """
 
 import weakref
@@ -13,21 +13,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SCRATCH, SUMS, HOST = range(3)
-ALIGNMENT = 4  # numbers that scratch memory is taken in: 16 bytes
-# Pieces that sums are taken from, by their addresses.
+ALIGNMENT = 4  # elements, of scratch memory: 16 bytes
+# Buffers of sums by address.
 _of_sums: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 class Memory:
-    """Where launches take what they need on a device: tables, partial sums, factors, sums.
+    """Allocates the memory of launches: tables, partial sums, factors, sums.
 
     Args:
-        device: where it lies.
-        sizes: of the pieces that are made when memory is first asked for: numbers of scratch, of
-            sums, and words of 8 bytes on the host. What is not in them is made when it is needed.
+        device: the device of the launches.
+        sizes: the sizes of three buffers, each allocated at its first use: elements of scratch,
+            elements of sums, and 8-byte words on the host. Requests beyond a buffer's size get
+            memory of their own.
 
     Attributes:
-        used: what has been taken of each.
+        used: the size of all requests so far, for each buffer.
     """
 
     def __init__(self, device: torch.device, sizes: Sequence[int] = (0, 0, 0)) -> None:
@@ -36,15 +37,15 @@ class Memory:
         self._pieces: list[Tensor | None] = [None, None, None]
 
     def scratch(self, n: int) -> Tensor:
-        """Returns n numbers of any values, [n] in fp32, from a multiple of 16 bytes on."""
+        """Returns uninitialized memory aligned to 16 bytes, [n] in fp32."""
         return self._take(SCRATCH, n, -(-n // ALIGNMENT) * ALIGNMENT)
 
     def sums(self, n: int) -> Tensor:
-        """Returns n zeros, [n] in fp32, beside those of the call before."""
+        """Returns zeros that follow those of the previous call in memory, [n] in fp32."""
         return self._take(SUMS, n, n)
 
     def host(self, words: int) -> Tensor:
-        """Returns memory of the host that is copied from without waiting, [words] in int64."""
+        """Returns host memory, pinned for a GPU, [words] in int64."""
         return self._take(HOST, words, words)
 
     def _take(self, which: int, n: int, room: int) -> Tensor:
@@ -69,19 +70,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Places in a tensor, which it keeps alive."""
+    """Addresses in a tensor, which this object keeps alive."""
 
     values: Tensor
     starts: NDArray[np.int64]  # bytes
 
     @property
     def pointers(self) -> NDArray[np.int64]:
-        """Where each is in memory, [n]."""
+        """The addresses, [n]."""
         return self.values.data_ptr() + self.starts
 
 
 def joined(sums: Sequence[Tensor]) -> Tensor | None:
-    """Returns the memory that sums fill, flat [n], if it was taken for them side by side."""
+    """Returns the part of a buffer that ``sums`` fill, flat [n]; None if they are not adjacent."""
     ordered = sorted(sums, key=Tensor.data_ptr)
     first = ordered[0]
     piece = _of_sums.get(first.untyped_storage().data_ptr())

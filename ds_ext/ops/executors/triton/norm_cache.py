@@ -1,4 +1,4 @@
-"""What is known of weights from the step that wrote them: their sums of squares."""
+"""Cached norms of the updated weights, for kernels."""
 
 import math
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from ds_ext.ops.executors.triton.memory import Addresses
 
 
 class DeviceNormCache:
-    """The sums of squares of weights that tiles left as they wrote them, for the next step.
+    """The sums of squares of the weights that the last step wrote, one per tile.
 
-    They hold for runs that lie where they did and that no operation of torch has written to since.
-    What is written past torch's version counters (``param.data``) shows in a weight of each tile:
-    ``recall`` then reads all weights of the parameter, by one program.
+    They are valid while the runs have the same addresses and version counters. Writes through
+    ``param.data`` do not change the counters; one weight per tile detects them. ``recall`` then
+    reads all weights of the parameter in one program.
 
     Args:
-        parts: where tiles that write the runs leave a number each, by the name of these tiles.
-        device: where they lie.
+        parts: offsets of one number per tile, by the name of the tiles.
+        device: the device of the runs.
 
     Attributes:
-        tiles: the name of those that have written the runs last.
+        tiles: the name of the tiles that last wrote the runs.
     """
 
     def __init__(self, parts: Mapping[str, Parts], device: torch.device) -> None:
@@ -32,16 +32,16 @@ class DeviceNormCache:
         self.tiles = ""
         self.columns: dict[str, Addresses] = {}  # where tiles leave sums, and a weight each
         self.are_valid = False
-        self.are_noted = False  # by the last pass that wrote the weights
+        self.are_noted = False  # whether the last pass that wrote the weights stored their sums
         self._where: NDArray[np.uint64] | None = None
         self._versions: list[int] = []
 
     def nbytes(self, tiles: str) -> int:
-        """Returns the bytes of ``columns`` that these tiles write."""
+        """Returns the bytes of ``columns`` for these tiles."""
         return 2 * 4 * self.parts[tiles].total
 
     def noted_by(self, tiles: str) -> dict[str, Addresses]:
-        """Returns the columns that these tiles write, in memory of their own."""
+        """Returns the columns that these tiles write; allocates them if the tiles have changed."""
         self.are_noted = True
         if tiles != self.tiles:
             total, starts = self.parts[tiles].total, self.parts[tiles].starts
@@ -52,17 +52,17 @@ class DeviceNormCache:
         return self.columns
 
     def check(self, runs: Any) -> None:
-        """Forgets all if one of the runs was written to since ``note``."""
+        """Invalidates the cache if a run has moved or was written since ``note``."""
         versions = [x._version for x in runs.tensors]
         is_there = self._where is not None and np.array_equal(self._where, runs.pointers)
         self.are_valid = is_there and versions == self._versions
         self.are_noted = False
 
     def forget(self) -> None:
-        """Takes the next step to know nothing."""
+        """Invalidates the cache."""
         self._where = None
 
     def note(self, runs: Any) -> None:
-        """Takes the runs to be as a pass has left them, after torch was told of all writes."""
+        """Records the runs' addresses and version counters, which must include the last writes."""
         self._where = runs.pointers if self.are_noted else None
         self._versions = [x._version for x in runs.tensors]

@@ -1,6 +1,6 @@
-"""How large the tiles of each pass are, and how many warps work on one.
+"""The tile size and the number of warps of each pass.
 
-Sizes change nothing that is computed but the order of sums. To be tuned on a GPU.
+Sizes only change the order of sums. To be tuned on a GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,42 +10,41 @@ from ds_ext.ops.schema import GROUP
 
 TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
 ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
-# ``weighted_sums`` takes STRIP rows a program, TR <= WIDE_ROWS at a time, in a tile as wide as the
-# least power of two that they fit in. Its warps lie side by side over 256 columns each or more, so
-# that columns are added up within a thread. 8 / STRIP bytes an element are left as partial sums,
-# and read again by ``fold``: 64 adds 2.5 % to the 10 bytes of AdaLomo's step, and leaves 1024
-# programs of 2**28 elements for 132 multiprocessors. Rows that are read while others are summed
-# hold, at WIDE_ELEMENTS of 16 bits and STAGES = 3, 64 KiB of a multiprocessor's loads in flight; 36
-# KiB every microsecond are its share of 4.8 TB/s. Wider rows than WIDEST are read twice, in tiles
-# of STRIP x TC.
+# A program of ``weighted_sums`` reads STRIP rows, TR <= WIDE_ROWS at a time, in a tile whose width
+# is the next power of two. Each warp has WIDE_COLS columns or more, so that a thread adds up whole
+# columns. The pass writes 8 / STRIP bytes of partial sums per element, which ``fold`` reads again.
+# STRIP = 64 adds 2.5 % to the 10 bytes of AdaLomo's step, and 2**28 elements still have 1024
+# programs for 132 multiprocessors. With WIDE_ELEMENTS of 16 bits and STAGES = 3, a multiprocessor
+# has 64 KiB of loads in flight while it adds up other rows; its share of 4.8 TB/s is 36 KiB per
+# microsecond. Rows wider than WIDEST are read twice, in tiles of STRIP x TC.
 STRIP, STAGES = 64, 3
 NARROWEST, WIDEST = 2**10, 2**14
 WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
-LONG, LONG_WARPS = 2**12, 8  # ``factors``: as many rows or columns at a time
-TILES = 2**10  # ``recall``: of so many at a time a program reads what they have left
+LONG, LONG_WARPS = 2**12, 8  # ``factors``: rows or columns per iteration
+TILES = 2**10  # ``recall``: tiles per iteration
 
-Shape: TypeAlias = tuple[dict[str, Any], int]  # the constants that are sizes, and warps
+Shape: TypeAlias = tuple[dict[str, Any], int]  # the constants that are sizes, and the warps
 
 
 def shape_of(kernel: str, named: Mapping[str, Any]) -> Shape:
-    """Returns the shape of a pass that has these other constants."""
+    """Returns the shape of a pass from its other constants."""
     return _SHAPES.get(kernel, _of_tiles)(named)
 
 
 def _of_tiles(named: Mapping[str, Any]) -> Shape:
-    """Of a kernel that reads vectors where its runs are aligned."""
-    # each element has an address of its own where there are no vectors: fewer to a thread
+    """For kernels that read vectors if their runs are aligned."""
+    # without vectors each element needs its own address: fewer elements per thread
     warps = WARPS if named["ALIGNED"] else 2 * WARPS
     return {"TR": TR, "TC": TC}, warps
 
 
 def _of_recalled(named: Mapping[str, Any]) -> Shape:
-    """Of a program for each parameter, which reads tiles where it must."""
+    """For one program per parameter, which reads its tiles only if necessary."""
     return {"TR": TR, "TC": TC, "LONG": TILES}, WARPS
 
 
 def _of_numbers(named: Mapping[str, Any]) -> Shape:
-    """Of a program for a number."""
+    """For one program per number."""
     return {}, WARPS
 
 
@@ -63,9 +62,9 @@ def _of_statistics(named: Mapping[str, Any]) -> Shape:
 
 
 def _of_strips(named: Mapping[str, Any]) -> Shape:
-    """Of rows that are as wide as a tile, and read while those before them are summed."""
+    """For rows as wide as a tile, which are loaded while earlier rows are added up."""
     wide = named["TC"]
-    # two stages where three would not fit into registers, one where there are no vectors
+    # two stages if three would not fit into registers, one without vectors
     fits = named["XD"] != "float32" and wide < WIDEST
     stages = min(STAGES, 3 if fits else 2) if named["ALIGNED"] else 1
     shape = {"TR": min(WIDE_ROWS, WIDE_ELEMENTS // wide), "TC": wide}

@@ -1,4 +1,4 @@
-"""The passes over a batch as launches: a ``Table`` takes what that of native passes takes."""
+"""The passes over a batch as launches. ``Table`` has the interface of ``native.table.Table``."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
 
 @dataclass(frozen=True)
 class Read:
-    """What a pass reads, and what else it needs: columns as ``Table.run`` takes them."""
+    """The arguments of a pass, as ``Table.run`` takes them."""
 
     columns: Columns
     form: str
@@ -29,17 +29,17 @@ class Read:
 
     @property
     def numbers(self) -> Columns:
-        """The columns, with numbers that are not always given."""
+        """The columns, with defaults of optional numbers."""
         return {"factor": 1.0, "scale": 1.0, **self.columns}
 
     @property
     def run(self) -> Constants:
-        """How a run is read that is one as it is."""
+        """The constants for reading a plain run."""
         return (("XD", _name(self.dtype)), ("BOUNDED", "bound" in self.columns))
 
     @property
     def constants(self) -> Constants:
-        """How anything is read: see ``value_of`` in kernels/values.py."""
+        """The constants for reading any form: see ``value_of`` in kernels/values.py."""
         how, dtype = self.storage or ("PLAIN", None)
         more: Constants = (("DECAYS", self.decays), ("WD", _name(dtype)), ("STORAGE", how))
         more = (*more, ("SCALED", None), ("DECAYED", None))
@@ -47,7 +47,7 @@ class Read:
 
     @property
     def only_sums(self) -> bool:
-        """Whether to read it changes nothing."""
+        """Whether reading the input leaves all moments as they are."""
         return not schema.FORMS[self.form].advances
 
     @property
@@ -70,7 +70,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
     part, places = table.room(how)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
     columns["part"] = places
-    # updates of vectors, which are small, have the warps of whole rows, to be in one launch
+    # updates of vectors are small: with the warps of whole rows, they share one launch
     warps = sizes.WIDE_WARPS if read.form == "IS_VECTOR" else None
     constants = (*read.constants, ("WARPS", warps))
     made = table.launches("square_sums", constants, getattr(table, name), columns)
@@ -108,7 +108,7 @@ def _over_strips(
     only_sums: bool = False,
     **more: Any,
 ) -> None:
-    """A pass over whole rows, which leaves parts of the sums ``outs`` over columns."""
+    """A pass over whole rows; ``outs`` maps column sums to the columns of their partial sums."""
     how, columns = table.sums_of_strips, dict(more)
     folded: list[Launch] = []
     for name, value in read.numbers.items():
@@ -176,7 +176,7 @@ def _mark(table: Launcher, read: Read) -> None:
 
 
 def _mend(table: Launcher, read: Read) -> None:
-    """Some states have no marks yet: those of an older file."""
+    """States from older files have no fingerprints yet."""
     assert read.storage is not None
     is_split = read.storage[0] == "SPLIT"
     dtype = "int16" if is_split else "int8"
@@ -196,7 +196,7 @@ def _mend(table: Launcher, read: Read) -> None:
 
 
 def _name(dtype: torch.dtype | None) -> str:
-    """What Triton calls a dtype; fp32 where there is no run."""
+    """Triton's name of a dtype; fp32 if there is no run."""
     return str(dtype or torch.float32).removeprefix("torch.")
 
 
@@ -219,8 +219,8 @@ PASSES: dict[str, Callable[[Launcher, Read], SquareParts | None]] = {
 class Table(Launcher):
     """The passes over many parameters on a GPU."""
 
-    adds_two = False  # squares of weights, and of what is read with them, in one pass
-    fills_whole_sums = False  # sums lie beside those that are not filled
+    adds_two = False  # one pass adds up squares of an input and of the weights that it reads
+    fills_whole_sums = False  # adjacent sums come from ``zeros``, even if a pass writes all
     passes = frozenset(PASSES)
     takes_formulas = frozenset(FORMULAS)  # columns that may be formulas
 
@@ -234,12 +234,12 @@ class Table(Launcher):
         decays: bool = False,
         fresh: bool = False,
     ) -> SquareParts | None:
-        """Makes a pass: see that of ``native.table.Table``.
+        """Makes a pass: see ``native.table.Table.run``.
 
-        What has addresses is an object with ``pointers``, [n]; a number is one of the host, an
-        array of them [n], a tensor on the device, [n] or of one number for all, or a formula.
+        A column is an object with ``pointers``, [n], or a number. A number may be a float, an
+        array [n], a tensor on the device with n elements or one, or a formula.
 
         Returns:
-            What adds up to the sums of squares, if the pass has made that.
+            The partial sums of squares, if the pass leaves them.
         """
         return PASSES[name](self, Read(columns, form, dtype, storage, decays))

@@ -1,4 +1,4 @@
-"""How the runs of a batch are divided into tiles: the geometry of the rows of a launch's table."""
+"""Divides the runs of a batch into tiles: the geometry in the rows of a launch's table."""
 
 import functools
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Int64s: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Runs [start, start + n) of matrices [mats, rows, cols], whose noise begins at ``origin``."""
+    """Runs [start, start + n) of [mats, rows, cols]; their random bits count from ``origin``."""
 
     start: Int64s
     n: Int64s
@@ -27,15 +27,15 @@ class Geometry:
 
 
 class Kind(NamedTuple):
-    """What parameters of a launch have in common."""
+    """Properties that all parameters of a launch share."""
 
-    aligned: bool | None  # whether no vector crosses the end of a row or run; None: there are none
-    width: int  # of tiles that are as wide as rows; 0 of others, and where rows are wider
+    aligned: bool | None  # whether no vector crosses the end of a row or run; None: no vectors
+    width: int  # of tiles as wide as rows; 0 for other tiles, and for rows wider than any tile
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The rows of a table, [n, columns], of which a program takes a tile each."""
+    """The rows of a table, [n, columns], and the number of programs (tiles) of each."""
 
     rows: Int64s
     programs: Int64s
@@ -48,10 +48,10 @@ class Tiles:
         return column
 
     def kinds(self, addresses: Int64s) -> list[tuple[Kind, Int64s]]:
-        """Returns which parameters may be of one launch; none if their runs are empty.
+        """Returns the parameters that may share a launch, by kind, without kinds of empty runs.
 
         Args:
-            addresses: of what is read and written in vectors, [n, any].
+            addresses: the addresses that are read and written in vectors, [n, any].
         """
         if self.aligned is None:
             return self._plain
@@ -66,7 +66,7 @@ class Tiles:
 
     @functools.cached_property
     def _usual(self) -> list[tuple[Kind, Int64s]]:
-        """Those of runs that begin at multiples of 16 bytes."""
+        """The kinds if all runs begin at multiples of 16 bytes."""
         assert self.aligned is not None
         return self._grouped(self.aligned)
 
@@ -79,7 +79,7 @@ class Tiles:
 
 
 def made(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int) -> Tiles:
-    """Returns tiles whose rows have these columns; the others are to be filled in."""
+    """Returns tiles whose rows have these columns; the caller fills in the others."""
     rows = np.zeros((len(programs), len(COLUMNS)), dtype=np.int64)
     for name, column in columns.items():
         rows[:, AT[name]] = column
@@ -91,7 +91,7 @@ def made(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int
 
 
 def flat(g: Geometry) -> Tiles:
-    """Runs as rows of one tile's width, whatever their matrices are."""
+    """Runs as rows of one tile's width, regardless of their matrices."""
     rows = -(-g.n // sizes.TC)
     down = -(-rows // sizes.TR)
     return made(down, start=0, n=g.n, origin=g.origin, rows=rows, cols=sizes.TC, down=down)
@@ -113,20 +113,20 @@ def by_strip(g: Geometry) -> Tiles:
 
 
 def by_group(g: Geometry) -> Tiles:
-    """Runs as rows of the elements that share a mark."""
+    """Runs as rows of elements that share a fingerprint."""
     programs = -(-g.n // (GROUP * sizes.TR))
     return made(programs, start=0, n=g.n, cols=GROUP)
 
 
 def by_parameter(g: Geometry) -> Tiles:
-    """One program for all the statistics of a parameter."""
+    """One program per parameter for all its statistics."""
     return made(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
 
 
 def _by_rows(g: Geometry, height: int) -> dict[str, Int64s]:
-    """The geometry of tiles that are so many rows high."""
+    """The geometry of tiles that are ``height`` rows high."""
     first, last = g.start // g.cols, (g.start + g.n - 1) // g.cols
-    is_one = touched(g) == 1  # only the rows that the run has
+    is_one = touched(g) == 1  # then tiles only cover the rows of the run
     rows = np.where(is_one, last - first + 1, g.rows)
     down = np.where(g.n > 0, -(-rows // height), 0)
     at = {"start": g.start, "n": g.n, "rows": g.rows, "cols": g.cols, "origin": g.origin}
@@ -135,11 +135,11 @@ def _by_rows(g: Geometry, height: int) -> dict[str, Int64s]:
 
 
 def across(g: Geometry) -> Int64s:
-    """How many tiles lie side by side."""
+    """The number of tiles side by side."""
     return -(-g.cols // sizes.TC)
 
 
 def touched(g: Geometry) -> Int64s:
-    """How many matrices each run touches."""
+    """The number of matrices that each run touches."""
     size = g.rows * g.cols
     return np.where(g.n > 0, (g.start + g.n - 1) // size - g.start // size + 1, 0)

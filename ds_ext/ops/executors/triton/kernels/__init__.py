@@ -1,8 +1,8 @@
-"""The passes of passes.py as a Triton kernel, ``run``, over all parameters of a bucket at once.
+"""The passes of passes.py as one Triton kernel, ``run``, over all parameters of a bucket.
 
-A program finds the parameter that its tile belongs to, and makes the passes that are due for it
-on [TR, TC] elements of one matrix. What a pass reads is told by constants (``FORM``, dtypes); one
-function, ``value_of``, computes it for all passes. Sums are of fp32.
+A program finds the parameter of its tile, and makes that parameter's passes on [TR, TC] elements of
+one matrix. Constants (``FORM``, dtypes) select the input of a pass; ``value_of`` computes the input
+for all passes. Sums are in fp32.
 """
 
 import triton

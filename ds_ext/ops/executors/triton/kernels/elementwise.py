@@ -1,4 +1,4 @@
-"""The passes over a run that need no rows or columns of it."""
+"""The passes whose outputs are per element or per tile, not per row or column."""
 
 import triton
 import triton.language as tl
@@ -34,7 +34,7 @@ from ds_ext.ops.executors.triton.kernels.weights import load_weight, store_weigh
 
 @triton.jit
 def _read(t, tile, P: tl.constexpr):
-    """What a tile reads -> where its rows begin in the run, which elements that has, values."""
+    """Reads a tile -> offsets of its rows in the run, mask of the run's elements, values."""
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     across = tl.cdiv(tl.load(t + COLS), TC)
@@ -46,7 +46,7 @@ def _read(t, tile, P: tl.constexpr):
 
 @triton.jit
 def square_sums(t, tile, P: tl.constexpr):
-    """Leaves the sum of the squares of each tile in part, [tiles]."""
+    """part ← the sum of squares of each tile, [tiles]."""
     e, ok, u = _read(t, tile, P)
     tl.store(pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(u * u, axis=1), axis=0))
 
@@ -85,8 +85,9 @@ def apply(t, tile, P: tl.constexpr):
 
 @triton.jit
 def noting_apply(t, tile, P: tl.constexpr):
-    """The same, and the sum of the squares of new weights as they are kept, in part2, [tiles], for
-    ``recall`` in the next step.
+    """``apply``, and part2 ← the sum of squares of the stored weights of each tile, [tiles].
+
+    ``recall`` reads the sums in the next step.
     """
     _, held = _written(t, tile, P)
     tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(tl.sum(held * held, axis=1), axis=0))
@@ -95,7 +96,7 @@ def noting_apply(t, tile, P: tl.constexpr):
 
 @triton.jit
 def measured_apply(t, tile, P: tl.constexpr):
-    """The same, and the sums of the squares of changes in part, [tiles]."""
+    """``apply``; part, part2 ← sums of squares of changes and of stored weights, [tiles] each."""
     change, held = _written(t, tile, P)
     tl.store(pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(change * change, axis=1), axis=0))
     tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(tl.sum(held * held, axis=1), axis=0))
@@ -105,20 +106,20 @@ def measured_apply(t, tile, P: tl.constexpr):
 
 @triton.jit
 def _written(t, tile, P: tl.constexpr):
-    """Applies an update -> how far weights have moved, what they are now; 0 outside of the run."""
+    """Applies an update -> changes of the stored weights, stored weights; 0 outside the run."""
     e, ok, u = _read(t, tile, P)
     old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
     rate: tl.constexpr = P.RATE
     new = old - number_or_formula(t, LR, rate) * u
     store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
-    tl.debug_barrier()  # what another thread has stored is read
+    tl.debug_barrier()  # other threads may have stored the values loaded below
     held = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
     return tl.where(ok, held - old, 0.0), tl.where(ok, held, 0.0)
 
 
 @triton.jit
 def _first_of(t, tile, P: tl.constexpr):
-    """The first element of tiles, before the run or after it if it is not the run's."""
+    """The index in the run of a tile's first element; outside [0, n) if the run lacks it."""
     rows, cols, down = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + DOWN)
     across = tl.cdiv(cols, P.TC)
     high = tile // across
@@ -128,7 +129,7 @@ def _first_of(t, tile, P: tl.constexpr):
 
 @triton.jit
 def _store_probe(t, tile, P: tl.constexpr):
-    """Keeps the first weight of a tile."""
+    """probe ← the first weight of a tile."""
     at = _first_of(t, tile, P)
     has = (at >= 0) & (at < tl.load(t + N))
     w = tl.load(pointer(t, W, P.WD) + at, mask=has, other=0.0)
@@ -137,8 +138,9 @@ def _store_probe(t, tile, P: tl.constexpr):
 
 @triton.jit
 def recall(t, tile, P: tl.constexpr):
-    """out ← the sum of the squares of weights, which is that of part2, ``total`` of them, unless a
-    weight is not what it was when they were written: then all are read.
+    """out ← the sum of squares of the weights: the sum of part2 over ``total`` tiles.
+
+    If a probed weight has changed since they were written, reads all weights instead.
     """
     LONG: tl.constexpr = P.LONG
     total, n = tl.load(t + TOTAL), tl.load(t + N)
@@ -150,7 +152,7 @@ def recall(t, tile, P: tl.constexpr):
         has = (i < total) & (at >= 0) & (at < n)
         w = tl.load(pointer(t, W, P.WD) + at, mask=has, other=0.0).to(tl.float32)
         probe = tl.load(pointer(t, PROBE, tl.float32) + i, mask=has, other=0.0)
-        changed += (has & ((w == probe) == 0)).to(tl.int32)  # also of a NaN: none is known yet
+        changed += (has & ((w == probe) == 0)).to(tl.int32)  # also for a NaN: no sum is cached yet
         sums += tl.load(pointer(t, PART2, tl.float32) + i, mask=i < total, other=0.0)
     has_changed = tl.sum(changed, axis=0) > 0
     again = tl.sum(tl.zeros([LONG], dtype=tl.float32), axis=0)

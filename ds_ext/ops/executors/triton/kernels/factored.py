@@ -1,4 +1,4 @@
-"""A factored second moment: its statistics advanced, and inverse roots of its factors."""
+"""Factored second moments: advances their statistics, and computes inverse roots of factors."""
 
 import triton
 import triton.language as tl
@@ -26,8 +26,9 @@ from ds_ext.ops.executors.triton.kernels.table import (
 
 @triton.jit
 def factors(t, tile, P: tl.constexpr):
-    """Statistics row and col advanced, of all matrices of a parameter; out ← 1 / sqrt(row / its
-    mean), out2 ← 1 / sqrt(col).
+    """Advances row and col of all matrices.
+
+    out ← 1 / sqrt(row / mean(row)), out2 ← 1 / sqrt(col).
     """
     TC: tl.constexpr = P.TC
     for mat in range(0, tl.load(t + MATS)):
@@ -38,7 +39,7 @@ def factors(t, tile, P: tl.constexpr):
 
 @triton.jit
 def clipped_factors(t, tile, P: tl.constexpr):
-    """The same, and out · clip / RMS where that is less than 1, of which in3 has weighted sums."""
+    """``factors``, and out ← out · min(1, clip / RMS); in3 are the weighted sums for the RMS."""
     TC: tl.constexpr = P.TC
     mats = tl.load(t + MATS)
     squares = tl.zeros([TC], dtype=tl.float32)
@@ -49,14 +50,15 @@ def clipped_factors(t, tile, P: tl.constexpr):
             divided = tl.load(pointer(t, IN3, tl.float32) + at, mask=has, other=0.0) / new
             squares += mean * tl.where(has, divided, 0.0)
     ratio = number(t, CLIP) / tl.sqrt(tl.sum(squares, axis=0) * number(t, A))
-    tl.debug_barrier()  # what another thread has stored is read
+    tl.debug_barrier()  # other threads may have stored the values loaded below
     _multiply_rows(t, mats * tl.load(t + ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
 
 
 @triton.jit
 def _advance_rows(t, mat, TC: tl.constexpr):
-    """row ← row + lerp · (in / cols + eps − row) of a matrix -> its mean; out ← 1 / sqrt(row /
-    that).
+    """row ← row + lerp · (in / cols + eps − row) of a matrix; returns the mean of row.
+
+    out ← 1 / sqrt(row / mean).
     """
     rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
     k = tl.arange(0, TC)
@@ -66,7 +68,7 @@ def _advance_rows(t, mat, TC: tl.constexpr):
         new = _statistic(t, ROW, IN, mat * rows + r + k, has, cols.to(tl.float32))
         sums += tl.where(has, new, 0.0)
     mean = tl.sum(sums, axis=0) / rows.to(tl.float32)
-    tl.debug_barrier()  # what another thread has stored is read
+    tl.debug_barrier()  # other threads may have stored the values loaded below
     for r in range(0, rows, TC):
         at, has = mat * rows + r + k, r + k < rows
         row = tl.load(pointer(t, ROW, tl.float32) + at, mask=has, other=1.0)
@@ -76,8 +78,9 @@ def _advance_rows(t, mat, TC: tl.constexpr):
 
 @triton.jit
 def _advance_columns(t, mat, c, TC: tl.constexpr):
-    """col ← col + lerp · (in2 / rows + eps − col) of TC columns of a matrix, c and on; out2 ← 1 /
-    sqrt(col) -> col, where those columns lie, which of them there are.
+    """col ← col + lerp · (in2 / rows + eps − col) for columns [c, c + TC) of a matrix.
+
+    out2 ← 1 / sqrt(col). Returns col, the offsets of the columns, and the mask of existing ones.
     """
     rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
     k = c + tl.arange(0, TC)
@@ -89,7 +92,7 @@ def _advance_columns(t, mat, c, TC: tl.constexpr):
 
 @triton.jit
 def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of):
-    """A statistic after it was advanced by a mean of ``of`` squares, as torch.lerp does it."""
+    """Advances a statistic by a mean of ``of`` squares; returns its new value."""
     lerp, eps = number(t, LERP), number(t, EPS)
     old = tl.load(pointer(t, FIELD, tl.float32) + at, mask=has, other=1.0)
     mean = tl.load(pointer(t, SUMS, tl.float32) + at, mask=has, other=0.0) / of + eps
@@ -101,7 +104,7 @@ def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of):
 
 @triton.jit
 def _multiply_rows(t, n, ratio, TC: tl.constexpr):
-    """out ← out · ratio, of n elements."""
+    """out ← out · ratio, n elements."""
     out = pointer(t, OUT, tl.float32)
     for k in range(0, n, TC):
         at = k + tl.arange(0, TC)

@@ -1,4 +1,4 @@
-"""Marks of groups of weights, and what is done where they differ: fingerprints.py on a GPU."""
+"""fingerprints.py on a GPU: fingerprints (marks) of groups of weights, and dropped residuals."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
 
 @triton.jit
 def mark(t, tile, P: tl.constexpr):
-    """marks ← the marks of a 16-bit run w."""
+    """marks ← the fingerprints of a 16-bit run w."""
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
@@ -26,7 +26,7 @@ def mark(t, tile, P: tl.constexpr):
 
 @triton.jit
 def mend(t, tile, P: tl.constexpr):
-    """aux, of dtype AD, ← 0 where w was changed: fingerprints.mend_. It is read only if needed."""
+    """aux, of dtype AD, ← 0 where w was edited: fingerprints.mend_. Reads aux only if needed."""
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
@@ -47,7 +47,7 @@ def mend(t, tile, P: tl.constexpr):
 
 @triton.jit
 def mend_unmarked(t, tile, P: tl.constexpr):
-    """The same of a split state without marks: aux ← 0 where the pair stands for no number."""
+    """``mend`` for a split state without fingerprints: aux ← 0 where the pair is invalid."""
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
@@ -61,8 +61,10 @@ def mend_unmarked(t, tile, P: tl.constexpr):
 
 @triton.jit
 def _hashed(t, table_tile, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """TR groups of a 16-bit run -> its bits [TR, TC], which elements those are, which of them it
-    has, the groups [TR], which of them it has, their marks.
+    """Hashes TR groups of a 16-bit run.
+
+    Returns the bits [TR, TC], their indices and their mask, the groups [TR], their mask, their
+    fingerprints.
     """
     n = tl.load(t + N)
     group = table_tile * TR + tl.arange(0, TR)
@@ -92,8 +94,9 @@ def _is_odd(size):
 
 @triton.jit
 def _is_no_number(size, rest):
-    """Whether a weight and what is left of it stand for no number: 0 less something, inf and more
-    or NaN and something.
+    """Whether a weight and its residual are an invalid pair.
+
+    Residuals are invalid if negative at 0, positive at inf, or not 0 at NaN.
     """
     drop = ((size == 0) & (rest < 0)) | ((size == 0x7F80) & (rest > 0))
     return drop | ((size > 0x7F80) & (rest != 0))

@@ -1,6 +1,6 @@
-"""Updates by moments: moments.py, and companding.py for moments of 8 bits, on a GPU.
+"""Updates by moments: moments.py, and companding.py for 8-bit moments, on a GPU.
 
-Every operation is rounded by itself, as there: codes have the same bits on any device.
+As there, every operation is rounded separately, so codes have the same bits on any device.
 """
 
 import triton
@@ -23,7 +23,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
 
 FEW = tl.constexpr(companding.SIZE)  # elements that share a scale
 CUT, FIRST = tl.constexpr(companding.CUT), tl.constexpr(companding.FIRST)
-BELOW = tl.constexpr(2 ** (companding.CUT - 1) - 1)  # just below half of what is cut off
+BELOW = tl.constexpr(2 ** (companding.CUT - 1) - 1)  # just below half of the bits that are dropped
 LEAST, MOST = tl.constexpr(companding.LEAST), tl.constexpr(companding.MOST)
 
 
@@ -36,7 +36,7 @@ def moved(m, x, weight):
 
 @triton.jit
 def root_quotient(t, m, root):
-    """m / (root · a + b), of the root of v."""
+    """m / (root · a + b), where ``root`` is the root of v."""
     return tl.div_rn(m, root * number(t, A) + number(t, B))
 
 
@@ -50,7 +50,7 @@ def adam(t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def adam_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """The same, after m and v were advanced by a gradient."""
+    """``adam``, after the gradient g has advanced m and v."""
     at_m = run_at(t, M, tl.float32, e, TC, ALIGNED)
     at_v = run_at(t, V, tl.float32, e, TC, ALIGNED)
     m = moved(tl.load(at_m, mask=ok, other=0.0), g, number(t, LERP1))
@@ -62,7 +62,7 @@ def adam_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def adam8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """The same by moments of 8 bits, which are rounded after it."""
+    """``adam_step`` with 8-bit moments; the update uses them before they are rounded."""
     m = moved(_signed(t, e, ok, TR, TC, ALIGNED), g, number(t, LERP1))
     v = moved(_squares(t, e, ok, TR, TC, ALIGNED), g * g, number(t, LERP2))
     root = tl.sqrt_rn(v)
@@ -73,7 +73,7 @@ def adam8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.cons
 
 @triton.jit
 def sign_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Lion's: the sign of m + lerp1 · (g − m), after which m was advanced by lerp2."""
+    """Lion's update, the sign of m + lerp1 · (g − m); then m ← m + lerp2 · (g − m)."""
     at = run_at(t, M, tl.float32, e, TC, ALIGNED)
     m = tl.load(at, mask=ok, other=0.0)
     tl.store(at, moved(m, g, number(t, LERP2)), mask=ok)
@@ -82,7 +82,7 @@ def sign_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def sign8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """The same by a momentum of 8 bits."""
+    """``sign_step`` with an 8-bit momentum."""
     m = _signed(t, e, ok, TR, TC, ALIGNED)
     _store_signed(t, e, ok, moved(m, g, number(t, LERP2)), TR, TC, ALIGNED)
     return _sign(moved(m, g, number(t, LERP1)))
@@ -95,7 +95,7 @@ def _sign(x):
 
 @triton.jit
 def _signed(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """m from its codes, as companding.SignedGroups reads it; 0 outside of the run."""
+    """Decodes m like companding.SignedGroups; 0 outside the run."""
     code = tl.load(run_at(t, M, tl.int8, e, TC, ALIGNED), mask=ok, other=0).to(tl.float32)
     at = _scales_at(t, M_SCALE, e, TC, ALIGNED)
     scale = _of_each(_scale(at, _groups(ok, TR, TC)), TR, TC)
@@ -104,7 +104,7 @@ def _signed(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr)
 
 @triton.jit
 def _store_signed(t, e, ok, m, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Codes of m, [TR, TC], 0 outside of the run, as companding.SignedGroups writes it."""
+    """Encodes m like companding.SignedGroups, [TR, TC]; m is 0 outside the run."""
     most = _largest(m, TR, TC)
     _store_scale(_scales_at(t, M_SCALE, e, TC, ALIGNED), most, _groups(ok, TR, TC))
     y = tl.div_rn(m * 254.0, tl.abs(m) + _of_each(most, TR, TC)) + 0.5
@@ -114,7 +114,7 @@ def _store_signed(t, e, ok, m, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.c
 
 @triton.jit
 def _squares(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """v from its codes, as companding.SquareGroups reads it; 0 outside of the run."""
+    """Decodes v like companding.SquareGroups; 0 outside the run."""
     code = tl.load(run_at(t, V, tl.uint8, e, TC, ALIGNED), mask=ok, other=0).to(tl.float32)
     scale = _scale(_scales_at(t, V_SCALE, e, TC, ALIGNED), _groups(ok, TR, TC))
     root = code * _of_each(tl.div_rn(scale, tl.full(scale.shape, 255.0, tl.float32)), TR, TC)
@@ -123,7 +123,7 @@ def _squares(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
 
 @triton.jit
 def _store_roots(t, e, ok, root, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Codes of v by its roots, as companding.SquareGroups writes it."""
+    """Encodes v from its roots like companding.SquareGroups."""
     most = _largest(root, TR, TC)
     _store_scale(_scales_at(t, V_SCALE, e, TC, ALIGNED), most, _groups(ok, TR, TC))
     steps = _of_each(tl.div_rn(tl.full(most.shape, 255.0, tl.float32), most), TR, TC)
@@ -133,21 +133,21 @@ def _store_roots(t, e, ok, root, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl
 
 @triton.jit
 def _scales_at(t, FIELD: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the scales of a tile lie, whose rows begin at e, a multiple of TC: [TR, groups]."""
+    """Pointers to the scales of a tile whose rows begin at e, a multiple of TC: [TR, groups]."""
     first = e // TC * (TC // FEW)
     return vectors(t, FIELD, tl.int16, ALIGNED) + first + tl.arange(0, TC // FEW)[None, :]
 
 
 @triton.jit
 def _scale(at, has):
-    """companding.scales of 16 bits each; the least where there is no group."""
+    """Decodes 16-bit scales like companding.scales; the smallest scale where there is no group."""
     bits = (tl.load(at, mask=has, other=0).to(tl.int32) & 0xFFFF) + FIRST
     return (bits << CUT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store_scale(at, scale, has):
-    """companding.scale_codes: rounded to nearest, ties to even."""
+    """Encodes scales like companding.scale_codes: rounded to nearest, ties to even."""
     bits = scale.to(tl.int32, bitcast=True)
     rounded = (bits + BELOW + ((bits >> CUT) & 1)) >> CUT
     tl.store(at, (rounded - FIRST).to(tl.int16), mask=has)
@@ -155,18 +155,18 @@ def _store_scale(at, scale, has):
 
 @triton.jit
 def _largest(x, TR: tl.constexpr, TC: tl.constexpr):
-    """The scale of each group: its largest magnitude, within bounds."""
+    """The scale of each group: its largest magnitude, clamped."""
     most = tl.max(tl.reshape(tl.abs(x), [TR, TC // FEW, FEW]), axis=2)
     return tl.minimum(tl.maximum(most, LEAST), MOST)
 
 
 @triton.jit
 def _groups(ok, TR: tl.constexpr, TC: tl.constexpr):
-    """Which groups have elements of the run, [TR, groups]."""
+    """Mask of the groups that have elements of the run, [TR, groups]."""
     return tl.max(tl.reshape(ok.to(tl.int32), [TR, TC // FEW, FEW]), axis=2) > 0
 
 
 @triton.jit
 def _of_each(x, TR: tl.constexpr, TC: tl.constexpr):
-    """A group's number for each of its elements, [TR, groups] -> [TR, TC]."""
+    """Repeats each group's number for its elements, [TR, groups] -> [TR, TC]."""
     return tl.reshape(tl.broadcast_to(x[:, :, None], [TR, TC // FEW, FEW]), [TR, TC])

@@ -1,7 +1,7 @@
 """The kernel of all launches: each program makes the passes of its parameter over one tile.
 
-A launch has kinds of passes; a kind is one pass, ``then`` another over the same elements, and so
-on. Each is a ``Spec``: Triton compiles a kernel for each set of them.
+A launch has several kinds of passes. A kind is a pass, ``then`` another pass over the same
+elements, and so on. Each pass is a ``Spec``; Triton compiles a kernel for each set of kinds.
 """
 
 import triton
@@ -39,7 +39,7 @@ from ds_ext.ops.executors.triton.kernels.wide import normalize_wide_rows, wide_w
 
 @triton.jit
 def run(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr, KINDS: tl.constexpr):
-    """Makes passes over ``count`` parameters, of each up to PASSES, each by a row of the table."""
+    """Makes up to PASSES passes over each of ``count`` parameters; each pass has a table row."""
     t, tile = parameter_of(table, count, COUNT, PASSES)
     passes: tl.constexpr = KINDS.passes
     if KINDS.number == 0 and KINDS.rest is None:
@@ -62,12 +62,12 @@ def _of_this_kind(t, tile, kind, KINDS: tl.constexpr):
 def _passes(t, tile, P: tl.constexpr):
     then: tl.constexpr = P.then
     if P.JUDGED:
-        if number(t, FOUND) <= number(t, MOST):  # a NaN is not
+        if number(t, FOUND) <= number(t, MOST):  # false for NaN
             _pass(t, tile, P)
     else:
         _pass(t, tile, P)
     if then is not None:
-        tl.debug_barrier()  # what another thread has stored is read
+        tl.debug_barrier()  # the next pass may load values that other threads have stored
         _passes(t + FIELDS, tile, then)
 
 

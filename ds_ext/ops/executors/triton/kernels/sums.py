@@ -1,7 +1,7 @@
-"""Sums of squares over rows and columns, and how the partial sums of tiles are added up.
+"""Sums of squares over rows and columns, and the reduction of the tiles' partial sums.
 
-In an order that depends on the geometry alone, and without atomics: each tile leaves its partial
-sums, and ``fold`` adds them up.
+There are no atomics: each tile stores its partial sums, and ``fold`` reduces them. The order of a
+sum depends on the geometry alone.
 """
 
 import triton
@@ -44,8 +44,9 @@ LARGEST_FACTOR = tl.constexpr(1e18)  # reference.LARGEST
 
 @triton.jit
 def row_col_sums(t, tile, P: tl.constexpr):
-    """Leaves sums of squares over the columns of a tile in part, [across, row tiles · TR], and
-    over its rows in part2, [row tiles, cols].
+    """Partial sums of squares of a tile: row sums in part, column sums in part2.
+
+    part is [across, row tiles · TR], and part2 [row tiles, cols].
     """
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
@@ -65,12 +66,13 @@ def row_col_sums(t, tile, P: tl.constexpr):
 
 @triton.jit
 def weighted_sums(t, tile, P: tl.constexpr):
-    """Sums of squares over whole rows, to out; and over the rows of a strip, in part, and of those
-    divided by their row's new statistic, before + lerp · (sum / cols + eps − before), in part2.
-    Both parts are [strips, cols]. Of a run IS_RUN.
+    """out ← sums of squares over whole rows of a run (IS_RUN); part, part2 ← column sums of strips.
 
-    A row is no wider than a tile: it is read once. The loop reads no table: what it loads first
-    would use up the stages.
+    part has the column sums of squares, part2 of squares divided by their row's new statistic,
+    before + lerp · (sum / cols + eps − before). Both are [strips, cols].
+
+    A row is no wider than a tile, so it is read once. The loop does not read the table, because
+    these loads would use up the pipeline stages.
     """
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
@@ -110,10 +112,10 @@ def weighted_sums(t, tile, P: tl.constexpr):
 
 @triton.jit
 def normalize_whole_rows(t, tile, P: tl.constexpr):
-    """To out, row · a / max(norm, eps) for each whole row of x · col, whose norm is times row;
-    and the sums of the squares of out · x · col over the rows of a strip, in part, [strips, cols].
+    """out ← row · a / max(norm, eps), where norm is the norm of a whole row of row · x · col.
 
-    As ``weighted_sums``, it reads a row once.
+    part ← column sums of the squares of out · x · col over the rows of a strip, [strips, cols].
+    Like ``weighted_sums``, it reads a row once.
     """
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
@@ -151,28 +153,29 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
 
 @triton.jit
 def normalize(t, tile, P: tl.constexpr):
-    """out ← in2 · a / max(sqrt(in), eps), n of each: factors that bring norms to a, of sums in."""
+    """out ← in2 · a / max(sqrt(in), eps), n elements: factors that change norms sqrt(in) to a."""
     TC: tl.constexpr = P.TC
     at = tile * TC + tl.arange(0, TC)
     has = at < tl.load(t + N)
     sums = tl.load(pointer(t, IN, tl.float32) + at, mask=has, other=1.0)
     old = tl.load(pointer(t, IN2, tl.float32) + at, mask=has, other=0.0)
     norm, least = tl.sqrt(sums), number(t, EPS)
-    new = old * (number(t, A) / tl.where(norm < least, least, norm))  # a NaN stays one
+    new = old * (number(t, A) / tl.where(norm < least, least, norm))  # NaN stays NaN
     new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
     tl.store(pointer(t, OUT, tl.float32) + at, new, mask=has)
 
 
 @triton.jit
 def tell(t, tile, P: tl.constexpr):
-    """out ← found, a number."""
+    """out ← found, one number."""
     tl.store(pointer(t, OUT, tl.float32), number(t, FOUND))
 
 
 @triton.jit
 def fold(t, tile, P: tl.constexpr):
-    """out[j] ← the sum of part[i · cols + j] over i < rows, for j < n; if total, that over all
-    elements of part, of which there are height, as rows of n = TC.
+    """out[j] ← the sum of part[i · cols + j] over i < rows, for j < n.
+
+    If total is set, out ← the sum of all height elements of part, read as rows of n = TC.
     """
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC

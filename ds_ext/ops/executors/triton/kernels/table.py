@@ -1,7 +1,7 @@
-"""What a program reads of its table: its parameter, its tile, and where that lies in memory.
+"""Reads a program's parameter, its tile and the tile's addresses from the table.
 
-Every kernel gets a table of int64, a row for each parameter: see columns.py. Tensors are there by
-their addresses, and so are numbers, which are fp32 on the device.
+Every launch has a table of int64, one row per parameter and pass: see columns.py. It holds integers
+and addresses: of tensors, and of numbers, which are fp32 on the device.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ds_ext.ops.executors.triton.columns import COLUMNS
 
-# Where each of columns.py lies in a row: a kernel may read constexprs alone.
+# The index of each column in a row. Kernels may only read globals that are constexprs.
 FIELD = {name: i for i, name in enumerate(COLUMNS)}
 FIELDS = tl.constexpr(len(COLUMNS))
 PROGRAM, KIND = tl.constexpr(FIELD["program"]), tl.constexpr(FIELD["kind"])
@@ -34,8 +34,9 @@ GIVEN = tl.constexpr(FIELD["given0"])
 
 @triton.jit
 def parameter_of(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr):
-    """The table's rows, one for each pass, of the parameter that this program works on -> the first
-    of them, the program's tile.
+    """Finds this program's parameter -> the first of its table rows, the program's tile.
+
+    A parameter has one row for each pass.
     """
     i = tl.arange(0, COUNT)
     first = tl.load(table + i * (PASSES * FIELDS) + PROGRAM, mask=i < count, other=2**62)
@@ -47,7 +48,7 @@ def parameter_of(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr):
 
 @triton.jit
 def pointer(t, FIELD: tl.constexpr, DTYPE: tl.constexpr):
-    """Where the tensor of a column begins."""
+    """The pointer in a column."""
     return tl.load(t + FIELD).to(tl.pointer_type(DTYPE))
 
 
@@ -59,7 +60,7 @@ def number(t, FIELD: tl.constexpr):
 
 @triton.jit
 def number_or_formula(t, FIELD: tl.constexpr, FORMULA: tl.constexpr):
-    """The number of a column, or what a formula makes of those that are given for it, fp32."""
+    """The number of a column, or the value of its formula, fp32."""
     if FORMULA is None:
         found = number(t, FIELD)
     else:
@@ -69,7 +70,7 @@ def number_or_formula(t, FIELD: tl.constexpr, FORMULA: tl.constexpr):
 
 @triton.jit
 def _evaluated(t, F: tl.constexpr):
-    """A formula of formulas.py, rounded as torch rounds it."""
+    """Evaluates a formula of formulas.py, rounded as torch rounds it."""
     a: tl.constexpr = F.a
     b: tl.constexpr = F.b
     if F.name == "given":
@@ -84,7 +85,7 @@ def _evaluated(t, F: tl.constexpr):
         found = tl.div_rn(_evaluated(t, a), _evaluated(t, b))
     elif F.name == "sqrt":
         found = tl.sqrt_rn(_evaluated(t, a))
-    elif F.name == "at_least":  # a NaN stays one, here and below
+    elif F.name == "at_least":  # NaN stays NaN, here and below
         x, bound = _evaluated(t, a), _evaluated(t, b)
         found = tl.where(x < bound, bound, x)
     elif F.name == "at_most":
@@ -103,7 +104,7 @@ def _evaluated(t, F: tl.constexpr):
 
 @triton.jit
 def rows_of(t, tile, TR: tl.constexpr):
-    """Rows of a row tile -> its matrix, the rows in that matrix [TR], those that exist [TR]."""
+    """A row tile -> its matrix, its rows in the matrix [TR], mask of existing rows [TR]."""
     down = tl.load(t + DOWN)
     mat = tl.load(t + MAT0) + tile // down
     r = tl.load(t + ROW0) + (tile % down) * TR + tl.arange(0, TR)
@@ -112,10 +113,10 @@ def rows_of(t, tile, TR: tl.constexpr):
 
 @triton.jit
 def elements_of(t, mat, r, has_row, c, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements [TR, TC] of rows r, columns c and on -> where in the run they begin [TR, 1], which
-    of them it has, columns [TC].
+    """Elements [TR, TC] of rows r and columns [c, c + TC).
 
-    Which it has is told by bounds for each row, so that it is alike within a vector.
+    Returns the offsets of the rows in the run [TR, 1], the mask of the run's elements [TR, TC], the
+    columns [TC]. The mask compares with bounds per row, so that it is constant within a vector.
     """
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     begin = (mat * rows + r) * cols + c - tl.load(t + START)
@@ -130,8 +131,9 @@ def elements_of(t, mat, r, has_row, c, TC: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def hinted(x, ALIGNED: tl.constexpr):
-    """x, which is a multiple of 16 if ALIGNED. The compiler follows the shifts; what multiple_of
-    says of an argument is lost as soon as this is inlined.
+    """x, with a hint to the compiler that it is a multiple of 16 if ALIGNED.
+
+    The compiler understands the shifts; it loses multiple_of hints of arguments when it inlines.
     """
     if ALIGNED:
         x = (x >> 4) << 4
@@ -140,7 +142,7 @@ def hinted(x, ALIGNED: tl.constexpr):
 
 @triton.jit
 def vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer that is a multiple of 16 bytes if ALIGNED."""
+    """The pointer in a column, with a hint that it is aligned to 16 bytes if ALIGNED."""
     pointer = tl.load(t + FIELD).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -149,5 +151,5 @@ def vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def run_at(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the elements of a tile lie whose rows begin at e."""
+    """Pointers to the elements of a tile whose rows begin at e."""
     return vectors(t, FIELD, DTYPE, ALIGNED) + e + tl.arange(0, TC)[None, :]

@@ -1,4 +1,4 @@
-"""What a pass reads, in fp32: the expressions of ops, as they are read."""
+"""The inputs of passes in fp32: evaluates the expressions of ops."""
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
 from ds_ext.ops.executors.triton.kernels.weights import load_weight
 from ds_ext.ops.schema import FORMS
 
-# What is read: schema.FORMS says what each is.
+# The forms of inputs: see schema.FORMS.
 FORM = {name: tl.constexpr(i) for i, name in enumerate(FORMS)}
 IS_WEIGHT, IS_RUN, IS_QUOTIENT = FORM["IS_WEIGHT"], FORM["IS_RUN"], FORM["IS_QUOTIENT"]
 IS_VECTOR, IS_VECTOR_RESIDUAL = FORM["IS_VECTOR"], FORM["IS_VECTOR_RESIDUAL"]
@@ -44,7 +44,7 @@ IS_ADAM8_STEP = FORM["IS_ADAM8_STEP"]
 
 @triton.jit
 def factor_and_bound(t, BOUNDED: tl.constexpr):
-    """What a run is multiplied by, and its bound if it has one."""
+    """The factor of a run, and its bound if BOUNDED."""
     factor = number(t, FACTOR)
     most = factor
     if BOUNDED:
@@ -63,9 +63,9 @@ def scaled(x, factor, most, BOUNDED: tl.constexpr):
 
 @triton.jit
 def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
-    """What a pass reads, [TR, TC] in fp32; 0 outside of the run. Moments are advanced by it.
+    """The input of a pass, [TR, TC] in fp32; 0 outside the run. Some forms advance moments.
 
-    FORM: one of ``schema.FORMS``. DECAYS: + decay · weights. SCALED and DECAYED are formulas of
+    FORM is one of ``schema.FORMS``. DECAYS adds decay · weights. SCALED and DECAYED are formulas of
     scale and decay, or None.
     """
     TR: tl.constexpr = P.TR
@@ -108,10 +108,10 @@ def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
 
 @triton.jit
 def _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED: tl.constexpr):
-    """u · row · col, of rows r and columns j of a matrix."""
+    """u · row · col for rows r and columns j of a matrix."""
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     row = tl.load(pointer(t, ROW, tl.float32) + mat * rows + r, mask=has_row, other=0.0)
-    # without vectors: where factors lie depends on the parameters beside this one
+    # without vectors: the factors' alignment depends on other parameters of the batch
     col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
     return u * col[None, :] * row[:, None]
 

@@ -1,4 +1,4 @@
-"""How weights are read and written: weight_update.py on a GPU, with the same random numbers."""
+"""Reads and writes weights: weight_forms.py on a GPU, with the same random numbers."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from ds_ext.ops import schema
 from ds_ext.ops.executors.triton.kernels.table import AUX, KEY, ORIGIN, W, run_at
 
-# How weights are stored.
+# Storage formats of weights.
 HOW = {name: tl.constexpr(i) for i, name in enumerate(schema.STORAGE)}
 PLAIN, STOCHASTIC, SPLIT = HOW["PLAIN"], HOW["STOCHASTIC"], HOW["SPLIT"]
 COPIED, CORRECTED = HOW["COPIED"], HOW["CORRECTED"]
@@ -20,7 +20,7 @@ PARTS = tl.constexpr(schema.PARTS)
 def load_weight(
     t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
 ):
-    """Weights, in fp32."""
+    """Loads weights as fp32."""
     if STORAGE == SPLIT:
         upper = tl.load(run_at(t, W, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
         rest = tl.load(run_at(t, AUX, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
@@ -43,7 +43,7 @@ def load_weight(
 def store_weight(
     t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
 ):
-    """Writes fp32 weights back: see weight_forms.py and rounding.py."""
+    """Stores fp32 weights: see weight_forms.py and rounding.py."""
     w = run_at(t, W, WD, e, TC, ALIGNED)
     if STORAGE == SPLIT:
         bits = new.to(tl.int32, bitcast=True)
@@ -71,7 +71,7 @@ def store_weight(
 
 @triton.jit
 def _parts(new, held, WD: tl.constexpr):
-    """What rounding took: int8 parts of half a spacing of the numbers in the dtype of a weight."""
+    """The rounding error in int8: parts of half the spacing of the weight's dtype."""
     near = held.to(tl.float32)
     epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
     inverse = (0x7F800000 - _power(near, WD)).to(tl.float32, bitcast=True)
@@ -82,7 +82,7 @@ def _parts(new, held, WD: tl.constexpr):
 
 @triton.jit
 def _power(near, WD: tl.constexpr):
-    """The bits of the power of two below a weight; subnormal ones lie as those above do."""
+    """The bits of the power of two below a weight, at least the smallest normal number."""
     least: tl.constexpr = 0x00800000 if WD == tl.bfloat16 else 0x38800000
     bits = near.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.minimum(tl.maximum(bits, least), 0x7F000000)
@@ -90,7 +90,7 @@ def _power(near, WD: tl.constexpr):
 
 @triton.jit
 def _to_bf16(x, noise):
-    """fp32 up or down to a bf16, by noise in [0, 2**16)."""
+    """Rounds fp32 up or down to bf16 by noise in [0, 2**16)."""
     bounded = tl.minimum(tl.maximum(x, -MOST_BF16), MOST_BF16)
     bits = (bounded.to(tl.int32, bitcast=True) + noise) & -0x10000
     return bits.to(tl.float32, bitcast=True)
@@ -98,7 +98,7 @@ def _to_bf16(x, noise):
 
 @triton.jit
 def _to_fp16(x, noise):
-    """fp32 up or down to an fp16, by noise in [0, 2**16)."""
+    """Rounds fp32 up or down to fp16 by noise in [0, 2**16)."""
     bounded = tl.minimum(tl.maximum(x, -MOST_FP16), MOST_FP16)
     power = (bounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     spacing = tl.maximum(power, 2.0**-14) * 2.0**-10
@@ -113,7 +113,7 @@ def _to_fp16(x, noise):
 def _mixed(x):
     """The permutation of the numbers below 2**16 that rounding.py reads its noise from.
 
-    What lies above 16 bits is cut off where it could get lower, not after each multiplication.
+    Higher bits are masked only before a shift could move them down, not after each multiplication.
     """
     x = (x ^ ((x >> 7) & 0x1FF)) * 0x2993
     x = (x ^ ((x >> 5) & 0x7FF)) * 0xE877
@@ -123,7 +123,7 @@ def _mixed(x):
 
 @triton.jit
 def _place(t, chunk):
-    """rounding.place: where in the permutation the noise of 2**16 elements starts."""
+    """rounding.place: the position in the permutation at which a chunk's noise starts."""
     h = (tl.load(t + KEY) + chunk * 0xC2B2AE3D).to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -132,9 +132,9 @@ def _place(t, chunk):
 
 @triton.jit
 def _noise(t, e, TC: tl.constexpr):
-    """rounding.add_noise_: random numbers in [0, 2**16), the same for the same key, element.
+    """The noise of rounding.add_noise_: numbers in [0, 2**16) that depend on (key, element) alone.
 
-    A row of a tile touches two chunks of 2**16 elements at most: their places are found once.
+    A row of a tile touches at most two chunks of 2**16 elements; their places are computed once.
     """
     first = e + tl.load(t + ORIGIN)
     chunk, low = first >> 16, (first & 0xFFFF).to(tl.uint32)
@@ -150,7 +150,7 @@ def _is_finite(x):
 
 @triton.jit
 def _to_nearest(x, WD: tl.constexpr):
-    """fp32 in the dtype of a weight; ties to even. Triton's interpreter only cuts bf16 off."""
+    """Rounds fp32 to a weight's dtype, ties to even; Triton's interpreter truncates to bf16."""
     if WD == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000

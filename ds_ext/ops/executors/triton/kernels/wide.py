@@ -1,6 +1,6 @@
-"""Whole rows that are wider than any tile: they are read twice, tile by tile.
+"""Passes over whole rows that are wider than any tile, which they read twice, tile by tile.
 
-The first time for the sums over each row, the second for those over columns, which need them.
+The first read gives the row sums. The second gives the column sums, which depend on the row sums.
 """
 
 import triton
@@ -35,7 +35,7 @@ from ds_ext.ops.executors.triton.kernels.values import factor_and_bound, scaled
 
 @triton.jit
 def wide_weighted_sums(t, tile, P: tl.constexpr):
-    """As ``sums.weighted_sums``."""
+    """``sums.weighted_sums`` for wide rows."""
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
     XD: tl.constexpr = P.XD
@@ -61,7 +61,7 @@ def wide_weighted_sums(t, tile, P: tl.constexpr):
 
 @triton.jit
 def normalize_wide_rows(t, tile, P: tl.constexpr):
-    """As ``sums.normalize_whole_rows``."""
+    """``sums.normalize_whole_rows`` for wide rows."""
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
     XD: tl.constexpr = P.XD
@@ -88,8 +88,10 @@ def normalize_wide_rows(t, tile, P: tl.constexpr):
 
 @triton.jit
 def _rows(t, tile, STRIP: tl.constexpr, ALIGNED: tl.constexpr):
-    """The rows of a strip -> columns, the rows among those of all matrices [STRIP], where each
-    begins in the run, which of them the run has, their matrix.
+    """The rows of a strip.
+
+    Returns the number of columns, the rows counted through all matrices [STRIP], their offsets in
+    the run, the mask of the run's rows, their matrix.
     """
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
     down = tl.load(t + DOWN)
@@ -105,9 +107,7 @@ def _tile(
     t, begin, own, c, cols, TC: tl.constexpr, ALIGNED: tl.constexpr,
     XD: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Columns c and on of these rows, [STRIP, TC], in fp32 and 0 outside of the run -> them, which
-    columns those are.
-    """
+    """Columns [c, c + TC) of these rows -> fp32 values [STRIP, TC], 0 outside the run; columns."""
     j = c + tl.arange(0, TC)
     factor, most = factor_and_bound(t, BOUNDED)
     ok = own[:, None] & (j < cols)[None, :]
