@@ -136,9 +136,9 @@ def doing_nothing() -> Iterator[Counter[str]]:
     def start(*args: object) -> None:
         counts["launches"] += 1
 
-    def copied(launches: Any) -> None:
+    def copied(*args: Any) -> None:
         counts["copies"] += 1
-        run(launches)
+        run(*args)
 
     with (
         mock.patch.object(devices, "DEVICES", {DEVICE.type}),

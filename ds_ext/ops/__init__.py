@@ -1,4 +1,4 @@
-"""Passes over memory: tensors and the geometry of runs. Nothing here knows any rule.
+"""How does a pass read and write memory? Nothing here knows any rule.
 
 This package exports ``ops.apply_(...)`` and the other passes.
 """

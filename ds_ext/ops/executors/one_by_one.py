@@ -73,7 +73,7 @@ def _values(p: Any, shard: Shard) -> Tensor:
 
 
 def _good(batch: TableBatch) -> Sequence[bool]:
-    """Whether the gradients of each parameter are good, as far as the step judges them here."""
+    """Whether each parameter's gradient is within the batch's limits; True without limits."""
     limits = batch.limits
     if limits is None:
         return [True] * len(batch)

@@ -143,7 +143,7 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
 
 
 def _apply_slices(p: Any, u: Any, shard: Shard, lr: Number, weight_decay: Number) -> None:
-    """The same of what no kernel reads, such as products of matrices: slice by slice in fp32."""
+    """``apply_`` for updates that no kernel reads, such as matrix products: by slices in fp32."""
     for b in scratch.blocks(shard, scratch.SLICE):
         values = read(u, b).reshape(-1)
         run = p[b.run] if isinstance(p, Tensor) else p.part(b.run)

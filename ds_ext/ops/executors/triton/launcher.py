@@ -56,8 +56,8 @@ class Launcher:
 
     Args:
         geometries: start, elements, matrices, rows and columns of each run.
-        firsts: the number, in its parameter, of each run's first element.
-        device: where they lie.
+        firsts: the index of each run's first element in its parameter.
+        device: the device of the runs.
 
     Attributes:
         queue: collects the passes of a bucket's step; None: each pass is launched at once.
@@ -101,16 +101,16 @@ class Launcher:
         return total
 
     def tell(self, limits: GradLimits, out: Addresses) -> None:
-        """Copies the number of each parameter to ``out``."""
+        """Queues a copy of each parameter's ``limits.found`` to ``out``."""
         columns = {"found": limits.found, "out": out}
         self.ask(self.launches("tell", (), self.by_parameter, columns))
 
     def scratch(self, n: int) -> Tensor:
-        """Returns memory for n numbers, [n] in fp32."""
+        """Returns uninitialized memory, [n] in fp32."""
         return self._memory.scratch(n)
 
     def zeros(self, n: int) -> Tensor:
-        """Returns sums of nothing yet, [n] in fp32."""
+        """Returns zeros to add sums to, [n] in fp32."""
         return self._memory.sums(n)
 
     @functools.cached_property
@@ -251,7 +251,7 @@ class Launcher:
     def _fold(
         self, at: Tiles, owners: Int64s, parts: Int64s, outs: Int64s, alive: list[object]
     ) -> Launch:
-        """The launch that adds up numbers of ``owners`` among the parameters."""
+        """The launch that reduces partial sums; ``owners`` are the parameters of the reductions."""
         rows, numbers, limits = at.rows.copy(), {}, self.limits
         rows[:, AT["part"]], rows[:, AT["out"]] = parts, outs
         if limits is not None:

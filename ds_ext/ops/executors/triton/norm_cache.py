@@ -30,7 +30,7 @@ class DeviceNormCache:
     def __init__(self, parts: Mapping[str, Parts], device: torch.device) -> None:
         self.parts, self.device = parts, device
         self.tiles = ""
-        self.columns: dict[str, Addresses] = {}  # where tiles leave sums, and a weight each
+        self.columns: dict[str, Addresses] = {}  # a sum and a weight per tile
         self.are_valid = False
         self.are_noted = False  # whether the last pass that wrote the weights stored their sums
         self._where: NDArray[np.uint64] | None = None
