@@ -73,8 +73,11 @@ def prepare_all(
     runs: Sequence[Tensor], states: Sequence[dict[str, Any]], hows: Sequence[RoundingConfig]
 ) -> None:
     """Creates masters, drops them or adapts them to edited weights for a bucket, as ``weight``."""
-    of_each = zip(runs, states, hows, strict=True)
-    found = [_prepare(p, s, how) for p, s, how in of_each if p.dtype in ROUND or "master" in s]
+    found = [
+        _prepare(p, s, how)
+        for p, s, how in zip(runs, states, hows, strict=True)
+        if "master" in s or "marks" in s or (how.weight_update, p.dtype) in MASTER_DTYPES
+    ]
     if marked := [x for x in found if x is not None]:
         passes.mend_(marked, are_batched=True)
 
@@ -107,7 +110,7 @@ def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
     """``mark`` for a bucket."""
     marked = []
     for p, s in zip(runs, states, strict=True):
-        if _needs_marks(s):
+        if "master" in s and _needs_marks(s):
             s["marks"] = fingerprints.room(p)
             marked.append((p, s["marks"]))
     if marked:

@@ -49,10 +49,10 @@ class BatchedStep:
         self.plan, self.batch = plan, plan.batch
         self.params = [self.updates[piece.at].param for piece in plan.pieces]
         self.state = plan.state(self.states)
-        self.runs = Runs([piece.of(self.updates[piece.at].p) for piece in plan.pieces])
+        self.runs = Runs(plan.cut([u.p for u in self.updates]))
         self.masters = None
         if "master" in self.states[plan.pieces[0].at]:
-            self.masters = Runs([x.of(self.states[x.at]["master"]) for x in plan.pieces])
+            self.masters = Runs(plan.cut([s.get("master") for s in self.states]))
         self.gradients = _gradients(plan, self.updates)
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
         self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
@@ -295,18 +295,17 @@ def _gradients(plan: BatchPlan, updates: Sequence[RunUpdate]) -> Any:
 
     Factors differ under tensor parallelism: parameters that it replicates have another divisor.
     """
-    runs: list[Tensor] = []
-    factors: list[Any] = []
-    bound, are_scaled = None, False
-    for piece in plan.pieces:
-        g: Any = updates[piece.at].g
-        factors.append(1.0 if isinstance(g, Tensor) else g.factor)
-        if not isinstance(g, Tensor):
-            are_scaled, bound, g = True, g.bound, g.x
-        runs.append(piece.of(g))
-    if not are_scaled:
+    given: list[Any] = [u.g for u in updates]
+    if ops.Scaled not in {*map(type, given)}:
+        return Runs(plan.cut(given))
+    runs = plan.cut([g if isinstance(g, Tensor) else g.x for g in given])
+    found = [given[piece.at] for piece in plan.pieces]
+    scaled = [g for g in found if not isinstance(g, Tensor)]
+    if not scaled:
         return Runs(runs)
-    return ops.Scaled(cast(Tensor, Runs(runs)), _vector(factors, runs[0].device), bound)
+    factors = [1.0 if isinstance(g, Tensor) else g.factor for g in found]
+    factor = _vector(factors, runs[0].device)
+    return ops.Scaled(cast(Tensor, Runs(runs)), factor, scaled[-1].bound)
 
 
 def _vector(numbers: Sequence[Any], device: torch.device) -> Any:

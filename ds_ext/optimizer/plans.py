@@ -68,6 +68,8 @@ class BatchPlan:
         self.param_ids = np.array([x.number for x in pieces], dtype=np.uint64)
         reads_norm = notes_sums(rule, pieces[0].shard)
         self.norm_cache = self.batch.new_norm_cache() if reads_norm else None
+        self._at = [x.at for x in pieces]
+        self._are_whole = all(x.run is None for x in pieces)
         self._state: dict[str, Any] | None = None  # of the step in progress
         self._seen: list[tuple[list[int], list[torch.dtype]]] = []
         self._where: list[Pointers] = []
@@ -86,7 +88,7 @@ class BatchPlan:
         try:
             state = self.state(states)
             runs = list(_runs(state))
-            steps = {states[x.at]["step"] for x in self.pieces}
+            steps = {states[i]["step"] for i in self._at}
             if list(map(_sizes, runs)) != self._seen or len(steps) != 1:
                 return False
         except (KeyError, AttributeError, TypeError):  # something else was put there
@@ -104,7 +106,15 @@ class BatchPlan:
         state, self._state = self._state, None
         if state is not None:
             return state
+        if self._are_whole:
+            return stacked([states[i] for i in self._at], self.parts)
         return stacked([piece.state(states[piece.at]) for piece in self.pieces], self.parts)
+
+    def cut(self, runs: Sequence[Any]) -> list[Tensor]:
+        """Returns each piece's elements of the bucket's runs."""
+        if self._are_whole:
+            return [runs[i] for i in self._at]
+        return [piece.of(runs[piece.at]) for piece in self.pieces]
 
 
 def _runs(state: Mapping[str, Any]) -> Iterator[Runs]:
@@ -189,7 +199,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Plan] = {}  # by parameters and device
-        self._checked: dict[Tensor, tuple[object, ...]] = {}  # states that were found to fit
+        self._checked: dict[int, tuple[object, ...]] = {}  # states that were found to fit
 
     def clear(self) -> None:
         """Drops all plans, after groups or stacks have changed."""
@@ -203,14 +213,15 @@ class Plans:
             ValueError: a state does not fit its parameter.
         """
         keys = {i: _rule_key(table.rule_at(i)) for i in range(len(table.param_groups))}
+        group_index_of = table.group_index_of
         for param in params:
-            state, key = table.state.get(param), keys[table.group_index_of[param]]
+            state, key = table.state.get(param), keys[group_index_of[param]]
             if not state:
                 continue
-            if self._checked.get(param) != (key, param.shape, param.dtype, _shapes(state)):
+            if self._checked.get(id(param)) != (key, param.shape, param.dtype, _shapes(state)):
                 shard = table.local_shard(param)
                 state_checks.check_state(table, param, shard, state, param.dtype, None)
-                self._checked[param] = key, param.shape, param.dtype, _shapes(state)
+                self._checked[id(param)] = key, param.shape, param.dtype, _shapes(state)
 
     def prepare(
         self, table: ParamTable, staged: Sequence[StagedRun], allow_batches: bool
