@@ -49,7 +49,7 @@ def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
     """Sums of squares -> [n] each. On a CPU, two inputs with the same weights share a pass."""
     sources = [_source(x) for x in runs]
     for x in sources:  # check all before one of them advances moments
-        _refuse_unread("square_sums", batch.own, x.form, x.scalars)
+        _refuse("square_sums", batch.own, x.form, x.scalars)
     totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
     if len(sources) == 2 and batch.own.adds_two and _same(*sources):
         _run("square_sums", batch, sources[1], out=_each(totals[1]), out2=_each(totals[0]))
@@ -212,7 +212,7 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, batch: TableBatch) ->
 @_makers.makes(passes.ScatteredSquares)
 def scattered_squares(x: Any, like: Any, batch: TableBatch) -> Tensor:
     """Squares of runs at their place in whole parameters, 0 elsewhere -> [elements of all]."""
-    _refuse_missing("scattered_squares", batch.own)
+    _refuse("scattered_squares", batch.own)
     (out,) = _sums(batch, batch.elements)
     at = Flat(out, batch.firsts + batch.starts)
     _run("scattered_squares", batch, _source(x), out=at)
@@ -225,7 +225,7 @@ def advance_1x1_(
     row: Runs, col: Runs, squares: Tensor, eps: float, beta: float, batch: TableBatch
 ) -> Tensor:
     """Advances the statistics of matrices of one element -> the sums of x² / v, [n]."""
-    _refuse_missing("advance_1x1", batch.whole)
+    _refuse("advance_1x1", batch.whole)
     totals, given = batch.own.zeros(len(batch)), Flat(squares.contiguous(), batch.firsts)
     columns = {"row": row, "col": col, "in": given, "out": _each(totals)}
     batch.whole.run("advance_1x1", {**columns, "lerp": 1 - beta, "eps": eps})
@@ -310,16 +310,13 @@ def _source(x: Any) -> Source:
     return source
 
 
-def _refuse_missing(name: str, of: AnyTable) -> None:
-    """Raises Unsupported if a table lacks a pass."""
-    if name not in of.passes:
+def _refuse(
+    name: str, of: AnyTable, form: str = "IS_RUN", columns: Mapping[str, Any] | None = None
+) -> None:
+    """Raises Unsupported if a table does not make a pass, or not with a form and columns."""
+    if name not in of.passes or form not in schema.READ_BY.get(name, schema.FORMS):
         raise Unsupported
-
-
-def _refuse_unread(name: str, of: AnyTable, form: str, columns: Mapping[str, Any]) -> None:
-    """Raises Unsupported if a pass cannot read a form or its columns."""
-    if form not in schema.READ_BY.get(name, schema.FORMS):
-        raise Unsupported
+    columns = columns or {}
     if name == "normalize_whole_rows" and not _is_one(columns.get("scale", 1.0)):
         raise Unsupported
     formulas = {column for column, x in columns.items() if isinstance(x, Formula)}
@@ -346,7 +343,7 @@ def _run(
 ) -> SquareParts | None:
     """Makes a pass that reads ``source``, and writes ``p`` if it is given."""
     filled: dict[str, Any] = {**source.scalars, **columns}
-    _refuse_unread(name, batch.own, source.form, filled)
+    _refuse(name, batch.own, source.form, filled)
     for field, runs in source.tensors.items():
         filled[field] = _runs(runs)
     if "row" in source.tensors:
