@@ -1,1 +1,1 @@
-"""When is a gradient used? Hooks, buckets, the two gradient policies and clipping."""
+"""Uses gradients inside backward: hooks, buckets, the two gradient policies and clipping."""

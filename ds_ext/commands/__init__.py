@@ -1,1 +1,1 @@
-"""What can ds_ext do without a script? The command line, with a module for each command."""
+"""The command line ``python -m ds_ext``, with a module for each command."""

@@ -1,1 +1,1 @@
-"""Who holds which elements of a parameter, and who adds up what? Knows ranks, no rule."""
+"""Parameters and sums over ranks: who holds which elements, who adds up what. Knows no rule."""

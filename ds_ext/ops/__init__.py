@@ -1,4 +1,4 @@
-"""How does a pass read and write memory? Nothing here knows any rule.
+"""Passes over memory. Nothing here knows any rule.
 
 This package exports ``ops.apply_(...)`` and the other passes.
 """

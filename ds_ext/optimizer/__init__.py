@@ -1,4 +1,4 @@
-"""What is a rule to PyTorch? torch.optim.Optimizer around it: groups, state, a plain ``step()``."""
+"""Makes a ``torch.optim.Optimizer`` of a rule: groups, state, a plain ``step()``."""
 
 from ds_ext.optimizer.registry import OPTIMIZERS as OPTIMIZERS
 from ds_ext.optimizer.registry import named as named

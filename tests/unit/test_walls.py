@@ -178,12 +178,9 @@ def test_a_circle_is_seen():
     assert circles(graph) == ["b", "c"]
 
 
-def test_every_room_is_there_and_says_which_question_it_answers():
-    rooms = {path.parent.name: path for path in PACKAGE.glob("*/__init__.py")}
-    assert set(rooms) == set(WALLS) - {"__init__", "registration", "axolotl", "ms_swift", "hf"}
-    for path in rooms.values():
-        first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
-        assert "?" in first, f"{path} does not state its question in one line"
+def test_every_package_has_an_import_contract():
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages == set(WALLS) - {"__init__", "registration", "axolotl", "ms_swift", "hf"}
 
 
 PLANTED = [
