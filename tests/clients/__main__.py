@@ -173,8 +173,8 @@ def reason(output: str, status: int) -> str:
 def install(client: Client, folder: Path, log: IO[str], index: str) -> None:
     """Makes the environment of a client: torch first, DeepSpeed beside it, then the client."""
     python = shutil.which(f"python{client.python}")
-    if not python:
-        raise Failed(f"not run: there is no python{client.python}")
+    if not python or subprocess.run([python, "-V"], capture_output=True).returncode:
+        raise Failed(f"not run: there is no python{client.python} on PATH that starts")
     call([python, "-m", "venv", "--without-pip", str(folder)], log, INSTALL_MINUTES)
     pins = folder / "constraints.txt"
     pins.write_text(f"torch=={client.torch}\ndeepspeed=={client.deepspeed}\n")
