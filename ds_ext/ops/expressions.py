@@ -59,15 +59,6 @@ class Source:
         """Whether a value depends on the row and column of its element."""
         return FORMS[self.form].is_by_matrix
 
-    def within(self, rows: slice, cols: slice) -> "Source":
-        """Returns the same input for these rows and columns of each matrix."""
-        tensors = dict(self.tensors)
-        if "row" in tensors:
-            tensors["row"] = tensors["row"][:, rows]
-        if "col" in tensors:
-            tensors["col"] = tensors["col"][..., cols]
-        return replace(self, tensors=tensors)
-
 
 def source_of(x: Any) -> Source | None:
     """Returns the description of a run for native code and kernels; None if they cannot read it."""
@@ -76,6 +67,20 @@ def source_of(x: Any) -> Source | None:
     if hasattr(x, "storage"):
         return Source("IS_WEIGHT", storage=x.storage())
     return x.source() if hasattr(x, "source") else None
+
+
+def inner_source_of(x: Any, *forms: str) -> Source | None:
+    """Returns the source of what an expression contains, or None if it cannot contain that.
+
+    Passes add weights last, so only the outermost expression may add some.
+
+    Args:
+        x: what the expression contains.
+        forms: the forms that it supports.
+    """
+    source = source_of(x)
+    is_supported = source is not None and source.form in forms and source.storage is None
+    return source if is_supported else None
 
 
 def storage_of(p: Any) -> WeightStorage | None:
@@ -168,7 +173,7 @@ class Scaled:
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
-        x = source_of(self.x)
+        x = inner_source_of(self.x, *FORMS)
         if x is None or {"factor", "bound", "scale"} & x.scalars.keys():
             return None
         if x.form != "IS_RUN":
@@ -280,8 +285,8 @@ class Quotient:
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
-        x = source_of(self.x)
-        if x is None or x.form != "IS_RUN":
+        x = inner_source_of(self.x, "IS_RUN")
+        if x is None:
             return None
         factors = {"row": self.row.contiguous(), "col": self.col.contiguous()}
         return x.plus("IS_QUOTIENT", factors, scale=self.scale)
@@ -307,10 +312,8 @@ class RunQuotient:
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
-        x = source_of(self.x)
-        if x is None or x.form != "IS_RUN":
-            return None
-        return x.plus("IS_VECTOR", {"v": self.v}, scale=self.scale)
+        x = inner_source_of(self.x, "IS_RUN")
+        return x and x.plus("IS_VECTOR", {"v": self.v}, scale=self.scale)
 
 
 @dataclass(frozen=True)

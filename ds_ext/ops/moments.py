@@ -17,11 +17,11 @@ from ds_ext.ops.expressions import (
     Readable,
     Source,
     Writable,
+    inner_source_of,
     is_part,
     read,
     room,
     root,
-    source_of,
     write_,
 )
 from ds_ext.ops.shard import Block
@@ -60,11 +60,9 @@ class Residual:
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
-        u = source_of(self.u)
         forms = {"IS_QUOTIENT": "IS_RESIDUAL", "IS_VECTOR": "IS_VECTOR_RESIDUAL"}
-        if u is None or u.form not in forms:
-            return None
-        return u.plus(forms[u.form], {"m": self.m}, lerp1=self.weight)
+        u = inner_source_of(self.u, *forms)
+        return u and u.plus(forms[u.form], {"m": self.m}, lerp1=self.weight)
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,9 @@ class AdamStep:
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
-        g, u, found = source_of(self.g), self.u, columns(m=self.u.m, v=self.u.v)
-        if g is None or found is None or g.form != "IS_RUN":
+        g, u = inner_source_of(self.g, "IS_RUN"), self.u
+        found = columns(m=u.m, v=u.v)
+        if g is None or found is None:
             return None
         a, b = u.numbers
         form = "IS_ADAM8_STEP" if "m_scale" in found else "IS_ADAM_STEP"
@@ -154,8 +153,8 @@ class SignStep:
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
-        g, found = source_of(self.g), columns(m=self.m)
-        if g is None or found is None or g.form != "IS_RUN":
+        g, found = inner_source_of(self.g, "IS_RUN"), columns(m=self.m)
+        if g is None or found is None:
             return None
         form = "IS_SIGN8_STEP" if "m_scale" in found else "IS_SIGN_STEP"
         return g.plus(form, found, lerp1=1 - self.beta1, lerp2=1 - self.beta2)

@@ -157,8 +157,9 @@ PASSES = (
     *("lerp", "square_lerp", "apply", "mark", "mend"),
     *("normalize_whole_rows", "normalize_rows", "normalize_columns"),
 )
-# The forms that passes over whole rows support; other passes support all forms.
+# The forms that some passes support; other passes support all forms.
 READ_BY = {"weighted_sums": {"IS_RUN"}, "normalize_whole_rows": {"IS_QUOTIENT"}}
+ADD_WEIGHTS = {"square_sums", "apply"}  # passes that can add ``decay`` times the weights
 # Arguments that all parameters of a call share. fresh: the memory for row and column sums is
 # uninitialized.
 CALL = ("pass", "form", "dtype", "storage", "decays", "fresh")

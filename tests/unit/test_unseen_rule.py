@@ -124,6 +124,69 @@ def test_moments_advance_once_where_only_a_later_run_is_unsupported(monkeypatch)
     assert torch.allclose(m.tensors[0], torch.full((6,), 0.1)) and total.values[0] == 24
 
 
+# Updates that add something, at places where built-in rules do not: passes that end in a result.
+def lerp_of_sum(x, p, m, at):
+    ops.lerp_(m, ops.plus(x, p, 0.5), 0.25, at)
+
+
+def square_lerp_of_sum(x, p, m, at):
+    ops.square_lerp_(m, ops.plus(x, p, 0.5), 0.0, 0.25, at)
+
+
+def adam_of_sum(x, p, m, at):
+    v = ops.Runs([torch.ones(42)]) if isinstance(m, ops.Runs) else torch.ones(42)
+    ops.apply_(
+        p, ops.AdamStep(ops.RootQuotient(m, v, 1e-8), ops.plus(x, p, 0.5), 0.9, 0.9), at, lr=1
+    )
+
+
+def sign_of_sum(x, p, m, at):
+    ops.apply_(p, ops.SignStep(m, ops.plus(x, p, 5.0), 0.9, 0.9), at, lr=0.5)
+
+
+def scaled_sum(x, p, m, at):
+    ops.apply_(p, ops.Scaled(ops.plus(x, p, 0.5), 3.0), at, lr=0.5)
+
+
+def scaled_weight(x, p, m, at):
+    ops.lerp_(m, ops.Scaled(p, 3.0), 0.5, at)
+
+
+def run_quotient_of_sum(x, p, m, at):
+    ops.apply_(p, ops.RunQuotient(ops.plus(x, p, 0.5), m), at, lr=0.5)
+
+
+def nesterov(x, p, m, at):
+    ops.apply_(p, ops.Sum(x, m, 0.5), at, lr=0.5)
+
+
+def sums_of_sum(x, p, m, at):
+    row, col = ops.row_col_square_sums(ops.plus(x, p, 0.5), at, x)
+    (m.tensors[0] if isinstance(m, ops.Runs) else m)[:13] = torch.cat([row.view(-1), col.view(-1)])
+
+
+SUMS = [lerp_of_sum, square_lerp_of_sum, adam_of_sum, sign_of_sum, scaled_sum, scaled_weight]
+SUMS += [run_quotient_of_sum, nesterov, sums_of_sum]
+
+
+@pytest.mark.parametrize("is_batch", [True, False])
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("make", SUMS)
+def test_a_sum_may_stand_anywhere_in_an_update(make, path, is_batch, monkeypatch):
+    """Native code and kernels add a weight last: elsewhere plain torch evaluates the sum."""
+    found = {}
+    for way in ("ops", path):
+        paths.use(monkeypatch, way)
+        gen = torch.Generator().manual_seed(3)
+        x, p, m = (torch.rand(42, generator=gen) + 0.5 for _ in range(3))
+        given, at = (x, p, m), Shard.whole((6, 7))
+        if is_batch and way == path:
+            at, given = table_batch.TableBatch([at]), (Runs([x]), Weights(Runs([p])), Runs([m]))
+        make(*given, at)
+        found[way] = torch.cat([p, m])
+    assert torch.allclose(*found.values(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("path", PATHS[1:])
 def test_tables_make_the_passes_that_they_support(path, monkeypatch):
     """Adan's passes over its gradient alone are made by native code or kernels."""

@@ -4,6 +4,7 @@ A table calls native code on a CPU and kernels on a GPU. ``Runs`` and ``Weights`
 tensors of a pass, and vectors [n] replace its numbers. A tensor is the run of a batch of one.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -254,6 +255,8 @@ def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: TableBatch) 
 def apply_(p: Weights, u: Any, lr: Number, weight_decay: Number, batch: TableBatch) -> None:
     """p ← p · (1 − lr · weight_decay) − lr · u."""
     source = _source(u)
+    if source.storage is not None and not _is_same(source.storage.run, p.run):
+        raise Unsupported  # the pass adds the weights that it writes
     numbers: dict[str, Any] = {"lr": lr}
     decays = isinstance(weight_decay, Tensor) or weight_decay != 0
     if decays:
@@ -317,6 +320,8 @@ def _refuse(
     if name not in of.passes or form not in schema.READ_BY.get(name, schema.FORMS):
         raise Unsupported
     columns = columns or {}
+    if "decay" in columns and name not in schema.ADD_WEIGHTS:
+        raise Unsupported
     if name == "normalize_whole_rows" and not _is_one(columns.get("scale", 1.0)):
         raise Unsupported
     formulas = {column for column, x in columns.items() if isinstance(x, Formula)}
@@ -329,8 +334,15 @@ def _is_one(x: Any) -> bool:
 
 
 def _same(a: Source, b: Source) -> bool:
-    """Whether both inputs have the same weights."""
-    return a.storage is not None and b.storage is not None and a.storage.run is b.storage.run
+    """Whether both sources read the same weights."""
+    if a.storage is None or b.storage is None:
+        return False
+    return _is_same(a.storage.run, b.storage.run)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two runs are the same tensors."""
+    return all(map(operator.is_, _runs(a).tensors, _runs(b).tensors))
 
 
 def _run(
