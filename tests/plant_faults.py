@@ -188,7 +188,7 @@ FAULTS = (
         "unit/test_precision.py",
     ),
     Fault(
-        "ops/weight_forms.py",
+        "ops/weight_storage.py",
         "upper = torch.add(bits, 0x8000,",
         "upper = torch.add(bits, 0x0000,",
         "unit/test_precision.py",

@@ -67,12 +67,12 @@ class Stepper:
         """
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
-        is_host = layout.device.type == "cpu" and not devices.take(layout.device)
+        checks_on_host = layout.device.type == "cpu" and not devices.take(layout.device)
         there = {p: s for p, s in shards.items() if p.device == layout.device}
         on_device = self.optimizer.in_kernels(there, layout.device)
         first: Set[Tensor] = frozenset()
         if layout.is_uniform and not self.has_bounds:
-            some = shards if is_host else {p: shards[p] for p in on_device}
+            some = shards if checks_on_host else {p: shards[p] for p in on_device}
             first = self.optimizer.first_round_checks(some) if some else first
         others = set(params) - first
         return VotedParams(others - on_device, others & on_device)

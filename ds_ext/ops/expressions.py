@@ -25,7 +25,7 @@ class WeightStorage:
     """A weight that a kernel can read and write."""
 
     run: Tensor
-    how: str = "PLAIN"  # one of schema.STORAGE: see weight_forms.py
+    how: str = "PLAIN"  # one of schema.STORAGE: see weight_storage.py
     aux: Tensor | None = None
     key: int = 0
     start: int | None = None  # first element of the run in its parameter; None: its shard's start
@@ -43,7 +43,8 @@ class Source:
     form: str
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     scalars: Mapping[str, Number] = field(default_factory=dict)
-    storage: WeightStorage | None = None  # weights to read: as IS_WEIGHT, or times decay, added
+    # Weights to read: as IS_WEIGHT, or times ``decay``, which passes add last.
+    storage: WeightStorage | None = None
 
     def plus(self, form: str, tensors: Mapping[str, Tensor], **scalars: Number) -> "Source":
         """Returns the same input in another form, with more columns."""

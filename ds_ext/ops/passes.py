@@ -32,7 +32,7 @@ class SquareSums(NamedTuple):
     """Sums of the squares of several runs -> [] each."""
 
     runs: Sequence[Readable]
-    like: Gradient  # gives the device and the dtype, even if the runs are empty
+    like: Gradient  # the gradient: gives the device and the dtype, even if the runs are empty
 
 
 class FlatSquareSums(NamedTuple):
@@ -175,7 +175,8 @@ def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     Args:
         x: the run.
         shard: its geometry.
-        like: gives the device and dtype, even if the run is empty.
+        like: the gradient, which gives the device and dtype, even if the run is empty. Row sums of
+            this object also serve the check of gradients and the norm.
     """
     (total,) = square_sums((x,), shard, like)
     return total

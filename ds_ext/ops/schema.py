@@ -15,7 +15,7 @@ HEADER = Path(__file__).parent / "executors" / "native" / "schema.h"
 GROUP = 256  # weights that share a fingerprint: see fingerprints.py
 PROBES = 31  # sampled weights that show whether a cached norm is still valid: see passes.cpp
 GIVEN = 12  # the most numbers in the formulas of a kernel's pass
-# weight_forms.CorrectedWeight stores the rounding error of a weight in 8 bits: in parts of the
+# weight_storage.CorrectedWeight stores the rounding error of a weight in 8 bits: in parts of the
 # largest error, which is half the spacing of the 16-bit numbers there.
 PARTS = 127.0
 # The value of ±127 in such parts: the middle of 126.5 to 127. With 127, the sum would lie half way
@@ -136,7 +136,7 @@ FORMS = {
     "IS_SIGN8_STEP": Form("the same with a momentum of 8 bits", advances=True),
 }
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
-# Storage formats of weights and their dtypes: see weight_forms.py.
+# Storage formats of weights and their dtypes: see weight_storage.py.
 STORAGE = {
     "PLAIN": (torch.float32, torch.bfloat16, torch.float16),
     "STOCHASTIC": (torch.bfloat16, torch.float16),

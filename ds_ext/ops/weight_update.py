@@ -24,7 +24,7 @@ from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.schema import GROUP
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
-from ds_ext.ops.weight_forms import MASTERS, Form, StochasticWeight
+from ds_ext.ops.weight_storage import MASTERS, StoredWeight, StochasticWeight
 
 WeightUpdate = Annotated[
     Literal["stochastic", "nearest", "master", "master24"],
@@ -48,7 +48,7 @@ MASTER_DTYPES = {
     ("master24", torch.float16): torch.int8,
 }
 
-Weight: TypeAlias = Tensor | Form
+Weight: TypeAlias = Tensor | StoredWeight
 
 
 def weight(
@@ -223,5 +223,5 @@ def drop(s: dict[str, Any]) -> None:
         s.pop(name, None)
 
 
-def _with_master(p: Tensor, s: dict[str, Any]) -> Form:
+def _with_master(p: Tensor, s: dict[str, Any]) -> StoredWeight:
     return MASTERS[s["master"].dtype](p, s["master"])

@@ -69,11 +69,11 @@ class BatchedStep:
                 self.stats.sums_of(x.number, at, run, self.updates[x.at].num_replicas)
                 for run, x in zip(self.runs.tensors, self.plan.pieces, strict=True)
             ]
-            p = replace(p, update_sums=self._measured())
+            p = replace(p, update_sums=self._update_sums())
         step: StepGenerator = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
         return step
 
-    def _measured(self) -> Runs | Flat:
+    def _update_sums(self) -> Runs | Flat:
         """Where passes write two sums of each parameter: the statistics, or ``totals`` on a GPU."""
         if not devices.take(self.batch.device):
             return Runs(self.sums)
@@ -220,7 +220,7 @@ class BucketStep:
         """Stores weights and states, after the rules have ended."""
         for batch in self.batches:
             batch.end(self.norms)
-            batch.batch.begin(None)
+            batch.batch.detach()
         weight_update.mark_all(
             [run.update.p for run in self.joined], [run.state for run in self.joined]
         )

@@ -187,7 +187,7 @@ def _resumed(rule: StepGenerator, totals: Sums) -> StepGenerator:
 def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) -> StepGenerator:
     """Yields the rounds of a batch on a GPU. Kernels skip parameters with bad gradients.
 
-    The batch's sums are formulas; this generator yields them as tensors.
+    Sums that are one number per parameter are formulas. This generator yields them as tensors.
 
     Args:
         step: the step, whose parameters are all checked alike.
@@ -196,23 +196,23 @@ def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) ->
     """
     by_sums, by_votes = step.params[0] in check.params, step.params[0] in check.votes
     batch = step.batch
-    batch.begin(queue)
-    queue.next_rule()
+    batch.attach(queue)
+    queue.begin_sequence()
     rule = step.begin()
     if by_votes:
         limits = _limits_of_votes(step, check.votes)
         _record(step, limits, check, is_square=False)
-        batch.begin(queue, limits)
+        batch.attach(queue, limits)
     asked = _next(rule, None, queue)
     if by_sums:
-        batch.begin(queue)
-        queue.next_rule()  # this pass, if any, runs in parallel with earlier ones
+        batch.attach(queue)
+        queue.begin_sequence()  # this pass, if any, runs in parallel with earlier ones
         squares = cast(Formula, step.squares())
         *totals, found = yield (*_values(asked), squares.values)
         limits = GradLimits(Flat(found, np.arange(len(found))), step.upper_bounds())
-        queue.next_rule()
+        queue.begin_sequence()
         _record(step, limits, check, is_square=True)
-        batch.begin(queue, limits)
+        batch.attach(queue, limits)
         asked = _next(rule, _answers(asked, totals), queue)
     while asked:
         answers = yield _values(asked)
@@ -247,7 +247,7 @@ def _answers(sums: Iterable[Any], totals: Iterable[Tensor]) -> tuple[Any, ...]:
 
 def _next(rule: Any, totals: tuple[Any, ...] | None, queue: LaunchQueue) -> tuple[Any, ...]:
     """Runs a rule to its next round; returns its sums, () at the end."""
-    queue.next_rule()
+    queue.begin_sequence()
     try:
         asked: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)
         while not asked:  # a round without sums

@@ -66,7 +66,7 @@ class BatchPlan:
         self.parts: Parts = rule.state_spec(pieces[0].shard)
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.param_ids = np.array([x.number for x in pieces], dtype=np.uint64)
-        reads_norm = notes_sums(rule, pieces[0].shard)
+        reads_norm = caches_norms(rule, pieces[0].shard)
         self.norm_cache = self.batch.new_norm_cache() if reads_norm else None
         self._at = [x.at for x in pieces]
         self._are_whole = all(x.run is None for x in pieces)
@@ -303,8 +303,8 @@ def _rule_key(rule: Any) -> object:
     return structure(rule, "lr", "weight_decay")
 
 
-def notes_sums(rule: Any, shard: Shard) -> bool:
-    """Returns whether kernels cache the norm of a run's weights when they write them.
+def caches_norms(rule: Any, shard: Shard) -> bool:
+    """Returns whether passes cache the norm of a run's weights when they write them.
 
     They do for rules whose updates are in proportion to the weights.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Block, Shard
-from ds_ext.ops.weight_forms import Form
+from ds_ext.ops.weight_storage import StoredWeight
 from ds_ext.ops.weight_update import Weight
 
 
@@ -127,7 +127,7 @@ class MeasuredTensor:
 class MeasuredWeight:
     """A run in another storage form, such as a master, that measures its new values."""
 
-    def __init__(self, run: Form, moved: Tensor, weight: Tensor) -> None:
+    def __init__(self, run: StoredWeight, moved: Tensor, weight: Tensor) -> None:
         self.run, self.moved, self.weight = run, moved, weight
         self.last: tuple[Block, Tensor] | None = None
 

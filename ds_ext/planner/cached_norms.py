@@ -32,7 +32,7 @@ def num_bytes(rule: Any, shapes: Shapes, stage: int | None, ranks: int, dtype: t
     total = 0
     for (own, shape), count in Counter((rules[k], tuple(s)) for k, s in shapes.items()).items():
         shard = Shard.of_rank(shape, 0, cut)
-        if dtype in DTYPES and plans.notes_sums(own, shard):
+        if dtype in DTYPES and plans.caches_norms(own, shard):
             geometry = (shard.start, len(shard), shard.mats, shard.rows, shard.cols)
             cache = Table([geometry], [0], torch.device("meta")).new_norm_cache()
             total += count * cache.nbytes("by_matrix" if shard.is_matrix else "flat")

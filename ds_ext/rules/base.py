@@ -122,9 +122,10 @@ def register(
         paper: the algorithm's arXiv number.
         state: bytes per parameter of a matrix [R, C] on each of d ranks, as a formula.
         rounds: the number of all-reduces of a bucket's partial sums in a step.
-        is_batched: whether ``step`` also accepts a batch of parameters. It must then use only
-            passes of ``ops`` that accept batches, and formulas that hold for vectors [n]. Or a
-            function of a rule and a shard that returns it, with the same result on all ranks.
+        is_batched: whether ``step`` also accepts a batch of parameters. It must then read tensors
+            only by passes of ``ops`` (not ``blocks``, ``evaluate``, ``count_beyond`` or ``pad``),
+            and use formulas that hold for vectors [n]. Or a function of a rule and a shard that
+            returns it, with the same result on all ranks.
         sums_first: whether ``step`` yields sums of the gradient before it writes weights or state.
             The first round then detects bad gradients before they have an effect. Or a function, as
             for ``is_batched``. If it is False, gradients are read once more.

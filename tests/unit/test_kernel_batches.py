@@ -195,7 +195,7 @@ def test_what_waits_keeps_its_memory(monkeypatch):
     paths.use(monkeypatch, "kernels")
     p, batch = torch.ones(24), TableBatch([Shard.whole((4, 6))])
     queue = LaunchQueue(Memory(p.device))
-    batch.begin(queue)
+    batch.attach(queue)
     u = ops.unit_quotient(Runs([torch.ones(24)]), batch, p)
     half, two = (Formula.given(torch.full((1,), x)) for x in (0.5, 2.0))
     ops.apply_(Weights(Runs([p])), u.times(half), batch, lr=two)

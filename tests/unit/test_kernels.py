@@ -465,7 +465,7 @@ def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
 def test_plain_torch_reads_the_results_of_queued_passes(kernels):
     v, x = torch.zeros(6, device=DEVICE), torch.ones(6, device=DEVICE)
     batch = TableBatch([Shard.whole((6,))], device=v.device)
-    batch.begin(LaunchQueue(Memory(v.device)))
+    batch.attach(LaunchQueue(Memory(v.device)))
     ops.lerp_(Runs([v]), Runs([x]), 0.5, batch)
     assert v.sum() == 0  # it waits
     unread = ops.Sum(ops.Sum(Runs([v]), Runs([x]), 1.0), Runs([x]), 1.0)  # no kernel reads it

@@ -105,7 +105,7 @@ def test_a_parameter_of_bad_gradients_is_left_as_it_is(monkeypatch):
     batch = table_batch.TableBatch([Shard.whole((6,)), Shard.whole((4,))])
     found = Flat(torch.tensor([6.0, torch.inf]), np.arange(2))
     u = ops.Sum(ops.Sum(g, Runs(moments), 2.0), g, 1.0)  # no kernel reads a sum of sums
-    batch.begin(None, GradLimits(found, np.full(2, 1e30, dtype=np.float32)))
+    batch.attach(None, GradLimits(found, np.full(2, 1e30, dtype=np.float32)))
     ops.lerp_(Runs(moments), u, 0.25, batch)
     assert ops.square_sum(u, batch, g).values[0] == 6 * (1 + 2 * 0.5 + 1) ** 2
     ops.apply_(Weights(Runs(weights)), u, batch, lr=0.5)

@@ -21,7 +21,7 @@ from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.expressions import Quotient
 from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.weight_forms import MASTERS, StochasticWeight
+from ds_ext.ops.weight_storage import MASTERS, StochasticWeight
 
 
 class OneByOne:

@@ -39,7 +39,7 @@ class TableBatch(Batch):
         self.whole = new_table(self.whole_geometries, [0] * len(shards), device)
         self.own = new_table(self.geometries, self.noise_firsts, device)
 
-    def begin(self, queue: LaunchQueue | None, limits: GradLimits | None = None) -> None:
+    def attach(self, queue: LaunchQueue | None, limits: GradLimits | None = None) -> None:
         """Makes later passes over the batch a part of a bucket's step on a GPU.
 
         Args:
@@ -50,9 +50,13 @@ class TableBatch(Batch):
             if isinstance(table, KernelTable):
                 table.queue, table.limits = queue, limits
 
+    def detach(self) -> None:
+        """Ends the batch's part in a bucket's step."""
+        self.attach(None)
+
     @property
     def limits(self) -> GradLimits | None:
-        """The limits of ``begin``."""
+        """The limits of ``attach``."""
         return self.own.limits if isinstance(self.own, KernelTable) else None
 
     def launch(self) -> None:

@@ -358,7 +358,7 @@ INLINE void round_all(const float *__restrict x, int64_t n, uint16_t *__restrict
         for (int64_t j = 0; j < n; ++j) w[j] = float_to_half(x[j]);
 }
 
-// weight_forms.CorrectedWeight for a dtype with ``epsilon`` and the smallest normal number ``least``.
+// weight_storage.CorrectedWeight for a dtype with ``epsilon`` and the smallest normal number ``least``.
 struct Correction {
     float epsilon;
     uint32_t least;

@@ -31,33 +31,34 @@ class LaunchQueue:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._rules: list[list[Pass]] = [[]]
+        self._sequences: list[list[Pass]] = [[]]
         self._folds: list[Launch] = []
 
-    def next_rule(self) -> None:
-        """Begins another rule, whose passes do not depend on those added before."""
-        if self._rules[-1]:
-            self._rules.append([])
+    def begin_sequence(self) -> None:
+        """Begins a sequence of passes that do not read results of the passes queued so far."""
+        if self._sequences[-1]:
+            self._sequences.append([])
 
     def add(
         self, launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
     ) -> None:
-        """Adds a pass of the current rule, and the launches that add up its partial sums.
+        """Adds a pass to the current sequence, and the launches that add up its partial sums.
 
         Args:
             launches: the pass, over different parameters.
-            folds: the launches that add up the partial sums.
-            only_sums: whether the pass writes only partial sums, and sums that ranks reduce.
+            folds: launches that run last: they add up partial sums, or read nothing of this step.
+            only_sums: whether the pass writes only partial sums, and sums that ranks reduce, which
+                no pass reads before ``launch``.
         """
         found = list(launches)
         if found:
-            self._rules[-1].append(Pass(found, only_sums))
+            self._sequences[-1].append(Pass(found, only_sums))
         self._folds.extend(x for x in folds if len(x.rows))
 
     def launch(self) -> None:
         """Launches the passes, and then the folds."""
-        rules, folds = self._rules, self._folds
-        self._rules, self._folds = [[]], []
+        rules, folds = self._sequences, self._folds
+        self._sequences, self._folds = [[]], []
         waves = _waves(rules)
         waves.append([[one] for one in folds])
         if joints := [joint for wave in waves for joint in launches.merged(wave)]:
@@ -76,10 +77,10 @@ def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:
 
 
 def _levels(passes: Sequence[Pass]) -> Sequence[Sequence[Chain]]:
-    """Levels of a rule's passes: each pass joins the chain before it, or the first level it may.
+    """The levels of a sequence of passes; the passes of one level may run at the same time.
 
-    Passes that only write sums may run in parallel, because no pass reads these sums. A pass that
-    writes anything else runs after all earlier passes.
+    A pass over the same elements as the pass before extends that pass's chain. Otherwise a pass
+    that only writes sums goes into the level after the last writer, any other into a new level.
     """
     levels: list[list[list[Launch]]] = []
     written = 0  # the number of levels up to the last one that writes

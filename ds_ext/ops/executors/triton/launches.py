@@ -96,7 +96,7 @@ Chain: TypeAlias = Sequence[Launch]
 
 
 @dataclass(frozen=True, eq=False)
-class Joint:
+class MergedLaunch:
     """Several chains merged into one launch, whose parameters have different kinds of passes."""
 
     chains: list[Chain]
@@ -128,7 +128,7 @@ class Joint:
         return words + words % 2
 
 
-def merged(chains: Iterable[Chain]) -> list[Joint]:
+def merged(chains: Iterable[Chain]) -> list[MergedLaunch]:
     """Merges independent chains on one device into one launch per number of warps."""
     by_warps: dict[int, list[tuple[Chain, Kind]]] = {}
     others: list[tuple[Chain, Kind, int]] = []  # may use any number of warps
@@ -141,10 +141,10 @@ def merged(chains: Iterable[Chain]) -> list[Joint]:
     if others:
         warps = max(by_warps, key=lambda warps: len(by_warps[warps]), default=others[0][2])
         by_warps.setdefault(warps, []).extend((chain, kind) for chain, kind, _ in others)
-    return [one for warps, some in by_warps.items() for one in _joints(some, warps)]
+    return [one for warps, some in by_warps.items() for one in _merged_launches(some, warps)]
 
 
-def _joints(given: Sequence[tuple[Chain, Kind]], warps: int) -> Iterator[Joint]:
+def _merged_launches(given: Sequence[tuple[Chain, Kind]], warps: int) -> Iterator[MergedLaunch]:
     """Launches of up to ``MAX_PARAMETERS`` parameters each."""
     some: list[tuple[Chain, Kind]] = []
     count = 0
@@ -155,23 +155,23 @@ def _joints(given: Sequence[tuple[Chain, Kind]], warps: int) -> Iterator[Joint]:
             some.append(([one.part(start, stop) for one in chain], kind))
             count, start = count + stop - start, stop
             if count == MAX_PARAMETERS:
-                yield _joint(some, warps)
+                yield _merged_launch(some, warps)
                 some, count = [], 0
     if some:
-        yield _joint(some, warps)
+        yield _merged_launch(some, warps)
 
 
-def _joint(some: Sequence[tuple[Chain, Kind]], warps: int) -> Joint:
+def _merged_launch(some: Sequence[tuple[Chain, Kind]], warps: int) -> MergedLaunch:
     # ordered by first use, so that equal sets of kinds share a compiled kernel
     kinds = sorted({kind for _, kind in some}, key=lambda kind: _met.setdefault(kind, len(_met)))
     of_each = [kinds.index(kind) for _, kind in some]
-    return Joint([chain for chain, _ in some], tuple(kinds), of_each, warps)
+    return MergedLaunch([chain for chain, _ in some], tuple(kinds), of_each, warps)
 
 
 _met: dict[Kind, int] = {}
 
 
-def run(joints: Sequence[Joint], memory: Memory) -> None:
+def run(joints: Sequence[MergedLaunch], memory: Memory) -> None:
     """Runs launches one after another, after one copy of all their tables.
 
     Args:
@@ -194,7 +194,7 @@ def run(joints: Sequence[Joint], memory: Memory) -> None:
             start(_label(one.kinds), programs, held[at:], one.count, named, one.warps)
 
 
-def _fill(joint: Joint, words: Int64s, address: int) -> int:
+def _fill(joint: MergedLaunch, words: Int64s, address: int) -> int:
     """Writes a launch's table, then its numbers; returns the number of programs.
 
     The table will be copied to ``address`` on the device.

@@ -63,14 +63,14 @@ def _square_sums(table: Launcher, read: Read) -> None:
         made = table.launches(
             "recall", read.constants, table.recalled[cache.tiles], {**columns, **cache.columns}
         )
-        table.ask((), made, only_sums=True)
+        table.ask((), made)  # reads nothing of this step
         return
     name = read.tiles
     how = table.sums[name]
     part, places = table.room(how)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
     columns["part"] = places
-    # updates of vectors are small: with the warps of whole rows, they share one launch
+    # with the warps of ``weighted_sums``, both become one launch: launches merge by warps
     warps = sizes.WIDE_WARPS if read.form == "IS_VECTOR" else None
     constants = (*read.constants, ("WARPS", warps))
     made = table.launches("square_sums", constants, getattr(table, name), columns)

@@ -26,8 +26,8 @@ class Geometry:
     origin: Int64s
 
 
-class Kind(NamedTuple):
-    """Properties that all parameters of a launch share."""
+class TileKind(NamedTuple):
+    """Properties that all parameters of a ``Launch`` share, before launches are merged."""
 
     aligned: bool | None  # whether no vector crosses the end of a row or run; None: no vectors
     width: int  # of tiles as wide as rows; 0 for other tiles, and for rows wider than any tile
@@ -47,7 +47,7 @@ class Tiles:
         column: Int64s = self.rows[:, AT[name]]
         return column
 
-    def kinds(self, addresses: Int64s) -> list[tuple[Kind, Int64s]]:
+    def kinds(self, addresses: Int64s) -> list[tuple[TileKind, Int64s]]:
         """Returns the parameters that may share a launch, by kind, without kinds of empty runs.
 
         Args:
@@ -61,19 +61,19 @@ class Tiles:
         return self._grouped(self.aligned & are_even)
 
     @functools.cached_property
-    def _plain(self) -> list[tuple[Kind, Int64s]]:
-        return [(Kind(None, 0), np.arange(len(self.rows)))] if self.programs.any() else []
+    def _plain(self) -> list[tuple[TileKind, Int64s]]:
+        return [(TileKind(None, 0), np.arange(len(self.rows)))] if self.programs.any() else []
 
     @functools.cached_property
-    def _usual(self) -> list[tuple[Kind, Int64s]]:
+    def _usual(self) -> list[tuple[TileKind, Int64s]]:
         """The kinds if all runs begin at multiples of 16 bytes."""
         assert self.aligned is not None
         return self._grouped(self.aligned)
 
-    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[Kind, Int64s]]:
+    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[TileKind, Int64s]]:
         widths = np.zeros(len(aligned), dtype=np.int64) if self.widths is None else self.widths
-        found: dict[Kind, list[int]] = {}
-        for i, of in enumerate(map(Kind, aligned.tolist(), widths.tolist())):
+        found: dict[TileKind, list[int]] = {}
+        for i, of in enumerate(map(TileKind, aligned.tolist(), widths.tolist())):
             found.setdefault(of, []).append(i)
         return [(of, np.array(own)) for of, own in found.items() if self.programs[own].any()]
 

@@ -1,4 +1,4 @@
-"""Reads and writes weights: weight_forms.py on a GPU, with the same random numbers."""
+"""Reads and writes weights: weight_storage.py on a GPU, with the same random numbers."""
 
 import triton
 import triton.language as tl
@@ -43,7 +43,7 @@ def load_weight(
 def store_weight(
     t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
 ):
-    """Stores fp32 weights: see weight_forms.py and rounding.py."""
+    """Stores fp32 weights: see weight_storage.py and rounding.py."""
     w = run_at(t, W, WD, e, TC, ALIGNED)
     if STORAGE == SPLIT:
         bits = new.to(tl.int32, bitcast=True)

@@ -1,7 +1,7 @@
-"""The forms in which a 16-bit weight is stored; each is read and written as fp32.
+"""Storage of 16-bit weights; each kind is read and written as fp32.
 
 Rules call ``block`` and ``write_``. ``write_`` returns the values that the run then has; they may
-overwrite its argument. ``part`` selects some elements. ``storage`` describes the form to native
+overwrite its argument. ``part`` selects some elements. ``storage`` describes it to native
 code and kernels.
 """
 
@@ -177,7 +177,7 @@ def _bits(x: float) -> int:
     return (int(math.log2(x)) + 127) << 23
 
 
-Form: TypeAlias = StochasticWeight | SplitWeight | CopiedWeight | CorrectedWeight
+StoredWeight: TypeAlias = StochasticWeight | SplitWeight | CopiedWeight | CorrectedWeight
 # By the dtype of the tensor that is stored beside the run.
 MASTERS: dict[torch.dtype, type[SplitWeight] | type[CopiedWeight] | type[CorrectedWeight]] = {
     torch.int16: SplitWeight,
