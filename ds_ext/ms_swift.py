@@ -44,7 +44,7 @@ class Callback(OptimizerCallback):  # type: ignore[misc]  # ms-swift is no requi
             ValueError: a hyper-parameter is unknown or invalid.
         """
         args = self.args
-        own = RATES[args.optimizer].params  # settings of the measurement
+        own = RATES[args.optimizer].params if args.optimizer in RATES else {}  # as measured
         params = {**own, **hypers(args.learning_rate, args.weight_decay, args.optim_args)}
         kind, model = OPTIMIZERS[args.optimizer], model or self.trainer.model
         if not args.deepspeed:

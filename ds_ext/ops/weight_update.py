@@ -24,7 +24,7 @@ from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.schema import GROUP
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
-from ds_ext.ops.weight_storage import MASTERS, StoredWeight, StochasticWeight
+from ds_ext.ops.weight_storage import MASTERS, StochasticWeight, StoredWeight
 
 WeightUpdate = Annotated[
     Literal["stochastic", "nearest", "master", "master24"],
