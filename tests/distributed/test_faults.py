@@ -14,7 +14,7 @@ from tests.distributed import faults
 from tests.distributed.faults import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
 from tests.distributed.resuming import error, same
 
-LOST = "LostRankError: another rank has ended, or did not come within the time limit"
+LOST = "LostRankError: another rank has ended, or did not respond within the time limit"
 # What the newest complete checkpoint is after a fault in the step after WHEN, and how ranks end.
 AFTER = {"latest": WHEN + 1, "disk full": TOTAL, "no folder": TOTAL}
 

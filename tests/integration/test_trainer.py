@@ -274,7 +274,7 @@ def test_an_optimizer_that_trainer_would_drop_is_refused(folder):
 
 @pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3"]))
 def test_adapters_that_start_at_zero_are_told_of_where_they_would_learn_nothing(folder, name):
-    told = [line for line in result(folder, name)["said"] if "these start at zero" in line]
+    told = [line for line in result(folder, name)["said"] if "which start at zero" in line]
     assert len(told) == (JOBS[name].config == "adalomo")
     assert all("q_proj.lora_B.default.weight (2)" in line for line in told)
 

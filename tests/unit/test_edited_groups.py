@@ -243,7 +243,7 @@ def test_a_parameter_from_outside_a_fused_model_is_refused():
     optimizer = ds_ext.AdamW(groups_of(model), lr=0.01)
     ds_ext.fuse_into_backward(model, optimizer)
     optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2)))
-    with pytest.raises(ValueError, match="an edit of param_groups, brings a parameter that is not"):
+    with pytest.raises(ValueError, match="an edit of param_groups, adds a parameter that is not"):
         one_step(model, optimizer)
 
 
