@@ -192,7 +192,7 @@ def test_a_type_that_nobody_has_is_told_with_the_nearest(folder):
 def test_a_norm_that_only_accelerate_is_told_of_is_warned_of_once(folder):
     said = worlds.run(2, trainer.unclipped, folder)[0]
     (line,) = [line for line in said if "has no effect under DeepSpeed" in line]
-    assert "max_norm=0.125" in line and 'write "gradient_clipping": 0.125 there' in line
+    assert "max_norm=0.125" in line and 'Set "gradient_clipping": 0.125 in' in line
 
 
 @pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3"]))

@@ -254,7 +254,7 @@ def test_a_gradient_from_before_a_parameter_was_in_a_group_is_refused():
     taken = optimizer.param_groups[0]["params"].pop(0)
     one_step(model, optimizer)
     optimizer.param_groups[0]["params"].append(taken)
-    with pytest.raises(RuntimeError, match="0.weight has a gradient that .* came before"):
+    with pytest.raises(RuntimeError, match="0.weight has a gradient that .* computed before"):
         optimizer.step()
     model.zero_grad()
     one_step(model, optimizer)

@@ -86,7 +86,7 @@ TOLD = {
     ),
     "clip mode of kept": (
         lambda: fused(clip_mode="previous", max_grad_norm=1.0, gradient_policy="sharded"),
-        ['clip_mode = "previous"', "gradient_policy sharded"],
+        ['clip_mode = "previous"', 'gradient_policy is "sharded"'],
     ),
     "both clippings": (
         lambda: fused(max_grad_norm=1.0, clip_value=1.0),
