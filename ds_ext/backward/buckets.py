@@ -351,11 +351,11 @@ def check_inputs(leaf: nn.Module, inputs: tuple[object, ...]) -> None:
         return
     if any(p.requires_grad for p in leaf.parameters()):
         raise RuntimeError(
-            f"{type(leaf).__name__} is a leaf module of ZeRO-3 (set_z3_leaf_modules), and no "
-            "positional argument of its forward needs a gradient: its parameters would not be "
-            "trained. Pass a tensor that needs a gradient by position (for a model of Hugging Face "
-            "call model.enable_input_require_grads()), call it under torch.no_grad(), or take it "
-            "out by deepspeed.utils.unset_z3_leaf_modules."
+            f"{type(leaf).__name__} is a leaf module of ZeRO-3 (set_z3_leaf_modules), but no "
+            "positional argument of its forward requires a gradient, so its parameters would not "
+            "be trained. Pass a tensor that requires a gradient by position (for a Hugging Face "
+            "model call model.enable_input_require_grads()), call the module under "
+            "torch.no_grad(), or unset it with deepspeed.utils.unset_z3_leaf_modules."
         )
 
 

@@ -59,7 +59,7 @@ def fuse_into_backward(
     optimizer = _unwrapped(optimizer)
     if not isinstance(optimizer, RuleOptimizer):
         raise TypeError(
-            f"fuse_into_backward: the optimizer is {_type_name(optimizer)}, and only those of "
+            f"fuse_into_backward: the optimizer is {_type_name(optimizer)}. Only optimizers of "
             "ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside backward."
         )
     for refuse in REFUSALS:
@@ -74,9 +74,9 @@ def fuse_into_backward(
     consensus.agree(kind | consensus.facts(model, optimizer), group)
     if len(devices) > 1:
         raise ValueError(
-            f"fuse_into_backward: the model's parameters are on {', '.join(devices)}. Move it to "
-            "one device; or do not fuse it: optimizer.step() after backward steps a model that is "
-            "spread over several."
+            f"fuse_into_backward: the model's parameters are on {', '.join(devices)}. Move the "
+            "model to one device, or do not call fuse_into_backward: optimizer.step() after "
+            "backward supports several devices."
         )
     layout = fully_shard.FSDP2Layout(model, group) if is_cut else _whole_layout(model, group)
     _take_over(model, optimizer, group)
@@ -130,8 +130,8 @@ def _group_of_cut(model: nn.Module, group: Group) -> Group:
     """The ranks that hold parts of a model. Raises ValueError if ``group`` is given."""
     if group is not None:
         raise ValueError(
-            "fuse_into_backward: the model's parameters are DTensors, whose mesh names the ranks: "
-            "leave group out."
+            "fuse_into_backward: the model's parameters are DTensors, and their mesh sets the "
+            "ranks: remove the argument group."
         )
     return fully_shard.group_of(model)
 
@@ -152,11 +152,11 @@ def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         if param.grad is not None:
             raise RuntimeError(
-                f"{layout.name(param)} has a gradient that did not come from backward, or came "
-                "before the parameter was in param_groups: after fuse_into_backward, gradients are "
-                "used inside backward. Assign none to .grad, and set .grad to None before you put "
-                "a parameter into a group; or call .remove() of what fuse_into_backward returned, "
-                "and step as usual."
+                f"{layout.name(param)} has a gradient that did not come from backward, or that "
+                "backward computed before the parameter was in param_groups. After "
+                "fuse_into_backward, ds_ext uses gradients inside backward: do not assign .grad, "
+                "and set .grad to None before you add a parameter to a group. To step as usual, "
+                "call .remove() on the object that fuse_into_backward returned."
             )
     if layout.has_kept():
         raise RuntimeError(
@@ -171,9 +171,10 @@ def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None
     for older in filter(None, map(owners.owner, params)):
         if older.optimizer.group_of.keys().isdisjoint(optimizer.group_of):
             raise ValueError(
-                "fuse_into_backward: another optimizer steps other parameters of this model. Make "
-                "one optimizer with parameter groups of both, or call fuse_into_backward with the "
-                "modules that hold the parameters of each; or, if you no longer need that one, "
-                "call .remove() of what fuse_into_backward returned for it."
+                "fuse_into_backward: another optimizer steps other parameters of this model. "
+                "Create one optimizer with parameter groups of both, or call fuse_into_backward "
+                "with the modules that contain the parameters of each. If you no longer need the "
+                "other optimizer, call .remove() on the object that fuse_into_backward returned "
+                "for it."
             )
     owners.take_over(params, group)

@@ -125,17 +125,17 @@ class FusedBackward:
     def unfinished(self) -> str:
         """Describes pending work that would be lost if the step ended now; empty if none."""
         if self.state.kept:
-            return "gradients that wait for the rest of their micro-batches"
+            return "gradients that wait for further micro-batches"
         if self.state.is_measured:
-            return "measured gradients that it has not stepped by"
-        return "gradients that it has not stepped by" if self.buckets.holds() else ""
+            return "measured gradients that are not applied yet"
+        return "gradients that are not applied yet" if self.buckets.holds() else ""
 
     def check_owner(self) -> None:
         """Raises RuntimeError if another owner has taken the parameters over."""
         if self.is_replaced:
             raise RuntimeError(
-                "another engine, or call of fuse_into_backward, steps this model now: go on with "
-                "that, or make a new one."
+                "another engine or fuse_into_backward call steps this model now: use that one, or "
+                "create a new one."
             )
 
     def kept_bytes(self) -> int:
@@ -193,7 +193,7 @@ class FusedBackward:
             loss.backward(retain_graph=True)
             self.buckets.finish()
         if self.layout.any(self.prepass.changed is not None):
-            who = self.prepass.changed or "A function, on another rank,"
+            who = self.prepass.changed or "A function on another rank"
             raise RuntimeError(messages.cannot_repeat(who, self.grad_config.words))
         self.state.reduce_norm(self.clipping)
 

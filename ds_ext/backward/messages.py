@@ -7,18 +7,18 @@ NOT_FINITE = (
     "skips parameters with such gradients, so training can continue without this argument."
 )
 STEPPED = (
-    "zero_grad() discards gradients, but %d of %d parameters were updated already, inside "
-    "backward: these updates stay. To discard a whole batch, do it before its backward pass, or "
-    "keep gradients until the step: %s."
+    "zero_grad() discards gradients, but backward has already updated %d of %d parameters, and "
+    "these updates stay. To discard a whole batch, skip its backward pass, or keep gradients until "
+    "the step: %s."
 )
 
 
 def cannot_repeat(who: str, words: Words) -> str:
     """Returns the error if the function ``who`` writes, in backward, to its saved tensors."""
     return (
-        f"{words.clipping}: {who} writes to its saved tensors in backward, as fused losses do "
-        "(Liger's linear cross-entropy) if their result is multiplied by a factor other than 1. A "
-        "second backward pass, which exact clipping needs, would be wrong. Set "
+        f"{words.clipping}: {who} overwrites its saved tensors in backward, as fused losses do "
+        "(Liger's linear cross-entropy) if their result is multiplied by a factor other than 1. "
+        "Exact clipping needs a second backward pass, which would be wrong. Set "
         f"{words.sharded}, which clips exactly in one pass, or {words.no_clipping}."
     )
 
@@ -26,7 +26,7 @@ def cannot_repeat(who: str, words: Words) -> str:
 def measure_first(words: Words) -> str:
     """Returns the error if gradients arrive before their norm was measured."""
     return (
-        f"{words.clipping} needs the norm of all gradients before the first of them is used: call "
+        f"{words.clipping} needs the norm of all gradients before ds_ext uses the first one: call "
         f"{words.backward} instead of loss.backward(); or set {words.sharded}, which keeps this "
         "rank's part of the gradients until the step."
     )
@@ -35,9 +35,9 @@ def measure_first(words: Words) -> str:
 def second_gradient(words: Words) -> str:
     """Returns the error for a second gradient of a parameter, to follow the parameter's name."""
     return (
-        f"got a second gradient after its update and before {words.step}. Gradients are used up "
-        "inside backward: call backward once a step (add losses up before), or keep gradients "
-        f"until the step by {words.accumulate}; use checkpointing with use_reentrant=False where a "
-        "weight is reached by two checkpointed segments other than through its module. After a "
-        "backward pass that failed, call zero_grad()."
+        f"got a second gradient after its update and before {words.step}. ds_ext uses and frees "
+        "gradients during backward. Call backward once per step (sum the losses first), or keep "
+        f"gradients until the step with {words.accumulate}. If two checkpointed segments use the "
+        "same weight other than through its module, set use_reentrant=False in checkpointing. "
+        "After a failed backward pass, call zero_grad()."
     )

@@ -74,8 +74,8 @@ def claim(param: Tensor, by: Owner, name: str) -> None:
     other = owner(param)
     if other is not None and other is not by:
         raise RuntimeError(
-            f"{name} is stepped by two engines, or calls of fuse_into_backward: freeze it in one "
-            "of their models, or end one of them (engine.destroy(), or .remove() of what "
+            f"two engines or fuse_into_backward calls step {name}: freeze it in one of their "
+            "models, or end one of them (engine.destroy(), or .remove() on the object that "
             "fuse_into_backward returned)."
         )
     _owners[param] = weakref.ref(by)
@@ -102,9 +102,9 @@ def check_finished(params: Iterable[Tensor], group: Group = None) -> list[Owner]
     pending = [lost for lines in consensus.gathered(unfinished, group) for lost in lines]
     if pending:
         raise RuntimeError(
-            "this model is in the middle of a step of another engine, or call of "
-            f"fuse_into_backward, which has {pending[0]}: end that step, or discard it by "
-            "zero_grad(), by engine.destroy(), or by .remove() of what fuse_into_backward returned."
+            "another engine or fuse_into_backward call is in the middle of a step of this model, "
+            f"with {pending[0]}. Finish that step, or discard it: call zero_grad(), "
+            "engine.destroy(), or .remove() on the object that fuse_into_backward returned."
         )
     return olders
 
@@ -120,8 +120,8 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
         older.give_way()
     if olders and consensus.is_first():
         logger.warning(
-            "this model was stepped by another engine, or call of fuse_into_backward, which was "
-            "not destroyed: the new one takes over, and the older one cannot be used any more."
+            "another engine or fuse_into_backward call stepped this model and was not destroyed: "
+            "the new one takes over, and the older one can no longer be used."
         )
 
 

@@ -67,7 +67,7 @@ ARGUMENTS = Words(  # of fuse_into_backward
     no_clipping="max_grad_norm=0",
     sharded='gradient_policy="sharded" of fuse_into_backward',
     accumulate='gradient_policy="sharded" of fuse_into_backward',
-    backward=".backward(loss) of what fuse_into_backward returned",
+    backward=".backward(loss) on the object that fuse_into_backward returned",
     step="optimizer.step()",
 )
 
@@ -107,13 +107,14 @@ class GradientConfig:
             raise ValueError(f'{clip_mode} = "previous" needs {words.clipping} > 0.')
         if self.clip_mode == "previous" and self.policy == "sharded":
             raise ValueError(
-                f'{clip_mode} = "previous" is for gradients that are not kept; here they are '
-                "(gradient_policy sharded), and clipped exactly at no cost: remove it."
+                f'{clip_mode} = "previous" works only if gradients are not kept. Here '
+                'gradient_policy is "sharded", which keeps gradients and clips them exactly at no '
+                "cost: remove it."
             )
         if self.accumulate_in is not None and self.policy == "fused":
             raise ValueError(
-                "data_types.grad_accum_dtype: no gradient is accumulated; remove it, or set "
-                '"ds_ext": {"gradient_policy": "sharded"}.'
+                "data_types.grad_accum_dtype has no effect without kept gradients: remove it, or "
+                'set "ds_ext": {"gradient_policy": "sharded"}.'
             )
 
 

@@ -73,8 +73,8 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
             if len(found) == 1 and (norm := found.pop().clipped_norm(params, asked)) is not None:
                 return norm
             raise RuntimeError(
-                f"torch.nn.utils.{clip.__name__}: these gradients are used inside backward, and "
-                f"there is nothing left to clip. Set the same beforehand: {before}. The norm of "
+                f"torch.nn.utils.{clip.__name__}: ds_ext has already used these gradients inside "
+                f"backward, so there is nothing left to clip. Instead, set {before}. The norm of "
                 f"all gradients is {norm_of}."
             )
         return clip(params, *args, **kwargs)
@@ -85,12 +85,12 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
 # By whether an engine steps the model: the setting that clips, and the call that returns the norm.
 _BEFOREHAND = {
     True: (
-        '"gradient_clipping" or "ds_ext": {"clip_value"} of the config',
+        '"gradient_clipping" or "ds_ext": {"clip_value"} in the config',
         "engine.get_global_grad_norm()",
     ),
     False: (
         "fuse_into_backward(..., max_grad_norm=...) or clip_value",
-        ".norm of what fuse_into_backward returned",
+        ".norm of the object that fuse_into_backward returned",
     ),
 }
 
@@ -100,10 +100,10 @@ def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.is_enabled() and any(map(_is_stepped, _tensors(outputs))):
             raise RuntimeError(
-                "torch.amp.GradScaler: gradients of this loss are used inside backward, before "
-                "scaler.step() could divide them by the scale. Use bfloat16, which needs no scale: "
-                "torch.autocast(dtype=torch.bfloat16); or, for float16, deepspeed.initialize with "
-                '"fp16" or "torch_autocast" in its config, which scales the loss itself.'
+                "torch.amp.GradScaler: ds_ext uses gradients of this loss inside backward, before "
+                "scaler.step() could unscale them. Use bfloat16, which needs no scale: "
+                "torch.autocast(dtype=torch.bfloat16). For float16, use deepspeed.initialize with "
+                '"fp16" or "torch_autocast" in its config, which scales the loss.'
             )
         return scale(self, outputs)
 

@@ -58,18 +58,20 @@ def check_weights(
             missing.append(own.name)
         elif tuple(found["shape"]) != own.shape:
             raise CheckpointError(
-                f"this checkpoint is of another model: {own.name} has the shape "
-                f"{tuple(found['shape'])} in it and {own.shape} in the model."
+                f"this checkpoint does not match the model: {own.name} has shape "
+                f"{tuple(found['shape'])} in the checkpoint and {own.shape} in the model."
             )
         elif pieces.lacks(own.part, "weights", own.name):
-            raise CheckpointError(f"this checkpoint lacks some of {own.name}.")
+            raise CheckpointError(
+                f"this checkpoint is incomplete: elements of {own.name} are missing."
+            )
     known = set(of_all_ranks(names or (own.name for own in owned.values())))
     saved = set(of_all_ranks(name for saved in pieces.saved for name in saved["weights"]))
     unknown = saved - known
     if strict and (missing or unknown):
-        parts = [f"it lacks {', '.join(missing[:5])}"] if missing else []
-        parts += [f"the model lacks {', '.join(sorted(unknown)[:5])}"] if unknown else []
-        raise CheckpointError(f"this checkpoint is of another model: {'; '.join(parts)}.")
+        parts = [f"missing in the checkpoint: {', '.join(missing[:5])}"] if missing else []
+        parts += [f"missing in the model: {', '.join(sorted(unknown)[:5])}"] if unknown else []
+        raise CheckpointError(f"this checkpoint does not match the model: {'; '.join(parts)}.")
 
 
 def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
@@ -77,8 +79,8 @@ def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
     saved, kind = pieces.saved[0]["optimizer"], type(optimizer).__name__
     if saved != kind:
         raise CheckpointError(
-            f"this checkpoint is of {saved}, the optimizer is {kind}. To take its "
-            "weights alone: load_checkpoint(..., load_optimizer_states=False)."
+            f"this checkpoint was saved with {saved}, but the optimizer is {kind}. To load only "
+            "the weights: load_checkpoint(..., load_optimizer_states=False)."
         )
 
 
@@ -102,8 +104,8 @@ def _check_groups(
     ):
         if was.get("type") != group.get("type"):
             raise CheckpointError(
-                f"group {i} of this checkpoint is stepped by {was.get('type', own)}, and here by "
-                f"{group.get('type', own)}. To take its weights alone: "
+                f"group {i} of this checkpoint was saved with {was.get('type', own)}, but the "
+                f"optimizer has {group.get('type', own)}. To load only the weights: "
                 "load_checkpoint(..., load_optimizer_states=False)."
             )
 
@@ -122,4 +124,7 @@ def _check_state(
             for keys, part in leaves(optimizer.state_spec(param, own.shard, rule)):
                 if pieces.lacks(part, "state", own.name, *keys):
                     what = ".".join(keys)
-                    raise CheckpointError(f"this checkpoint lacks some of {own.name}'s {what}.")
+                    raise CheckpointError(
+                        f"this checkpoint is incomplete: elements of {own.name}'s {what} are "
+                        "missing."
+                    )

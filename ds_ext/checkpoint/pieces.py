@@ -32,9 +32,9 @@ def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
     values = values.detach()
     if values.numel() != part.stop - part.start:
         raise ValueError(
-            f"a tensor of shape {[*values.shape]} cannot be saved where {part.stop - part.start} "
-            f"of {part.total} elements belong: a weight or state was replaced by one of another "
-            "size."
+            f"cannot save a tensor of shape {[*values.shape]}: expected {part.stop - part.start} "
+            f"elements (of {part.total} in total). A weight or state was replaced by a tensor of "
+            "another size."
         )
     if values.untyped_storage().nbytes() > values.nbytes:
         values = values.to("cpu", copy=True)

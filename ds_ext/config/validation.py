@@ -109,8 +109,8 @@ def _combinations(config: dict[str, Any]) -> Iterator[str]:
             yield from _excluded(config, f"{key} = {value!r}", excluded)
     if not stage and (size := lookup(config, "ds_ext.sum_group_size")):
         yield (
-            f"ds_ext.sum_group_size = {size!r} has no use at {zero}.stage {stage or 0}, because "
-            "rules need no sums over ranks: remove it."
+            f"ds_ext.sum_group_size = {size!r} has no effect at {zero}.stage {stage or 0}: "
+            "remove it."
         )
     if size := lookup(config, "ds_ext.shard_size"):
         asked = f"ds_ext.shard_size = {size!r}"
@@ -170,10 +170,10 @@ def offload_problems(
     kinds = list(states) if "offload_optimizer" in on else []
     if kinds and not any(has_state(*kind) for kind in kinds):
         yield (
-            'zero_optimization.offload_optimizer.device = "cpu": there is next to nothing to '
-            f"offload. With these settings {type(kinds[0][0]).__name__} keeps at most 4 bytes for "
-            "each row and column of a matrix: remove offload_optimizer. offload_param moves "
-            "weights."
+            'zero_optimization.offload_optimizer.device = "cpu": there is almost no '
+            f"optimizer state to offload. With these settings {type(kinds[0][0]).__name__} keeps "
+            "at most 4 bytes for each row and column of a matrix: remove offload_optimizer. "
+            "offload_param moves weights."
         )
 
 
@@ -313,7 +313,7 @@ IGNORED: list[tuple[str, Allowed, str]] = [
     (
         "zero_optimization.reduce_scatter",
         bool,
-        "each rank receives the sum of the gradients that it steps by, whichever collective adds",
+        "ds_ext always reduces each gradient to the rank that steps it",
     ),
     (
         "zero_optimization.ignore_unused_parameters",

@@ -82,7 +82,7 @@ class OrderCheck:
         pairs = zip_longest(told[0], told[other], fillvalue="nothing")
         first, second = next(pair for pair in pairs if pair[0] != pair[1])
         raise RuntimeError(
-            f"the ranks go through the model in different ways: next is {first} on rank 0, and "
+            f"the ranks run different parts of the model: next is {first} on rank 0, and "
             f"{second} on rank {other}. At zero_optimization.stage 3 all ranks must use the same "
             "modules in the same order: pass modules that only some ranks use to "
             "deepspeed.utils.set_z3_leaf_modules, or set stage 2, 1 or 0, which do not need it."

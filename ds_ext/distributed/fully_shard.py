@@ -131,9 +131,10 @@ def _refuse_plain(names: Mapping[Tensor, str]) -> None:
     for param, name in names.items():
         if param.requires_grad and not dtensors.is_dtensor(param):
             raise ValueError(
-                f"{name} is trained and is no DTensor, unlike others of the model: its gradient "
-                "would not be averaged over the ranks. Apply fully_shard to the whole model after "
-                "its layers, without ignored_params; or freeze it."
+                f"{name} is trained but is not a DTensor, unlike other parameters of the model, so "
+                "its gradient would not be averaged over the ranks. Apply fully_shard to the "
+                "layers and then to the whole model, without ignored_params; or freeze the "
+                "parameter."
             )
 
 
@@ -159,10 +160,10 @@ def _refuse_cut_twice(model: nn.Module, param_groups: Iterable[Any]) -> None:
         is_padded = own.padded_sharded_param_size.numel() * ranks != own._orig_size.numel()
         if other != name and is_padded:
             raise ValueError(
-                f"{name} is tied to {other}, and fully_shard has cut both: as {ranks} ranks "
-                "cannot divide its rows evenly, FSDP2 would keep old values of one. Pad the "
-                "vocabulary (model.resize_token_embeddings(pad_to_multiple_of=...)); or untie "
-                "them (tie_word_embeddings=False); or cut them together: fully_shard([one, other])."
+                f"{name} is tied to {other}, and fully_shard has sharded both. Their rows do not "
+                f"divide evenly over {ranks} ranks, so FSDP2 would keep old values of one. Pad the "
+                "vocabulary (model.resize_token_embeddings(pad_to_multiple_of=...)), untie them "
+                "(tie_word_embeddings=False), or shard them together: fully_shard([one, other])."
             )
 
 

@@ -145,11 +145,11 @@ class Layout:
         for param, shape in zip(self.params, self.shapes, strict=True):
             if not self.may_have(param, shape):
                 raise RuntimeError(
-                    f"{self.name(param)} has the shape {[*param.shape]} now, and had {[*shape]} "
+                    f"{self.name(param)} has the shape {[*param.shape]} now, but had {[*shape]} "
                     "when ds_ext took over the model. Nothing was stepped. Resize a model "
                     "(resize_token_embeddings) before deepspeed.initialize or "
-                    "fuse_into_backward; or del optimizer.state[param] of the resized parameters, "
-                    "and call that again."
+                    "fuse_into_backward; or delete the state of the resized parameters (del "
+                    "optimizer.state[param]), and call that function again."
                 )
 
     def may_have(self, param: Tensor, shape: torch.Size) -> bool:

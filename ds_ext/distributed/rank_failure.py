@@ -27,7 +27,8 @@ def explained() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
             raise
         raise LostRankError(
-            "another rank has ended, or did not come within the time limit of the process group "
+            "another rank has ended, or did not respond within the time limit of the process group "
             "(deepspeed.init_distributed(timeout=...)). The first error in the other ranks' output "
-            "tells why. Nothing saved is lost: start again from the newest complete checkpoint."
+            "shows the cause. Saved checkpoints are unchanged: restart from the newest complete "
+            "one."
         ) from error

@@ -23,8 +23,8 @@ def refuse_wrapped(model: nn.Module) -> None:
             if wrapper is not None:
                 raise ValueError(
                     f"{name or 'the model'} is wrapped by {wrapper}: pass the model itself. ds_ext "
-                    "averages gradients over the ranks; weights, gradients and states are cut up "
-                    "by fully_shard (FSDP2), or by a ZeRO stage of deepspeed.initialize."
+                    "averages gradients over the ranks. To shard weights, gradients and states, "
+                    "use fully_shard (FSDP2), or a ZeRO stage of deepspeed.initialize."
                 )
 
 
@@ -33,10 +33,10 @@ def refuse_dtensors(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if is_dtensor(param):
             raise ValueError(
-                f"{name} is a DTensor, which torch has spread over ranks already (fully_shard, "
-                "tp_plan): give deepspeed.initialize the model without, and spread it by a ZeRO "
-                "stage or tensor_parallel.autotp_size; or train it without DeepSpeed, by "
-                "ds_ext.fuse_into_backward."
+                f"{name} is a DTensor: torch has already distributed it over the ranks "
+                "(fully_shard, tp_plan). Pass a model without DTensors to deepspeed.initialize, "
+                "and shard it with a ZeRO stage or tensor_parallel.autotp_size; or train it "
+                "without DeepSpeed, with ds_ext.fuse_into_backward."
             )
 
 

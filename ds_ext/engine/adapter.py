@@ -157,7 +157,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """
         if isinstance(self.layout, Zero3Layout):
             return self.layout.offload
-        raise AttributeError("optimizer.parameter_offload is there at zero_optimization.stage 3.")
+        raise AttributeError(
+            "optimizer.parameter_offload exists only at zero_optimization.stage 3."
+        )
 
     def _comm_dtype(self, param: Tensor) -> torch.dtype:
         """The dtype in which the gradient of a parameter is reduced."""
@@ -229,7 +231,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         scaled = engine._running_engine_backward or engine._manual_backward_expected
         if self.needs_scaler() and not (scaled or self._is_prepass):
             raise RuntimeError(
-                f"the loss has to be multiplied by the loss scale ({self.loss_scale:g}) of fp16: "
+                f"fp16 requires loss scaling (current scale {self.loss_scale:g}): "
                 "call engine.backward(loss), or engine.scale(loss).backward()."
             )
 

@@ -33,7 +33,7 @@ def tensor_parallel_shards(
         described = parameters.description(param)
         if described is None or not parameters.is_divided(param):
             if described is None and getattr(param, "tensor_model_parallel", False):
-                raise ValueError(_unknown(name, "its layer does not say how"))
+                raise ValueError(_unknown(name, _UNDESCRIBED))
             continue
         made = _map(described, name)
         boxes = tuple(
@@ -53,7 +53,7 @@ def _map(described: dict[str, Any], name: str) -> ParamAffineMap:
         described[key] for key in ("logical_shape", "partition_sizes", "partition_dim")
     )
     if not shape or not sizes or at is None:  # only DeepSpeed's sliced embeddings have them
-        raise ValueError(_unknown(name, conversion["unsupported_reason"] or "it says nothing"))
+        raise ValueError(_unknown(name, conversion["unsupported_reason"] or _UNDESCRIBED))
     return contiguous_split_map(shape, sizes, at)
 
 
@@ -61,17 +61,19 @@ def _box(piece: AffinePiece, made: ParamAffineMap, rank: int, name: str) -> Box:
     """A piece as a box of the whole matrix."""
     own, cols = made.shard_shapes[rank], made.logical_shape[-1]
     if len(own) > 2 or (len(own) == 2 and piece.shape[1] != own[1]):
-        raise ValueError(_unknown(name, "by columns of several parts, or in three dimensions"))
+        raise ValueError(_unknown(name, "columns of several parts, or three dimensions"))
     if len(piece.locations) > 1 or piece.scale != 1:
-        raise ValueError(_unknown(name, "a part of it is on several ranks, or scaled"))
+        raise ValueError(_unknown(name, "several ranks have the same part, or a part is scaled"))
     row, col = divmod(piece.source_offset, cols)  # a vector has one row
     rows, n = (1, *piece.shape)[-2:]
     return Box(row, rows, col, n)
 
 
+_UNDESCRIBED = "its layer has no description of the split"
+
+
 def _unknown(name: str, how: str) -> str:
     return (
-        f"tensor_parallel.autotp_size: {name} is divided in a way that ds_ext cannot add up "
-        f"statistics over ({how}). Keep its layer whole by tensor_parallel.partition_config, or "
-        "remove tensor_parallel."
+        f"tensor_parallel.autotp_size: ds_ext does not support how AutoTP splits {name} ({how}). "
+        "Leave its layer unsplit with tensor_parallel.partition_config, or remove tensor_parallel."
     )

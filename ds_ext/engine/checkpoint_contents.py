@@ -154,14 +154,16 @@ class Contents:
         steps = self.engine.gradient_accumulation_steps()
         if done * steps % of:
             raise CheckpointError(
-                f"this checkpoint was saved after {done} of {of} micro-batches of a step, which is "
-                f"no whole number out of {steps}: make gradient_accumulation_steps a multiple "
-                f"of {of}."
+                f"this checkpoint was saved after {done} of {of} micro-batches of a step. With "
+                f"gradient_accumulation_steps = {steps} this position does not exist: use a "
+                f"multiple of {of}."
             )
         for own in self.owned.values():
             keys = ("accumulated", "gradients", own.name)
             if pieces.first(*keys) is not None and pieces.lacks(own.part, *keys):
-                raise CheckpointError(f"this checkpoint lacks some of {own.name}'s gradient.")
+                raise CheckpointError(
+                    f"this checkpoint is incomplete: elements of {own.name}'s gradient are missing."
+                )
 
     def load_gradients(self, pieces: Pieces) -> None:
         """Begins a step with the saved gradients, rescaled for the current number of ranks."""

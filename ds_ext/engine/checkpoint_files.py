@@ -164,8 +164,10 @@ def open_files(
         _refuse_unfinished(path, models[0].get("optimizer"))
     model = models[rank % len(models)]
     if bool(layer_files) != bool(layers):
-        one, other = ("a PipelineModule", "none") if layer_files else ("no PipelineModule", "one")
-        raise CheckpointError(f"{path} is of {one}, and the model to be loaded is {other}.")
+        was, here = ("was", "is not") if layer_files else ("was not", "is")
+        raise CheckpointError(
+            f"{path} {was} saved from a PipelineModule, but this model {here} a PipelineModule."
+        )
     if layers:
         model = {**model, "module": _of_layers(path, layer_files, layers)}
     wanted = names - {name for own in saved for name in own["weights"]}
@@ -191,7 +193,7 @@ def _of_layers(path: Path, files: Sequence[str], layers: Mapping[int, str]) -> d
         match = _LAYER.fullmatch(name)
         prefix = None if match is None else layers.get(int(match[1]))
         if prefix is None:
-            raise CheckpointError(f"{path / name} is of a layer that the model does not have.")
+            raise CheckpointError(f"{path / name} contains a layer that the model does not have.")
         found.update({prefix + key: value for key, value in load(path / name).items()})
     return found
 

@@ -68,8 +68,8 @@ class FullTensors:
         start, numel = self._span(param)
         if value.numel() != numel:
             raise ValueError(
-                f"{self.layout.name(param)} has {numel} elements, the value that is to be set has "
-                f"{value.numel()}: give all ranks the whole value."
+                f"{self.layout.name(param)} has {numel} elements, but the new value has "
+                f"{value.numel()}: pass the whole value on all ranks."
             )
         n = len(self.layout.shard(param))
         return value.detach().reshape(-1)[start : start + n]
@@ -88,7 +88,7 @@ class FullTensors:
         if value.numel() not in (len(shard), shard.size):
             raise ValueError(
                 f"this rank has {len(shard)} elements of {self.layout.name(param)} ({shard.size} "
-                f"with padding), the value that is to be set has {value.numel()}."
+                f"with padding), but the new value has {value.numel()}."
             )
         return value.detach().reshape(-1)[: len(shard)]
 
@@ -169,9 +169,8 @@ class StateAccess:
         part, values = self._find_trained(param, key)
         if own.numel() != values.numel():
             raise ValueError(
-                f"{key} of {self.layout.name(param)}: the value that is to be set has "
-                f"{value.numel()} elements, {part.total} in all and {values.numel()} on this rank "
-                "are kept."
+                f"{key} of {self.layout.name(param)}: the new value has {value.numel()} elements, "
+                f"but the state has {part.total} in total and {values.numel()} on this rank."
             )
         values.copy_(own.view(values.shape))
 

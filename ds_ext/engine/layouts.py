@@ -171,9 +171,9 @@ def _num_losses(engine: DeepSpeedEngine) -> int:
         sequence = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
         if not set(sequence) <= set(dist.get_process_group_ranks(group)):
             raise ValueError(
-                "the mpu's get_sequence_data_parallel_group() lacks ranks of its "
-                "get_sequence_parallel_group(), whose gradients DeepSpeed would not add up: give "
-                "one that has them, or leave out mpu and write "
-                f'"sequence_parallel_size": {size} into the config.'
+                "the mpu's get_sequence_data_parallel_group() does not contain all ranks of "
+                "get_sequence_parallel_group(), so DeepSpeed would not sum their gradients: pass "
+                "an mpu that includes them, or remove mpu and set "
+                f'"sequence_parallel_size": {size} in the config.'
             )
     return size_of(group) // size

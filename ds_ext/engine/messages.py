@@ -93,8 +93,9 @@ def announce_build(name: str) -> None:
     waits = hasattr(cpp_extension, "FileBaton") and lock.exists()
     if waits and not _is_open(lock):
         warn(
-            f"DeepSpeed's op {name} waits for a build that no process of this machine is at, such "
-            f"as one that was killed: if none on another machine is, delete {lock}"
+            f"DeepSpeed's op {name} is waiting for a build lock, but no process on this machine is "
+            "building it (a build was probably killed). If no other machine is building it, delete "
+            f"{lock}"
         )
     elif not (folder / f"{name}.so").exists():
         log(f"DeepSpeed builds its op {name}, once for this machine: it may take minutes")

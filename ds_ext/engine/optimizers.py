@@ -89,8 +89,8 @@ def refuse_unknown(name: str) -> None:
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
     guess = f' Did you mean "{by_lower[near[0]]}"?' if near else ""
     raise ValueError(
-        f"optimizer.type is {name!r}, an optimizer neither of ds_ext nor of DeepSpeed nor of "
-        f"torch.optim.{guess} Those of ds_ext: {', '.join(spelled)}."
+        f"optimizer.type is {name!r}, which ds_ext, DeepSpeed and torch.optim do not have.{guess} "
+        f"Optimizers of ds_ext: {', '.join(spelled)}."
     )
 
 

@@ -250,9 +250,9 @@ def backward(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: An
     """Rejects the ``learning_rate`` that HF Trainer and LOMO's scripts pass to backward."""
     if isinstance(engine.optimizer, ZeroAdapter) and "learning_rate" in kwargs:
         raise TypeError(
-            "engine.backward() takes no learning_rate: parameters are stepped by that of their "
-            'param group, which the config\'s "lr" and schedulers set. HF Trainer hands it over '
-            'where TrainingArguments.optim is "lomo" or "adalomo": leave optim out.'
+            "engine.backward() takes no learning_rate: each param group has its own, which the "
+            'config\'s "lr" and schedulers set. HF Trainer passes it if TrainingArguments.optim '
+            'is "lomo" or "adalomo": remove optim.'
         )
     return original(engine, *args, **kwargs)
 

@@ -19,7 +19,7 @@ from ds_ext.engine.zero3 import Zero3Placement
 KEY = "zero_optimization.zero_quantized_gradients"
 # Measured by tests/unit/test_four_bits.py.
 WHAT_IT_COSTS = (
-    "rounding changes a sum by some 16 % of its norm where its elements are normally distributed "
+    "rounding changes a sum by about 16 % of its norm if its elements are normally distributed "
     "and differ between ranks"
 )
 

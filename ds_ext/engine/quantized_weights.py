@@ -56,8 +56,8 @@ def exclude_unquantizable(offload: DeepSpeedZeRoOffload, params: Iterable[Tensor
         own.all_gather_coalesced = _without_unquantizable(own.all_gather_coalesced)
     exact = sum(not _is_quantized(p) for p in params)
     log(
-        f"{KEY}: weights are gathered in 8 bits, by way of fp16, and stepped as they are; "
-        f"{exact} of {len(params)} parameters are gathered as they are"
+        f"{KEY}: weights are gathered in 8 bits (through fp16), but updated in full precision; "
+        f"{exact} of {len(params)} parameters are gathered without quantization"
     )
 
 

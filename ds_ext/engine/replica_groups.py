@@ -87,9 +87,9 @@ def refuse_other_groups(params: Iterable[tuple[str, Tensor]], wanted: ReplicaGro
         is_ours = wanted.replicas is not None or group in _of_shards
         if group is not None and is_ours and group is not wanted.shards:
             raise ValueError(
-                f"{KEY} = {size_of(wanted.shards)}, but {name} is cut among {size_of(group)} ranks "
-                "already: give deepspeed.zero.Init the same config (config_dict_or_path), or load "
-                "the model anew."
+                f"{KEY} = {size_of(wanted.shards)}, but {name} is already partitioned among "
+                f"{size_of(group)} ranks: pass the same config to deepspeed.zero.Init "
+                "(config_dict_or_path), or load the model again."
             )
 
 

@@ -159,9 +159,9 @@ class Access:
                     "the step has ended, or no backward pass came before it. Read gradients "
                     "between engine.backward(loss) and engine.step()."
                     if self.fused.grad_config.policy == "sharded"
-                    else "they are used up inside backward. To read or set gradients before "
-                    'engine.step(), put "ds_ext": {"gradient_policy": "sharded"} into the config, '
-                    "which keeps this rank's part of each."
+                    else "ds_ext uses and frees gradients during backward. To read or set "
+                    'gradients before engine.step(), set "ds_ext": {"gradient_policy": "sharded"} '
+                    "in the config, which keeps this rank's part of each gradient."
                 )
             )
         return param in kept
@@ -180,7 +180,7 @@ class Access:
     def _set_gradient(self, param: Tensor, run: Tensor) -> None:
         if not self._check_gradients(param):
             raise RuntimeError(
-                f"{self.layout.name(param)} got no gradient in this step: there is none to set."
+                f"{self.layout.name(param)} has no gradient in this step, so it cannot be set."
             )
         self.fused.replace_kept(param, run.to(self.layout.device) / self._factor(param))
 

@@ -81,7 +81,7 @@ def save_checkpoint(
         _on_first_rank(engine, commit)
     except CheckpointError as error:
         raise CheckpointError(
-            f"checkpoint {path} could not be saved, the ones before it are as they were: {error}"
+            f"checkpoint {path} could not be saved. Earlier checkpoints are unchanged. {error}"
         ) from error
     finally:
         if draft is not None:
@@ -184,9 +184,9 @@ def _common(engine: DeepSpeedEngine, tag: str | None) -> str | None:
         if engine.checkpoint_tag_validation_fail():
             raise ValueError(
                 f"the ranks give different tags: {names}. Give all ranks the same tag, or set "
-                'checkpoint.tag_validation to "Warn" or "Ignore" to use that of rank 0.'
+                'checkpoint.tag_validation to "Warn" or "Ignore" to use rank 0\'s tag.'
             )
-        warn(f"the ranks give different tags ({names}): that of rank 0 is used on all of them")
+        warn(f"the ranks give different tags ({names}): all ranks use rank 0's tag")
     return tags[0]
 
 

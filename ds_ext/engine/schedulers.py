@@ -78,8 +78,8 @@ def problems(config: dict[str, Any], optimizer: Optimizer) -> Iterator[str]:
     kind, params = {**torchs, **own}.get(name), section.get("params") or {}
     if kind is None:
         yield (
-            f"scheduler.type is {name!r}, a scheduler neither of DeepSpeed nor of torch."
-            f"{did_you_mean(name, [*own, *torchs])} DeepSpeed's: {', '.join(own)}."
+            f"scheduler.type is {name!r}, which DeepSpeed and torch do not have."
+            f"{did_you_mean(name, [*own, *torchs])} DeepSpeed's schedulers: {', '.join(own)}."
         )
         return
     with quiet():

@@ -93,13 +93,13 @@ def add_groups(engine: DeepSpeedEngine, given: Any) -> None:
     mesh, tensor_size = engine.mesh_device, max(1, engine.autotp_size())
     if tensor_size > 1 and (size > 1 or mesh is not None):
         raise ValueError(
-            f"tensor_parallel.autotp_size = {tensor_size}: ranks that have to share a sequence by "
-            "mpu, mesh_param or data_parallel_size hold different parts of the weights. Leave "
-            f'these out, and write "{_KEY}" into the config.'
+            f"tensor_parallel.autotp_size = {tensor_size}: sequence parallelism from mpu, "
+            "mesh_param or data_parallel_size is not supported with AutoTP. Remove these, and set "
+            f'"{_KEY}" in the config.'
         )
     if given is not None and asked not in (1, size):
         raise ValueError(
-            f"{_KEY} = {asked}, but the mpu's sequences have {size} ranks: leave one of them out."
+            f"{_KEY} = {asked}, but the mpu's sequences have {size} ranks: remove one of them."
         )
     if mesh is not None and size == 1:
         engine.mpu = _of_mesh(mesh, given or _ALONE)

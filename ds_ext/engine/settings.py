@@ -52,8 +52,8 @@ def ranks_per_host(key: str, value: object) -> int:
     sizes = consensus.gathered(next(filter(None, variables), ""))
     if not all(sizes):
         raise ValueError(
-            f"{key} = {value!r}: neither LOCAL_WORLD_SIZE nor LOCAL_SIZE, which launchers set and "
-            "which tell the number of ranks of a host, is in the environment: set LOCAL_WORLD_SIZE."
+            f"{key} = {value!r} requires the number of ranks per host, but LOCAL_WORLD_SIZE and "
+            "LOCAL_SIZE are not set: set LOCAL_WORLD_SIZE."
         )
     if len(set(sizes)) > 1:
         raise ValueError(

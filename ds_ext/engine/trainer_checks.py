@@ -112,9 +112,9 @@ def warn_unclipped(clipped_by: float) -> None:
 def _warn_unclipped(asked: float, clipped_by: float) -> None:
     """Warns once per pair of values."""
     warn(
-        f"accelerator.clip_grad_norm_(..., max_norm={asked:g}), which Trainer calls with its "
-        "max_grad_norm, clips nothing by itself under DeepSpeed, and gradient_clipping of the "
-        f'config is {clipped_by:g}: write "gradient_clipping": {asked:g} there, which is exact.'
+        f"accelerator.clip_grad_norm_(max_norm={asked:g}), which Trainer calls with its "
+        "max_grad_norm, has no effect under DeepSpeed, and the config's gradient_clipping is "
+        f'{clipped_by:g}. Set "gradient_clipping": {asked:g} in the config.'
     )
 
 

@@ -12,14 +12,16 @@ _ADVICE = {
     "fp32_groups_flat": _FP32,
     "fp16_partitioned_groups_flat": "no flat buffer of the weights exists: use the parameters.",
     "bit16_groups_flat": "no flat buffer of the weights exists: use the parameters.",
-    "refresh_fp32_params": "masters follow weights that are edited by themselves: leave it out.",
+    "refresh_fp32_params": (
+        "master weights are updated automatically after edits of the weights: remove the call."
+    ),
     "averaged_gradients": _GRADIENTS,
     "get_fp32_grad_partitions": _GRADIENTS,
-    "reduce_gradients": "gradients are reduced inside backward: leave it out.",
+    "reduce_gradients": "gradients are reduced inside backward: remove the call.",
     "unscale_and_clip_grads": _CLIPPED,
     "clip_grad": _CLIPPED,
     "override_loss_scale": 'set "fp16": {"loss_scale": ...} in the config.',
-    "initialize_optimizer_states": "states are made in the first step: leave it out.",
+    "initialize_optimizer_states": "the first step creates the state: remove the call.",
     "has_overflow": "read engine.optimizer.overflow after engine.step().",
     "check_overflow": "read engine.optimizer.overflow after engine.step().",
 }

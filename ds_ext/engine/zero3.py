@@ -206,8 +206,8 @@ def _secondary_group(engine: DeepSpeedEngine) -> Group:
         return None
     if dist.get_world_size(engine.seq_data_parallel_group) != world:
         raise ValueError(
-            f"zero_optimization.zero_hpz_partition_size = {size}: DeepSpeed would cut its groups "
-            "without regard to model parallelism: remove one of them."
+            f"zero_optimization.zero_hpz_partition_size = {size}: DeepSpeed's hpZ groups ignore "
+            "model parallelism: remove one of them."
         )
     if world % min(size, world):
         raise ValueError(
@@ -218,7 +218,7 @@ def _secondary_group(engine: DeepSpeedEngine) -> Group:
     there = groups._get_zero_param_intra_parallel_group_world_size()
     if there != min(size, world):
         raise ValueError(
-            f"zero_optimization.zero_hpz_partition_size = {size}, where another engine of this "
-            f"process has {there}: DeepSpeed takes one for all."
+            f"zero_optimization.zero_hpz_partition_size = {size}, but another engine of this "
+            f"process has {there}: DeepSpeed supports only one value per process."
         )
     return cast(Group, groups._get_zero_param_intra_parallel_group())

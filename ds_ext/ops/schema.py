@@ -46,63 +46,67 @@ class Column(NamedTuple):
 
 # Columns from ``x`` to ``out`` are adjacent: launcher.VECTORS and OUT are slices of them.
 SHARED = (
-    Column("start", "int64_t", "the run [start, start + n) of [mats, rows, cols]"),
-    Column("n", "int64_t", "its elements"),
-    Column("mats", "int64_t", ""),
-    Column("rows", "int64_t", ""),
-    Column("cols", "int64_t", ""),
-    Column("origin", "int64_t", "the number of its first element, for random bits"),
-    Column("x", "const void *", "a gradient, or another run that is read"),
-    Column("m", "float *", "a moment: a run, or the codes of one of 8 bits"),
-    Column("v", "float *", "the second moment, as m"),
-    Column("m_scale", "uint16_t *", "the scales of the codes of m"),
-    Column("v_scale", "uint16_t *", "the scales of the codes of v"),
+    Column("start", "int64_t", "first element of the run [start, start + n) of [mats, rows, cols]"),
+    Column("n", "int64_t", "elements in the run"),
+    Column("mats", "int64_t", "matrices of the parameter"),
+    Column("rows", "int64_t", "rows of a matrix"),
+    Column("cols", "int64_t", "columns of a matrix"),
+    Column("origin", "int64_t", "index of the run's first element, for random bits"),
+    Column("x", "const void *", "the gradient, or another input run"),
+    Column("m", "float *", "the first moment: fp32 values, or 8-bit codes"),
+    Column("v", "float *", "the second moment: fp32 values, or 8-bit codes"),
+    Column("m_scale", "uint16_t *", "scales of the 8-bit codes in m"),
+    Column("v_scale", "uint16_t *", "scales of the 8-bit codes in v"),
     Column("w", "void *", "the weights"),
-    Column("aux", "void *", "what is stored beside them, by the storage format"),
-    Column("out", "float *", "what a pass writes"),
-    Column("out2", "float *", ""),
-    Column("row", "float *", "statistics or factors, [mats, rows]"),
-    Column("col", "float *", "statistics or factors, [mats, cols]"),
+    Column("aux", "void *", "additional data of the storage format of w"),
+    Column("out", "float *", "output of the pass"),
+    Column("out2", "float *", "second output"),
+    Column("row", "float *", "row statistics or factors, [mats, rows]"),
+    Column("col", "float *", "column statistics or factors, [mats, cols]"),
     Column("before", "const float *", "row statistics before the step"),
     Column("in", "const float *", "sums over all ranks"),
-    Column("in2", "const float *", ""),
-    Column("in3", "const float *", ""),
+    Column("in2", "const float *", "second input: further sums or factors"),
+    Column("in3", "const float *", "third input"),
     Column("marks", "int16_t *", "fingerprints of groups of weights"),
-    Column("key", "uint32_t", "of random bits"),
-    Column("factor", "float", "of x"),
-    Column("bound", "float", "of x · factor"),
-    Column("scale", "float", "of an update"),
-    Column("lr", "float", ""),
+    Column("key", "uint32_t", "key of the random bits"),
+    Column("factor", "float", "multiplies x"),
+    Column("bound", "float", "x · factor is clamped to ± bound"),
+    Column("scale", "float", "multiplies the update"),
+    Column("lr", "float", "learning rate"),
     Column("decay", "float", "weight decay"),
     Column("lerp1", "float", "the weight of x in m: 1 − beta1"),
-    Column("lerp2", "float", "the weight of x² in v: 1 − beta2; Lion's of x in m"),
-    Column("a", "float", "Adam: m / (sqrt(v) · a + b)"),
-    Column("b", "float", ""),
-    Column("eps", "float", ""),
-    Column("clip", "float", "the largest RMS of an update"),
-    Column("lerp", "float", "the weight of what a statistic or moment moves towards"),
+    Column("lerp2", "float", "the weight of x² in v: 1 − beta2; for Lion, of x in m"),
+    Column("a", "float", "in Adam's update: m / (sqrt(v) · a + b)"),
+    Column("b", "float", "in Adam's update, see a"),
+    Column("eps", "float", "small constant that keeps divisors above zero"),
+    Column("clip", "float", "upper limit of the RMS of the update"),
+    Column("lerp", "float", "the weight of the new value in a statistic or moment"),
 )
-# Of native passes alone, which need no columns for partial sums.
+# Columns that only native passes have. Native passes need no columns for partial sums.
 NATIVE = (
-    Column("out3", "float *", ""),
-    Column("update_sums", "double *", "[2]: sums of squares of changes and of new weights"),
-    Column("norm_cache", "float *", "[1 + PROBES]: a cached norm, and weights that were written"),
+    Column("out3", "float *", "third output"),
+    Column(
+        "update_sums",
+        "double *",
+        "[2]: sums of squares of the weight changes and of the new weights",
+    ),
+    Column("norm_cache", "float *", "[1 + PROBES]: cached sum of squares, and sampled weights"),
 )
-# Of kernels alone: their tiles, the tiles' partial sums, and verdicts on gradients.
+# Columns that only kernels have: tiles, partial sums of tiles, and checks of gradients.
 KERNELS = (
-    Column("program", "int64_t", "the first program of a parameter"),
-    Column("kind", "int64_t", "which of a launch's kinds of passes the parameter's are"),
-    Column("down", "int64_t", "row tiles of one matrix, counted from row0 of matrix mat0"),
-    Column("row0", "int64_t", ""),
-    Column("mat0", "int64_t", ""),
-    Column("height", "int64_t", "the rows of all tiles"),
-    Column("total", "int64_t", "whether all is one sum, or how many tiles left one"),
-    Column("part", "float *", "the sums of each tile"),
-    Column("part2", "float *", ""),
-    Column("probe", "float *", "weights as they were written, one of each tile"),
-    Column("found", "float *", "what tells whether a gradient is good"),
-    Column("most", "float", "the largest that may be found of a good gradient"),
-    *(Column(f"given{i}", "float", "a number of a formula") for i in range(GIVEN)),
+    Column("program", "int64_t", "first program of the parameter"),
+    Column("kind", "int64_t", "index of the parameter's pass kind in the launch"),
+    Column("down", "int64_t", "tiles per matrix from top to bottom"),
+    Column("row0", "int64_t", "first row that the tiles cover"),
+    Column("mat0", "int64_t", "first matrix that the tiles cover"),
+    Column("height", "int64_t", "rows of all tiles, padding included"),
+    Column("total", "int64_t", "fold: nonzero for a single sum; recall: number of tiles"),
+    Column("part", "float *", "partial sums of each tile"),
+    Column("part2", "float *", "second partial sums of each tile"),
+    Column("probe", "float *", "the first written weight of each tile"),
+    Column("found", "float *", "statistic that shows whether the gradient is finite"),
+    Column("most", "float", "the pass runs only if found <= most"),
+    *(Column(f"given{i}", "float", "number in a formula") for i in range(GIVEN)),
 )
 
 
@@ -122,18 +126,18 @@ class Form(NamedTuple):
 
 FORMS = {
     "IS_WEIGHT": Form("the weights"),
-    "IS_RUN": Form("x · factor within ± bound"),
+    "IS_RUN": Form("x · factor, clamped to ± bound"),
     "IS_QUOTIENT": Form("x · row · col", is_by_matrix=True),
-    "IS_VECTOR": Form("x / sqrt(v), v being a run"),
+    "IS_VECTOR": Form("x / sqrt(v), with v of the shape of x"),
     "IS_ADAM": Form("m / (sqrt(v) · a + b)"),
-    "IS_ADAM_STEP": Form("the same after x advanced both", advances=True),
-    "IS_RESIDUAL": Form("IS_QUOTIENT less the momentum m", is_by_matrix=True, advances=True),
-    "IS_VECTOR_RESIDUAL": Form("IS_VECTOR less the momentum m", advances=True),
-    "IS_ADAM8_STEP": Form("IS_ADAM_STEP with moments of 8 bits", advances=True),
+    "IS_ADAM_STEP": Form("IS_ADAM after updating m and v with x", advances=True),
+    "IS_RESIDUAL": Form("IS_QUOTIENT minus the momentum m", is_by_matrix=True, advances=True),
+    "IS_VECTOR_RESIDUAL": Form("IS_VECTOR minus the momentum m", advances=True),
+    "IS_ADAM8_STEP": Form("IS_ADAM_STEP with 8-bit moments", advances=True),
     "IS_SIGN_STEP": Form(
-        "Lion's: sign(m + lerp1 · (x − m)), then m += lerp2 · (x − m)", advances=True
+        "Lion: sign(m + lerp1 · (x − m)), then m += lerp2 · (x − m)", advances=True
     ),
-    "IS_SIGN8_STEP": Form("the same with a momentum of 8 bits", advances=True),
+    "IS_SIGN8_STEP": Form("IS_SIGN_STEP with an 8-bit momentum", advances=True),
 }
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 # Storage formats of weights and their dtypes: see weight_storage.py.
@@ -191,7 +195,7 @@ def header() -> str:
         note = f"  // {one.meaning}" if one.meaning else ""
         lines.append(f"    {one.type}{space}{one.name};{note}")
     stored = [f"{how}_{DTYPES[dtype]}" for how, dtype in STORED]
-    lines += ["};", "", "// What is the same for all parameters of a call.", "struct Call {"]
+    lines += ["};", "", "// Arguments that all parameters of a call share.", "struct Call {"]
     lines += [f"    int {', '.join(CALL)};", "};", ""]
     for name, values in (
         ("Form", FORMS),

@@ -90,8 +90,8 @@ class GroupRules:
             values = [_plain(group[name]) for name in names]
         except KeyError as error:
             raise ValueError(
-                f"param_groups[{group_index}] has no {error}: change the group that it replaces, "
-                "or call add_param_group, which fills in what is not given."
+                f"param_groups[{group_index}] has no {error}: edit the existing group instead of "
+                "replacing it, or call add_param_group, which adds the defaults."
             ) from None
         made = self._made.get(group_index)
         # A NaN differs from itself, so it is checked each time.

@@ -112,6 +112,6 @@ def at_zero(rule: str, names: Sequence[str], is_config: bool = True) -> str:
     if is_config:
         groups = f'"param_groups": {entry} in optimizer.params'
     return (
-        f"{rule}'s steps are in proportion to the weights, and these start at zero, where they "
-        f"hardly move: {summary(names)}. Let another optimizer step them: {groups}."
+        f"{rule}'s steps are proportional to the weights, so these weights, which start at zero, "
+        f"hardly move: {summary(names)}. Use another optimizer for them: {groups}."
     )

@@ -51,8 +51,8 @@ def check(table: ParamTable, u: RunUpdate, state: State) -> None:
     if sizes != (n, n):
         raise ValueError(
             f"{type(table).__name__}: {table.name(u.param)} has {sizes[0]} elements and "
-            f"its gradient {sizes[1]}, and {n} are to be stepped. Compute the gradients anew after "
-            "parameters were given other data."
+            f"its gradient {sizes[1]}, but the optimizer expects {n}. Compute the gradients again "
+            "after you replace the data of parameters."
         )
     check_state(table, u.param, u.shard, state, u.p.dtype, u.g.device)
 
@@ -84,7 +84,7 @@ def check_state(
     except Misfit as why:
         raise ValueError(
             f"{type(table).__name__}: the state of {table.name(param)} does not fit it: "
-            f"{why}. If the parameter was resized, or its state edited, begin the state anew: "
+            f"{why}. If you resized the parameter or edited its state, delete the state: "
             "del optimizer.state[param]."
         ) from None
 
@@ -138,7 +138,7 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
             fit(parts, state, len(shard), param.dtype, param.device, copy=True)
         except Misfit as why:
             raise ValueError(
-                f"not a state of {kind} for these parameters: that of {table.name(param)} "
+                f"not a state of {kind} for these parameters: the state of {table.name(param)} "
                 f"does not fit it: {why}. Nothing was loaded."
             ) from None
         found[i] = state

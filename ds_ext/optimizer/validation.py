@@ -19,8 +19,8 @@ def refuse_params(table: ParamTable, params: Collection[Tensor]) -> None:
     refuse_complex(table, (p for p in params if p.requires_grad))
     if table.fused is not None and any(p not in table.fused.names for p in params):
         raise ValueError(
-            "add_param_group, or an edit of param_groups, brings a parameter that is not part of "
-            "the model that is stepped inside backward. Build the model with it, frozen if need be."
+            "add_param_group, or an edit of param_groups, adds a parameter that is not part of "
+            "the model that backward steps. Create the model with it, frozen if necessary."
         )
 
 
@@ -41,17 +41,17 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
     entry = rules.entry_of(rule)
     if param in table.stacks and shard.split is not None:
         raise ValueError(
-            f"a parameter of shape {list(shard.shape)} stacks experts, and ranks hold boxes of "
-            "these: shard only its first dimension (Shard(0) of fully_shard), or spread whole "
-            "experts over ranks."
+            f"a parameter of shape {list(shard.shape)} stacks experts, but ranks hold parts of "
+            "experts: shard only its first dimension (Shard(0) of fully_shard), or distribute "
+            "whole experts over ranks."
         )
     dims = len(shard.shape) - (param in table.stacks)
     if not entry.any_shape and dims != 2:
         name, own = rule.__name__, type(table).__name__
         raise ValueError(
-            f"{name} is for matrices, and a parameter has the shape {list(shard.shape)}. Let "
-            f"ds_ext.{own}.for_model(model, ...) make the groups, or put it into one with "
-            f'"type": "{entry.others}".'
+            f"{name} supports only matrices, but a parameter has the shape {list(shard.shape)}. "
+            f"Create the groups with ds_ext.{own}.for_model(model, ...), or put the parameter into "
+            f'a group with "type": "{entry.others}".'
         )
 
 
@@ -68,8 +68,8 @@ def refuse_saved_groups(table: ParamTable, groups: Sequence[Mapping[str, Any]]) 
     sizes, saved = ([len(g["params"]) for g in x] for x in (table.param_groups, groups))
     if sizes != saved:
         raise ValueError(
-            "the loaded state_dict has another number of parameter groups, or of parameters in "
-            f"them: {saved}, where the optimizer has {sizes}."
+            "the loaded state_dict does not match the parameter groups: its groups have "
+            f"{saved} parameters, but the optimizer's groups have {sizes}."
         )
     kind = type(table).__name__
     for group, own in zip(groups, table.param_groups, strict=True):
@@ -84,8 +84,8 @@ def refuse_saved_groups(table: ParamTable, groups: Sequence[Mapping[str, Any]]) 
         here = table.hypers_of(own)
         if here is not hypers:
             raise ValueError(
-                f"not a state of {kind} with these groups: {here.__name__} steps a group here that "
-                f"{hypers.__name__} has stepped."
+                f"not a state of {kind} with these groups: a group was saved with "
+                f"{hypers.__name__}, but here {here.__name__} steps it."
             )
 
 

@@ -72,7 +72,9 @@ def adapted(model: nn.Module, lora: str) -> nn.Module:
     try:
         made: nn.Module = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(str(folder)))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--lora {lora}: PEFT cannot adapt the model so: {error}") from None
+        raise ValueError(
+            f"--lora {lora}: PEFT cannot adapt the model with this config: {error}"
+        ) from None
     return made
 
 

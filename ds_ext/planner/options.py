@@ -196,21 +196,23 @@ def _check_groups(asked: PlanOptions) -> None:
         )
     if asked.stage in ("none", "0"):
         raise ValueError(
-            f"{asked.spelled('shard_size')}: nothing is cut at {asked.spelled('stage')} "
-            f"{asked.stage}; choose 1 to 3."
+            f"{asked.spelled('shard_size')}: {asked.spelled('stage')} {asked.stage} does not "
+            "shard; choose 1 to 3."
         )
 
 
 def _check_pipeline(asked: PlanOptions) -> None:
     """Raises ValueError for options that a pipeline does not support."""
     if asked.stage not in (None, "0", "1"):
-        raise ValueError(f"--pipeline-stages: ZeRO has stages 0 and 1 there, not {asked.stage}.")
+        raise ValueError(
+            f"--pipeline-stages: pipelines support only ZeRO stages 0 and 1, not {asked.stage}."
+        )
     if asked.batch is not None:
-        raise ValueError("--pipeline-stages: its activations are not counted: leave --seq out.")
+        raise ValueError("--pipeline-stages: activations are not counted: remove --seq.")
     if asked.shard_size:
-        raise ValueError("--pipeline-stages: it has no --shard-size yet: leave that out.")
+        raise ValueError("--pipeline-stages: pipelines do not support --shard-size yet: remove it.")
     if asked.lora is not None:
-        raise ValueError("--pipeline-stages: LoRA is not counted there: leave --lora out.")
+        raise ValueError("--pipeline-stages: LoRA in pipelines is not counted: remove --lora.")
 
 
 def _of_config(path: Path) -> dict[str, Any]:

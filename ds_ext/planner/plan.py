@@ -46,7 +46,7 @@ def _where(asked: PlanOptions) -> str:
     """The dtype, ranks and batch of the plan in words."""
     where = f"{asked.dtype} on {asked.ranks} data-parallel rank{'s'[: asked.ranks > 1]}"
     if asked.shard_size:
-        where += f", {asked.shard_size} for each copy that ds_ext divides"
+        where += f", {asked.shard_size} ranks per replica for ds_ext"
     if asked.batch is None:
         return where
     rows, tokens = asked.batch.rows, asked.batch.tokens
@@ -85,8 +85,8 @@ def _not_counted(asked: PlanOptions, n: int, unit: str) -> str:
     live = min(n, 10**9) * DTYPES[asked.dtype].itemsize / UNITS[unit]
     text = (
         "Not counted: the weights that ZeRO-3 gathers for computing, up to "
-        f"{live:.2f} {unit} (stage3_max_live_parameters,\n10^9 by default). Gradients are the most "
-        f"alive at once, in buckets of {asked.bucket:,} elements\n(--bucket), AdamW's too. "
+        f"{live:.2f} {unit} (stage3_max_live_parameters,\n10^9 by default). Gradients are the "
+        f"peak with buckets of {asked.bucket:,} elements\n(--bucket), also for AdamW. "
     )
     if asked.stage == FSDP2:
         text += (

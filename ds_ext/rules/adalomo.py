@@ -33,7 +33,7 @@ from ds_ext.rules.base import Rounds, State, register
 )
 @dataclass(frozen=True)
 class AdaLomo:
-    """Adafactor's update with its size relative to the weights' (arXiv 2310.10195)."""
+    """Adafactor's update, scaled relative to the RMS of the weights (arXiv 2310.10195)."""
 
     lr: NonNegative = 1e-3  # relative to RMS(p)
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-3)  # added to g², least RMS(p)

@@ -46,7 +46,7 @@ STATE = "8·r/(S·d), r the rank, S the short side"
 @register(paper="2412.05270", state=STATE, rounds="2", sums_first=True, others={"type": "AdamW"})
 @dataclass(frozen=True)
 class APOLLO:
-    """The gradient, its channels scaled as Adam would scale them (arXiv 2412.05270)."""
+    """Scales the gradient's channels as Adam would scale them (arXiv 2412.05270)."""
 
     lr: NonNegative = 1e-3
     rank: Count = 256  # dimensions of the projected gradient

@@ -22,7 +22,7 @@ from ds_ext.rules.base import Rounds, State, register
 @register(paper="1904.00962", state="8/d", rounds="1", is_batched=True, relative=True)
 @dataclass(frozen=True)
 class LAMB:
-    """Adam whose update has the norm of the weights (arXiv 1904.00962)."""
+    """Adam with its update scaled to the norm of the weights (arXiv 1904.00962)."""
 
     lr: NonNegative = 1e-3  # relative to the norm of the weights
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)

@@ -45,7 +45,7 @@ from ds_ext.rules.lowrank import Product
 )
 @dataclass(frozen=True)
 class Muon:
-    """Momentum whose singular values are brought near 1 (arXiv 2502.16982)."""
+    """Momentum with all singular values near 1 (arXiv 2502.16982)."""
 
     lr: NonNegative = 1e-3
     momentum: Fraction = 0.95

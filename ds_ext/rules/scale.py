@@ -40,7 +40,7 @@ from ds_ext.rules.base import Rounds, State, register
 )
 @dataclass(frozen=True)
 class SCALE:
-    """Gradient descent with rows or columns of one size (arXiv 2506.16659)."""
+    """Gradient descent with normalized rows or columns (arXiv 2506.16659)."""
 
     lr: NonNegative = 1e-3
     norm_axis: Axis = "row"  # what is divided by its RMS; of an embedding "column"

@@ -40,7 +40,7 @@ from ds_ext.rules.base import Rounds, State, register
 )
 @dataclass(frozen=True)
 class SinkGD:
-    """Gradient descent with rows and columns of one size, without state (arXiv 2502.06742)."""
+    """Gradient descent with normalized rows and columns, without state (arXiv 2502.06742)."""
 
     lr: NonNegative = 1e-3
     iterations: Count = 5  # of bringing rows, then columns, to their norm

@@ -14,7 +14,7 @@ ABSENT = {  # of the optimizer: a word of what is advised
     "averaged_gradients": "safe_get_full_grad",
     "unscale_and_clip_grads": "gradient_clipping",
     "override_loss_scale": "loss_scale",
-    "initialize_optimizer_states": "leave it out",
+    "initialize_optimizer_states": "remove the call",
     "has_overflow": "optimizer.overflow",
     "zenflow_state": "docs/engine-api.md",
 }

@@ -21,7 +21,7 @@ def test_a_step_of_given_gradients_is_the_same_bits(case):
     ranks, rule, more = case
     found = worlds.once(ranks, eight_bits.both, rule, more)
     told = [line for line in found[0]["said"] if "zero_quantized_weights" in line]
-    assert len(told) == 1 and "2 of 4 parameters are gathered as they are" in told[0]
+    assert len(told) == 1 and "2 of 4 parameters are gathered without quantization" in told[0]
     for got in found:
         plain, quantized = got["plain"], got["quantized"]
         for n, p in plain["after"].items():

@@ -40,7 +40,7 @@ def test_what_cannot_work_says_what_to_use(stage):
         assert (
             "gradient_clipping" in told["clip"] and "gradient_clipping" in told["clip_grad_norm_"]
         )
-        assert "takes no learning_rate" in told["rate"] and "leave optim out" in told["rate"]
+        assert "takes no learning_rate" in told["rate"] and "remove optim" in told["rate"]
         assert "engine.backward(loss)" in told["backward"]
         assert "engine.load_checkpoint" in told["load"] and "no closure" in told["step"]
         assert "NVMe" in told["nvme"] or "OffloadDeviceEnum.cpu" in told["nvme"]

@@ -14,7 +14,7 @@ from tests.distributed import faults
 from tests.distributed.faults import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
 from tests.distributed.resuming import error, same
 
-LOST = "LostRankError: another rank has ended, or did not come within the time limit"
+LOST = "LostRankError: another rank has ended, or did not respond within the time limit"
 # What the newest complete checkpoint is after a fault in the step after WHEN, and how ranks end.
 AFTER = {"latest": WHEN + 1, "disk full": TOTAL, "no folder": TOTAL}
 
@@ -106,9 +106,9 @@ OTHERS = {
     "other format": "has format 99 of ds_ext's checkpoints, this ds_ext reads format 4",
     "no such tag": r"there is no checkpoint .*neither\. .*: good, bad, older",
     "empty latest": r"latest is empty\. .*: bad, good, older",
-    "other optimizer": "good: this checkpoint is of CAME, the optimizer is LAMB",
-    "other model": "this checkpoint is of CAME, the optimizer is GaLoreAdamW",
-    "other shape": r"of another model: up.weight has the shape \(13, 12\) in it and \(12, 13\)",
+    "other optimizer": "good: this checkpoint was saved with CAME, but the optimizer is LAMB",
+    "other model": "this checkpoint was saved with CAME, but the optimizer is GaLoreAdamW",
+    "other shape": r"up.weight has shape \(13, 12\) in the checkpoint and \(12, 13\) in the model",
     "other groups": "other parameter groups than the optimizer: group 0 differs in col",
 }
 

@@ -177,7 +177,7 @@ REFUSED = {
 OF_ONE_STAGE = {
     "is_complex": ["rank 1: AdaLomo: a parameter of shape [2, 2] is torch.complex64"],
     "is_cut": ["rank 1: zero_optimization.stage = 0: the model's parameters are partitioned"],
-    "has_vector": ["rank 1: Muon is for matrices", "[3]"],
+    "has_vector": ["rank 1: Muon supports only matrices", "[3]"],
 }
 SOON = 25  # seconds; who waits for a rank that has raised is told after 30
 

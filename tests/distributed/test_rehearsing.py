@@ -39,7 +39,7 @@ def test_hf_trainer_clips_such_a_loss_exactly_or_says_what_to_set(world, policy)
     plain = rehearsing.large(fused_losses.Classifier(None, factor=world))
     for got in worlds.run(world, rehearsing.trainer, 2, policy):
         if world > 1 and policy == "fused":
-            assert "InPlaceCrossEntropy writes" in got["message"]
+            assert "InPlaceCrossEntropy overwrites" in got["message"]
             assert all(torch.equal(x, got["before"][n]) for n, x in got["after"].items())
             continue
         if got["rank"] == 0:

@@ -68,7 +68,7 @@ class Described:
 @pytest.mark.parametrize(
     "meta, why",
     [
-        (None, "its layer does not say how"),
+        (None, "its layer has no description of the split"),
         (
             {
                 "conversion": {"replicated": False, "unsupported_reason": "it is a convolution"},

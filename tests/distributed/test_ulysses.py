@@ -48,6 +48,6 @@ def test_sizes_and_groups_that_do_not_fit_are_refused_on_every_rank():
         assert "tensor_parallel.autotp_size = 2" in told["too many with tensors"]
         for name in ("mesh with tensors", "mpu with tensors"):
             assert told[name].startswith(
-                "tensor_parallel.autotp_size = 2: ranks that have to share"
+                "tensor_parallel.autotp_size = 2: sequence parallelism from mpu"
             )
         assert told["another size"].startswith("sequence_parallel_size = 4, but the mpu's")

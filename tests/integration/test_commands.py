@@ -348,7 +348,7 @@ def test_with_a_model_it_is_told_what_steps_which_parameters(tmp_path, capsys):
     assert 'Did you mean "q_proj"?' in error
     offloaded = changed(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     (error,) = checked(offloaded, tmp_path, capsys, "--model", tmp_path)[0]
-    assert "next to nothing to offload" in error
+    assert "almost no optimizer state to offload" in error
 
 
 def test_adapters_have_the_names_that_peft_gives_them(tmp_path, capsys):
@@ -420,7 +420,10 @@ ONE_CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 GROUP = {"match": "head", "type": "AdamW", "lr": 1e-4}
 WITHOUT_MODEL = {
-    "no state to offload": (OFFLOADED, ["next to nothing to offload. With these settings AdaLomo"]),
+    "no state to offload": (
+        OFFLOADED,
+        ["almost no optimizer state to offload. With these settings AdaLomo"],
+    ),
     "state of some parameters": (OFFLOADED | optimizer(param_groups=[GROUP]), []),
     "a match": (
         optimizer(param_groups=[GROUP | {"match": "(head"}]),

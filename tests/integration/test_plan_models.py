@@ -268,7 +268,7 @@ def test_a_copy_is_cut_among_the_ranks_of_a_group(folder, tmp_path, capsys):
     _, spread = plan(capsys, *options, "--ranks", 16)
     assert alone["CAME, ZeRO-3"] == copies["CAME, ZeRO-3"] == by_config["CAME, ZeRO-3"]
     assert copies["CAME, ZeRO-3"] != spread["CAME, ZeRO-3"]
-    assert "on 16 data-parallel ranks, 4 for each copy" in text
+    assert "on 16 data-parallel ranks, 4 ranks per replica" in text
 
 
 @pytest.mark.parametrize("bad", [("3",), ("4", "--stage", "0"), ("4", "--stage", "none")], ids=str)

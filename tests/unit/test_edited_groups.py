@@ -243,7 +243,7 @@ def test_a_parameter_from_outside_a_fused_model_is_refused():
     optimizer = ds_ext.AdamW(groups_of(model), lr=0.01)
     ds_ext.fuse_into_backward(model, optimizer)
     optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2)))
-    with pytest.raises(ValueError, match="an edit of param_groups, brings a parameter that is not"):
+    with pytest.raises(ValueError, match="an edit of param_groups, adds a parameter that is not"):
         one_step(model, optimizer)
 
 
@@ -254,7 +254,7 @@ def test_a_gradient_from_before_a_parameter_was_in_a_group_is_refused():
     taken = optimizer.param_groups[0]["params"].pop(0)
     one_step(model, optimizer)
     optimizer.param_groups[0]["params"].append(taken)
-    with pytest.raises(RuntimeError, match="0.weight has a gradient that .* came before"):
+    with pytest.raises(RuntimeError, match="0.weight has a gradient that .* computed before"):
         optimizer.step()
     model.zero_grad()
     one_step(model, optimizer)

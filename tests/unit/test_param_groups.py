@@ -232,7 +232,9 @@ def test_the_papers_roles(kind):
 def test_vectors_of_a_rule_for_matrices_are_refused(matrices_only):
     model = Net()
     weight = model.layers[0].weight.detach().clone()
-    message = r"LOMO is for matrices, and a parameter has the shape \[6\].*LOMO.for_model\(model"
+    message = (
+        r"LOMO supports only matrices, but a parameter has the shape \[6\].*LOMO.for_model\(model"
+    )
     with pytest.raises(ValueError, match=message):
         ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters()))
     loss_of(model, 0).backward()

@@ -86,7 +86,7 @@ TOLD = {
     ),
     "clip mode of kept": (
         lambda: fused(clip_mode="previous", max_grad_norm=1.0, gradient_policy="sharded"),
-        ['clip_mode = "previous"', "gradient_policy sharded"],
+        ['clip_mode = "previous"', 'gradient_policy is "sharded"'],
     ),
     "both clippings": (
         lambda: fused(max_grad_norm=1.0, clip_value=1.0),
@@ -97,7 +97,7 @@ TOLD = {
     "second gradient, measured": (second_gradient_measured, ["max_grad_norm", "optimizer.step()"]),
     "not measured": (
         not_measured,
-        ["max_grad_norm needs the norm", ".backward(loss) of what fuse"],
+        ["max_grad_norm needs the norm", ".backward(loss) on the object that fuse"],
     ),
     "cannot repeat": (cannot_repeat, ["max_grad_norm: ", "or max_grad_norm=0"]),
     "torch's clipping": (clipped_by_torch, ["fuse_into_backward(..., max_grad_norm=...)"]),

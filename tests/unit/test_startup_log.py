@@ -58,7 +58,7 @@ def test_matrices_that_start_at_zero_are_told_of_with_what_to_do(name):
     model = Adapted()
     told = said(OPTIMIZERS[name](model.parameters()), model)
     (line,) = [line for line in told if "start at zero" in line]
-    assert "hardly move: lora_B. Let" in line
+    assert "hardly move: lora_B. Use" in line
     assert 'param_groups=[{"match": "lora_", "type": "AdamW", "lr": 1e-3}]' in line
     model.lora_B.data[3, 1] = 1e-9
     assert not [x for x in said(OPTIMIZERS[name](model.parameters()), model) if "zero" in x]

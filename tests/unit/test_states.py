@@ -233,7 +233,7 @@ def test_groups_of_other_types_are_refused():
     (other,) = [o for _, o in [made("adamw")]]
     other.add_param_group({"params": [("x", nn.Parameter(torch.ones(3)))]})
     saved = other.state_dict()
-    assert refused(params, optimizer, lambda: optimizer.load_state_dict(saved), "Lion steps a")
+    assert refused(params, optimizer, lambda: optimizer.load_state_dict(saved), "Lion steps it")
 
 
 def test_a_resized_embedding_is_refused_when_its_state_is_loaded():

@@ -3,47 +3,47 @@
 
 // One parameter.
 struct Entry {
-    int64_t start;  // the run [start, start + n) of [mats, rows, cols]
-    int64_t n;  // its elements
-    int64_t mats;
-    int64_t rows;
-    int64_t cols;
-    int64_t origin;  // the number of its first element, for random bits
-    const void *x;  // a gradient, or another run that is read
-    float *m;  // a moment: a run, or the codes of one of 8 bits
-    float *v;  // the second moment, as m
-    uint16_t *m_scale;  // the scales of the codes of m
-    uint16_t *v_scale;  // the scales of the codes of v
+    int64_t start;  // first element of the run [start, start + n) of [mats, rows, cols]
+    int64_t n;  // elements in the run
+    int64_t mats;  // matrices of the parameter
+    int64_t rows;  // rows of a matrix
+    int64_t cols;  // columns of a matrix
+    int64_t origin;  // index of the run's first element, for random bits
+    const void *x;  // the gradient, or another input run
+    float *m;  // the first moment: fp32 values, or 8-bit codes
+    float *v;  // the second moment: fp32 values, or 8-bit codes
+    uint16_t *m_scale;  // scales of the 8-bit codes in m
+    uint16_t *v_scale;  // scales of the 8-bit codes in v
     void *w;  // the weights
-    void *aux;  // what is stored beside them, by the storage format
-    float *out;  // what a pass writes
-    float *out2;
-    float *row;  // statistics or factors, [mats, rows]
-    float *col;  // statistics or factors, [mats, cols]
+    void *aux;  // additional data of the storage format of w
+    float *out;  // output of the pass
+    float *out2;  // second output
+    float *row;  // row statistics or factors, [mats, rows]
+    float *col;  // column statistics or factors, [mats, cols]
     const float *before;  // row statistics before the step
     const float *in;  // sums over all ranks
-    const float *in2;
-    const float *in3;
+    const float *in2;  // second input: further sums or factors
+    const float *in3;  // third input
     int16_t *marks;  // fingerprints of groups of weights
-    float *out3;
-    double *update_sums;  // [2]: sums of squares of changes and of new weights
-    float *norm_cache;  // [1 + PROBES]: a cached norm, and weights that were written
-    uint32_t key;  // of random bits
-    float factor;  // of x
-    float bound;  // of x · factor
-    float scale;  // of an update
-    float lr;
+    float *out3;  // third output
+    double *update_sums;  // [2]: sums of squares of the weight changes and of the new weights
+    float *norm_cache;  // [1 + PROBES]: cached sum of squares, and sampled weights
+    uint32_t key;  // key of the random bits
+    float factor;  // multiplies x
+    float bound;  // x · factor is clamped to ± bound
+    float scale;  // multiplies the update
+    float lr;  // learning rate
     float decay;  // weight decay
     float lerp1;  // the weight of x in m: 1 − beta1
-    float lerp2;  // the weight of x² in v: 1 − beta2; Lion's of x in m
-    float a;  // Adam: m / (sqrt(v) · a + b)
-    float b;
-    float eps;
-    float clip;  // the largest RMS of an update
-    float lerp;  // the weight of what a statistic or moment moves towards
+    float lerp2;  // the weight of x² in v: 1 − beta2; for Lion, of x in m
+    float a;  // in Adam's update: m / (sqrt(v) · a + b)
+    float b;  // in Adam's update, see a
+    float eps;  // small constant that keeps divisors above zero
+    float clip;  // upper limit of the RMS of the update
+    float lerp;  // the weight of the new value in a statistic or moment
 };
 
-// What is the same for all parameters of a call.
+// Arguments that all parameters of a call share.
 struct Call {
     int pass, form, dtype, storage, decays, fresh;
 };
