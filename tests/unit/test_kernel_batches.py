@@ -15,7 +15,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import cached_norms
-from tests.common import needs, paths, table
+from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
 from tests.unit.test_native import BATCHED
@@ -150,9 +150,7 @@ def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
         reads = []
         for i, grads in enumerate(table.gradients(5, shapes, dtype)):
             launched.clear()
-            for p, g in zip(weights, grads, strict=True):
-                p.grad = g.clone()
-            optimizer.step()
+            plain.steps(optimizer, weights, [grads])
             reads.append(" | ".join(launched))
             with torch.no_grad():
                 for p in weights:

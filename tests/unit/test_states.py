@@ -14,8 +14,8 @@ from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.choose import params, spread
-from tests.common.hypers import FOR_ALL as FOR_ALL
-from tests.common.hypers import SIMULATED, changed
+from tests.common.hypers import FOR_ALL, SIMULATED, changed
+from tests.common.states import same
 
 HYPERS = changed(SIMULATED, galoreadamw={"rank": 3}, apollo={"rank": 3})
 SHAPES = ((12, 8), (9, 5))
@@ -57,16 +57,6 @@ def picture(params, optimizer):
     state = [copy.deepcopy(optimizer.state.get(p) or None) for p in params]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return [p.detach().clone() for p in params], state, copy.deepcopy(groups)
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 def refused(params, optimizer, call, match):
