@@ -1,5 +1,6 @@
-"""Steps of an optimizer by given gradients, without a backward pass."""
+"""Plain steps of an optimizer in one process: by given gradients, or by the mean of losses."""
 
+import torch
 from torch import nn
 
 
@@ -26,3 +27,19 @@ def stepped(make, before, gradients, state=None):
         optimizer.load_state_dict(state)
     steps(optimizer, params, gradients)
     return [p.detach() for p in params], optimizer
+
+
+def mean_step(optimizer, losses, max_norm=0.0):
+    """Steps by the gradients of the mean of losses -> their norm.
+
+    Args:
+        optimizer: Its parameters are stepped.
+        losses: Those of all ranks and micro-batches.
+        max_norm: Torch clips the gradients to this norm; 0 for no clipping.
+    """
+    optimizer.zero_grad()
+    (sum(losses) / len(losses)).backward()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm or torch.inf)
+    optimizer.step()
+    return float(norm)

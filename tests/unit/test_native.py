@@ -121,14 +121,20 @@ def test_gradients_are_scaled_and_bounded(name, monkeypatch):
     assert worst(*found, wrapped[1]) <= 2e-5
 
 
+def optimizers_of(name, weights, together, **hypers):
+    """One optimizer of all parameters, or one of each, with the same random bits."""
+    if together:
+        return [OPTIMIZERS[name](weights, **hypers)]
+    optimizers = [OPTIMIZERS[name]([p], **hypers) for p in weights]
+    for i, optimizer in enumerate(optimizers):  # random bits depend on the parameter's number
+        optimizer.number_of[weights[i]] = i
+    return optimizers
+
+
 def stepped(name, dtype, mode, together, shapes=SHAPES, steps=2):
     """Bits of the weights after some steps, of all parameters in one optimizer or each in its."""
     weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    groups = [weights] if together else [[p] for p in weights]
-    optimizers = [OPTIMIZERS[name](g, **SETTINGS[name], weight_update=mode) for g in groups]
-    for i, optimizer in enumerate(optimizers):  # whose random bits are by their number
-        if not together:
-            optimizer.number_of[weights[i]] = i
+    optimizers = optimizers_of(name, weights, together, **SETTINGS[name], weight_update=mode)
     for grads in table.gradients(steps, shapes, dtype):
         for p, g in zip(weights, grads, strict=True):
             p.grad = g

@@ -24,7 +24,6 @@ from tests.common.plain import steps
 from tests.common.simulated import cut
 from tests.common.states import from_file
 
-CPU = torch.device("cpu")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 MODES = ["stochastic", "nearest", "master", "master24"]
