@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from benchmarks.counting import NORM, Bucket, Rule, reduced
-from benchmarks.memory import Sizes, llama
+from benchmarks.memory import Sizes, config_keys, llama
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 
@@ -34,18 +34,10 @@ class Giant(NamedTuple):
         meta = torch.device("meta")
         if not self.experts:
             return llama(self.sizes, torch.bfloat16, meta)
-        vocab, width, inner, layers, heads, groups, tied = self.sizes
         config = transformers.MixtralConfig(
-            vocab_size=vocab,
-            hidden_size=width,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=groups,
+            **config_keys(self.sizes),
             num_local_experts=self.experts,
             num_experts_per_tok=self.chosen,
-            tie_word_embeddings=tied,
-            use_cache=False,
         )
         with meta:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

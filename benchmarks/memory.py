@@ -10,7 +10,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -110,19 +110,24 @@ than a GiB, is beside it.""",
 }
 
 
+def config_keys(sizes: Sizes) -> dict[str, Any]:
+    """The arguments of a model's config in transformers."""
+    vocab, width, inner, layers, heads, groups, tied = sizes
+    return {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "tie_word_embeddings": tied,
+        "use_cache": False,
+    }
+
+
 def llama(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A Llama with random weights."""
-    vocab, width, inner, layers, heads, groups, tied = sizes
-    config = transformers.LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        tie_word_embeddings=tied,
-        use_cache=False,
-    )
+    config = transformers.LlamaConfig(**config_keys(sizes))
     torch.manual_seed(0)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

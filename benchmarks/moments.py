@@ -17,7 +17,18 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.rounding import BATCH, LENGTH, RESULTS, Run, held_out, model, spread, text
+from benchmarks.rounding import (
+    BATCH,
+    LENGTH,
+    RESULTS,
+    Run,
+    held_out,
+    model,
+    plot,
+    spread,
+    table,
+    text,
+)
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -126,7 +137,7 @@ def main() -> None:
     size = sum(p.numel() for p in model().parameters())
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "moments.md").write_text(report(runs, size, minutes))
-    plot(runs)
+    plot(runs, RESULTS / "moments.png", EXACT, 20, (2, 6))
 
 
 def fit(
@@ -164,25 +175,13 @@ moments themselves at even distances.
 
 | optimizer | training loss, last {LAST} steps | difference | held-out loss | difference |
 |---|---|---|---|---|
-{table(runs)}
+{table(runs, EXACT, LAST, shown)}
 
 2 CPU cores, one thread, {minutes:.1f} minutes in all; {datetime.date.today()}; {versions}.
 Made by `python -m benchmarks.moments`. Losses over steps:
 
 ![training losses](moments.png)
 """
-
-
-def table(runs: dict[str, list[Run]]) -> str:
-    lines = []
-    for way, made in runs.items():
-        cells = [way]
-        for figure in (lambda run: sum(run.losses[-LAST:]) / LAST, lambda run: run.held_out):
-            values, exact = ([figure(run) for run in found] for found in (made, runs[EXACT]))
-            apart = [a - b for a, b in zip(values, exact, strict=True)]
-            cells += [shown(values), "" if way == EXACT else shown(apart, "+")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def shown(values: list[float], sign: str = "") -> str:
@@ -192,26 +191,6 @@ def shown(values: list[float], sign: str = "") -> str:
         rest = f"; else {max(finite):.2f} at most" if finite else ""
         return f"not finite in {len(values) - len(finite)} of {len(values)} seeds{rest}"
     return spread(values, sign)
-
-
-def plot(runs: dict[str, list[Run]]) -> None:
-    """Draws the losses, each the mean of the steps around it, over all seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for way, made in runs.items():
-        smooth = torch.tensor([run.losses for run in made]).unfold(1, 20, 1).mean(-1)
-        steps = range(20, 20 + smooth.shape[1])
-        (line,) = axes.plot(steps, smooth.mean(0), label=way)
-        if way == EXACT:
-            low, high = smooth.amin(0), smooth.amax(0)
-            label = "the same, lowest and highest seed"
-            axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), label=label)
-    axes.set(xlabel="step", ylabel="training loss, mean of 20 steps (nats per byte)")
-    axes.set_ylim(2, 6)
-    axes.legend()
-    figure.savefig(RESULTS / "moments.png", dpi=150)
 
 
 if __name__ == "__main__":

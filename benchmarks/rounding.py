@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def main() -> None:
     minutes = (time.perf_counter() - began) / 60
     size = sum(p.numel() for p in start.parameters())
     (RESULTS / "rounding.md").write_text(report(runs, before, size, minutes))
-    plot(runs, RESULTS / "rounding.png")
+    plot(runs, RESULTS / "rounding.png", "fp32", LAST, None)
 
 
 def text(name: str) -> Tensor:
@@ -113,6 +114,10 @@ def held_out(module: torch.nn.Module, data: Tensor) -> float:
     return copy.deepcopy(module).float()(batch, labels=batch).loss.item()
 
 
+def spread(values: list[float], sign: str = "") -> str:
+    return f"{statistics.mean(values):{sign}.4f} ± {statistics.stdev(values):.4f}"
+
+
 def report(runs: dict[str, list[Run]], before: float, size: int, minutes: float) -> str:
     """The table, in Markdown: means over seeds, and differences from fp32 over the same batches."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -128,7 +133,7 @@ fine-tuning.
 
 | weights | training loss, last {LAST} steps | difference | held-out loss | difference |
 |---|---|---|---|---|
-{table(runs)}
+{table(runs, "fp32", LAST)}
 
 2 CPU cores, one thread, {minutes:.1f} minutes in all; {datetime.date.today()}; {versions}.
 Made by `python -m benchmarks.rounding`. Losses over steps:
@@ -137,38 +142,47 @@ Made by `python -m benchmarks.rounding`. Losses over steps:
 """
 
 
-def table(runs: dict[str, list[Run]]) -> str:
+def table(
+    runs: dict[str, list[Run]], exact: str, last: int, shown: Callable[..., str] = spread
+) -> str:
+    """The rows: mean losses of the ``last`` steps and held-out, and differences from ``exact``."""
     lines = []
     for way, made in runs.items():
         cells = [way]
-        for figure in ("train", "held_out"):
-            values = [getattr(run, figure) for run in made]
-            exact = [getattr(run, figure) for run in runs["fp32"]]
-            apart = [a - b for a, b in zip(values, exact, strict=True)]
-            cells += [spread(values), "" if way == "fp32" else spread(apart, "+")]
+        for figure in (lambda run: sum(run.losses[-last:]) / last, lambda run: run.held_out):
+            values, base = ([figure(run) for run in found] for found in (made, runs[exact]))
+            apart = [a - b for a, b in zip(values, base, strict=True)]
+            cells += [shown(values), "" if way == exact else shown(apart, "+")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def spread(values: list[float], sign: str = "") -> str:
-    return f"{statistics.mean(values):{sign}.4f} ± {statistics.stdev(values):.4f}"
+def plot(
+    runs: dict[str, list[Run]], path: Path, exact: str, last: int, limits: tuple[int, int] | None
+) -> None:
+    """Draws the losses, each the mean of the ``last`` steps before, over all seeds.
 
-
-def plot(runs: dict[str, list[Run]], path: Path) -> None:
-    """Draws the losses, each the mean of the ``LAST`` steps before, over all seeds."""
+    Args:
+        runs: The runs of each way.
+        path: The file of the picture.
+        exact: The way whose lowest and highest seed are shown, too.
+        last: Steps of a mean.
+        limits: The lowest and the highest loss shown, or None for all.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for way, made in runs.items():
-        smooth = torch.tensor([run.losses for run in made]).unfold(1, LAST, 1).mean(-1)
-        steps = range(LAST, LAST + smooth.shape[1])
+        smooth = torch.tensor([run.losses for run in made]).unfold(1, last, 1).mean(-1)
+        steps = range(last, last + smooth.shape[1])
         (line,) = axes.plot(steps, smooth.mean(0), label=way)
-        if way == "fp32":
+        if way == exact:
             low, high = smooth.amin(0), smooth.amax(0)
-            label = "fp32, lowest and highest seed"
-            axes.fill_between(steps, low, high, alpha=0.15, color=line.get_color(), label=label)
-    axes.set(xlabel="step", ylabel=f"training loss, mean of {LAST} steps (nats per byte)")
+            label = "the same, lowest and highest seed"
+            axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), label=label)
+    axes.set(xlabel="step", ylabel=f"training loss, mean of {last} steps (nats per byte)")
+    axes.set(ylim=limits)
     axes.legend()
     figure.savefig(path, dpi=150)
 

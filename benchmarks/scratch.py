@@ -22,6 +22,7 @@ from benchmarks.matrix import picture, search, summary, training
 from benchmarks.matrix.candidates import CANDIDATES, Candidate, ours
 from benchmarks.matrix.lines import Lines
 from benchmarks.matrix.texts import Batch
+from benchmarks.memory import config_keys
 from benchmarks.train import join_world_of_one
 
 FOLDER = report.RESULTS / "scratch"
@@ -166,17 +167,8 @@ def model(size: str, seed: int) -> nn.Module:
     """A Llama over bytes with random fp32 weights."""
     width, inner, layers, heads = SIZES[size]
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes = (256, width, inner, layers, heads, heads, True)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_keys(sizes)))
 
 
 TEXT = """

@@ -51,42 +51,6 @@ class Candidate:
     tier: int = 0  # 1, published packages: after all others; 2, those that are slow: last
 
 
-class EngineStepper:
-    """A model under DeepSpeed's engine, in a world of one."""
-
-    def __init__(self, model: nn.Module, kind: str, params: Mapping[str, Any], stage: int) -> None:
-        import deepspeed
-
-        import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
-
-        self.model = model
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 0.0,
-            "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
-            "zero_optimization": {"stage": stage},
-            "optimizer": {"type": kind, "params": dict(params)},
-            "steps_per_print": 10**9,
-        }
-        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, config=config)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
-
-    def step(self, batch: Batch) -> Tensor:
-        loss = self.engine(**batch).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.detach()
-
-    def rate(self, factor: float) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-
-    def close(self) -> None:
-        self.engine.destroy()
-        del self.engine, self.optimizer
-        gc.collect()
-
-
 class PlainStepper:
     """A model and a published optimizer without DeepSpeed, which writes weights in its own way."""
 
@@ -107,6 +71,37 @@ class PlainStepper:
 
     def close(self) -> None:
         del self.optimizer
+
+
+class EngineStepper(PlainStepper):
+    """A model under DeepSpeed's engine, in a world of one."""
+
+    def __init__(self, model: nn.Module, kind: str, params: Mapping[str, Any], stage: int) -> None:
+        import deepspeed
+
+        import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": kind, "params": dict(params)},
+            "steps_per_print": 10**9,
+        }
+        self.engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+        super().__init__(model, optimizer)
+
+    def step(self, batch: Batch) -> Tensor:
+        loss = self.engine(**batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+    def close(self) -> None:
+        self.engine.destroy()
+        del self.engine, self.optimizer
+        gc.collect()
 
 
 class LomoStepper:

@@ -1,5 +1,7 @@
 """The authors' optimizers in one process with the whole model: what every run is compared with."""
 
+import functools
+import inspect
 from unittest import mock
 
 import came_pytorch
@@ -70,44 +72,19 @@ def ordinary(rule, groups, hypers):
     return OTHERS.get(rule, OPTIMIZERS[rule])(groups, **hypers)
 
 
-class SGD(torch.optim.Optimizer):
+def lomo(p, g, s, lr=1e-3, weight_decay=0.0):
     """LOMO's formula with decay by group, which its authors' code does not have."""
-
-    def __init__(self, groups, lr):
-        super().__init__(groups, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * p.grad)
+    return p * (1 - lr * weight_decay) - lr * g
 
 
-class LAMB(torch.optim.Optimizer):
-    """Algorithm 2 of arXiv 1904.00962, in fp64."""
-
-    def __init__(self, groups, lr, betas=(0.9, 0.999)):
-        super().__init__(groups, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step(p, group["lr"], group["weight_decay"], *group["betas"])
-
-    def _step(self, p, lr, decay, beta1, beta2):
-        s, g, w = self.state[p], p.grad.double(), p.double()
-        s["t"] = s.get("t", 0) + 1
-        s["m"] = beta1 * s.get("m", 0) + (1 - beta1) * g
-        s["v"] = beta2 * s.get("v", 0) + (1 - beta2) * g**2
-        m, v = s["m"] / (1 - beta1 ** s["t"]), s["v"] / (1 - beta2 ** s["t"])
-        u = m / (v.sqrt() + 1e-6) + decay * w
-        ratio = w.norm() / u.norm() if w.norm() > 0 and u.norm() > 0 else 1.0
-        p.copy_(w - lr * ratio * u)
+def lamb(p, g, s, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0):
+    """Algorithm 2 of arXiv 1904.00962."""
+    t = s["t"] = s.get("t", 0) + 1
+    m = s["m"] = betas[0] * s.get("m", 0) + (1 - betas[0]) * g
+    v = s["v"] = betas[1] * s.get("v", 0) + (1 - betas[1]) * g**2
+    u = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + 1e-6) + weight_decay * p
+    ratio = p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else 1.0
+    return p - lr * ratio * u
 
 
 def sinkgd(p, g, s, lr=1e-3, iterations=5, alpha=0.05, eps=1e-8, weight_decay=0.0):
@@ -150,33 +127,20 @@ def flashadamw(p, g, s, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2
 class InFP64(torch.optim.Optimizer):
     """Steps by a formula of a weight, its gradient and state, in fp64."""
 
-    def __init__(self, groups, **hypers):
-        super().__init__(groups, hypers)
+    def __init__(self, formula, groups, **hypers):
+        keys = inspect.signature(formula).parameters.values()
+        defaults = {key.name: key.default for key in keys if key.default is not key.empty}
+        super().__init__(groups, defaults | hypers)
+        self.formula = formula
 
     @torch.no_grad()
     def step(self, closure=None):
         assert closure is None
         for group in self.param_groups:
-            hypers = {k: v for k, v in group.items() if k != "params"}
+            hypers = {key: group[key] for key in self.defaults}
             for p in group["params"]:
                 if p.grad is not None:
                     p.copy_(self.formula(p.double(), p.grad.double(), self.state[p], **hypers))
-
-
-class SinkGD(InFP64):
-    formula = staticmethod(sinkgd)
-
-
-class SCALE(InFP64):
-    formula = staticmethod(scale)
-
-
-class FlashAdamW(InFP64):
-    formula = staticmethod(flashadamw)
-
-
-class Lion(InFP64):
-    formula = staticmethod(lion)
 
 
 def galore(groups, hypers):
@@ -191,6 +155,8 @@ def galore(groups, hypers):
     return galore_torch.GaLoreAdamW([g for g in split if g["params"]], lr=hypers["lr"])
 
 
-OTHERS = {"lomo": SGD, "lamb": LAMB, "came": came_pytorch.CAME, "adamw": torch.optim.AdamW}
-OTHERS |= {"sinkgd": SinkGD, "scale": SCALE, "lion": Lion, "flashadamw": FlashAdamW}
+FORMULAS = {"lomo": lomo, "lamb": lamb, "sinkgd": sinkgd, "scale": scale, "lion": lion}
+FORMULAS |= {"flashadamw": flashadamw}
+OTHERS = {"came": came_pytorch.CAME, "adamw": torch.optim.AdamW}
+OTHERS |= {rule: functools.partial(InFP64, formula) for rule, formula in FORMULAS.items()}
 INDEPENDENT = {"adalomo", "adafactor", "galoreadamw", *OTHERS}  # rules that have a reference here

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext.ops import fingerprints, quantize, rounding, scratch
+from tests.common.states import tensors
 
 HOST = torch.device("cpu")
 DEVICE = torch.device("cpu", 1)  # which no machine has
@@ -42,15 +43,6 @@ class Accelerator(CPU_Accelerator):
 
     def is_fp16_supported(self) -> bool:
         return True
-
-
-def tensors(x: Any) -> Iterator[Tensor]:
-    """The tensors in what an operation takes or gives."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (list, tuple, dict)):
-        for inner in x.values() if isinstance(x, dict) else x:
-            yield from tensors(inner)
 
 
 class Mixed(RuntimeError):

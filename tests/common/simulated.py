@@ -84,12 +84,24 @@ def dropping(number):
     return simulate
 
 
+@torch.no_grad()
 def errors(got, expected, before):
     """The error of each parameter relative to its total update."""
     return [
         float((a.double() - b.double()).norm() / (b.double() - c.double()).norm())
         for a, b, c in zip(got, expected, before, strict=True)
     ]
+
+
+def stepped(rule, shapes, world, steps, dtype=torch.float64, shift=0, **how):
+    """Steps the table's weights by its gradients -> the ranks, and the reductions of a step."""
+    ranks = Ranks(rule, table.weights(shapes, dtype), world, shift)
+    return ranks, {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
+
+
+def cut(x, shard):
+    """A copy of the run of ``x`` that a shard holds, [len(shard)]."""
+    return x.detach().reshape(-1)[shard.start : shard.stop].clone()
 
 
 def shapes_of(name):

@@ -14,7 +14,8 @@ import ds_ext
 from ds_ext.distributed import dtensors
 from ds_ext.ops import rounding, scratch
 from ds_ext.optimizer import OPTIMIZERS
-from tests.unit.test_memory import held, tensors
+from tests.common.states import tensors
+from tests.unit.test_memory import held
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REAL_BUCKET = 2**17

@@ -15,7 +15,7 @@ from tests.distributed import exact_sums
 from tests.distributed.exact_sums import RULES, SHAPES, STEPS
 
 CASES = [(name, ranks, stage) for name in RULES for ranks in (2, 3) for stage in range(4)]
-PAPERS = {"FlashAdamW": authors.FlashAdamW, "Lion": authors.Lion}
+PAPERS = {"FlashAdamW": authors.OTHERS["flashadamw"], "Lion": authors.OTHERS["lion"]}
 QUICK = {("FlashAdamW", 3, 3), ("FlashAdamW", 2, 2), ("Lion", 3, 1)}
 
 

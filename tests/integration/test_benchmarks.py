@@ -437,7 +437,7 @@ def test_lamb_and_sgd_take_their_formulas_step():
     before, own, grads = stepped("ds_ext.LAMB")
     for p, g in zip(before, grads, strict=True):
         p.grad = g
-    authors.LAMB([{"params": before, "weight_decay": 0}], lr=1e-3).step()
+    authors.OTHERS["lamb"]([{"params": before, "weight_decay": 0}], lr=1e-3).step()
     torch.testing.assert_close(own, before)
     before, own, grads = stepped(step.UNIT)
     torch.testing.assert_close(own, [p - 1e-3 * g for p, g in zip(before, grads, strict=True)])

@@ -19,6 +19,7 @@ from ds_ext.commands.cli import main
 from ds_ext.engine import optimizers
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.choose import params
+from tests.common.cli import refused
 from tests.distributed import unusual
 from tests.distributed.wrong_configs import SIZES
 from tests.distributed.wrong_configs import WRONG as WRONG_CONFIGS
@@ -192,9 +193,7 @@ def test_no_program_no_run(monkeypatch, capsys, tmp_path):
         (["run", "-m"], "TARGET is missing"),
         (["run", tmp_path / "none.py"], "no such file, nor a command on PATH"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main([*map(str, arguments)])
-        assert ended.value.code == 2 and words in capsys.readouterr().err
+        assert words in refused(capsys, *arguments)
     done = started(
         sys.executable,
         "-E",
@@ -246,10 +245,7 @@ def test_every_config_is_accepted_and_names_our_optimizer(stage, numbers, tmp_pa
 
 def test_unknown_optimizers_have_no_config(capsys):
     for arguments, words in ((["adalom"], 'Did you mean "AdaLomo"?'), ([], "OPTIMIZER")):
-        with pytest.raises(SystemExit) as ended:
-            main(["config", *arguments])
-        printed = capsys.readouterr()
-        assert ended.value.code == 2 and words in printed.err and not printed.out
+        assert words in refused(capsys, "config", *arguments)
 
 
 # Checks.
@@ -388,9 +384,7 @@ def test_adapters_have_the_names_that_peft_gives_them(tmp_path, capsys):
         (["--model", tmp_path, "--lora", "0"], "--lora 0: neither a rank"),
         (["--lora", "4"], "add --model"),
     ):
-        with pytest.raises(SystemExit):
-            main(["check", str(tmp_path / "ds.json"), *map(str, options)])
-        assert words in capsys.readouterr().err
+        assert words in refused(capsys, "check", tmp_path / "ds.json", *options)
 
 
 @pytest.mark.parametrize(
@@ -406,9 +400,7 @@ def test_a_file_that_is_no_config_is_named(text, words, tmp_path, capsys):
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(SystemExit) as ended:
-        main(["check", str(path)])
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert words in refused(capsys, "check", path)
 
 
 def test_optimizers_of_others_are_noted(tmp_path, capsys):

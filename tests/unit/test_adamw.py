@@ -4,15 +4,14 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import ds_ext
 from ds_ext import ops, rules
 from ds_ext.ops import formats
 from ds_ext.ops.shard import Shard
-from tests.common import table
+from tests.common import plain, table
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
+from tests.common.simulated import BROKEN, EXACT, dropping, errors, stepped
 from tests.common.table import MANY, SHAPES, WORLDS
 
 STEPS = 20
@@ -28,23 +27,11 @@ EIGHT = {"lr": 0.01, "nbits": 8, "min_8bit_size": 1025}
 
 def by_torch(before, steps, **hypers):
     """The parameters after the gradients ``steps`` by torch's AdamW."""
-    made = [nn.Parameter(p.clone()) for p in before]
-    optimizer = torch.optim.AdamW(made, **hypers)
-    for grads in steps:
-        for p, g in zip(made, grads, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-    return [p.detach() for p in made]
-
-
-def ranks_after(rule, shapes, world, steps=STEPS, dtype=torch.float64, **how):
-    ranks = Ranks(rule, table.weights(shapes, dtype), world)
-    rounds = {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
-    return ranks, rounds
+    return plain.stepped(lambda params: torch.optim.AdamW(params, **hypers), before, steps)[0]
 
 
 def worst_error(setting, world, shapes=SHAPES, dtype=torch.float64):
-    ranks, rounds = ranks_after(rules.AdamW(**SETTINGS[setting]), shapes, world, dtype=dtype)
+    ranks, rounds = stepped(rules.AdamW(**SETTINGS[setting]), shapes, world, STEPS, dtype)
     assert rounds == {0}
     before, steps = table.weights(shapes, dtype), table.gradients(STEPS, shapes, dtype)
     exact = by_torch(
@@ -88,18 +75,18 @@ def test_defaults_are_those_of_torch():
 def test_8_bits_are_rounded_alike_on_any_number_of_ranks(world):
     pytest.importorskip("bitsandbytes")
     rule, before = rules.AdamW(**EIGHT), table.weights(WIDE)
-    whole, none = ranks_after(rule, WIDE, 1)
-    sharded, one = ranks_after(rule, WIDE, world)
+    whole, none = stepped(rule, WIDE, 1, STEPS)
+    sharded, one = stepped(rule, WIDE, world, STEPS)
     assert none == {0} and one == {1}  # a cut goes through blocks
     assert max(errors(sharded.params, whole.params, before)) <= 1e-6
-    broken, _ = ranks_after(rule, WIDE, world, simulate=dropping(0))
+    broken, _ = stepped(rule, WIDE, world, STEPS, simulate=dropping(0))
     assert max(errors(broken.params, whole.params, before)) > BROKEN
 
 
 def test_8_bits_are_near_32():
     pytest.importorskip("bitsandbytes")
-    small, _ = ranks_after(rules.AdamW(**EIGHT), WIDE, 3)
-    large, _ = ranks_after(rules.AdamW(lr=0.01), WIDE, 3)
+    small, _ = stepped(rules.AdamW(**EIGHT), WIDE, 3, STEPS)
+    large, _ = stepped(rules.AdamW(lr=0.01), WIDE, 3, STEPS)
     found = errors(small.params, large.params, table.weights(WIDE))
     assert 1e-4 < max(found) < 0.2
     assert found[-1] <= EXACT  # 40 moments stay fp32

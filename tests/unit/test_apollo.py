@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.rules import APOLLO, APOLLOMini
-from tests.common import low_rank, table
+from tests.common import low_rank, plain, table
 from tests.common.choose import params
 from tests.common.low_rank import projection
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.table import MANY, WORLDS
 
 STEPS = 12
@@ -77,17 +76,10 @@ def expected(setting, shapes=SHAPES):
     ]
 
 
-def run(setting, world, shapes=SHAPES, shift=0, simulate=lockstep.simulate):
-    rule = APOLLO(**SETTINGS[setting], update_proj_gap=GAP)
-    ranks = Ranks(rule, table.weights(shapes), world, shift)
-    for grads in table.gradients(STEPS, shapes):
-        ranks.step(grads, simulate)
-    return ranks.params
-
-
 def worst_error(setting, world, shapes=SHAPES, **how):
-    got = run(setting, world, shapes, **how)
-    return max(errors(got, expected(setting, shapes), table.weights(shapes)))
+    rule = APOLLO(**SETTINGS[setting], update_proj_gap=GAP)
+    ranks, _ = stepped(rule, shapes, world, STEPS, **how)
+    return max(errors(ranks.params, expected(setting, shapes), table.weights(shapes)))
 
 
 # What `make test` runs: each setting, each number of ranks.
@@ -154,13 +146,11 @@ def test_moments_are_cut_over_the_ranks(shape, world):
 
 def authors(before, steps, **hypers):
     """The parameters after ``steps``, by apollo_torch; their streams are their numbers."""
-    theirs = [p.clone().requires_grad_() for p in before]
-    reference = low_rank.APOLLO({p: i for i, p in enumerate(theirs)}, gap=GAP, **hypers)
-    for grads in steps:
-        for p, g in zip(theirs, grads, strict=True):
-            p.grad = g.clone()
-        reference.step()
-    return [p.detach() for p in theirs]
+
+    def make(params):
+        return low_rank.APOLLO({p: i for i, p in enumerate(params)}, gap=GAP, **hypers)
+
+    return plain.stepped(make, before, steps)[0]
 
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.float64, EXACT)])
@@ -171,13 +161,9 @@ def test_equals_the_authors(kind, dtype, close):
     rule = kind(**given)
     own = {k: getattr(rule, k) for k in ("rank", "scale", "scale_type", "eps", "betas")}
     theirs = authors(before, steps, **given, **own)
-    mine = [p.clone().requires_grad_() for p in before]
-    optimizer = getattr(ds_ext, kind.__name__)(mine, **given, update_proj_gap=GAP)
-    for grads in steps:
-        for p, g in zip(mine, grads, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-    assert max(errors([p.detach() for p in mine], theirs, before)) <= close
+    ours = getattr(ds_ext, kind.__name__)
+    mine, _ = plain.stepped(lambda ps: ours(ps, **given, update_proj_gap=GAP), before, steps)
+    assert max(errors(mine, theirs, before)) <= close
 
 
 @pytest.mark.parametrize("world", params([2, 3, 7, 16], [3]))
@@ -187,9 +173,8 @@ def test_sharded_equals_the_authors_in_fp32(scale_type, world):
         before = table.weights([shape], torch.float32)
         steps = table.gradients(STEPS, [shape], torch.float32)
         own = {"rank": 4, "scale": 2.0, "scale_type": scale_type}
-        ranks = Ranks(APOLLO(lr=0.1, **own, update_proj_gap=GAP), before, world)
-        for grads in steps:
-            ranks.step(grads)
+        rule = APOLLO(lr=0.1, **own, update_proj_gap=GAP)
+        ranks, _ = stepped(rule, [shape], world, STEPS, torch.float32)
         theirs = authors(before, steps, lr=0.1, **own)
         assert max(errors(ranks.params, theirs, before)) <= 1e-5
 
@@ -250,13 +235,11 @@ def test_parameters_and_seeds_have_projections_of_their_own():
     (g,) = table.gradients(1, [(29, 13)])[0]
 
     def moved(seed):
-        alike = [torch.zeros(29, 13, dtype=torch.float64).requires_grad_() for _ in range(3)]
-        for p in alike:
-            p.grad = g.clone()
-        optimizer = ds_ext.APOLLO(alike, rank=2, seed=seed)
-        optimizer.step()
-        assert [int(optimizer.state[p]["stream"]) for p in alike] == [0, 1, 2]
-        return [p.detach() for p in alike]
+        alike, optimizer = plain.stepped(
+            lambda ps: ds_ext.APOLLO(ps, rank=2, seed=seed), [torch.zeros_like(g)] * 3, [[g] * 3]
+        )
+        assert [int(state["stream"]) for state in optimizer.state.values()] == [0, 1, 2]
+        return alike
 
     found = [*moved(0), *moved(1)]
     for a, b in itertools.combinations(found, 2):
@@ -268,11 +251,8 @@ def test_parameters_and_seeds_have_projections_of_their_own():
 def test_a_resumed_run_draws_the_same_though_parameters_have_another_order(kind):
     steps, before = table.gradients(9, SHAPES, torch.float32), table.weights(SHAPES, torch.float32)
 
-    def go_on(optimizer, weights, steps):
-        for grads in steps:
-            for p, g in zip(weights, grads, strict=True):
-                p.grad = g.clone()
-            optimizer.step()
+    def go_on(optimizer, weights, gradients):
+        plain.steps(optimizer, weights, gradients)
         return [p.detach().clone() for p in weights]
 
     def start(weights):

@@ -12,7 +12,7 @@ from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import needs, paths, table
+from tests.common import needs, paths, plain, table
 
 SHAPES = [(8, 5, 3, 3), (6, 4, 1, 1), (3, 2, 7, 7), (4, 6, 5), (2, 3, 1, 4), (2, 1, 16, 16)]
 
@@ -64,13 +64,9 @@ def test_the_bits_of_a_stack_are_those_of_its_blocks(name, monkeypatch):
 
     def trained(most):
         monkeypatch.setattr(small_matrices, "MOST", most)
-        params = [nn.Parameter(p) for p in table.weights(SHAPES)]
-        optimizer = OPTIMIZERS[name](params)
-        for gradients in table.gradients(3, SHAPES):
-            for p, g in zip(params, gradients, strict=True):
-                p.grad = g
-            optimizer.step()
-        return torch.cat([p.detach().view(-1) for p in params])
+        weights, gradients = table.weights(SHAPES), table.gradients(3, SHAPES)
+        params, _ = plain.stepped(OPTIMIZERS[name], weights, gradients)
+        return torch.cat([p.view(-1) for p in params])
 
     start = torch.cat([p.view(-1) for p in table.weights(SHAPES)])
     found, expected = trained(16), trained(0)

@@ -12,7 +12,7 @@ from torch import nn
 import ds_ext
 from ds_ext.ops import quantize, rounding, scratch
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import needs, paths, table
+from tests.common import needs, paths, plain, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL
 from tests.unit.test_kernels import SETTINGS
@@ -34,19 +34,20 @@ ON_KERNELS = ("lomo", "lamb", "8 bits")  # of which `make test` runs kernels
 @pytest.fixture
 def defaults():
     """Sets a default dtype, and a device on which nothing can be computed."""
-    for cached in (rounding._noise, quantize._book):
-        cached.cache_clear()
-    scratch.clear()
+
+    def forget():
+        for cached in (rounding._noise, quantize._book):
+            cached.cache_clear()
+        scratch.clear()
 
     def turn(on):
         torch.set_default_dtype(torch.bfloat16 if on else torch.float32)
         torch.set_default_device("meta" if on else None)
 
+    forget()
     yield turn
     turn(False)
-    for cached in (rounding._noise, quantize._book):
-        cached.cache_clear()
-    scratch.clear()
+    forget()
 
 
 STORED = pytest.mark.parametrize(
@@ -80,15 +81,11 @@ def check_bits(case, dtype, mode, defaults):
         gradients = table.gradients(2, SHAPES, dtype)
         optimizer = OPTIMIZERS[name](params, **hypers, weight_update=mode)
         defaults(on)
-        for grads in gradients:
-            for p, g in zip(params, grads, strict=True):
-                p.grad = g
-            optimizer.step()
+        plain.steps(optimizer, params, gradients)
         defaults(False)
         return [p.detach() for p in params]
 
-    changed, expected = trained(True), trained(False)
-    assert all(a.equal(b) for a, b in zip(changed, expected, strict=True))
+    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
@@ -107,8 +104,7 @@ def test_a_step_inside_backward_has_the_same_bits(policy, defaults):
         defaults(False)
         return [p.detach() for p in model.parameters()]
 
-    changed, expected = trained(True), trained(False)
-    assert all(a.equal(b) for a, b in zip(changed, expected, strict=True))
+    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 def calls() -> Iterator[tuple[Path, ast.Call]]:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ds_ext.ops import fingerprints, passes, weight_update
-from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, table
 from tests.unit.test_precision import SETTINGS
+from tests.unit.test_precision import number as held
 
 SHAPES = ((600,), (13, 290), (3, 40, 30))
 PATHS = ["ops", "native", pytest.param("kernels", marks=needs.triton)]
@@ -41,12 +41,6 @@ def twins(name, shapes=SHAPES):
     return kept, exact, made[0], step
 
 
-def held(optimizer, p):
-    """What a checkpoint saves of a parameter."""
-    run = p.detach().reshape(-1)
-    return optimizer.weights(p, run, Shard.whole(tuple(p.shape))).view(p.shape)
-
-
 def zero_rows(p):
     p[1::3] = 0
 
@@ -61,10 +55,6 @@ def negate_nothing_to_zero(p):
 
 def load(p):
     p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(7)))
-
-
-def blow_up(p):
-    p.fill_(float("inf"))
 
 
 EDITS = {f.__name__: f for f in (zero_rows, prune, negate_nothing_to_zero, load)}

@@ -15,10 +15,10 @@ from ds_ext import rules
 from ds_ext.ops import companding, formats
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from tests.common import paths, table
+from tests.common import paths, plain, table
 from tests.common.choose import params
 from tests.common.companded import rounded, scale_of
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.table import MANY, SHAPES, WORLDS
 
 STEPS = 10
@@ -75,15 +75,9 @@ def expected(rule, setting, shapes, steps=STEPS):
     ]
 
 
-def ranks_after(rule, shapes, world, steps=STEPS, dtype=torch.float64, **how):
-    ranks = Ranks(rule, table.weights(shapes, dtype), world)
-    rounds = {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
-    return ranks, rounds
-
-
 def worst_error(rule, setting, world, shapes, **how):
     cls, _, settings = RULES[rule]
-    ranks, _ = ranks_after(cls(**settings[setting]), shapes, world, **how)
+    ranks, _ = stepped(cls(**settings[setting]), shapes, world, STEPS, **how)
     return max(errors(ranks.params, expected(rule, setting, shapes), table.weights(shapes)))
 
 
@@ -121,8 +115,8 @@ def test_the_settings_and_the_rounding_matter():
 def test_rounds_are_for_groups_that_cuts_go_through():
     rule = rules.FlashAdamW()
     for shape, world, rounds in (((64, 32), 4, 0), ((64, 32), 3, 1), ((33,), 1, 0), ((33,), 2, 1)):
-        assert ranks_after(rule, (shape,), world, 2)[1] == {rounds}
-    assert ranks_after(rules.Lion(), WIDE, 3, 2)[1] == {0}
+        assert stepped(rule, (shape,), world, 2)[1] == {rounds}
+    assert stepped(rules.Lion(), WIDE, 3, 2)[1] == {0}
 
 
 def test_a_step_in_fp32_from_the_same_moments():
@@ -233,21 +227,15 @@ def test_state_saved_and_loaded_goes_on_bit_for_bit(name, hypers, path, monkeypa
     before = table.weights(WIDE, torch.float32)
     grads = table.gradients(6, WIDE, torch.float32)
 
-    def after(steps, saved=None, params=before):
-        params = [p.clone().requires_grad_() for p in params]
-        optimizer = getattr(ds_ext, name)(params, lr=0.05, **hypers)
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-        for gs in steps:
-            for p, g in zip(params, gs, strict=True):
-                p.grad = g.clone()
-            optimizer.step()
-        return [p.detach() for p in params], optimizer.state_dict()
+    def make(params):
+        return getattr(ds_ext, name)(params, lr=0.05, **hypers)
 
-    whole, _ = after(grads)
-    half, saved = after(grads[:3])
-    assert all(map(torch.equal, whole, after(grads[3:], saved, half)[0]))
-    assert not any(map(torch.equal, whole, after(grads[3:], None, half)[0]))
+    whole, _ = plain.stepped(make, before, grads)
+    half, optimizer = plain.stepped(make, before, grads[:3])
+    resumed, _ = plain.stepped(make, half, grads[3:], optimizer.state_dict())
+    restarted, _ = plain.stepped(make, half, grads[3:])
+    assert all(map(torch.equal, whole, resumed))
+    assert not any(map(torch.equal, whole, restarted))
 
 
 def test_only_runs_of_whole_groups_are_batched():

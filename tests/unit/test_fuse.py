@@ -15,6 +15,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, NEEDED, changed
+from tests.common.states import same
 
 HYPERS = changed(NEEDED, galoreadamw={"rank": 4})
 WAYS = list(itertools.product([None, "reentrant", "nonreentrant"], [None, 300, 10**6]))
@@ -56,8 +57,7 @@ def test_the_weights_have_the_bits_of_an_ordinary_step(name, checkpointing, buck
         assert all(p.grad is None for p in model.parameters())
         optimizer.step()
         assert fused.norm == pytest.approx(float(norm), rel=1e-5)
-    expected = weights(plain)
-    assert all(torch.equal(p, expected[n]) for n, p in weights(model).items())
+    assert same(weights(model), weights(plain))
 
 
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
@@ -96,9 +96,7 @@ def test_a_scheduler_is_followed():
             m(models.batch(step, 1)[0]).backward()
             o.step()
             s.step()
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
-    )
+    assert same(weights(model), weights(plain))
     assert optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 / 8)
 
 
@@ -147,9 +145,7 @@ def test_generation_between_steps_does_not_count_as_use():
         }
         loss.backward()
         optimizer.step()
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), quiet.parameters(), strict=True)
-    )
+    assert same(weights(model), weights(quiet))
 
 
 def test_a_model_can_be_copied_before_it_is_fused():
@@ -213,7 +209,7 @@ def test_backward_that_was_not_measured_is_an_error_before_anything_moves():
         RuntimeError, match=r"max_grad_norm needs .*call \.backward\(loss\).*sharded"
     ):
         model(models.batch(0, 1)[0]).backward()
-    assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+    assert same(weights(model), before)
     assert fused.norm is None
 
 
@@ -223,7 +219,7 @@ def test_measuring_alone_changes_nothing_and_keeps_no_gradient():
     fused = clipped(model, optimizer)
     before = weights(model)
     fused.measure_norm(model(models.batch(0, 1)[0]))
-    assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+    assert same(weights(model), before)
     assert not optimizer.state and not fused.state.kept
     assert all(p.grad is None for p in model.parameters())
 
@@ -251,14 +247,13 @@ def test_a_step_that_is_measured_or_kept_is_skipped_whole(name, how, caplog):
             mask[0, 0] = torch.inf
             fused.backward(loss + (model.up.weight * mask).sum())
             optimizer.step()
-            assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
+            assert same(weights(model), before)
             continue
         fused.backward(loss)
         without.backward(twin(models.batch(step, 1)[0], step=step))
         optimizer.step()
         other.step()
-    expected = weights(twin)
-    assert all(torch.equal(p, expected[n]) for n, p in weights(model).items())
+    assert same(weights(model), weights(twin))
     assert fused.skipped_steps == 1 and fused.metrics["skipped_parameters"] == 0
     assert "up.weight" in caplog.text and "the step is skipped" in caplog.text
 

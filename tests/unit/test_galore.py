@@ -8,7 +8,6 @@ ours are) across renewals.
 import copy
 import dataclasses
 import functools
-import io
 import itertools
 import sys
 
@@ -27,9 +26,10 @@ from ds_ext.ops.state import zeros
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.rules import GaLoreAdamW, lowrank
-from tests.common import table
+from tests.common import plain, table
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
+from tests.common.states import from_file, same
 from tests.common.table import MANY, WORLDS
 
 STEPS = 20
@@ -165,42 +165,40 @@ def test_fp32_equals_the_authors_within_a_period(proj_type, world):
     before = table.weights(shapes, torch.float32)
     hypers = {"lr": 0.1, "weight_decay": 0.1}
     low = {"rank": 4, "update_proj_gap": 200, "scale": 0.5, "proj_type": proj_type}
-    theirs = [p.clone().requires_grad_() for p in before]
-    reference = galore_torch.GaLoreAdamW([{"params": theirs, **low}], **hypers)
+    steps = gradients(STEPS, shapes, torch.float32)
+    theirs, _ = plain.stepped(
+        lambda params: galore_torch.GaLoreAdamW([{"params": params, **low}], **hypers),
+        before,
+        steps,
+    )
     ranks = Ranks(GaLoreAdamW(**low, **hypers), before, world)
-    for grads in gradients(STEPS, shapes, torch.float32):
-        for p, g in zip(theirs, grads, strict=True):
-            p.grad = g.clone()
-        reference.step()
+    for grads in steps:
         ranks.step(grads)
-    assert max(errors(ranks.params, [p.detach() for p in theirs], before)) <= 1e-5
+    assert max(errors(ranks.params, theirs, before)) <= 1e-5
 
 
 @pytest.mark.parametrize("world", [1, 7])
 def test_without_a_rank_it_is_the_authors_adamw(world):
-    before = table.weights(table.SHAPES, torch.float64)
-    theirs = [p.clone().requires_grad_() for p in before]
-    reference = galore_torch.GaLoreAdamW(theirs, lr=0.1, weight_decay=0.1)
-    ranks = Ranks(GaLoreAdamW(rank=None, lr=0.1, weight_decay=0.1), before, world)
-    for grads in table.gradients(STEPS):
-        for p, g in zip(theirs, grads, strict=True):
-            p.grad = g.clone()
-        reference.step()
-        assert ranks.step(grads) == 0
-    assert max(errors(ranks.params, [p.detach() for p in theirs], before)) <= EXACT
+    hypers = {"lr": 0.1, "weight_decay": 0.1}
+    theirs, _ = plain.stepped(
+        lambda params: galore_torch.GaLoreAdamW(params, **hypers),
+        table.weights(),
+        table.gradients(STEPS),
+    )
+    ranks, rounds = stepped(GaLoreAdamW(rank=None, **hypers), table.SHAPES, world, STEPS)
+    assert rounds == {0}
+    assert max(errors(ranks.params, theirs, table.weights())) <= EXACT
 
 
 def test_without_a_rank_and_decay_it_is_torchs_adamw_but_for_where_eps_is_added():
-    before = table.weights(table.SHAPES)
-    theirs = [p.clone().requires_grad_() for p in before]
-    reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0, eps=1e-14)
-    ranks = Ranks(GaLoreAdamW(rank=None, lr=0.1, eps=1e-14), before, 3)
-    for grads in table.gradients(STEPS):
-        for p, g in zip(theirs, grads, strict=True):
-            p.grad = g.clone()
-        reference.step()
-        ranks.step(grads)
-    assert max(errors(ranks.params, [p.detach() for p in theirs], before)) <= EXACT
+    hypers = {"lr": 0.1, "eps": 1e-14}
+    theirs, _ = plain.stepped(
+        lambda params: torch.optim.AdamW(params, weight_decay=0, **hypers),
+        table.weights(),
+        table.gradients(STEPS),
+    )
+    ranks, _ = stepped(GaLoreAdamW(rank=None, **hypers), table.SHAPES, 3, STEPS)
+    assert max(errors(ranks.params, theirs, table.weights())) <= EXACT
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -380,15 +378,6 @@ def test_bf16_has_fp32_state_that_the_gradients_alone_determine():
                 assert torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-7)
 
 
-def same(a, b):
-    """Whether two states, nested, have the same bits."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return all(map(same, a, b))
-    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
-
-
 # 8-bit moments.
 
 WIDE = ((96, 64), (64, 96), (70, 90))  # moments of more than one block of 256
@@ -493,22 +482,18 @@ def test_state_saved_and_loaded_goes_on_bit_for_bit(nbits):
     grads = gradients(12, shapes, torch.float32)
 
     def after(params, steps, saved=None):
-        params = [p.clone().requires_grad_() for p in params]
-        optimizer = ds_ext.GaLoreAdamW(params, **EIGHT | {"nbits": nbits}, update_proj_gap=5)
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-        for gs in steps:
-            for p, g in zip(params, gs, strict=True):
-                p.grad = g.clone()
-            optimizer.step()
-        return [p.detach() for p in params], optimizer.state_dict()
+        weights, optimizer = plain.stepped(
+            lambda ps: ds_ext.GaLoreAdamW(ps, **EIGHT | {"nbits": nbits}, update_proj_gap=5),
+            params,
+            steps,
+            saved,
+        )
+        return weights, optimizer.state_dict()
 
     before = table.weights(shapes, torch.float32)
     whole, state = after(before, grads)
     half, saved = after(before, grads[:7])
-    file = io.BytesIO()
-    torch.save(saved, file)
-    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    loaded = from_file(saved)
     assert same(loaded["state"], saved["state"])
     resumed, state_resumed = after(half, grads[7:], loaded)
     assert all(map(torch.equal, whole, resumed))

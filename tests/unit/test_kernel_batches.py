@@ -20,10 +20,10 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import cached_norms
-from tests.common import needs, paths, table
+from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
-from tests.unit.test_native import BATCHED
+from tests.unit.test_native import BATCHED, optimizers_of
 
 pytestmark = needs.triton
 # Vectors and matrices, of which some have aligned rows, and rows of two widths of tiles.
@@ -49,11 +49,7 @@ def stepped(name, way, together, shapes, world, steps=1):
     """Bits of the weights after some steps, of all parameters in one optimizer or each in its."""
     dtype, mode = way
     weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    groups = [weights] if together else [[p] for p in weights]
-    optimizers = [OPTIMIZERS[name](g, **SIMULATED[name], weight_update=mode) for g in groups]
-    for i, optimizer in enumerate(optimizers):  # whose random bits are by their number
-        if not together:
-            optimizer.number_of[weights[i]] = i
+    optimizers = optimizers_of(name, weights, together, **SIMULATED[name], weight_update=mode)
     for grads in table.gradients(steps, shapes, dtype):
         updates = updates_of(weights, grads, world)
         for optimizer, some in zip(optimizers, [updates] if together else updates, strict=True):
@@ -156,9 +152,7 @@ def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
         reads = []
         for i, grads in enumerate(table.gradients(5, shapes, dtype)):
             launched.clear()
-            for p, g in zip(weights, grads, strict=True):
-                p.grad = g.clone()
-            optimizer.step()
+            plain.steps(optimizer, weights, [grads])
             reads.append(" | ".join(launched))
             with torch.no_grad():
                 for p in weights:

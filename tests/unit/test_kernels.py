@@ -23,6 +23,7 @@ from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
+from tests.common.simulated import cut
 
 pytestmark = needs.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -111,10 +112,6 @@ def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g:
         for params, optimizer, shards, runs in ranks
     ]
     return [torch.cat(runs).cpu() for runs in zip(*held, strict=True)], [w.cpu() for w in weights]
-
-
-def cut(x, shard):
-    return x.detach().reshape(-1)[shard.start : shard.stop].clone()
 
 
 def worst(found, expected, before):

@@ -22,6 +22,7 @@ from ds_ext.planner import models as known
 from tests.common import models
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
+from tests.common.states import tensors
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,14 +46,6 @@ MODELS = {"llama": llama, "zoo": lambda: models.make().requires_grad_(True)}
 
 def shapes_of(model):
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
-def tensors(value):
-    """All tensors in a state."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value
-    return [x for v in inner for x in tensors(v)] if isinstance(value, dict | list | tuple) else []
 
 
 def held(values):

@@ -13,9 +13,9 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, zeros
 from ds_ext.rules import Muon, muon
-from tests.common import low_rank, table
+from tests.common import low_rank, plain, table
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.table import MANY, WORLDS
 
 STEPS = 8
@@ -34,14 +34,8 @@ SETTINGS = {
 
 def torchs(before, steps, **hypers):
     """The parameters after ``steps`` by torch.optim.Muon, which computes in their dtype here."""
-    theirs = [p.clone().requires_grad_() for p in before]
-    optimizer = torch.optim.Muon(theirs, **hypers)
     with low_rank.in_dtype(before[0].dtype):
-        for grads in steps:
-            for p, g in zip(theirs, grads, strict=True):
-                p.grad = g.clone()
-            optimizer.step()
-    return [p.detach() for p in theirs]
+        return plain.stepped(lambda params: torch.optim.Muon(params, **hypers), before, steps)[0]
 
 
 @functools.cache
@@ -49,12 +43,9 @@ def expected(setting, shapes=SHAPES):
     return torchs(table.weights(shapes), table.gradients(STEPS, shapes), **SETTINGS[setting])
 
 
-def worst_error(setting, world, shapes=SHAPES, shift=0, simulate=lockstep.simulate):
-    before = table.weights(shapes)
-    ranks = Ranks(Muon(**SETTINGS[setting]), before, world, shift)
-    for grads in table.gradients(STEPS, shapes):
-        ranks.step(grads, simulate)
-    return max(errors(ranks.params, expected(setting, shapes), before))
+def worst_error(setting, world, shapes=SHAPES, **how):
+    ranks, _ = stepped(Muon(**SETTINGS[setting]), shapes, world, STEPS, **how)
+    return max(errors(ranks.params, expected(setting, shapes), table.weights(shapes)))
 
 
 # What `make test` runs: each setting, each number of ranks.
@@ -120,32 +111,21 @@ def test_fp32_is_within_the_bound_for_any_spectrum(turned, world):
         g = (g.T if turned else g).float().contiguous()
         p = torch.zeros_like(g)
         (exact,) = torchs([p.double()], [[g.double()]], weight_decay=0.0)
-        (bf16,) = [torch.zeros_like(g).requires_grad_()]
-        bf16.grad = g.clone()
-        torch.optim.Muon([bf16], weight_decay=0.0).step()
+        bf16, _ = plain.stepped(lambda x: torch.optim.Muon(x, weight_decay=0.0), [p], [[g]])
         ranks = Ranks(Muon(weight_decay=0.0), [p], world)
         ranks.step([g])
         (mine,) = errors(ranks.params, [exact], [p])
-        (theirs,) = errors([bf16.detach()], [exact], [p])
+        (theirs,) = errors(bf16, [exact], [p])
         assert mine <= FP32 < 0.01 < theirs, name
         assert name != "normal" or mine <= 1e-5
 
 
 @pytest.mark.parametrize("world", params([2, 3, 7, 16], [3]))
 def test_fp32_follows_torchs_in_fp32(world):
-    before, steps = (f(dtype=torch.float32) for f in (weights, gradients))
-    ranks = Ranks(Muon(lr=0.02), before, world)
-    for grads in steps:
-        ranks.step(grads)
-    assert max(errors(ranks.params, torchs(before, steps, lr=0.02), before)) <= 1e-5
-
-
-def weights(dtype):
-    return table.weights(SHAPES, dtype)
-
-
-def gradients(dtype):
-    return table.gradients(STEPS, SHAPES, dtype)
+    before = table.weights(SHAPES, torch.float32)
+    exact = torchs(before, table.gradients(STEPS, SHAPES, torch.float32), lr=0.02)
+    ranks, _ = stepped(Muon(lr=0.02), SHAPES, world, STEPS, torch.float32)
+    assert max(errors(ranks.params, exact, before)) <= 1e-5
 
 
 @pytest.mark.parametrize("shape", [(29, 13), (13, 29)])

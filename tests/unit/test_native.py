@@ -33,7 +33,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
-from tests.common import paths, table
+from tests.common import paths, plain, table
 from tests.common.choose import params
 from tests.common.hypers import SIMULATED, changed
 from tests.unit.test_kernels import trained
@@ -121,14 +121,20 @@ def test_gradients_are_scaled_and_bounded(name, monkeypatch):
     assert worst(*found, wrapped[1]) <= 2e-5
 
 
+def optimizers_of(name, weights, together, **hypers):
+    """One optimizer of all parameters, or one of each, with the same random bits."""
+    if together:
+        return [OPTIMIZERS[name](weights, **hypers)]
+    optimizers = [OPTIMIZERS[name]([p], **hypers) for p in weights]
+    for i, optimizer in enumerate(optimizers):  # random bits depend on the parameter's number
+        optimizer.number_of[weights[i]] = i
+    return optimizers
+
+
 def stepped(name, dtype, mode, together, shapes=SHAPES, steps=2):
     """Bits of the weights after some steps, of all parameters in one optimizer or each in its."""
     weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    groups = [weights] if together else [[p] for p in weights]
-    optimizers = [OPTIMIZERS[name](g, **SETTINGS[name], weight_update=mode) for g in groups]
-    for i, optimizer in enumerate(optimizers):  # whose random bits are by their number
-        if not together:
-            optimizer.number_of[weights[i]] = i
+    optimizers = optimizers_of(name, weights, together, **SETTINGS[name], weight_update=mode)
     for grads in table.gradients(steps, shapes, dtype):
         for p, g in zip(weights, grads, strict=True):
             p.grad = g
@@ -201,9 +207,7 @@ def test_sizes_of_updates_are_measured(name, monkeypatch):
             weights = [nn.Parameter(p) for p in table.weights(SHAPES, dtype)]
             optimizer = OPTIMIZERS[name](weights, **SETTINGS[name], weight_update="nearest")
             optimizer.update_stats = UpdateStats(1)
-            for p, g in zip(weights, table.gradients(1, SHAPES, dtype)[0], strict=True):
-                p.grad = g
-            optimizer.step()
+            plain.steps(optimizer, weights, table.gradients(1, SHAPES, dtype))
             totals.append(optimizer.update_stats.sums())
     for a, b in ((totals[0], totals[2]), (totals[1], totals[3])):
         assert (a - b).abs().max() <= 2e-3 * b.abs().max()
@@ -220,10 +224,7 @@ def test_experts_are_stepped_as_the_ops_do(name, dtype, mode, monkeypatch):
         weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
         optimizer = OPTIMIZERS[name](weights, **SETTINGS[name], weight_update=mode)
         optimizer.stacks = {weights[0]: 4, weights[2]: 0}
-        for grads in table.gradients(3, shapes, dtype):
-            for p, g in zip(weights, grads, strict=True):
-                p.grad = g
-            optimizer.step()
+        plain.steps(optimizer, weights, table.gradients(3, shapes, dtype))
         held = [optimizer.weights(p, p.detach().view(-1), Shard.whole(p.shape)) for p in weights]
         found.append(held)
         assert list(optimizer.state[weights[0]]["experts"]) == ["4", "5", "6"]
@@ -285,10 +286,9 @@ def test_parameters_that_have_taken_other_numbers_of_steps(monkeypatch):
         shapes = ((30, 70), (40, 20), (9,))
         weights = [nn.Parameter(w) for w in table.weights(shapes, torch.float32)]
         optimizer = OPTIMIZERS["adalomo"](weights)
-        for i, grads in enumerate(table.gradients(5, shapes, torch.float32)):
-            for j, (p, g) in enumerate(zip(weights, grads, strict=True)):
-                p.grad = g if i != 2 or j != 1 else None
-            optimizer.step()
+        gradients = table.gradients(5, shapes, torch.float32)
+        gradients[2][1] = None
+        plain.steps(optimizer, weights, gradients)
         assert [optimizer.state[p]["step"] for p in weights] == [5, 4, 5]
         found.append([p.detach().flatten() for p in weights])
     assert worst(*found, table.weights(shapes, torch.float32)) <= 2e-5

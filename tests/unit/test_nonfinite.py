@@ -89,6 +89,14 @@ class Simulated:
         assert all(bad == found[0] for bad in found)
         return found[0]
 
+    def judged_square(self, grads):
+        """The sum of squares of the gradients that the first round of a step judges."""
+        first = self.ranks[0]
+        shards = dict(zip(first.params, first.shards, strict=True))
+        judged = first.optimizer.first_round_checks(shards)
+        pairs = zip(grads, first.params, strict=True)
+        return sum(float(g.double().square().sum()) for g, p in pairs if p in judged)
+
     def contents(self):
         """What all ranks have, by parameter."""
         return list(zip(*(rank.contents() for rank in self.ranks), strict=True))
@@ -149,13 +157,7 @@ def test_a_bad_gradient_is_as_if_it_had_not_come(name, world, path, way, monkeyp
             assert all(math.isinf(square) for square in ranks.squares)
         else:
             assert ranks.step(grads) == others.step(grads) == []
-            (first, *_) = ranks.ranks
-            judged = first.optimizer.first_round_checks(
-                dict(zip(first.params, first.shards, strict=True))
-            )
-            squares = (float(g.double().square().sum()) for g in grads)
-            known = [x for x, p in zip(squares, first.params, strict=True) if p in judged]
-            assert sum(ranks.squares) == pytest.approx(sum(known), rel=1e-5)
+            assert sum(ranks.squares) == pytest.approx(ranks.judged_square(grads), rel=1e-5)
         assert same(ranks.contents(), others.contents(), alike), step
 
 

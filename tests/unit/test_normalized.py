@@ -7,11 +7,10 @@ import torch
 
 import ds_ext
 from ds_ext import rules
-from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from tests.common import authors, paths, table
+from tests.common import authors, paths, plain, table
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.table import MANY, WORLDS
 
 SHAPES = ((5,), (1, 7), (7, 1), (3, 5), (16, 16), (13, 29), (64, 33), (4, 3, 5), (6, 2, 3, 3))
@@ -46,15 +45,13 @@ def expected(case, before, steps):
     return by_paper(case.split()[0], before, steps, **SETTINGS[case][0])
 
 
-def ranks_of(case, before, world, shift=0):
-    return Ranks(PAPERS[case.split()[0]][0](**SETTINGS[case][0]), before, world, shift)
+def rule_of(case):
+    return PAPERS[case.split()[0]][0](**SETTINGS[case][0])
 
 
-def worst_error(case, world, shapes=SHAPES, shift=0, simulate=lockstep.simulate):
+def worst_error(case, world, shapes=SHAPES, **how):
     before, grads = table.weights(shapes), table.gradients(STEPS, shapes)
-    ranks = ranks_of(case, before, world, shift)
-    for g in grads:
-        ranks.step(g, simulate)
+    ranks, _ = stepped(rule_of(case), shapes, world, STEPS, **how)
     return max(errors(ranks.params, expected(case, before, grads), before))
 
 
@@ -84,8 +81,7 @@ def test_the_settings_matter(name):
 def test_whole_rows_take_fewer_rounds(case):
     _, cut, whole = SETTINGS[case]
     for shape, expected_rounds in (((6, 5), whole), ((5, 6), cut), ((7,), cut)):
-        (p,), ((g,),) = table.weights((shape,)), table.gradients(1, (shape,))
-        assert ranks_of(case, [p], 3).step([g]) == expected_rounds
+        assert stepped(rule_of(case), (shape,), 3, 1)[1] == {expected_rounds}
 
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12)], ids=["whole rows", "cut rows"])
@@ -117,15 +113,11 @@ def test_fp32_equals_the_paper(name, factor, path, monkeypatch):
     paths.use(monkeypatch, path)
     before = table.weights(SHAPES, torch.float32)
     steps = [[g * factor for g in gs] for gs in table.gradients(3, SHAPES, torch.float32)]
-    weights = [torch.nn.Parameter(p.clone()) for p in before]
-    optimizer = getattr(ds_ext, PAPERS[name][0].__name__)(weights, **LARGE[name])
-    for gs in steps:
-        for p, g in zip(weights, gs, strict=True):
-            p.grad = g
-        optimizer.step()
+    ours = getattr(ds_ext, PAPERS[name][0].__name__)
+    weights, _ = plain.stepped(lambda params: ours(params, **LARGE[name]), before, steps)
     doubles = [p.double() for p in before], [[g.double() for g in gs] for gs in steps]
     exact = by_paper(name, *doubles, **LARGE[name])
-    assert max(errors([p.detach() for p in weights], exact, before)) <= 1e-5
+    assert max(errors(weights, exact, before)) <= 1e-5
 
 
 @pytest.mark.parametrize("path", ["native", "ops"])
@@ -161,26 +153,6 @@ def test_rounding_is_seen_where_a_row_has_nothing_else(name):
     assert moved(g, noise) < 1e-5
     assert moved(g * rows, noise * rows) < 1e-5
     assert moved(g * rows, noise) > 0.5
-
-
-def test_momentum_saved_and_loaded_goes_on_bit_for_bit():
-    before, grads = table.weights(SHAPES, torch.float32), table.gradients(6, SHAPES, torch.float32)
-
-    def after(steps, saved=None, start=before):
-        weights = [p.clone().requires_grad_() for p in start]
-        optimizer = ds_ext.SCALE(weights, lr=0.05, momentum=0.9)
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-        for gs in steps:
-            for p, g in zip(weights, gs, strict=True):
-                p.grad = g.clone()
-            optimizer.step()
-        return [p.detach() for p in weights], optimizer.state_dict()
-
-    whole, _ = after(grads)
-    half, saved = after(grads[:3])
-    assert all(map(torch.equal, whole, after(grads[3:], saved, half)[0]))
-    assert not any(map(torch.equal, whole[1:], after(grads[3:], None, half)[0][1:]))
 
 
 def test_nothing_is_kept_but_the_momentum_of_the_head():

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import re
 
 import pytest
@@ -19,7 +18,9 @@ from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.hypers import FOR_ALL, SIMULATED
+from tests.common.plain import steps
 from tests.common.reference import Authors, Textbook
+from tests.common.states import from_file, same, tensors
 from tests.common.table import RULES, SHAPES
 
 # A setting of each rule that uses all of its state and takes an lr.
@@ -28,14 +29,6 @@ HYPERS = SIMULATED
 
 def parameters(dtype=torch.float64, shapes=SHAPES):
     return [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-
-
-def steps(optimizer, params, gradients):
-    """Steps by the given gradients of each parameter, None for one that has none."""
-    for grads in gradients:
-        for p, g in zip(params, grads, strict=True):
-            p.grad = None if g is None else g.to(p.dtype)
-        optimizer.step()
 
 
 def relative(got, expected, before):
@@ -206,23 +199,6 @@ def test_weights_and_gradients_that_are_not_contiguous(name):
     assert [(v.data_ptr(), v.stride()) for v in views] == places
 
 
-def tensors(state):
-    """All tensors of a nested state."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    if isinstance(state, dict):
-        return [t for value in state.values() for t in tensors(value)]
-    return []
-
-
-def saved(optimizer):
-    """The state as it comes back from a file."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", FOR_ALL)
 def test_resumed_equals_uninterrupted(name, dtype):
@@ -237,11 +213,11 @@ def test_resumed_equals_uninterrupted(name, dtype):
     second = [nn.Parameter(p.detach().clone()) for p in first]
     other = HYPERS[name] | {"lr": 0.5}  # which the saved ones replace
     resumed = OPTIMIZERS[name](second, **other)
-    resumed.load_state_dict(saved(optimizer))
+    resumed.load_state_dict(from_file(optimizer.state_dict()))
     steps(resumed, second, gradients[3:])
 
     assert same_bits(second, through)
-    mine, theirs = tensors(resumed.state_dict()), tensors(whole.state_dict())
+    mine, theirs = ([*tensors(o.state_dict())] for o in (resumed, whole))
     kept = [leaves(optimizer.hypers(**HYPERS[name]).state_spec(Shard.whole(s))) for s in SHAPES]
     expected = {part.dtype or accumulator(dtype) for parts in kept for _, part in parts}
     assert same_bits(mine, theirs) and {t.dtype for t in mine} == expected
@@ -262,7 +238,7 @@ def test_a_loaded_state_is_a_copy_and_its_groups_are_live():
     before = other[0].detach().clone()
     steps(resumed, other, gradients[1:])
     assert torch.equal(other[0], before)
-    assert same_bits(tensors(state), tensors(kept))
+    assert same(state, kept)
 
 
 def test_a_state_of_other_groups_is_refused():

@@ -1,7 +1,6 @@
 """Writing weights back: unbiased or exact, the same however a parameter is cut, on what is due."""
 
 import functools
-import io
 import itertools
 
 import pytest
@@ -21,8 +20,10 @@ from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import choose, table
 from tests.common.hypers import FOR_ALL, Table
+from tests.common.plain import steps
+from tests.common.simulated import cut
+from tests.common.states import from_file
 
-CPU = torch.device("cpu")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 MODES = ["stochastic", "nearest", "master", "master24"]
@@ -340,10 +341,6 @@ def begin(name, mode, half, rank, world, weights):
     return step, runs
 
 
-def cut(x, shard):
-    return x.detach().reshape(-1)[shard.start : shard.stop].clone()
-
-
 CUTS = list(itertools.product(MODES, HALVES.values(), [1, 2, 3, 7]))
 
 
@@ -404,7 +401,7 @@ def test_a_resumed_run_has_the_same_bits(mode, half):
     second = [nn.Parameter(p.detach().clone()) for p in first]
     resumed = AdaLomo(second, weight_update="nearest")  # which the saved one replaces
     resumed.load_state_dict(from_file(halfway.state_dict()))
-    train(second, resumed, gradients[4:])
+    steps(resumed, second, gradients[4:])
     assert all(p.equal(q) for p, q in zip(second, through, strict=True))
     for p, q in zip(second, through, strict=True):
         assert ("master" in resumed.state[p]) == (mode in MASTERS)
@@ -423,22 +420,15 @@ def test_a_checkpoint_of_runs_has_the_same_bits(mode, half):
     resumed = AdaLomo(second, weight_update=mode)
     resharding.load_state(saved, resumed, owned(second))
     resharding.load_weights(saved, resumed, owned(second))
-    train(second, resumed, gradients[4:])
+    steps(resumed, second, gradients[4:])
     assert all(p.equal(q) for p, q in zip(second, through, strict=True))
 
 
 def trained(mode, half, gradients):
     params = [nn.Parameter(p) for p in table.weights(SHAPES, half)]
     optimizer = AdaLomo(params, lr=1e-3, weight_update=mode, seed=5)
-    return train(params, optimizer, gradients), optimizer
-
-
-def train(params, optimizer, gradients):
-    for grads in gradients:
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-    return params
+    steps(optimizer, params, gradients)
+    return params, optimizer
 
 
 def owned(params):
@@ -448,20 +438,14 @@ def owned(params):
     }
 
 
-def from_file(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_a_seed_changes_the_bits_of_stochastic_rounding_alone():
     gradients = table.gradients(3, SHAPES, torch.bfloat16)
 
     def run(mode, seed):
         params = [nn.Parameter(p) for p in table.weights(SHAPES, torch.bfloat16)]
         optimizer = AdaLomo(params, lr=1e-3, weight_update=mode, seed=seed)
-        return torch.cat([p.detach().view(-1) for p in train(params, optimizer, gradients)])
+        steps(optimizer, params, gradients)
+        return torch.cat([p.detach().view(-1) for p in params])
 
     for mode in MODES:
         assert run(mode, 0).equal(run(mode, 0))
@@ -474,7 +458,7 @@ def test_another_way_of_writing_may_be_chosen_between_steps():
     held = []
     for mode in MODES[::-1]:
         optimizer.param_groups[0]["weight_update"] = mode
-        train([p], optimizer, [[torch.ones_like(p)]])
+        steps(optimizer, [p], [[torch.ones_like(p)]])
         held.append("master" in optimizer.state[p])
     assert held == [True, True, False, False]
 
@@ -502,8 +486,8 @@ def test_a_master_of_another_form_stands_for_the_same(mode, other, half):
             most = {"master": 0, "master24": 0.5002, "nearest": 127}[other]
             assert ((now - x).abs() <= most * part + 1e-7 * x.abs()).all()
             assert other == "nearest" or not now.equal(p)
-    train(kept, optimizer, gradients[4:])
-    train(loaded, resumed, gradients[4:])
+    steps(optimizer, kept, gradients[4:])
+    steps(resumed, loaded, gradients[4:])
     for p, q in zip(kept, loaded, strict=True):
         assert p.equal(q) and number(optimizer, p).equal(number(resumed, q))
 
@@ -520,7 +504,7 @@ def test_small_updates_are_not_lost_but_by_rounding_to_nearest(mode, error, half
     lr = 1e-4 if half == torch.bfloat16 else 2e-5
     p = nn.Parameter(torch.full((64, 64), 1.0, dtype=half))
     optimizer = AdaLomo([p], lr=lr, weight_update=mode)
-    train([p], optimizer, [[torch.ones_like(p)]] * 20)
+    steps(optimizer, [p], [[torch.ones_like(p)]] * 20)
     held = value(optimizer, p) if mode in MASTERS else p.float()
     expected = 1 if mode == "nearest" else (1 - lr) ** 20
     assert held.mean().item() == pytest.approx(expected, abs=error)

@@ -18,68 +18,15 @@ from ds_ext.ops.state import zeros
 from tests.common import table
 from tests.common.choose import params
 from tests.common.reference import Authors, Textbook
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
+from tests.common.states import same, tensors
 from tests.common.table import CASES, MANY, REDUCING, RULES, SHAPES, VECTORS, WORLDS
 
 STEPS = 10
-EXACT = 1e-9
 
 
-class Ranks:
-    """A bucket of parameters cut over ``world`` ranks, all simulated in this process.
-
-    The cut is computed here, independently of Shard, and every rank holds its own memory.
-    """
-
-    def __init__(self, name, params, world, **hypers):
-        self.rule = RULES[name].rule(**hypers)
-        self.shapes = [tuple(p.shape) for p in params]
-        self.world = world
-        self.t = 0
-        self.runs = self.cut(params)
-        self.shards = [[Shard.of_rank(s, r, world) for s in self.shapes] for r in range(world)]
-        self.states = [
-            [zeros(self.rule.state_spec(shard), p) for p, shard in zip(runs, shards, strict=True)]
-            for runs, shards in zip(self.runs, self.shards, strict=True)
-        ]
-
-    def cut(self, tensors):
-        """Each rank's runs of ``tensors``."""
-        sizes = [-(-t.numel() // self.world) for t in tensors]
-        return [
-            [t.flatten()[r * n : (r + 1) * n].clone() for t, n in zip(tensors, sizes, strict=True)]
-            for r in range(self.world)
-        ]
-
-    def step(self, grads):
-        """Steps the bucket -> reductions taken."""
-        self.t += 1
-        ranks = zip(self.runs, self.cut(grads), self.states, self.shards, strict=True)
-        return lockstep.simulate(
-            [
-                [
-                    self.rule.step(p, g, s, self.t, shard)
-                    for p, g, s, shard in zip(*rank, strict=True)
-                ]
-                for rank in ranks
-            ]
-        )
-
-    @property
-    def params(self):
-        """The whole parameters."""
-        return [
-            torch.cat(runs).view(shape)
-            for runs, shape in zip(zip(*self.runs, strict=True), self.shapes, strict=True)
-        ]
-
-
-@torch.no_grad()
-def errors(got, expected, before):
-    """The error of each parameter relative to its total update."""
-    return [
-        float((a.double() - b.double()).norm() / (b.double() - c.double()).norm())
-        for a, b, c in zip(got, expected, before, strict=True)
-    ]
+def ranks_of(name, params, world, shift=0, **hypers):
+    return Ranks(RULES[name].rule(**hypers), params, world, shift)
 
 
 @functools.cache
@@ -91,13 +38,11 @@ def authors(name, setting, steps=STEPS, shapes=SHAPES):
     return reference.params
 
 
-def worst_error(name, setting, world, steps=STEPS, shapes=SHAPES):
+def worst_error(name, setting, world, steps=STEPS, shapes=SHAPES, shift=0, **how):
     """The largest error of a simulated run against the authors' optimizer."""
-    before = table.weights(shapes)
-    ranks = Ranks(name, before, world, **RULES[name].settings[setting])
-    for grads in table.gradients(steps, shapes):
-        ranks.step(grads)
-    return max(errors(ranks.params, authors(name, setting, steps, shapes), before))
+    rule = RULES[name].rule(**RULES[name].settings[setting])
+    ranks, _ = stepped(rule, shapes, world, steps, shift=shift, **how)
+    return max(errors(ranks.params, authors(name, setting, steps, shapes), table.weights(shapes)))
 
 
 def is_quick(case):
@@ -144,19 +89,12 @@ def test_fp32_equals_the_authors_in_fp32(name, world):
     """Over more steps, for the errors of fp32 to be small beside the update."""
     before = table.weights(dtype=torch.float32)
     reference = Authors(name, before, **LARGE[name])
-    ranks = Ranks(name, before, world, **LARGE[name])
+    ranks = ranks_of(name, before, world, **LARGE[name])
     for grads in table.gradients(2 * STEPS, dtype=torch.float32):
         reference.step(grads)
         ranks.step(grads)
     assert all(p.dtype == torch.float32 for p in ranks.params)
     assert max(errors(ranks.params, reference.params, before)) <= 1e-5
-
-
-def same(a, b):
-    """Whether two states, nested in dicts, have the same bits."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    return torch.equal(a, b)
 
 
 def replicated(state):
@@ -167,7 +105,7 @@ def replicated(state):
 @pytest.mark.parametrize("world", [2, 7, 16])
 @pytest.mark.parametrize("name", REDUCING)
 def test_statistics_have_the_same_bits_on_all_ranks(name, world):
-    ranks = Ranks(name, table.weights(), world, **RULES[name].settings["decay"])
+    ranks = ranks_of(name, table.weights(), world, **RULES[name].settings["decay"])
     for grads in table.gradients(5):
         ranks.step(grads)
     seen = 0
@@ -192,7 +130,7 @@ def test_reductions_per_bucket(name, world):
         ([*rows, *VECTORS], row.row_rounds),
         (VECTORS, row.vector_rounds),
     ]:
-        bucket = Ranks(name, table.weights(shapes), world)
+        bucket = ranks_of(name, table.weights(shapes), world)
         taken = [bucket.step(grads) for grads in table.gradients(3, shapes)]
         assert taken == [expected] * 3, shapes
 
@@ -260,7 +198,7 @@ def test_blocks_of_any_size_give_the_same(name, limit, blocks_of, monkeypatch):
     assert (13, 29) in shapes and (2, 3, 4, 5) in shapes
     hypers = RULES[name].settings["decay"]
     reference = Authors(name, table.weights(shapes), **hypers)
-    ranks = Ranks(name, table.weights(shapes), 3, **hypers)
+    ranks = ranks_of(name, table.weights(shapes), 3, **hypers)
     for grads in table.gradients(3, shapes):
         reference.step(grads)
         ranks.step(grads)
@@ -273,7 +211,7 @@ def test_blocks_of_any_size_give_the_same(name, limit, blocks_of, monkeypatch):
 def test_zero_gradients_change_nothing_and_give_no_nan(name, dtype):
     before = table.weights(dtype=dtype)
     zeros = [torch.zeros_like(p) for p in before]
-    ranks = Ranks(name, before, 3)
+    ranks = ranks_of(name, before, 3)
     for _ in range(3):
         ranks.step(zeros)
     assert all(torch.equal(a, b) for a, b in zip(ranks.params, before, strict=True))
@@ -288,16 +226,11 @@ def test_zero_gradients_change_nothing_and_give_no_nan(name, dtype):
     assert any(not torch.equal(a, b) for a, b in zip(ranks.params, before, strict=True))
 
 
-def leaves(state):
-    for value in state.values():
-        yield from leaves(value) if isinstance(value, dict) else [value]
-
-
 @pytest.mark.parametrize("name", REDUCING)
 def test_bf16_gradients_and_weights_have_fp32_state(name):
     half = [p.bfloat16() for p in table.weights()]
-    ranks = Ranks(name, half, 3)
-    exact = Ranks(name, [p.float() for p in half], 3)
+    ranks = ranks_of(name, half, 3)
+    exact = ranks_of(name, [p.float() for p in half], 3)
     for grads in table.gradients(3):
         grads = [g.bfloat16() for g in grads]
         ranks.step(grads)
@@ -305,13 +238,13 @@ def test_bf16_gradients_and_weights_have_fp32_state(name):
     assert all(p.dtype == torch.bfloat16 for p in ranks.params)
     for mine, theirs in zip(ranks.states, exact.states, strict=True):
         for a, b in zip(mine, theirs, strict=True):
-            assert all(x.dtype == torch.float32 for x in leaves(a))
+            assert all(x.dtype == torch.float32 for x in tensors(a))
             assert same(a, b)  # the gradient alone determines it
 
 
 def one(name, p, g, steps=1, world=1, **hypers):
     """A single parameter after steps by the same gradient -> (p, states of all ranks)."""
-    ranks = Ranks(name, [p], world, **hypers)
+    ranks = ranks_of(name, [p], world, **hypers)
     for _ in range(steps):
         ranks.step([g])
     return ranks.params[0], [states[0] for states in ranks.states]
@@ -320,7 +253,7 @@ def one(name, p, g, steps=1, world=1, **hypers):
 def test_came_keeps_two_separate_second_moments():
     (p,), ((g,),) = table.weights([(13, 29)]), table.gradients(1, [(13, 29)])
     _, (state,) = one("came", p, g)
-    memory = [x.untyped_storage().data_ptr() for x in leaves(state)]
+    memory = [x.untyped_storage().data_ptr() for x in tensors(state)]
     assert len(memory) == len(set(memory)) == 5
     for v, r in [(state["v"]["row"], state["r"]["row"]), (state["v"]["col"], state["r"]["col"])]:
         assert not torch.allclose(v, r, rtol=0.1)
@@ -381,7 +314,7 @@ def test_adafactor_measures_the_weights_at_every_step():
 )
 def test_adafactor_relative_step_size(t, warmup, expected):
     p, g = torch.ones(4, dtype=torch.float64), torch.tensor([2.0, -2, 2, -2]).double()
-    ranks = Ranks("adafactor", [p], 1, scale_parameter=False, warmup_init=warmup)
+    ranks = ranks_of("adafactor", [p], 1, scale_parameter=False, warmup_init=warmup)
     ranks.t = t - 1
     ranks.step([g])  # u = sign(g): all magnitudes are equal, and RMS(u) is clipped to 1
     assert torch.allclose(p - ranks.params[0], expected * g.sign(), rtol=1e-9)
@@ -389,32 +322,9 @@ def test_adafactor_relative_step_size(t, warmup, expected):
 
 # What follows breaks the package on purpose; the measure of exactness must see it.
 
-BROKEN = 1e-4
 
-
-def broken_simulate(ranks, drop=None):
-    """rounds.simulate, written anew, in which round ``drop`` gives each rank its own part back."""
-    merged = [lockstep.lockstep(rules) for rules in ranks]
-    flats = [next(m, None) for m in merged]
-    number = 0
-    while flats[0] is not None:
-        totals = flats if number == drop else [sum(flats)] * len(flats)
-        flats = [_send(m, total) for m, total in zip(merged, totals, strict=True)]
-        number += 1
-    assert all(f is None for f in flats)
-    return number
-
-
-def _send(merged, total):
-    try:
-        return merged.send(total)
-    except StopIteration:
-        return None
-
-
-def test_the_broken_simulation_is_exact_when_nothing_is_dropped(monkeypatch):
-    monkeypatch.setattr(lockstep, "simulate", broken_simulate)
-    assert worst_error("came", "decay", 2) <= EXACT
+def test_the_broken_simulation_is_exact_when_nothing_is_dropped():
+    assert worst_error("came", "decay", 2, simulate=dropping(None)) <= EXACT
 
 
 DROPS = [(name, k) for name in REDUCING for k in range(RULES[name].rounds)]
@@ -422,24 +332,15 @@ DROPS = [(name, k) for name in REDUCING for k in range(RULES[name].rounds)]
 
 @pytest.mark.parametrize("world", params([2, 7], [2]))
 @pytest.mark.parametrize("name, drop", DROPS)
-def test_a_missing_reduction_is_seen(name, drop, world, monkeypatch):
-    monkeypatch.setattr(lockstep, "simulate", functools.partial(broken_simulate, drop=drop))
-    assert worst_error(name, "decay", world) > BROKEN
+def test_a_missing_reduction_is_seen(name, drop, world):
+    assert worst_error(name, "decay", world, simulate=dropping(drop)) > BROKEN
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", REDUCING)
 def test_geometry_shifted_by_one_is_seen(name, world, monkeypatch):
-    original = Shard.of_rank
-
-    def of_rank(shape, rank, world):
-        shard = original(shape, rank, world)
-        shift = rank == 0 and shard.stop < shard.numel
-        return Shard(shape, shard.start + shift, shard.stop + shift, shard.size)
-
-    monkeypatch.setattr(Shard, "of_rank", of_rank)
     monkeypatch.setattr(Shard, "holds_rows", property(lambda _: False))  # or it would fail
-    assert worst_error(name, "decay", world) > BROKEN
+    assert worst_error(name, "decay", world, shift=1) > BROKEN
 
 
 @pytest.mark.parametrize("world", [3])

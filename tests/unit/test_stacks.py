@@ -31,6 +31,7 @@ from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.reference import Authors
+from tests.common.states import tensors
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
 STEPS = 6
@@ -170,12 +171,6 @@ def test_idle_experts_stay_finite_and_move_as_their_decay_says(name):
                     assert not torch.equal(got[i], p[i])
         for state in (s for rank in ranks for s in rank.optimizer.state.values()):
             assert all(t.isfinite().all() for t in tensors(state))
-
-
-def tensors(state):
-    if isinstance(state, torch.Tensor):
-        return [state]
-    return [t for v in state.values() for t in tensors(v)] if isinstance(state, dict) else []
 
 
 @pytest.mark.parametrize("weight_update", ["stochastic", "master", "master24"])

@@ -14,8 +14,8 @@ from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.choose import params, spread
-from tests.common.hypers import FOR_ALL as FOR_ALL
-from tests.common.hypers import SIMULATED, changed
+from tests.common.hypers import FOR_ALL, SIMULATED, changed
+from tests.common.states import same
 
 HYPERS = changed(SIMULATED, galoreadamw={"rank": 3}, apollo={"rank": 3})
 SHAPES = ((12, 8), (9, 5))
@@ -59,22 +59,17 @@ def picture(params, optimizer):
     return [p.detach().clone() for p in params], state, copy.deepcopy(groups)
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
 def refused(params, optimizer, call, match):
     """Whether a call raises ValueError and leaves all as it was."""
     before = picture(params, optimizer)
     with pytest.raises(ValueError, match=match):
         call()
     return same(before, picture(params, optimizer))
+
+
+def refuses(optimizer, params, saved, match):
+    """Whether an optimizer refuses a state and leaves all as it was."""
+    return refused(params, optimizer, lambda: optimizer.load_state_dict(saved), match)
 
 
 def mapped(state, change):
@@ -114,9 +109,7 @@ def test_a_state_of_another_optimizer_is_refused(form, steps):
             step(params, optimizer, seed=1)
             assert all(map(torch.equal, params, weights)), other
         else:
-            assert refused(
-                params, optimizer, lambda o=optimizer: o.load_state_dict(saved), "not a state of"
-            ), other
+            assert refuses(optimizer, params, saved, "not a state of"), other
 
 
 def test_a_state_under_the_groups_of_another_optimizer_is_refused():
@@ -133,9 +126,7 @@ def test_a_state_under_the_groups_of_another_optimizer_is_refused():
         if kept[1] <= kept[0]:
             continue  # it has all that the other keeps: see the next test for shapes and dtypes
         count += 1
-        assert refused(
-            params, optimizer, lambda o=optimizer, s=saved: o.load_state_dict(s), "not fit"
-        )
+        assert refuses(optimizer, params, saved, "not fit")
     assert count > len(FORMS) ** 2 / 3
 
 
@@ -147,12 +138,7 @@ def test_a_state_of_other_shapes_is_refused(form):
         sizes = [[x.shape for *_, x in tensors(s)] for s in saved["state"].values()]
         if sizes == [[x.shape for *_, x in tensors(optimizer.state[p])] for p in params]:
             continue  # flat moments of as many elements
-        assert refused(
-            params,
-            optimizer,
-            lambda s=saved: optimizer.load_state_dict(s),
-            r"layers\.[01] .* shape",
-        )
+        assert refuses(optimizer, params, saved, r"layers\.[01] .* shape")
     step(params, optimizer)
 
 
@@ -214,16 +200,16 @@ def test_a_step_that_is_no_number_of_steps_is_refused(step_):
     params, optimizer = stepped("adamw")
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][1]["step"] = step_
-    assert refused(params, optimizer, lambda: optimizer.load_state_dict(saved), "layers.1 .* step")
+    assert refuses(optimizer, params, saved, "layers.1 .* step")
     del saved["state"][1]["step"]
-    assert refused(params, optimizer, lambda: optimizer.load_state_dict(saved), "lacks step")
+    assert refuses(optimizer, params, saved, "lacks step")
 
 
 def test_saved_hyper_parameters_that_are_not_allowed_are_refused():
     params, optimizer = stepped("adamw")
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["betas"] = (0.9, 1.5)
-    assert refused(params, optimizer, lambda: optimizer.load_state_dict(saved), "betas")
+    assert refuses(optimizer, params, saved, "betas")
 
 
 def test_groups_of_other_types_are_refused():
@@ -233,7 +219,7 @@ def test_groups_of_other_types_are_refused():
     (other,) = [o for _, o in [made("adamw")]]
     other.add_param_group({"params": [("x", nn.Parameter(torch.ones(3)))]})
     saved = other.state_dict()
-    assert refused(params, optimizer, lambda: optimizer.load_state_dict(saved), "Lion steps it")
+    assert refuses(optimizer, params, saved, "Lion steps it")
 
 
 def test_a_resized_embedding_is_refused_when_its_state_is_loaded():
@@ -242,7 +228,7 @@ def test_a_resized_embedding_is_refused_when_its_state_is_loaded():
     optimizer, other = ds_ext.AdaLomo(small), ds_ext.AdaLomo(large)
     step(small, optimizer)
     saved = optimizer.state_dict()
-    assert refused(large, other, lambda: other.load_state_dict(saved), r"\[32064, 8\].*32000")
+    assert refuses(other, large, saved, r"\[32064, 8\].*32000")
     step(large, other)
 
 
@@ -267,9 +253,7 @@ def test_a_master_of_another_size_is_refused(name, dtype, how, key):
     for wrong in (lambda x: x[:-1], lambda x: torch.cat([x, x]), lambda x: x[:, None]):
         edited = copy.deepcopy(saved)
         edited["state"][1][key] = wrong(edited["state"][1][key])
-        assert refused(
-            params, optimizer, lambda s=edited: optimizer.load_state_dict(s), f"layers.1 .* {key} "
-        )
+        assert refuses(optimizer, params, edited, f"layers.1 .* {key} ")
         optimizer.state[params[1]][key] = wrong(saved["state"][1][key])
         with pytest.raises(ValueError, match=f"layers.1 .* {key} "):
             step(params, optimizer)

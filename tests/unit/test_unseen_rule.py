@@ -16,6 +16,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 from ds_ext.rules import REGISTRY
 from tests.common import adan, needs, paths, simulated, table
+from tests.common.plain import steps
 
 SHAPES = ((12, 8), (9,), (2, 5, 7), (1, 40))
 HYPERS = {"lr": 0.05, "betas": (0.9, 0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -35,13 +36,6 @@ def made(dtype=torch.float32, **more):
     return params, OPTIMIZERS[adan.NAME](params, **HYPERS, **more)
 
 
-def step(params, optimizer, steps):
-    for grads in steps:
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-
-
 def error(params, grads):
     """How far off the reference, relative to the update."""
     off = update = 0.0
@@ -57,7 +51,7 @@ def test_it_steps_as_its_paper_says(path, monkeypatch):
     paths.use(monkeypatch, path)
     grads = list(table.gradients(STEPS, SHAPES, torch.float32))
     params, optimizer = made()
-    step(params, optimizer, grads)
+    steps(optimizer, params, grads)
     assert error(params, grads) < 2e-6
     plans = list(optimizer._plans._made.values())
     assert bool(plans) == (path != "ops") and not any(plan.alone for plan in plans)
@@ -68,14 +62,14 @@ def test_a_resumed_run_equals_one_without_a_break(path, monkeypatch):
     paths.use(monkeypatch, path)
     grads = list(table.gradients(STEPS, SHAPES, torch.bfloat16))
     params, optimizer = made(torch.bfloat16, weight_update="master")
-    step(params, optimizer, grads[:2])
+    steps(optimizer, params, grads[:2])
     saved, held = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
-    step(params, optimizer, grads[2:])
+    steps(optimizer, params, grads[2:])
     others, other = made(torch.bfloat16, weight_update="master")
     for p, value in zip(others, held, strict=True):
         p.data.copy_(value)
     other.load_state_dict(saved)
-    step(others, other, grads[2:])
+    steps(other, others, grads[2:])
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
@@ -201,5 +195,5 @@ def test_tables_make_the_passes_that_they_support(path, monkeypatch):
     original = kind.run
     monkeypatch.setattr(kind, "run", noting)
     params, optimizer = made()
-    step(params, optimizer, table.gradients(1, SHAPES, torch.float32))
+    steps(optimizer, params, table.gradients(1, SHAPES, torch.float32))
     assert {"square_sums", "lerp"} <= set(ran) and "apply" not in ran

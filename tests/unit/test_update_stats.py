@@ -16,6 +16,8 @@ from ds_ext.optimizer.update_stats import UpdateStats, rms
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import choose, table
 from tests.common.hypers import FOR_ALL, NEEDED, changed
+from tests.common.plain import steps
+from tests.common.simulated import cut
 
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
 HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
@@ -38,12 +40,6 @@ def make(name, dtype, mode, shapes=SHAPES):
     optimizer = OPTIMIZERS[name](params, **HYPERS[name], weight_update=mode)
     optimizer.update_stats = UpdateStats(1)
     return params, optimizer
-
-
-def step(params, optimizer, gradients):
-    for p, g in zip(params, gradients, strict=True):
-        p.grad = None if g is None else g.clone()
-    optimizer.step()
 
 
 def held(optimizer, params):
@@ -72,7 +68,7 @@ def test_sums_are_those_of_what_was_stored(name, dtype, mode):
     expected = torch.zeros(3, dtype=torch.float64)
     for gradients in table.gradients(3, SHAPES, dtype):
         before = held(optimizer, params)
-        step(params, optimizer, gradients)
+        steps(optimizer, params, [gradients])
         after = held(optimizer, params)
         squares = [(after - before).square().sum(), after.square().sum()]
         expected += torch.stack([*squares, torch.tensor(len(after))])
@@ -90,8 +86,8 @@ def test_measuring_changes_no_bit(name, dtype, mode):
     (params, measured), (others, plain) = [make(name, dtype, mode) for _ in range(2)]
     plain.update_stats = None
     for gradients in table.gradients(3, SHAPES, dtype):
-        step(params, measured, gradients)
-        step(others, plain, gradients)
+        steps(measured, params, [gradients])
+        steps(plain, others, [gradients])
     assert all(p.equal(q) for p, q in zip(params, others, strict=True))
 
 
@@ -118,16 +114,12 @@ def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
     assert sums(world)[0, 2] == sum(p.numel() for p in table.weights(SHAPES))
 
 
-def cut(x, shard):
-    return x.detach().reshape(-1)[shard.start : shard.stop].clone()
-
-
 def test_groups_are_measured_apart():
     a, b, c = (nn.Parameter(torch.full((3, 4), x)) for x in (1.0, 2.0, 3.0))
     optimizer = OPTIMIZERS["lomo"]([{"params": [a]}, {"params": [b], "lr": 0.1}], lr=0.5)
     optimizer.update_stats = UpdateStats(2)
     optimizer.add_param_group({"params": [c]})
-    step([a, b, c], optimizer, [torch.ones(3, 4), torch.ones(3, 4), None])
+    steps(optimizer, [a, b, c], [[torch.ones(3, 4), torch.ones(3, 4), None]])
     figures = rms(optimizer.update_stats.sums())
     assert [f["update_rms"] for f in figures] == pytest.approx([0.5, 0.1, 0])
     assert [f["weight_rms"] for f in figures] == pytest.approx([0.5, 1.9, 0])
@@ -148,17 +140,17 @@ def test_blocks_may_be_written_in_another_order_than_read():
 def test_sums_begin_anew_when_cleared():
     params, optimizer = make("lomo", torch.float32, "nearest", [(3, 4)])
     (one,), (two,) = table.gradients(2, [(3, 4)], torch.float32)
-    step(params, optimizer, [one])
+    steps(optimizer, params, [[one]])
     optimizer.update_stats.clear()
     assert optimizer.update_stats.sums().tolist() == [[0, 0, 0]]
-    step(params, optimizer, [two])
+    steps(optimizer, params, [[two]])
     moved, _, n = optimizer.update_stats.sums()[0].tolist()
     assert (moved, n) == (pytest.approx(1e-6 * two.square().sum().item(), rel=1e-3), 12)
 
 
 def test_a_meter_goes_with_a_copy_and_stays_when_a_state_is_loaded():
     params, optimizer = make("adalomo", torch.float32, "nearest", [(3, 4)])
-    step(params, optimizer, *table.gradients(1, [(3, 4)], torch.float32))
+    steps(optimizer, params, table.gradients(1, [(3, 4)], torch.float32))
     twin = copy.deepcopy(optimizer)
     assert twin.update_stats.sums().equal(optimizer.update_stats.sums())
     twin.update_stats.clear()
@@ -177,6 +169,6 @@ def test_stochastic_rounding_moves_further_than_the_update():
     p = nn.Parameter(torch.full((64, 64), 1.5, dtype=torch.bfloat16))
     optimizer = AdaLomo([p], lr=1e-4)
     optimizer.update_stats = UpdateStats(1)
-    step([p], optimizer, [torch.ones_like(p)])
+    steps(optimizer, [p], [[torch.ones_like(p)]])
     (figures,) = rms(optimizer.update_stats.sums())
     assert figures["update_rms"] > 3 * 1e-4 * 1.5

@@ -1,0 +1,45 @@
+"""Plain steps of an optimizer in one process: by given gradients, or by the mean of losses."""
+
+import torch
+from torch import nn
+
+
+def steps(optimizer, params, gradients):
+    """Steps ``params`` by the gradients of each step; None stands for no gradient."""
+    for grads in gradients:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = None if g is None else g.to(p.dtype, copy=True)
+        optimizer.step()
+
+
+def stepped(make, before, gradients, state=None):
+    """Steps copies of the weights ``before`` -> the new weights, and the optimizer.
+
+    Args:
+        make: Returns the optimizer of a list of parameters.
+        before: Weights, which are not changed.
+        gradients: Lists of gradients, one for each step.
+        state: A state dict that the optimizer loads first.
+    """
+    params = [nn.Parameter(p.clone()) for p in before]
+    optimizer = make(params)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    steps(optimizer, params, gradients)
+    return [p.detach() for p in params], optimizer
+
+
+def mean_step(optimizer, losses, max_norm=0.0):
+    """Steps by the gradients of the mean of losses -> their norm.
+
+    Args:
+        optimizer: Its parameters are stepped.
+        losses: Those of all ranks and micro-batches.
+        max_norm: Torch clips the gradients to this norm; 0 for no clipping.
+    """
+    optimizer.zero_grad()
+    (sum(losses) / len(losses)).backward()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm or torch.inf)
+    optimizer.step()
+    return float(norm)
