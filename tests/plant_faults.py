@@ -416,8 +416,8 @@ FAULTS = (
     ),
     Fault(
         "optimizer/bucket_step.py",
-        "factors.append(1.0 if isinstance(g, Tensor) else g.factor)",
-        "factors.append(0.5 if isinstance(g, Tensor) else g.factor)",
+        "factors = [1.0 if isinstance(g, Tensor) else g.factor for g in found]",
+        "factors = [0.5 if isinstance(g, Tensor) else g.factor for g in found]",
         "distributed/test_ulysses.py -k lomo-1-tensor",
     ),
     # planner: its arithmetic
