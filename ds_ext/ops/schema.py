@@ -114,7 +114,8 @@ class Form(NamedTuple):
     """The form of a pass's input.
 
     Attributes:
-        meaning: a formula of columns. All forms except weights are also multiplied by ``scale``.
+        meaning: a formula of columns. All forms but IS_RUN and IS_WEIGHT are also multiplied by
+            ``scale``, residuals before m is subtracted.
         is_by_matrix: whether a value depends on the row and the column of its element.
         advances: whether reading it advances moments.
     """
