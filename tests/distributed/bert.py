@@ -9,7 +9,9 @@ import transformers
 from transformers import BertConfig
 
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common import updates
 from tests.common.hypers import NEEDED, changed
+from tests.common.plain import mean_step
 from tests.common.ranks import whole
 
 CLASSES = (
@@ -66,9 +68,7 @@ def reference(name: str, rule: str, world: int) -> tuple[dict, dict]:
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = optimizer_of(rule, model)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        (sum(loss_of(model, name, step, rank) for rank in range(world)) / world).backward()
-        optimizer.step()
+        mean_step(optimizer, [loss_of(model, name, step, rank) for rank in range(world)])
     return before, {n: p.detach() for n, p in model.named_parameters()}
 
 
@@ -99,7 +99,5 @@ def error(name: str, rule: str, after: dict, world: int) -> float:
     """‖difference‖ / ‖update‖ over the model, without the key biases, whose gradient is 0: what
     they move by is rounding."""
     before, expected = reference(name, rule, world)
-    counted = [n for n in before if not n.endswith("attention.self.key.bias")]
-    difference = torch.cat([(after[n] - expected[n]).flatten() for n in counted]).norm()
-    update = torch.cat([(expected[n] - before[n]).flatten() for n in counted]).norm()
-    return float(difference / update)
+    counted = {n: p for n, p in expected.items() if not n.endswith("attention.self.key.bias")}
+    return updates.error(after, counted, before)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_ext.checkpoint import folder as checkpoint_folder
 from ds_ext.distributed.placement import size_of
-from tests.common import models
+from tests.common import models, updates
 from tests.common.ranks import identical, message, shared_folder, whole
 from tests.distributed import resuming, training
 from tests.distributed.training import Training
@@ -152,7 +152,7 @@ def saved(kind: str, stage: int, further: list[tuple[int, int]]) -> dict[str, An
             _steps(other, range(2, 4))
             ended = whole(other.module)
             same = resuming.same(after, ended) if same is None else same
-            found.append((loaded, resuming.error(ended, after, before), identical(ended)))
+            found.append((loaded, updates.error(ended, after, before), identical(ended)))
         dist.barrier()
         tool = resuming.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
         told = all(torch.equal(tool[n], middle[n]) for n in tool) and tool.keys() == middle.keys()

@@ -18,7 +18,7 @@ import ds_ext
 from ds_ext.engine import parameters
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import authors, by_role
-from tests.common.ranks import shared_folder
+from tests.common.ranks import message, shared_folder
 from tests.distributed.tensor_parallel import rebuilt
 from tests.distributed.training import HYPERS
 
@@ -291,18 +291,13 @@ def refusals() -> list[str]:
     experts = {"patterns": [r".*experts\..*weight$"], "partition_type": "column"}
     plan = {"use_default_specs": False, "layer_specs": [experts]}
     divided = {"tensor_parallel": {"autotp_size": 2, "partition_config": plan}}
-    told = []
-    for attempt in (
+    attempts = (
         lambda: start(Run("lomo", 3, 2, 2), 3, 2),
         lambda: ds_ext.fuse_into_backward(m := Whole(2), ds_ext.LOMO(m.parameters())),
         lambda: start(Run("lomo", 1, 2, 2), 1, 2, mpu=sequences),
         lambda: start(Run("lomo", 1, 2, 2), 1, 2, **divided),
-    ):
-        try:
-            attempt()
-        except ValueError as error:
-            told.append(str(error))
-    return told
+    )
+    return [message(attempt, ValueError) for attempt in attempts]
 
 
 def not_finite(stage: int, tensor: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ds_ext.engine import expert_parallel, parameters
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks
 from tests.common import authors, by_role
 from tests.common.hypers import FOR_ALL
-from tests.common.ranks import shared_folder, whole
+from tests.common.ranks import message, shared_folder, whole
 from tests.distributed.tensor_parallel import rebuilt
 from tests.distributed.training import HYPERS
 
@@ -225,16 +225,14 @@ def recorded(kind: str) -> list[tuple[int, ...]]:
 
 def refusals() -> list[str]:
     """What is said of experts beside divided sequences at stage 3, and beside both."""
-    told = []
-    for run in (
+    runs = [
         Run("mixtral", "lomo", 3, 4, ep=2, sequence=2),
         Run("divided", "lomo", 1, 4, ep=2, tensor=2, sequence=2),
-    ):
-        try:
-            start(run, make(run.kind), run.stage, run.ep)
-        except ValueError as error:
-            told.append(str(error))
-    return told
+    ]
+    return [
+        message(lambda run=run: start(run, make(run.kind), run.stage, run.ep), ValueError)
+        for run in runs
+    ]
 
 
 def streams_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -20,6 +20,7 @@ import ds_ext
 from ds_ext.distributed import dtensors
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
+from tests.common.updates import error
 from tests.distributed.fully_sharded import UNITS, full, local, shard, whole, zoo
 
 STEPS = 4
@@ -56,9 +57,7 @@ def differs(way: str) -> tuple[float, bool]:
             optimizer.zero_grad()
         ends.append(whole(model))
     ours, torchs = ends
-    off = sum(float((ours[n] - p).double().square().sum()) for n, p in torchs.items())
-    update = sum(float((p - before[n]).double().square().sum()) for n, p in torchs.items())
-    return (off / update) ** 0.5, moved == [True] * STEPS + [False] * STEPS
+    return error(ours, torchs, before), moved == [True] * STEPS + [False] * STEPS
 
 
 class Ladder(nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules.base import key_of
-from tests.common import models
+from tests.common import by_role, models
 from tests.common.hypers import TRAINED
 from tests.common.ranks import identical, message
 
@@ -109,11 +109,7 @@ def train(case: Case) -> dict[str, Any]:
         "norms": norms,
         "moved in backward": moved,
         "steps": {names[p]: state["step"] for p, state in optimizer.state.items()},
-        "streams": {
-            names[p]: int(state["stream"])
-            for p, state in optimizer.state.items()
-            if "stream" in state
-        },
+        "streams": by_role.streams_of(optimizer, names),
         "groups": {
             names[p]: (group.get("type"), group["lr"], group["weight_decay"])
             for group in optimizer.param_groups

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
+from tests.common.plain import mean_step
 from tests.common.ranks import message, shared_folder, whole
 
 STEPS = 9
@@ -98,11 +99,7 @@ def frozen_reference(world: int, max_norm: float, optimizer_type, changes="layer
     optimizer = optimizer_type(groups(model), lr=0.01, relative_step=False)
     for step in range(STEPS):
         CHANGES[changes](model, optimizer, step)
-        optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(world)) / world).backward()
-        if max_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
+        mean_step(optimizer, [loss_of(model, step, rank) for rank in range(world)], max_norm)
     return model
 
 
@@ -245,17 +242,13 @@ def checkpointed_reference(world: int, max_norm: float) -> Tower:
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        total = torch.zeros(())
+        losses = []
         for rank in range(world):
             generator = torch.Generator().manual_seed(10 * step + rank)
             h = torch.tanh(model.first(torch.randn(4, 6, generator=generator)))
             h = model.second(torch.tanh(model.second(h)))
-            total = total + model.third(h).square().mean() / world
-        total.backward()
-        if max_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
+            losses.append(model.third(h).square().mean())
+        mean_step(optimizer, losses, max_norm)
     return model
 
 

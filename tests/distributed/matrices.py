@@ -9,7 +9,7 @@ import torch.distributed as dist
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules.base import key_of
-from tests.common import models
+from tests.common import by_role, models
 from tests.common.ranks import identical, logged, whole
 from tests.distributed import resuming
 
@@ -87,11 +87,7 @@ def train(name: str, stage: int | None) -> dict[str, Any]:
             for group in optimizer.param_groups
             for p in group["params"]
         },
-        "streams": {
-            names[p]: int(state["stream"])
-            for p, state in optimizer.state.items()
-            if "stream" in state
-        },
+        "streams": by_role.streams_of(optimizer, names),
     }
 
 

@@ -9,6 +9,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 
 import ds_ext
+from tests.common.plain import mean_step
 from tests.common.ranks import logged, message
 from tests.distributed.training import whole
 
@@ -63,11 +64,7 @@ def reference(world: int, max_norm: float) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         if step == 2:
             model.late.requires_grad_(True)
-        optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(world)) / world).backward()
-        if max_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
+        mean_step(optimizer, [loss_of(model, step, rank) for rank in range(world)], max_norm)
     return dict(model.named_parameters())
 
 
@@ -128,12 +125,8 @@ def leaf_inputs() -> tuple[str, bool, bool]:
 def wrapped() -> str:
     """What an engine says to a model in DDP."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-    try:
-        deepspeed.initialize(
-            model=model,
-            optimizer=ds_ext.LOMO(model.parameters(), lr=0.1),
-            config={"train_micro_batch_size_per_gpu": 1},
-        )
-    except ValueError as error:
-        return str(error)
-    return ""
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 1}
+    return message(
+        lambda: deepspeed.initialize(model=model, optimizer=optimizer, config=config), ValueError
+    )

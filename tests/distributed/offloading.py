@@ -16,6 +16,7 @@ from ds_ext.ops import fingerprints, quantize, rounding, scratch
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import pretend
 from tests.common.ranks import message, shared_folder, whole
+from tests.common.states import tensors
 
 STEPS = 3
 SLACK = 64  # bytes of scalars: a loss, a norm
@@ -170,14 +171,6 @@ def settled(memory: pretend.Memory, expected: int) -> int:
     return memory.alive()
 
 
-def tensors(state: dict[str, Any]) -> Iterator[Tensor]:
-    for x in state.values():
-        if isinstance(x, dict):
-            yield from tensors(x)
-        elif isinstance(x, Tensor):
-            yield x
-
-
 def where(engine: deepspeed.DeepSpeedEngine) -> dict[str, set[str]]:
     """The devices on which runs and states lie."""
     adapter = engine.optimizer
@@ -265,11 +258,7 @@ def _midway(folder: str) -> dict[str, Any]:
 
 def refused() -> str:
     """The error of an optimizer that has no state to offload."""
-    try:
-        start("adalomo", 3, BOTH, {})
-    except ValueError as error:
-        return str(error)
-    return ""
+    return message(lambda: start("adalomo", 3, BOTH, {}), ValueError)
 
 
 def lent(stage: int, how: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Jobs about a model's owners, for real ranks: second engines, Trainers and calls of train()."""
 
 import copy
+import functools
 import gc
 import io
-import logging
 import tempfile
 import weakref
 from typing import Any
@@ -15,7 +15,8 @@ import transformers
 from torch import nn
 
 import ds_ext
-from tests.distributed.training import whole
+from tests.common.plain import mean_step
+from tests.common.ranks import logged, message, whole
 from tests.integration import trainer_jobs
 
 STEPS = 3
@@ -52,37 +53,17 @@ def steps(engine, numbers: range) -> dict[str, torch.Tensor]:
     return whole(engine.module)
 
 
-class Told(logging.Handler):
-    """Keeps what ds_ext says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("ds_ext").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def count(self, words: str) -> int:
-        logging.getLogger("ds_ext").removeHandler(self)
-        return sum(words in line for line in self.lines)
-
-
 def second_engine(stage: int, ours: bool, begun: bool) -> dict[str, Any]:
     """An engine, of ours or with AdamW, on the model of one of ours."""
-    model, told = make(), Told()
-    older = start(model, stage, 10)
-    if begun:
-        steps(older, range(1))
-    before = whole(model)
-    newer = start(model, stage, 40, ours)
-    said = told.count("takes over")
+    model = make()
+    with logged() as told:
+        older = start(model, stage, 10)
+        if begun:
+            steps(older, range(1))
+        before = whole(model)
+        newer = start(model, stage, 40, ours)
     after = steps(newer, range(STEPS))
-    refused = ""
-    try:
-        steps(older, range(1))
-    except RuntimeError as error:
-        refused = str(error)
+    refused = message(functools.partial(steps, older, range(1)), RuntimeError)
     unmoved = whole(model)
     gone = weakref.ref(older)
     del older
@@ -90,7 +71,7 @@ def second_engine(stage: int, ours: bool, begun: bool) -> dict[str, Any]:
     return {
         "before": before,
         "after": after,
-        "said": said,
+        "said": sum("takes over" in line for line in told),
         "refused": refused,
         "unmoved": all(torch.equal(p, after[n]) for n, p in unmoved.items()),
         "held": gone() is not None,
@@ -104,9 +85,7 @@ def reference(before: dict[str, torch.Tensor], world: int, ours: bool) -> dict[s
     made = torch.optim.SGD if ours else torch.optim.AdamW
     optimizer = made(model.parameters(), lr=0.1 if ours else 1e-2)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(world)) / world).backward()
-        optimizer.step()
+        mean_step(optimizer, [loss_of(model, step, rank) for rank in range(world)])
     return dict(model.named_parameters())
 
 
@@ -116,11 +95,8 @@ def unfinished(stage: int) -> dict[str, Any]:
     older = start(model, stage, 10, gradient_accumulation_steps=2)
     older.backward(loss_of(older, 0, dist.get_rank()))
     older.step()
-    before, refused = whole(model), ""
-    try:
-        start(model, stage, 10)
-    except RuntimeError as error:
-        refused = str(error)
+    before = whole(model)
+    refused = message(lambda: start(model, stage, 10), RuntimeError)
     older.backward(loss_of(older, 1, dist.get_rank()))
     older.step()
     middle = whole(model)
@@ -204,11 +180,8 @@ def after_adamw(stage: int) -> dict[str, Any]:
     model = make()
     older = start(model, stage, 10, ours=False)
     steps(older, range(1))
-    before, refused = whole(model), ""
-    try:
-        start(model, stage, 10)
-    except ValueError as error:
-        refused = str(error)
+    before = whole(model)
+    refused = message(lambda: start(model, stage, 10), ValueError)
     unmoved = not _moved(before, whole(model))
     older.destroy()
     after = steps(start(model, stage, 40), range(STEPS))

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
+from tests.common.plain import mean_step
+from tests.common.ranks import message
 
 STEPS = 4
 
@@ -68,11 +70,7 @@ def reference(world: int, max_norm: float) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(groups(model)[0], 0.1)
     for step in range(STEPS):
         change(model, optimizer, step)
-        optimizer.zero_grad()
-        (sum(model.loss(step, rank) for rank in range(world)) / world).backward()
-        if max_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
+        mean_step(optimizer, [model.loss(step, rank) for rank in range(world)], max_norm)
     return dict(model.state_dict())
 
 
@@ -81,17 +79,11 @@ def strangers() -> dict[str, Any]:
     model, rank = make(), dist.get_rank()
     optimizer = ds_ext.LOMO(groups(model)[0], lr=0.1)
     ds_ext.fuse_into_backward(model, optimizer)
-    told = []
-    try:
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    except ValueError as error:
-        told.append(str(error))
+    group = {"params": [nn.Parameter(torch.ones(2))]}
+    told = [message(lambda: optimizer.add_param_group(group), ValueError)]
     before = model.second.weight.detach().clone()
     model.second.weight.grad = torch.full_like(model.second.weight, float(rank))
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        told.append(str(error))
+    told.append(message(optimizer.step, RuntimeError))
     return {"told": told, "unmoved": torch.equal(before, model.second.weight)}
 
 

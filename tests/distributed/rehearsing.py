@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from tests.common import fused_losses
+from tests.common.ranks import message
 from tests.distributed.training import whole
 from tests.unit.test_norm_prepass import Normed
 
@@ -35,16 +36,12 @@ def in_place(stage: int) -> dict[str, Any]:
     before = whole(model)
     engine = start(model, stage)
     model.factor = 2.0 if rank == 1 else 1.0
-    message = ""
-    try:
-        engine.backward(engine(*fused_losses.batch(rank)))
-    except RuntimeError as error:
-        message = str(error)
+    told = message(lambda: engine.backward(engine(*fused_losses.batch(rank))), RuntimeError)
     kept = all(torch.equal(before[n], x) for n, x in whole(model).items())
     model.factor = 1.0
     engine.backward(engine(*fused_losses.batch(10 + rank)))
     engine.step()
-    return {"message": message, "kept": kept, "before": before, "after": whole(model)}
+    return {"message": told, "kept": kept, "before": before, "after": whole(model)}
 
 
 class ForTrainer(fused_losses.Classifier):
@@ -89,12 +86,8 @@ def trainer(stage: int, policy: str) -> dict[str, Any]:
             disable_tqdm=True,
         )
         made = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
-        message = ""
-        try:
-            made.train()
-        except RuntimeError as error:
-            message = str(error)
-    return {"message": message, "before": before, "after": whole(model), "rank": rank}
+        told = message(made.train, RuntimeError)
+    return {"message": told, "before": before, "after": whole(model), "rank": rank}
 
 
 def normed(stage: int, reentrant: bool, policy: str) -> dict[str, Tensor]:

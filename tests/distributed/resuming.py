@@ -126,15 +126,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[n], b[n]) for n in a)
 
 
-def error(
-    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
-) -> float:
-    """|a - b| over the size of the update from ``before`` to b, of the whole model."""
-    off = sum((a[n] - b[n]).double().square().sum() for n in b)
-    update = sum((before[n] - b[n]).double().square().sum() for n in b)
-    return float((off / update).sqrt())
-
-
 def write(folder: str, kind: str, stage: int) -> dict[str, Any]:
     """6 steps without a break and, gone on from a checkpoint of step 3, the same."""
     engine = start(kind, stage)

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from tests.common import updates
 from tests.common.ranks import message, shared_folder, whole
+from tests.common.states import tensors
 from tests.distributed import expert_parallel, offloading, pipelines, tensor_parallel, ulysses
 
 HYPERS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
@@ -206,9 +208,7 @@ class Reference:
     def error(self, after: dict[str, Tensor]) -> float:
         """‖difference‖ / ‖update‖ of what this rank holds."""
         expected = {n: p for n, p in self.weights().items() if n in after}
-        off = sum((after[n].cpu() - p).double().square().sum() for n, p in expected.items())
-        update = sum((self.before[n] - p).double().square().sum() for n, p in expected.items())
-        return float((off / update).sqrt())
+        return updates.error({n: p.cpu() for n, p in after.items()}, expected, self.before)
 
 
 def two_forwards(layout: str, stage: int, passes: int, max_norm: float) -> float:
@@ -415,7 +415,7 @@ def loaded(layout: str, stage: int, folder: str) -> dict[str, Any]:
         engine = special.elsewhere(config(special, stage))
         engine.load_checkpoint(folder, tag="double")
         states = engine.optimizer.state.values()
-        dtypes = {x.dtype for state in states for x in offloading.tensors(state)}
+        dtypes = {x.dtype for state in states for x in tensors(state)}
         for step in range(2, 4):
             engine.backward(special.loss_alone(engine, step))
             engine.step()

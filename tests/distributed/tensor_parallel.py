@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import ds_ext  # noqa: F401
+from tests.common import updates
 from tests.common.authors import ordinary
 from tests.common.ranks import shared_folder, whole
 
@@ -252,12 +253,7 @@ def error(name: str) -> dict[str, Any]:
     result = {"alike": alike, "norm": norm, "held": held, "time limits": limits}
     if not case.dropout and dist.get_rank() == 0:
         before, expected, result["expected norm"] = reference(case)
-        counted = [n for n in before if not n.endswith("attention.self.key.bias")]
-        difference = [(after[n] - expected[n]).flatten() for n in counted]
-        update = [(expected[n] - before[n]).flatten() for n in counted]
-        result["error"] = float(torch.cat(difference).norm() / torch.cat(update).norm())
-        result["worst"] = max(
-            (float(d.norm() / u.norm()), n)
-            for d, u, n in zip(difference, update, counted, strict=True)
-        )
+        counted = {n: p for n, p in expected.items() if not n.endswith("attention.self.key.bias")}
+        result["error"] = updates.error(after, counted, before)
+        result["worst"] = max((updates.error(after, {n: p}, before), n) for n, p in counted.items())
     return result

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests import worlds
+from tests.common.updates import error
 from tests.distributed import elastic
-from tests.distributed.resuming import error
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -58,9 +58,7 @@ def wait_for(condition, agents, logs, seconds=240):
 
 @pytest.mark.supports("killed ranks, lost hosts, full disks", stage=3, optimizer="CAME")
 def test_a_run_survives_a_killed_rank_and_a_lost_host(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = worlds.free_port()
     folder, logs = tmp_path / "run", [tmp_path / "first.log", tmp_path / "second.log"]
     folder.mkdir()
     agents = [agent(port, folder, "1:2", logs[0])]  # it keeps the store

@@ -4,6 +4,7 @@ import pytest
 
 from tests import worlds
 from tests.common.choose import params
+from tests.common.updates import check_each
 from tests.distributed import owner_jobs
 
 WORLD = 2
@@ -11,10 +12,7 @@ WORLD = 2
 
 def check(got, ours):
     """Compares a job's steps with those of one process."""
-    reference = owner_jobs.reference(got["before"], WORLD, ours)
-    for name, p in reference.items():
-        error = (got["after"][name] - p).norm()
-        assert error <= 1e-5 * (p - got["before"][name]).norm(), name
+    check_each(got["after"], owner_jobs.reference(got["before"], WORLD, ours), got["before"])
 
 
 TAKEN_OVER = [(s, ours, begun) for s in range(4) for ours in (True, False) for begun in (0, 1)]

@@ -5,6 +5,7 @@ import torch
 
 from tests import worlds
 from tests.common.choose import params
+from tests.common.updates import check_each, error
 from tests.distributed import expert_parallel, experts
 from tests.distributed.experts import RUNS, STEPS
 from tests.support import of
@@ -41,14 +42,10 @@ def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
     held = set()
     for rank in ranks:
         held |= rank["after"].keys()
-        square, square_error = 0.0, 0.0
-        for n, p in rank["after"].items():
-            error, update = (p - after[n]).norm(), (after[n] - before[n]).norm()
-            close = CLOSE.get(run.rule, 1e-5)
-            assert error <= max(close * update, STEPS * 2**-24 * after[n].norm()), n
-            square, square_error = square + update**2, square_error + error**2
+        expected = {n: after[n] for n in rank["after"]}
+        check_each(rank["after"], expected, before, STEPS, CLOSE.get(run.rule, 1e-5))
         whole = {"flashadamw": 1e-2, "galoreadamw": 3e-5}.get(run.rule, 1e-5)
-        assert square_error**0.5 <= whole * square**0.5
+        assert error(rank["after"], expected, before) <= whole
         assert rank["norm"] == pytest.approx(norms[-1], rel=whole)
         assert len(rank["divided"]) == (8 if run.tensor > 1 else 0)  # of attention
         assert rank["kept"] == {4 // max(1, run.then[1] if run.then else run.ep)}

@@ -10,9 +10,10 @@ import pytest
 
 from tests import worlds
 from tests.common.choose import params
+from tests.common.updates import error
 from tests.distributed import faults
 from tests.distributed.faults import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
-from tests.distributed.resuming import error, same
+from tests.distributed.resuming import same
 
 LOST = "LostRankError: another rank has ended, or did not respond within the time limit"
 # What the newest complete checkpoint is after a fault in the step after WHEN, and how ranks end.

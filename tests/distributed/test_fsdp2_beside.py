@@ -9,6 +9,9 @@ from tests.common import table
 from tests.common.authors import ordinary
 from tests.common.choose import params
 from tests.common.hypers import TRAINED
+from tests.common.plain import mean_step
+from tests.common.states import same
+from tests.common.updates import check_each
 from tests.distributed import fsdp2_beside
 from tests.distributed.fsdp2_beside import STEPS, WAYS, differs
 
@@ -52,18 +55,12 @@ def test_meshes_of_two_dimensions_equal_one_process(kind, rule, how):
     group = {"params": list(model.parameters()), "weight_decay": hypers.pop("weight_decay")}
     optimizer = ordinary(rule, [group], hypers)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        parts = 4 if kind == "hybrid" else 2
-        torch.stack([model.loss(step, part) for part in range(parts)]).mean().backward()
-        bound = 0.2 if how == "clipped" else torch.inf
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)))
-        optimizer.step()
-    for n, p in model.named_parameters():
-        update = (p.detach() - first["before"][n]).norm()
-        resolution = STEPS * 2**-24 * p.detach().norm()
-        off = (first["after"][n] - p.detach()).norm()
-        assert off <= max(1e-5 * update, resolution) and update > 0, (n, off, update)
-        assert all(torch.equal(first["after"][n], got["after"][n]) for got in others)
+        losses = [model.loss(step, part) for part in range(4 if kind == "hybrid" else 2)]
+        norms.append(mean_step(optimizer, losses, 0.2 if how == "clipped" else 0.0))
+    expected = dict(model.named_parameters())
+    check_each(first["after"], expected, first["before"], STEPS)
+    assert not any(torch.equal(p, first["before"][n]) for n, p in expected.items())
+    assert all(same(first["after"], got["after"]) for got in others)
     if how != "plain":
         assert first["norms"] == pytest.approx(norms, rel=1e-5) and max(norms) > 0.2
 

@@ -6,6 +6,7 @@ import transformers
 
 from tests import worlds
 from tests.common.choose import params
+from tests.common.updates import check_each
 from tests.distributed import habits
 
 RANKS = (1, 2, 3)
@@ -51,9 +52,9 @@ QUICK_RESUMED = [(2, kind) for kind in habits.RESUMED if kind != "bf16 master24"
 def test_layers_may_be_frozen_unfrozen_and_added_between_steps(ranks, stage, policy, max_norm):
     got = worlds.once(ranks, habits.frozen, stage, policy, max_norm)[0]
     model = habits.frozen_reference(ranks, max_norm, transformers.Adafactor)
-    for n, p in model.named_parameters():
-        update, error = (p - got["before"][n]).norm(), (got["after"][n] - p).norm()
-        assert update > 0 and error <= max(1e-5 * update, habits.STEPS * 2**-24 * p.norm()), n
+    expected = dict(model.named_parameters())
+    check_each(got["after"], expected, got["before"], habits.STEPS)
+    assert not any(torch.equal(p, got["before"][n]) for n, p in expected.items())
 
 
 EDITED = [
@@ -66,9 +67,7 @@ QUICK_EDITED = [(2, 0, "fused"), (2, 2, "sharded"), (2, 3, "fused")]
 def test_edits_of_groups_are_followed_as_in_one_process(ranks, stage, policy):
     got = worlds.once(ranks, habits.frozen, stage, policy, 0.0, "groups")[0]
     model = habits.frozen_reference(ranks, 0.0, transformers.Adafactor, "groups")
-    for n, p in model.named_parameters():
-        update, error = (p - got["before"][n]).norm(), (got["after"][n] - p).norm()
-        assert error <= max(1e-5 * update, habits.STEPS * 2**-24 * p.norm()), n
+    check_each(got["after"], dict(model.named_parameters()), got["before"], habits.STEPS)
 
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
@@ -117,9 +116,8 @@ def test_bf16_weights_have_the_same_bits_on_any_number_of_ranks(ranks, stage, we
 def test_activation_checkpointing_of_deepspeed_is_exact(ranks, stage, policy, max_norm):
     got = worlds.once(ranks, habits.checkpointed, stage, policy, max_norm)[0]
     assert got["message"] == ""
-    for n, p in habits.checkpointed_reference(ranks, max_norm).named_parameters():
-        update, error = (p - got["before"][n]).norm(), (got["after"][n] - p).norm()
-        assert error <= max(1e-5 * update, habits.STEPS * 2**-24 * p.norm()), n
+    model = habits.checkpointed_reference(ranks, max_norm)
+    check_each(got["after"], dict(model.named_parameters()), got["before"], habits.STEPS)
 
 
 @pytest.mark.parametrize("ranks, stage", params([(n, s) for n in RANKS for s in (1, 3)], [(2, 3)]))

@@ -4,7 +4,6 @@ their own, with the same local ranks; against one process."""
 import base64
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.common import authors
+from tests.common import authors, updates
 from tests.common.choose import params
 from tests.distributed import hosts, training
 from tests.distributed.hosts import RUNS
@@ -43,9 +42,7 @@ def deepspeeds(host: int, port: int) -> list[str]:
 
 def launch(launcher, folder: Path, *cases: str):
     """Runs both hosts -> what hosts.py found."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = worlds.free_port()
     shared, out = folder / "shared", folder / "results.pt"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK")}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -75,14 +72,8 @@ def seen(tmp_path_factory):
 
 def error(got, run, world: int) -> float:
     """‖difference‖ / ‖update‖ to one process with the global batch."""
-    reference = training.Reference(run, authors.ordinary)
-    for step in range(training.STEPS):
-        reference.step(step, world)
-    square = square_error = 0.0
-    for n, p in reference.model.named_parameters():
-        square += float((p - got["before"][n]).double().square().sum())
-        square_error += float((got["after"][n] - p).double().square().sum())
-    return (square_error / square) ** 0.5
+    expected = training.Reference(run, authors.ordinary).train(world)
+    return updates.error(got["after"], expected, got["before"])
 
 
 @pytest.mark.supports(

@@ -9,6 +9,7 @@ from ds_ext.rules.base import key_of
 from tests import worlds
 from tests.common import low_rank, models
 from tests.common.choose import params
+from tests.common.updates import check, error
 from tests.distributed import matrices
 from tests.distributed.matrices import STEPS, TYPES
 
@@ -69,14 +70,7 @@ def test_equals_the_authors(name, ranks, stage):
         assert got["streams"].keys() == STEPPED and len(set(got["streams"].values())) == 4
     model = models.make()
     train_by_authors(name, got, model, ranks, STEPS)
-    square = square_error = 0.0
-    for n, p in model.named_parameters():
-        update = (p.detach() - got["before"][n]).norm()
-        error = (got["after"][n] - p.detach()).norm()
-        resolution = STEPS * 2**-24 * p.detach().norm()
-        assert error <= max(CLOSE[name] * update, resolution), (n, float(error), float(update))
-        square, square_error = square + update**2, square_error + error**2
-    assert square > 0 and square_error**0.5 <= CLOSE[name] * square**0.5
+    check(got["after"], dict(model.named_parameters()), got["before"], STEPS, CLOSE[name])
 
 
 ELSEWHERE = [(name, stage) for name in TYPES for stage in range(4)]
@@ -95,11 +89,7 @@ def test_a_run_goes_on_on_other_ranks_and_another_stage(name, stage, tmp_path):
     worlds.run(2, matrices.resume, name, stage, two, 0, 2)
     worlds.run(3, matrices.resume, name, (stage + 1) % 4, two, 2, 5)
     (last,) = worlds.run(1, matrices.resume, name, (stage + 3) % 4, two, 5, 6)
-    off = sum((last["after"][n] - w).double().square().sum() for n, w in whole["after"].items())
-    update = sum(
-        (w - whole["before"][n]).double().square().sum() for n, w in whole["after"].items()
-    )
-    assert off**0.5 <= CLOSE[name] / 10 * update**0.5
+    assert error(last["after"], whole["after"], whole["before"]) <= CLOSE[name] / 10
 
 
 @pytest.mark.parametrize("name", params(TYPES, ["APOLLO"]))
@@ -109,9 +99,4 @@ def test_bf16_weights_are_clipped_and_accumulated_alike_at_every_stage(name):
         runs = [worlds.run(2, matrices.accumulate, name, at, weight_update)[0] for at in (0, 3)]
         alone, cut = runs
         assert alone["identical"] and cut["identical"]
-        square = error = 0.0
-        for n, before in alone["before"].items():
-            update = (alone["after"][n] - before).double()
-            square += update.square().sum()
-            error += (cut["after"][n] - alone["after"][n]).double().square().sum()
-        assert square > 0 and error**0.5 <= 0.05 * square**0.5
+        assert error(cut["after"], alone["after"], alone["before"]) <= 0.05

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.common import models
+from tests.common import models, updates
 from tests.common.authors import ordinary
 from tests.common.choose import params
 from tests.distributed import mixing
@@ -49,17 +49,9 @@ def check(got, ranks, optimizers):
     torch.manual_seed(0)
     model = models.Zoo()
     mixing.reference(ranks, optimizers(model), model)
-    square = square_error = 0.0
-    for name, p in model.named_parameters():
-        before, after, p = got["before"][name], got["after"][name], p.detach()
-        update = (p - before).norm()
-        resolution = mixing.STEPS * 2**-24 * p.norm()
-        error = (after - p).norm()
-        assert error <= max(1e-5 * update, resolution), name
-        square, square_error = square + update**2, square_error + error**2
-        resumed = (got["resumed"][name] - after).norm() if "resumed" in got else 0.0
-        assert resumed <= max(1e-5 * update, resolution), name
-    assert square > 0 and square_error**0.5 <= 1e-5 * square**0.5
+    expected, before = dict(model.named_parameters()), got["before"]
+    updates.check(got["after"], expected, before, mixing.STEPS)
+    updates.check_each(got.get("resumed", got["after"]), got["after"], before, mixing.STEPS)
 
 
 @pytest.mark.parametrize(

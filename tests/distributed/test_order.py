@@ -4,6 +4,8 @@ import pytest
 import transformers
 
 from tests import worlds
+from tests.common.plain import mean_step
+from tests.common.updates import check_each
 from tests.distributed import ordering
 from tests.distributed.ordering import CASES, FROM, STEPS, TIMEOUT, WAITING
 
@@ -21,15 +23,11 @@ def test_any_order_is_exact_below_stage_3_and_one_order_at_it(case):
     model, before = ordering.make(), ordering.make()
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        (sum(ordering.loss_of(model, step, rank, case[0]) for rank in (0, 1)) / 2).backward()
-        optimizer.step()
+        mean_step(optimizer, [ordering.loss_of(model, step, rank, case[0]) for rank in (0, 1)])
     for got in worlds.once(2, ordering.train, *CASES[case]):
         assert got["error"] == ""
-        old = dict(before.named_parameters())
-        for n, p in model.named_parameters():
-            error = (got["after"][n] - p).norm()
-            assert error <= max(1e-5 * (p - old[n]).norm(), STEPS * 2**-24 * p.norm()), n
+        expected, old = (dict(m.named_parameters()) for m in (model, before))
+        check_each(got["after"], expected, old, STEPS)
 
 
 NEXT = {

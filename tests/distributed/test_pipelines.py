@@ -11,6 +11,8 @@ from tests import worlds
 from tests.common.authors import INDEPENDENT, ordinary
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, TRAINED, changed
+from tests.common.plain import mean_step
+from tests.common.updates import check, error
 from tests.distributed import pipelines
 from tests.distributed.pipelines import ROWS, STEPS, Chain, Run
 
@@ -73,25 +75,14 @@ def test_equals_the_authors(rule, ranks, stages, zero):
     hypers = {k: v for k, v in HYPERS[rule].items() if k != "weight_decay"}
     optimizer = ordinary(rule, groups, hypers)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        tokens = pipelines.rows(step).split(ROWS // 4)
-        losses = [model(own) for own in tokens]
-        torch.stack(losses).mean().backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        losses = [model(own) for own in pipelines.rows(step).split(ROWS // 4)]
+        norm = mean_step(optimizer, losses, CLIP)
         for result in results:
             assert result["losses"][step] == pytest.approx(
                 float(torch.stack(losses).detach().mean()), rel=1e-5
             )
-            assert result["norms"][step] == pytest.approx(float(norm), rel=1e-5)
-    square = square_error = 0.0
-    for n, p in named.items():
-        update = (p.detach() - before[n]).norm()
-        error = (after[n] - p.detach()).norm()
-        resolution = STEPS * 2**-24 * p.detach().norm()
-        assert error <= max(1e-5 * update, resolution), (n, float(error), float(update))
-        square, square_error = square + update**2, square_error + error**2
-    assert square_error**0.5 <= 1e-5 * square**0.5
+            assert result["norms"][step] == pytest.approx(norm, rel=1e-5)
+    check(after, named, before, STEPS)
     moved = {n for n in after if not torch.equal(after[n], before[n])}
     assert moved == named.keys() - FROZEN
 
@@ -127,9 +118,7 @@ def test_a_run_goes_on_with_other_stages_and_ranks(rule, way, tmp_path):
             assert not i or result["client"] == {"saved after": 2 * i}
     before, after = merged(whole, "before"), merged(whole, "after")
     ended = merged(results, "after")
-    off = sum((ended[n] - after[n]).double().square().sum() for n in after) ** 0.5
-    update = sum((after[n] - before[n]).double().square().sum() for n in after) ** 0.5
-    assert 0 < update and off <= CLOSE.get(rule, 1e-6) * update
+    assert error(ended, after, before) <= CLOSE.get(rule, 1e-6)
     if way == "other stages":  # one pipeline all the time: its buffer counts micro-batches
         assert [float(b) for got in results for b in got["seen"].values()] == [6 * 4]
     assert results[0]["lr"] == pytest.approx(whole[0]["lr"])
@@ -291,14 +280,8 @@ def test_a_config_steps_the_layers_of_all_stages_by_their_roles(rule, ranks, sta
     model = chain(before)
     optimizer = OPTIMIZERS[rule].for_model(model, **run.hypers)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        torch.stack([model(own) for own in pipelines.rows(step).split(ROWS // 4)]).mean().backward()
-        optimizer.step()
-    square = square_error = 0.0
-    for n, p in model.named_parameters():
-        square += float((p.detach() - before[n]).square().sum())
-        square_error += float((after[n] - p.detach()).square().sum())
-    assert square > 0 and square_error**0.5 <= CLOSE.get(rule, 1e-5) * square**0.5
+        mean_step(optimizer, [model(own) for own in pipelines.rows(step).split(ROWS // 4)])
+    assert error(after, dict(model.named_parameters()), before) <= CLOSE.get(rule, 1e-5)
     steps = {name: n for got in results for name, n in got["steps"].items()}
     assert steps == dict.fromkeys(before.keys() - FROZEN, STEPS)
 

@@ -1,12 +1,13 @@
 """What DeepSpeed offers beside ZeRO: each is exact, or refused on every rank in one sentence."""
 
 import pytest
-import torch
 import transformers
 
 from tests import worlds
 from tests.common import authors
 from tests.common.choose import params
+from tests.common.plain import mean_step
+from tests.common.updates import error
 from tests.distributed import training, unusual
 from tests.distributed.unusual import COMPILED
 
@@ -17,23 +18,13 @@ HPZ = {"hpz adalomo": (4, "adalomo", 0, 2), "hpz came": (2, "came", 30, 0)}
 QUICK = [(case,) for case in COMPILED if case[0] in (None,)]  # at stage 3 it takes 12 s
 
 
-def error(after, model, before) -> float:
-    """‖difference‖ / ‖update‖ of the whole model."""
-    named = dict(model.named_parameters())
-    update = sum((p - before[n]).double().square().sum() for n, p in named.items())
-    off = sum((p - after[n]).double().square().sum() for n, p in named.items())
-    return float((off / update).sqrt())
-
-
 @pytest.mark.supports("ZeRO++ hpZ", stage=3, optimizer=lambda name: HPZ[name][1])
 @pytest.mark.parametrize("name", params(HPZ, ["hpz adalomo"]))
 def test_second_copies_of_the_weights_never_go_stale(name):
     world, rule, persist, inside = HPZ[name]
-    reference = training.Reference(training.Training(rule, 3), authors.ordinary)
-    for step in range(training.STEPS):
-        reference.step(step, world)
+    expected = training.Reference(training.Training(rule, 3), authors.ordinary).train(world)
     for rank in worlds.once(world, unusual.second_copies, rule, persist, inside):
-        assert error(rank["after"], reference.model, rank["before"]) <= 1e-5
+        assert error(rank["after"], expected, rank["before"]) <= 1e-5
         for held, parts, left, frozen in rank["copies"]:
             assert held > 10 and parts == {world // 2}  # made in forward, of these runs each
             assert frozen and not left  # kept of what is not trained, forgotten of what was
@@ -46,14 +37,11 @@ def test_a_compiled_model_is_trained_exactly(case):
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
     for step in range(unusual.STEPS):
-        optimizer.zero_grad()
-        (sum(model(unusual.data(step, rank)) for rank in (0, 1)) / 2).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
-        assert norm > 1.5 * max_norm  # or it would show nothing
-        optimizer.step()
+        losses = [model(unusual.data(step, rank)) for rank in (0, 1)]
+        assert mean_step(optimizer, losses, max_norm) > 1.5 * max_norm  # or it would show nothing
     for got in worlds.once(2, unusual.compiled, *case):
         assert got["graphs"] > 0
-        assert error(got["after"], model, before) <= 1e-5
+        assert error(got["after"], dict(model.named_parameters()), before) <= 1e-5
 
 
 ZERO = "zero_optimization."

@@ -5,32 +5,25 @@ import torch
 
 from tests import worlds
 from tests.common import fused_losses
+from tests.common.plain import mean_step
+from tests.common.updates import check_each
 from tests.distributed import rehearsing
 
 
-def mean_step(model, losses, max_norm=rehearsing.CLIP):
-    """A step of SGD, which LOMO's is, on the mean loss, clipped by torch -> the norm."""
-    model.zero_grad()
-    (sum(losses) / len(losses)).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-    return norm
-
-
-def assert_updates_equal(after, expected, before):
-    for n, p in expected.items():
-        assert (after[n] - p).norm() <= 1e-5 * (p - before[n]).norm(), n
+def sgd_step(model, losses, max_norm=rehearsing.CLIP):
+    """A step of SGD, which LOMO's is -> the norm."""
+    return mean_step(torch.optim.SGD(model.parameters(), lr=0.5), losses, max_norm)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_loss_that_one_rank_writes_to_in_place_is_refused_on_all(stage):
     plain = fused_losses.make(None)
-    mean_step(plain, [plain(*fused_losses.batch(10 + rank)) for rank in range(2)])
+    sgd_step(plain, [plain(*fused_losses.batch(10 + rank)) for rank in range(2)])
     told = worlds.run(2, rehearsing.in_place, stage)
     for rank, got in enumerate(told):
         assert '"gradient_policy": "sharded"' in got["message"] and got["kept"]
         assert ("InPlaceCrossEntropy" if rank else "on another rank") in got["message"]
-        assert_updates_equal(got["after"], plain.state_dict(), got["before"])
+        check_each(got["after"], plain.state_dict(), got["before"])
 
 
 @pytest.mark.parametrize("world, policy", [(1, "fused"), (2, "fused"), (2, "sharded")])
@@ -44,9 +37,9 @@ def test_hf_trainer_clips_such_a_loss_exactly_or_says_what_to_set(world, policy)
             continue
         if got["rank"] == 0:
             losses = [plain(*fused_losses.batch(rank)) for rank in range(world)]
-            assert mean_step(plain, losses, max_norm=1.0) > 1.2
+            assert sgd_step(plain, losses, max_norm=1.0) > 1.2
         assert not got["message"]
-        assert_updates_equal(got["after"], plain.state_dict(), got["before"])
+        check_each(got["after"], plain.state_dict(), got["before"])
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -5,8 +5,9 @@ import torch
 
 from tests import worlds
 from tests.common.choose import params, spread
+from tests.common.updates import error
 from tests.distributed import resuming
-from tests.distributed.resuming import IN_BITS, KINDS, STAGES, TRAINERS, error, same
+from tests.distributed.resuming import IN_BITS, KINDS, STAGES, TRAINERS, same
 
 EXACT = 1e-6  # of the update of the whole model
 ALL = [(kind, stage) for kind in KINDS for stage in STAGES]

@@ -3,11 +3,12 @@
 import re
 
 import pytest
-import torch
 
 from tests import worlds
 from tests.common import authors
 from tests.common.choose import params
+from tests.common.states import same
+from tests.common.updates import check, check_each
 from tests.distributed import routing, training
 from tests.distributed.training import RUNS, STEPS
 from tests.support import of
@@ -66,16 +67,9 @@ def test_equals_one_process_with_the_global_batch(ranks, name):
     how = RUNS[name]
     got = worlds.once(ranks, training.train, how)[0]
     reference = training.Reference(how, authors.ordinary)
-    before = {n: p.detach().clone() for n, p in reference.model.named_parameters()}
-    for step in range(STEPS):
-        reference.step(step, ranks)
-    square = square_error = 0.0
-    for n, p in reference.model.named_parameters():
-        assert torch.equal(got["before"][n], before[n])
-        update, error = (p - before[n]).norm(), (got["after"][n] - p).norm()
-        assert error <= max(1e-5 * update, STEPS * 2**-24 * p.norm()), (n, error / update)
-        square, square_error = square + update**2, square_error + error**2
-    assert square_error**0.5 <= 1e-5 * square**0.5
+    expected, before = reference.train(ranks), reference.before
+    assert same(got["before"], before)
+    check(got["after"], expected, before, STEPS)
     assert got["norms"] == pytest.approx(reference.norms, rel=1e-4)
     if how.max_norm:
         assert max(reference.norms) > 1.5 * how.max_norm  # or it would show nothing
@@ -89,8 +83,6 @@ def test_ranks_that_use_different_parameters_neither_hang_nor_drift(ranks, name)
     how = routing.RUNS[name]
     got = worlds.once(ranks, routing.train, how)[0]
     model, steps = routing.reference(how, ranks, authors.ordinary)
-    assert got["drift"] == 0
+    assert got["identical"]
     assert got["steps"] == {n: number for n, number in steps.items() if number}
-    for n, p in model.named_parameters():
-        update, error = (p - got["before"][n]).norm(), (got["after"][n] - p).norm()
-        assert error <= max(1e-5 * update, routing.STEPS * 2**-24 * p.norm()), (n, error / update)
+    check_each(got["after"], dict(model.named_parameters()), got["before"], routing.STEPS)

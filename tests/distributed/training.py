@@ -198,12 +198,19 @@ class Reference:
     def __init__(self, run: Training, optimizer_of) -> None:
         self.run = run
         self.model = models.make(dropout=0.3)
+        self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         hypers = dict(run.hypers)
         groups = [
             {"params": list(self.model.parameters()), "weight_decay": hypers.pop("weight_decay")}
         ]
         self.optimizer = optimizer_of(run.rule, groups, hypers)
         self.norms: list[float] = []
+
+    def train(self, world: int) -> dict[str, torch.Tensor]:
+        """Takes all steps of a run on ``world`` ranks -> the weights."""
+        for step in range(STEPS):
+            self.step(step, world)
+        return {n: p.detach() for n, p in self.model.named_parameters()}
 
     def step(self, step: int, world: int) -> None:
         named = [p for p in self.model.parameters() if p.requires_grad]

@@ -1,6 +1,5 @@
 """Jobs that train two models: a generator and a discriminator, as users write it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -15,7 +14,6 @@ from tests.distributed.discarding import whole
 
 STEPS = 3
 LR = 0.1
-Backward = Callable[[nn.Module, torch.Tensor], object]
 
 
 def make() -> tuple[nn.Module, nn.Module]:

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.common import by_role
-from tests.common.ranks import shared_folder
+from tests.common.plain import mean_step
+from tests.common.ranks import message, shared_folder
 from tests.distributed.tensor_parallel import weights
 
 VOCAB, WIDTH, HEADS, LENGTH, STEPS = 29, 24, 4, 10, 6
@@ -135,12 +136,8 @@ def whole(rule: str, pairs: int) -> dict[str, Any]:
     optimizer = optimizer_of(rule, [{"params": params, "weight_decay": 0.0}], HYPERS[rule])
     norms = []
     for step in range(STEPS):
-        optimizer.zero_grad()
         losses = [loss_of(model, step, pair, slice(None)) for pair in range(pairs)]
-        (sum(losses) / pairs).backward()
-        norm = torch.nn.utils.clip_grad_norm_(params, clip_of(rule) or float("inf"))
-        norms.append(float(norm))
-        optimizer.step()
+        norms.append(mean_step(optimizer, losses, clip_of(rule)))
     after = {n: p.detach() for n, p in model.named_parameters()}
     return {"before": before, "after": after, "norms": norms}
 
@@ -219,8 +216,6 @@ def refusals() -> dict[str, str]:
             groups.mesh_device = None
             sequences.initialize_sequence_parallel(2)
         config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
-        try:
-            deepspeed.initialize(model=make(True), config=config | sizes, mpu=mpu)
-        except ValueError as error:
-            told[name] = str(error)
+        made = {"model": make(True), "config": config | sizes, "mpu": mpu}
+        told[name] = message(lambda made=made: deepspeed.initialize(**made), ValueError)
     return told
