@@ -25,16 +25,10 @@ MASTER = frozenset({"master", "marks"})  # the keys of a state that belong to th
 
 
 class Runs:
-    """One flat tensor per parameter of a batch, all of one dtype, anywhere in memory.
-
-    Attributes:
-        square_parts: for gradients, partial sums of their squares if a pass has left any, such as
-            row sums on a CPU. The squares are of the gradients as a rule reads them.
-    """
+    """A flat tensor of each parameter of a batch. All have one dtype; each may lie anywhere."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.square_parts: Any = None
 
     @functools.cached_property
     def pointers(self) -> Pointers:

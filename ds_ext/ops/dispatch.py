@@ -42,12 +42,12 @@ class Makers(dict[type, Callable[..., Any]]):
         return register
 
 
-_executors: list[Executor] = []
+_executors: dict[type, tuple[Executor, ...]] = {}
 
 
-def register(executor: Executor) -> None:
-    """Adds an executor; executors are asked in the order of registration."""
-    _executors.append(executor)
+def register(where: type, *executors: Executor) -> None:
+    """Registers the executors of passes over a kind of geometry, in order of preference."""
+    _executors[where] = executors
 
 
 def run(asked: Any, where: Any) -> Any:
@@ -56,7 +56,7 @@ def run(asked: Any, where: Any) -> Any:
     Raises:
         TypeError: ``where`` is neither a ``Shard`` nor a batch that has tables.
     """
-    for executor in _executors:
+    for executor in _executors.get(type(where), ()):
         made = executor.run(asked, where)
         if made is not NotImplemented:
             return made

@@ -175,8 +175,7 @@ def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     Args:
         x: the run.
         shard: its geometry.
-        like: the gradient, which gives the device and dtype, even if the run is empty. Row sums of
-            this object also serve the check of gradients and the norm.
+        like: gives the device and dtype, even if the run is empty.
     """
     (total,) = square_sums((x,), shard, like)
     return total

@@ -70,6 +70,7 @@ class BatchedStep:
                 for run, x in zip(self.runs.tensors, self.plan.pieces, strict=True)
             ]
             p = replace(p, update_sums=self._update_sums())
+        self.batch.gradients, self.batch.square_parts = self.gradients, None
         step: StepGenerator = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
         return step
 
@@ -87,7 +88,7 @@ class BatchedStep:
         It takes no pass if the rule has added them up already.
         """
         g = self.gradients
-        known: Tensor | None = added_up(g, self.batch)
+        known: Tensor | None = added_up(self.batch)
         return ops.square_sum(g, cast(Shard, self.batch), g) if known is None else known
 
     def upper_bounds(self) -> NDArray[np.float32]:

@@ -159,8 +159,16 @@ def sums_of_sum(x, p, m, at):
     (m.tensors[0] if isinstance(m, ops.Runs) else m)[:13] = torch.cat([row.view(-1), col.view(-1)])
 
 
+def squares_in_any_order(x, p, m, at):
+    pairs = [(ops.plus(x, p, 0.5), p), (p, ops.plus(x, p, 0.5))]
+    pairs += [(ops.plus(x, p, 0.5), ops.plus(m, p, 0.5)), (p, p)]
+    found = [total for pair in pairs for total in ops.square_sums(pair, at, x)]
+    values = torch.stack([getattr(x, "values", x).view(()) for x in found])
+    (m.tensors[0] if isinstance(m, ops.Runs) else m)[: len(values)] = values
+
+
 SUMS = [lerp_of_sum, square_lerp_of_sum, adam_of_sum, sign_of_sum, scaled_sum, scaled_weight]
-SUMS += [run_quotient_of_sum, nesterov, sums_of_sum]
+SUMS += [squares_in_any_order, run_quotient_of_sum, nesterov, sums_of_sum]
 
 
 @pytest.mark.parametrize("is_batch", [True, False])

@@ -21,7 +21,7 @@ from ds_ext.ops.executors.table_batch import AnyTable, TableBatch, new_table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launcher import SquareParts
 from ds_ext.ops.executors.triton.table import Table as KernelTable
-from ds_ext.ops.expressions import Number, Quotient, Scaled, Source, source_of
+from ds_ext.ops.expressions import Number, Quotient, Source, source_of
 from ds_ext.ops.formulas import Formula
 
 _makers = Makers()
@@ -37,7 +37,7 @@ class BatchedExecutor:
     def run(self, asked: Any, where: Any) -> Any:
         """See ``dispatch.Executor``."""
         make = _makers.get(type(asked))
-        if make is None or not (where is None or isinstance(where, TableBatch)):
+        if make is None:
             return NotImplemented
         try:
             return make(*asked) if where is None else make(*asked, where)
@@ -52,8 +52,10 @@ def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
     for x in sources:  # check all before one of them advances moments
         _refuse("square_sums", batch.own, x.form, x.scalars)
     totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
-    if len(sources) == 2 and batch.own.adds_two and _same(*sources):
-        _run("square_sums", batch, sources[1], out=_each(totals[1]), out2=_each(totals[0]))
+    weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
+    if len(sources) == 2 and len(weights) == 1 and batch.own.adds_two and _same(*sources):
+        own, other = totals[weights[0]], totals[1 - weights[0]]
+        _run("square_sums", batch, sources[1 - weights[0]], out=_each(other), out2=_each(own))
         return totals
     for source, total in zip(sources, totals, strict=True):
         cache: Any = source.form == "IS_WEIGHT" and getattr(source.storage, "norm_cache", None)
@@ -105,7 +107,7 @@ def row_col_square_sums(x: Any, like: Any, batch: TableBatch) -> tuple[Tensor, T
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(col, batch.own_col_firsts),
     )
-    _note_square_parts(x, left or Flat(row, batch.row_firsts), like)
+    _keep_square_parts(x, left or Flat(row, batch.row_firsts), batch)
     return row, col
 
 
@@ -126,19 +128,19 @@ def weighted_square_sums(
         lerp=1 - beta,
         eps=eps,
     )
-    _note_square_parts(x, left or Flat(row, batch.row_firsts), like)
+    _keep_square_parts(x, left or Flat(row, batch.row_firsts), batch)
     return row, col, weighted
 
 
-def _note_square_parts(x: Any, left: Flat | SquareParts, like: Any) -> None:
-    """If ``x`` is the gradients, keeps its partial sums of squares for the gradient norm."""
-    if x is like:
-        cast(Runs, like.x if isinstance(like, Scaled) else like).square_parts = left
+def _keep_square_parts(x: Any, left: Flat | SquareParts, batch: TableBatch) -> None:
+    """If ``x`` is the gradients of the batch, keeps partial sums of their squares."""
+    if x is batch.gradients:
+        batch.square_parts = left
 
 
-def added_up(runs: Any, batch: TableBatch) -> Any:
+def added_up(batch: TableBatch) -> Any:
     """Sums of squares of gradients, [n], from partial sums of an earlier pass; None without any."""
-    left = cast(Runs, runs.x if isinstance(runs, Scaled) else runs).square_parts
+    left = batch.square_parts
     if isinstance(left, SquareParts):
         return batch.as_scalars(cast(KernelTable, batch.own).added_up(left))
     if left is None:
@@ -217,7 +219,7 @@ def scattered_squares(x: Any, like: Any, batch: TableBatch) -> Tensor:
     (out,) = _sums(batch, batch.elements)
     at = Flat(out, batch.firsts + batch.starts)
     _run("scattered_squares", batch, _source(x), out=at)
-    _note_square_parts(x, Flat(out, batch.firsts), like)
+    _keep_square_parts(x, Flat(out, batch.firsts), batch)
     return out
 
 

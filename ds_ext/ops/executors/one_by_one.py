@@ -32,8 +32,6 @@ class OneByOne:
 
     def run(self, asked: Any, where: Any) -> Any:
         """See ``dispatch.Executor``."""
-        if not isinstance(where, TableBatch):
-            return NotImplemented
         where.launch()  # the pass may read results of passes in the queue
         _warn(type(asked).__name__, where.device.type)
         good, made = _good(where), []

@@ -45,8 +45,6 @@ class Reference:
         """See ``dispatch.Executor``."""
         if where is None:
             return _makers[type(asked)](*asked)
-        if not isinstance(where, Shard):
-            return NotImplemented
         return _makers[type(asked)](*asked, where)
 
 

@@ -27,6 +27,9 @@ class TableBatch(Batch):
     Attributes:
         own: the table of the runs.
         whole: the table of the whole parameters.
+        gradients: the input whose squares the step in progress checks.
+        square_parts: numbers that a pass over ``gradients`` left and that add up to the squares of
+            each parameter; None before such a pass.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class TableBatch(Batch):
         super().__init__(shards, firsts, device)
         self.whole = new_table(self.whole_geometries, [0] * len(shards), device)
         self.own = new_table(self.geometries, self.noise_firsts, device)
+        self.gradients: Any = None
+        self.square_parts: Any = None
 
     def attach(self, queue: LaunchQueue | None, limits: GradLimits | None = None) -> None:
         """Makes later passes over the batch a part of a bucket's step on a GPU.
@@ -53,6 +58,7 @@ class TableBatch(Batch):
     def detach(self) -> None:
         """Ends the batch's part in a bucket's step."""
         self.attach(None)
+        self.gradients = self.square_parts = None
 
     @property
     def limits(self) -> GradLimits | None:
