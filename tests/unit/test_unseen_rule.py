@@ -163,7 +163,7 @@ def squares_in_any_order(x, p, m, at):
     pairs = [(ops.plus(x, p, 0.5), p), (p, ops.plus(x, p, 0.5))]
     pairs += [(ops.plus(x, p, 0.5), ops.plus(m, p, 0.5)), (p, p)]
     found = [total for pair in pairs for total in ops.square_sums(pair, at, x)]
-    values = torch.stack([getattr(x, "values", x).view(()) for x in found])
+    values = torch.stack([(x if isinstance(x, torch.Tensor) else x.values).view(()) for x in found])
     (m.tensors[0] if isinstance(m, ops.Runs) else m)[: len(values)] = values
 
 
