@@ -58,4 +58,4 @@ def test_the_error_that_the_log_tells():
     total = decode(encode(within), 2**16).sum(0)
     exact = x.sum((0, 1))
     error = float((total - exact).norm() / exact.norm())
-    assert f"some {100 * error:.0f} %" in WHAT_IT_COSTS
+    assert f"about {100 * error:.0f} %" in WHAT_IT_COSTS
