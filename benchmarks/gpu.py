@@ -110,7 +110,7 @@ def using_kernels(kind: str | None) -> Iterator[None]:
     """Kernels step what is on a kind of device; torch's operations if there is none."""
     with (
         mock.patch.object(devices, "DEVICES", set() if kind is None else {kind}),
-        mock.patch.object(table, "is_there", lambda: False),
+        mock.patch.object(table, "is_available", lambda: False),
     ):
         yield
 
@@ -171,13 +171,13 @@ def timed(names: Sequence[str], side: int, device: torch.device) -> list[dict[st
         for _ in range(3):
             optimizer.step()
         launched: list[object] = []
-        start = launches.start
+        start = launches.launch_kernel
 
         def counted(*args: Any, by: Any = start, to: list[object] = launched) -> None:
             to.append(args[0])
             by(*args)
 
-        with mock.patch.object(launches, "start", counted):
+        with mock.patch.object(launches, "launch_kernel", counted):
             optimizer.step()
         ms, host = median(optimizer.step)
         rows.append(

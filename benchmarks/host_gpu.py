@@ -142,8 +142,8 @@ def doing_nothing() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(devices, "DEVICES", {DEVICE.type}),
-        mock.patch.object(table, "is_there", lambda: False),
-        mock.patch.object(launches, "start", start),
+        mock.patch.object(table, "is_available", lambda: False),
+        mock.patch.object(launches, "launch_kernel", start),
         mock.patch.object(launches, "run", copied),
         mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
     ):

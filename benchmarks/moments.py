@@ -86,7 +86,7 @@ class LinearAdamW:
     weight_decay: NonNegative = 1e-2
 
     def state_spec(self, shard: Shard) -> Any:
-        return self.adam.keeps_of(shard)
+        return self.adam.shard_state_spec(shard)
 
     def step(self, p: Any, g: Any, s: Any, t: int, shard: Shard) -> base.Rounds:
         u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))

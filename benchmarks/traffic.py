@@ -120,7 +120,7 @@ def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
         reads_known = name == "square_sums" and _is_known(columns)
         if name in OVER_RUNS and not reads_known:
             of_each = self.entries["n"] if isinstance(self, Table) else self.geometry.n
-            count(found, name, int(of_each.sum()), kind.adds_two, *args, **how)
+            count(found, name, int(of_each.sum()), kind.fuses_squares, *args, **how)
         return run(self, name, columns, *args, **how)
 
     with mock.patch.object(kind, "run", noted):
@@ -132,7 +132,7 @@ def asked_for() -> Iterator[None]:
     """Tensors of the CPU stand for those of a GPU, whose kernels do nothing."""
     with (
         mock.patch.object(devices, "DEVICES", {"cpu"}),
-        mock.patch.object(launches, "start", lambda *_: None),
+        mock.patch.object(launches, "launch_kernel", lambda *_: None),
     ):
         yield
 
@@ -149,7 +149,7 @@ def count(
     found: Counter[str],
     name: str,
     n: int,
-    adds_two: bool,
+    fuses_squares: bool,
     form: str = "IS_WEIGHT",
     dtype: torch.dtype | None = None,
     storage: tuple[str, torch.dtype] | None = None,
@@ -158,7 +158,7 @@ def count(
 ) -> None:
     """Adds up what a pass reads and writes of ``n`` elements, as ``Table.run`` is asked for it.
 
-    ``adds_two`` tells whether a pass for squares reads the weights that it is given too.
+    ``fuses_squares`` tells whether a pass for squares reads the weights that it is given too.
     """
     reads, writes = STATE.get(form, (0, 0))
     found["moments read"] += reads * n
@@ -170,7 +170,7 @@ def count(
         beside = ROUNDED.get(storage[0], 0) if storage else 0
         found["moments read"] += beside * n
         found["moments written"] += beside * n
-    elif form == "IS_WEIGHT" or decays or (name == "square_sums" and storage and adds_two):
+    elif form == "IS_WEIGHT" or decays or (name == "square_sums" and storage and fuses_squares):
         found["p read"] += n
     if name in MOMENTS:
         found["moments read"] += MOMENTS[name] * n

@@ -67,7 +67,7 @@ class Stepper:
         """
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
-        checks_on_host = layout.device.type == "cpu" and not devices.take(layout.device)
+        checks_on_host = layout.device.type == "cpu" and not devices.supports(layout.device)
         there = {p: s for p, s in shards.items() if p.device == layout.device}
         on_device = self.optimizer.in_kernels(there, layout.device)
         first: Set[Tensor] = frozenset()

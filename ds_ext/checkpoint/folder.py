@@ -93,7 +93,7 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
             )
     said = manifest | {"crc32": _checksum(manifest)}
     _write(written / MANIFEST, json.dumps(said, indent=1))
-    swap.take_place(draft)
+    swap.move_into_place(draft)
     if is_latest:
         folder = draft.path.parents[len(Path(manifest["tag"]).parts) - 1]
         with locks.exclusive(folder):

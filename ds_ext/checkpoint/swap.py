@@ -71,7 +71,7 @@ def prepare(path: Path) -> Draft:
     return draft
 
 
-def take_place(draft: Draft) -> None:
+def move_into_place(draft: Draft) -> None:
     """Moves a checkpoint with a manifest into place.
 
     If the process is killed meanwhile, ``find`` returns the complete old or new checkpoint. All

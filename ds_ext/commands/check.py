@@ -201,7 +201,7 @@ def _whose(kind: str) -> str | None:
         return named(kind).__name__.lower()
     from ds_ext.engine import optimizers
 
-    return optimizers.ours_of_config(kind)
+    return optimizers.registry_key_of_config(kind)
 
 
 def _stand_in() -> torch.optim.Optimizer:

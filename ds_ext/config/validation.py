@@ -45,7 +45,7 @@ def problems(
     config = without_auto(config)
     if version is not None:
         yield from needs_newer_deepspeed(config, version)
-    for key, value, advice in _set_otherwise(config, REFUSED):
+    for key, value, advice in _disallowed(config, REFUSED):
         yield f"ds_ext cannot honour {key} = {value!r} yet: {advice}"
     yield from _combinations(config)
     try:
@@ -58,7 +58,7 @@ def problems(
 def ignored(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each setting that is accepted but has no effect."""
     config = without_auto(config)
-    for key, value, reason in _set_otherwise(config, IGNORED):
+    for key, value, reason in _disallowed(config, IGNORED):
         yield f"{key} = {value!r} has no effect: {reason}."
     on, (zero, stage) = _offloaded(config), _zero(config)
     device = _device(zero.get("offload_param"))
@@ -78,7 +78,7 @@ def ignored(config: dict[str, Any]) -> Iterator[str]:
 
 def needs_newer_deepspeed(config: dict[str, Any], version: str) -> Iterator[str]:
     """Yields a message for each key that needs a DeepSpeed newer than ``version``."""
-    for key, value, since in _set_otherwise(config, _SINCE):
+    for key, value, since in _disallowed(config, _SINCE):
         if numbers(version) < since:
             yield (
                 f"{key} = {value!r} needs DeepSpeed {written(since)} or newer under "
@@ -86,7 +86,7 @@ def needs_newer_deepspeed(config: dict[str, Any], version: str) -> Iterator[str]
             )
 
 
-def _set_otherwise(
+def _disallowed(
     config: dict[str, Any], table: Iterable[tuple[str, Allowed, T]]
 ) -> Iterator[tuple[str, Any, T]]:
     """Yields (key, value, last column) for each row whose key is set to a disallowed value."""
@@ -102,7 +102,7 @@ def _set_otherwise(
 def _combinations(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each key that needs another ZeRO stage, or excludes another key."""
     zero, stage = "zero_optimization", lookup(config, "zero_optimization.stage")
-    for key, value, excluded in _set_otherwise(config, _STAGE_3):
+    for key, value, excluded in _disallowed(config, _STAGE_3):
         if stage != 3:
             yield f"{key} = {value!r} needs {zero}.stage 3, but it is {stage}: remove it."
         else:
@@ -116,14 +116,14 @@ def _combinations(config: dict[str, Any]) -> Iterator[str]:
         asked = f"ds_ext.shard_size = {size!r}"
         if not stage:
             yield f"{asked} needs {zero}.stage 1, 2 or 3, which divide a model: set it."
-        yield from _excluded(config, asked, _UNGROUPED)
+        yield from _excluded(config, asked, _EXCLUDED_BY_SHARD_SIZE)
 
 
 def _excluded(
     config: dict[str, Any], asked: str, others: Iterable[tuple[str, Allowed]]
 ) -> Iterator[str]:
     """Yields a message for each other setting that ``asked`` excludes."""
-    for key, value, _ in _set_otherwise(config, ((*other, None) for other in others)):
+    for key, value, _ in _disallowed(config, ((*other, None) for other in others)):
         yield f"ds_ext cannot honour {asked} together with {key} = {value!r} yet: remove one."
 
 
@@ -339,7 +339,7 @@ _SINCE: list[tuple[str, Allowed, tuple[int, ...]]] = [
 ]
 
 # (key, is_allowed with ds_ext.shard_size)
-_UNGROUPED: list[tuple[str, Allowed]] = [
+_EXCLUDED_BY_SHARD_SIZE: list[tuple[str, Allowed]] = [
     (_HPZ, _one),
     ("tensor_parallel.autotp_size", lambda v: v in (0, 1)),
     ("sequence_parallel_size", _one),
@@ -353,7 +353,7 @@ _STAGE_3: list[tuple[str, Allowed, list[tuple[str, Allowed]]]] = [
     (
         "zero_optimization.zero_quantized_gradients",
         _off,
-        [("ds_ext.shard_size", _off), *_UNGROUPED[1:]],
+        [("ds_ext.shard_size", _off), *_EXCLUDED_BY_SHARD_SIZE[1:]],
     ),
 ]
 

@@ -143,7 +143,7 @@ class Layout:
         if [p.shape for p in self.params] == self.shapes:
             return
         for param, shape in zip(self.params, self.shapes, strict=True):
-            if not self.may_have(param, shape):
+            if not self.has_valid_shape(param, shape):
                 raise RuntimeError(
                     f"{self.name(param)} has the shape {[*param.shape]} now, but had {[*shape]} "
                     "when ds_ext took over the model. Nothing was stepped. Resize a model "
@@ -152,7 +152,7 @@ class Layout:
                     "optimizer.state[param]), and call that function again."
                 )
 
-    def may_have(self, param: Tensor, shape: torch.Size) -> bool:
+    def has_valid_shape(self, param: Tensor, shape: torch.Size) -> bool:
         """Returns whether a parameter that had ``shape`` at first may have its current shape."""
         return param.shape == shape
 

@@ -71,7 +71,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self._is_boundary,
             on_replaced=self._leave,
             on_discarded=self._discarded,
-            rerun_context=self._unseen_by_engine,
+            rerun_context=self._suspend_engine_hooks,
         )
         self.offloaded = OffloadedStates(self.fused)
         self.loss_scaler = settings.loss_scaler(engine)
@@ -80,7 +80,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._entered = -1  # graph task id of the engine's last backward pass
         self._is_prepass = False
         self._can_repeat = False  # whether a graph has passed _refuse_to_repeat
-        self._take_over_from_engine()
+        self._disable_engine_handling()
         hook_cleanup.hide_from_copies(engine)
         safe_access.attach(self.fused)
 
@@ -110,7 +110,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         firsts = {p: place[0] for p, place in places.items() if place}
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
 
-    def _take_over_from_engine(self) -> None:
+    def _disable_engine_handling(self) -> None:
         """Disables loss scaling, reduction and clipping in the engine and in ZeROOptimizer."""
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
@@ -198,7 +198,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self._can_repeat = True
 
     @contextlib.contextmanager
-    def _unseen_by_engine(self, loss: Tensor) -> Iterator[None]:
+    def _suspend_engine_hooks(self, loss: Tensor) -> Iterator[None]:
         """Context in which the engine's hooks ignore a backward pass of ``loss``."""
         state = self._backward_hook_state
         hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
@@ -208,9 +208,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         finally:
             self._is_prepass = False
             state._grad_acc_post_hooks = hooks
-        self._tell_of_second_pass(loss)
+        self._rearm_callback(loss)
 
-    def _tell_of_second_pass(self, loss: Tensor) -> None:
+    def _rearm_callback(self, loss: Tensor) -> None:
         """Makes the engine's hooks run again in the second backward pass of a graph."""
         self._backward_hook_state.post_backward_callback_queued = False
         loss.register_hook(self._announce)

@@ -62,7 +62,7 @@ class Writer:
 
     def _save(self, state_dict: Any, path: Path) -> None:
         if _is_model(path.name):
-            state_dict = _not_to_be_converted(state_dict, path.name.startswith("zero_pp_rank_"))
+            state_dict = _block_conversion(state_dict, path.name.startswith("zero_pp_rank_"))
         try:
             self.inner.save(state_dict, str(path))
         except Exception as error:
@@ -84,7 +84,7 @@ class Writer:
                 self.error = error
 
 
-def _not_to_be_converted(model: dict[str, Any], is_partitioned: bool) -> dict[str, Any]:
+def _block_conversion(model: dict[str, Any], is_partitioned: bool) -> dict[str, Any]:
     """Adds entries to a model's file that make DeepSpeed's ds_to_universal fail with a reason.
 
     At stages 1 and 2 the script prints the entry for unsupported tensor-parallel patterns. At stage

@@ -74,12 +74,12 @@ def _wrong(section: str, model: type[BaseModel], given: dict[str, Any]) -> Itera
     try:
         model(**given)
     except ValidationError as error:
-        yield from in_words(error)
+        yield from format_errors(error)
     except (AssertionError, TypeError, ValueError) as error:
         yield f"{section}: {error}"
 
 
-def in_words(error: ValidationError) -> Iterator[str]:
+def format_errors(error: ValidationError) -> Iterator[str]:
     """Yields a readable sentence for each pydantic error, with the closest known key."""
     sections = {model.__name__: (section, model) for section, model in _MODELS.items()}
     section, model = sections.get(error.title, (error.title, BaseModel))

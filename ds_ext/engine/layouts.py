@@ -72,7 +72,7 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
     cut = replica_groups.divide(group, replica_groups.shard_size(engine.config))
     offload = zero3.partition(engine, cut) if stage == 3 else None
-    kind, losses = _BY_STAGE[stage], _num_losses(engine)
+    kind, losses = _BY_STAGE[stage], _num_mean_losses(engine)
     tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
     if tensor_group is not None:
         dense = _with_tensor_parallelism(kind, group, tensor_group, losses, names)
@@ -161,7 +161,7 @@ def _with_tensor_parallelism(
     return lambda param: split if param in shards else whole
 
 
-def _num_losses(engine: DeepSpeedEngine) -> int:
+def _num_mean_losses(engine: DeepSpeedEngine) -> int:
     """The number of mean losses in a summed gradient. Ranks that share a sequence share a loss.
 
     Raises ValueError if DeepSpeed does not sum gradients over the ranks of a sequence.

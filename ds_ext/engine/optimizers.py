@@ -52,7 +52,7 @@ def ours(name: str | None) -> str | None:
     return own if own in OPTIMIZERS and not is_theirs else None
 
 
-def ours_of_config(optimizer_type: str) -> str | None:
+def registry_key_of_config(optimizer_type: str) -> str | None:
     """Returns the result of ``ours`` for the type in a config that DeepSpeed has not read yet.
 
     Raises:
@@ -131,7 +131,7 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleO
     names: Names = engine.param_names
     if pipeline.is_pipeline(engine):
         model = pipeline.whole_model(model)
-        params = pipeline.whole_params(model, params)
+        params = pipeline.gather_params(model, params)
         names = model.names
     given = engine.optimizer_params() or {}
     made = param_groups.of_config(REGISTRY[name], given, model, params)

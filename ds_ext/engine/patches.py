@@ -80,7 +80,7 @@ def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kw
                 _tell_replaced(own, ours)
             original(config, taken, *args, **kwargs)
         except ValidationError as error:
-            raise ValueError("\n".join(deepspeed_config.in_words(error))) from None
+            raise ValueError("\n".join(deepspeed_config.format_errors(error))) from None
         except DeepSpeedConfigError as error:
             raise DeepSpeedConfigError(deepspeed_config.with_advice(str(error))) from None
 

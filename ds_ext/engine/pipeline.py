@@ -156,7 +156,7 @@ def in_order(names: Sequence[Sequence[str]]) -> list[str]:
     return sorted(found, key=lambda name: not name.startswith(_TIED))
 
 
-def whole_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
+def gather_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
     """Returns the parameters or groups of all stages. All ranks must call it.
 
     Args:

@@ -34,11 +34,11 @@ class DeferredGradient(NamedTuple):
 def register() -> None:
     """Wraps DeepSpeed's functions so that they work with ds_ext optimizers."""
     for function in (SequenceTiledCompute, TiledMLP):
-        _take_when_whole(function)
-    _wait_for_backward(TiledFusedLogitsLoss)
+        _defer_until_last_tile(function)
+    _defer_to_backward(TiledFusedLogitsLoss)
 
 
-def _take_when_whole(function: Any) -> None:
+def _defer_until_last_tile(function: Any) -> None:
     """Wraps a function that recomputes forward in backward."""
     forward, backward = function.forward, function.backward
 
@@ -59,7 +59,7 @@ def _take_when_whole(function: Any) -> None:
     function.forward, function.backward = staticmethod(counted), staticmethod(whole)
 
 
-def _wait_for_backward(function: Any) -> None:
+def _defer_to_backward(function: Any) -> None:
     """Wraps a loss that runs backward in forward."""
     forward, backward = function.forward, function.backward
 

@@ -78,7 +78,7 @@ class Zero3Layout(Layout):
         hook = Hook(lambda *_: self.refuse_resized() if torch.is_grad_enabled() else None)
         return [self.offload.module.register_forward_pre_hook(hook, prepend=True)]
 
-    def may_have(self, param: Tensor, shape: torch.Size) -> bool:
+    def has_valid_shape(self, param: Tensor, shape: torch.Size) -> bool:
         """Returns whether a parameter is partitioned (empty) or has its gathered shape."""
         return param.numel() == 0 or param.shape == deepspeed_parameter(param).ds_shape
 

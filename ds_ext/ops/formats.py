@@ -57,7 +57,7 @@ class Plain:
 PLAIN = Plain()
 
 
-def are_cut(shard: Shard | Batch, size: int) -> bool:
+def splits_groups(shard: Shard | Batch, size: int) -> bool:
     """Whether a cut between ranks goes through a group of ``size``; the same on all ranks."""
     return any(at.start % size or (len(at) > 1 and at.step % size) for at in shard.cuts if at)
 
@@ -75,7 +75,7 @@ def whole_groups(p: Writable, g: Gradient, shard: Shard, size: int) -> Completed
     groups. The weights of other ranks are neither read nor written: the extended weight reads
     gradients there, and these results are discarded.
     """
-    if not are_cut(shard, size):
+    if not splits_groups(shard, size):
         return p, g, shard.flat
     before, after = yield from _others(g, shard, size)
     n = len(shard)

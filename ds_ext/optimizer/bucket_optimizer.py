@@ -186,7 +186,7 @@ class BucketOptimizer(ParamTable):
             shards: the parameters, and the run of each.
             device: of their gradients, whose dtypes must be supported by kernels.
         """
-        if not devices.take(device) or not self._has_batched_rule:
+        if not devices.supports(device) or not self._has_batched_rule:
             return set()
         return {p for p, s in shards.items() if are_batched(self, p, s, [p.dtype], device)}
 
@@ -194,7 +194,7 @@ class BucketOptimizer(ParamTable):
     def uses_native(self) -> bool:
         """Whether parameters on a CPU are stepped in batches, by native passes."""
         if self._is_native is None and self._has_batched_rule:
-            self._is_native = table.is_there()
+            self._is_native = table.is_available()
         return self._has_batched_rule and bool(self._is_native)
 
     def agree_on_native(self, device: torch.device, is_any: Callable[[bool], bool]) -> None:
@@ -204,12 +204,12 @@ class BucketOptimizer(ParamTable):
             device: of the parameters.
             is_any: returns whether its argument is True on any rank.
         """
-        if device == CPU and not devices.take(device):
+        if device == CPU and not devices.supports(device):
             self._is_native = not is_any(not self.uses_native)
 
     def _allows_batches(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
-        if devices.take(device):
+        if devices.supports(device):
             return self._has_batched_rule
         return device == CPU and self.uses_native
 

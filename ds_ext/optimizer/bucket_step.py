@@ -76,7 +76,7 @@ class BatchedStep:
 
     def _update_sums(self) -> Runs | Flat:
         """Where passes write two sums of each parameter: the statistics, or ``totals`` on a GPU."""
-        if not devices.take(self.batch.device):
+        if not devices.supports(self.batch.device):
             return Runs(self.sums)
         n = len(self.sums)
         self.totals = torch.zeros(2 * n, dtype=torch.float32, device=self.batch.device)
@@ -279,7 +279,7 @@ def _measured(
 def _queue(plan: Plan | None, staged: Sequence[StagedRun]) -> LaunchQueue | None:
     """The queue of launches of a bucket on a GPU; None elsewhere."""
     device = staged[0].update.g.device if staged else None
-    if plan is None or device is None or not devices.take(device):
+    if plan is None or device is None or not devices.supports(device):
         return None
     return LaunchQueue(Memory(device, plan.memory_sizes))
 

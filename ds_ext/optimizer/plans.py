@@ -333,7 +333,7 @@ def are_batched(
     shards = [shard]
     if param in table.stacks:
         shards = [own for _, own in expert_stacks.split(shard)]
-    if devices.take(device) and not all(map(devices.take_matrices, shards)):
+    if devices.supports(device) and not all(map(devices.supports_matrices, shards)):
         return False
     rule = table.rule_of(param)
     entry = rules.entry_of(type(rule))

@@ -53,16 +53,16 @@ def ours(
 
     kept = 4 * n if accumulates else size * min(n, bucket + max(units(shapes)) // ranks)
     held = [
-        memory.most_held(init, rules, shapes, ranks, dtype, dtensors.rows_of)
+        memory.max_bytes_over_ranks(init, rules, shapes, ranks, dtype, dtensors.rows_of)
         for init in (state, master)
     ]
-    return MemoryUse(size * n, held[0], size * on_their_way(shapes) + kept, held[1])
+    return MemoryUse(size * n, held[0], size * peak_full_gradients(shapes) + kept, held[1])
 
 
 def torchs_adamw(shapes: Shapes, ranks: int, dtype: torch.dtype) -> MemoryUse:
     """Returns the memory of torch's AdamW, with ``.grad`` and moments in the weights' dtype."""
     n, size = parts(shapes, ranks), dtype.itemsize
-    return MemoryUse(size * n, 2 * size * n, size * (on_their_way(shapes) + n), 0)
+    return MemoryUse(size * n, 2 * size * n, size * (peak_full_gradients(shapes) + n), 0)
 
 
 def parts(shapes: Shapes, ranks: int) -> int:
@@ -79,7 +79,7 @@ def units(shapes: Shapes) -> list[int]:
     return list(found.values())
 
 
-def on_their_way(shapes: Shapes) -> int:
+def peak_full_gradients(shapes: Shapes) -> int:
     """Returns the peak number of elements of full gradients in backward.
 
     During backward these are a layer's gradients, their copy for the reduction, and the gradients

@@ -91,10 +91,10 @@ def ours(
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
 
     def held(init: Init) -> float:
-        most = most_held(init, rules, shapes, cut, dtype)
+        most = max_bytes_over_ranks(init, rules, shapes, cut, dtype)
         if "optimizer" not in offloads:
             return most
-        stays = most_held(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
+        stays = max_bytes_over_ranks(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
         return stays + visiting * (most - stays)
 
     return MemoryUse(
@@ -196,7 +196,7 @@ def _largest(shapes: Shapes) -> int:
     return max(map(math.prod, shapes.values()))
 
 
-def most_held(
+def max_bytes_over_ranks(
     init: Init,
     rules: Mapping[str, Any],
     shapes: Shapes,

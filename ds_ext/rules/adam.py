@@ -55,7 +55,7 @@ class Adam:
         m, v = self._formats(total)
         return {"m": m.state_spec(run, total), "v": v.state_spec(run, total)}
 
-    def keeps_of(self, shard: Shard) -> dict[str, Part | Parts]:
+    def shard_state_spec(self, shard: Shard) -> dict[str, Part | Parts]:
         """Returns the moments of a parameter's run, extended to whole groups."""
         total = shard.numel
         return self.state_spec(outward(shard.start, shard.stop, self.unit(total), total), total)

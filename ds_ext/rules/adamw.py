@@ -45,7 +45,7 @@ class AdamW:
             quantize.functional()
 
     def state_spec(self, shard: Shard) -> Parts:
-        return self.adam.keeps_of(shard)
+        return self.adam.shard_state_spec(shard)
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))

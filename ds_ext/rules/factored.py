@@ -67,12 +67,12 @@ def divide_(
     If ``sums`` has a third tensor, from ``weighted_square_sums``, ``clip`` bounds the RMS.
     """
     if shard.is_1x1:
-        return _divide_numbers_(x, v, sums, eps, beta, shard)[0]
+        return _divide_1x1_(x, v, sums, eps, beta, shard)[0]
     factors = ops.factors_(v["row"], v["col"], sums, eps, beta, clip, shard)
     return ops.Quotient(x, *factors)
 
 
-def _divide_numbers_(
+def _divide_1x1_(
     x: ops.Readable, v: Moment, sums: Sums, eps: float, beta: float, shard: Shard
 ) -> tuple[ops.RunQuotient, Tensor]:
     """``divide_`` for matrices with one element; also returns the quotient's sum of squares, []."""
@@ -89,7 +89,7 @@ def normalize(
     AdaLomo, Adafactor and CAME share this function.
     """
     if shard.is_1x1:
-        u, u_sq, totals = yield from _normalize_numbers(g, v, eps, beta, shard, *more)
+        u, u_sq, totals = yield from _normalize_1x1(g, v, eps, beta, shard, *more)
     elif shard.is_matrix and shard.holds_rows:
         return (yield from _normalize_whole_rows(g, v, eps, beta, clip, shard, *more))
     elif shard.is_matrix:
@@ -109,12 +109,12 @@ def _normalize_vector(
     return u, u_sq, tuple(totals)
 
 
-def _normalize_numbers(
+def _normalize_1x1(
     g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
 ) -> Unbounded:
     """u of matrices with one element, whose v is replicated. Takes one round, for g²."""
     square, *totals = yield (*sums(g, shard, g), *more)
-    u, u_sq = _divide_numbers_(g, v, (square,), eps, beta, shard)
+    u, u_sq = _divide_1x1_(g, v, (square,), eps, beta, shard)
     return u, u_sq, tuple(totals)
 
 

@@ -25,7 +25,7 @@ from ds_ext.rules.base import Rounds, State, register
     paper="2602.23349",
     state="2.125/d",
     rounds="0; 1 if a cut goes through 32 elements",
-    is_batched=lambda rule, shard: not formats.are_cut(shard, companding.SIZE),
+    is_batched=lambda rule, shard: not formats.splits_groups(shard, companding.SIZE),
 )
 @dataclass(frozen=True)
 class FlashAdamW:
@@ -37,7 +37,7 @@ class FlashAdamW:
     weight_decay: NonNegative = 1e-2  # decoupled, times lr
 
     def state_spec(self, shard: Shard) -> Parts:
-        return self.adam.keeps_of(shard)
+        return self.adam.shard_state_spec(shard)
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))

@@ -73,7 +73,7 @@ class GaLoreAdamW:
 
     def state_spec(self, shard: Shard) -> Parts:
         if not self.projects(shard):
-            return self.adam.keeps_of(shard)
+            return self.adam.shard_state_spec(shard)
         rank, right = self.space(shard)
         total = rank * (shard.rows if right else shard.cols)
         part = lowrank.own_part(rank, right, shard, self.adam.unit(total))

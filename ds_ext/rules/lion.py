@@ -22,7 +22,7 @@ from ds_ext.rules.base import Rounds, State, register
     paper="2302.06675",
     state="4/d; 1.06/d with 8-bit momentum",
     rounds="0; 1 if a cut goes through 32 elements of 8-bit momentum",
-    is_batched=lambda rule, shard: not formats.are_cut(shard, rule.moment.size),
+    is_batched=lambda rule, shard: not formats.splits_groups(shard, rule.moment.size),
 )
 @dataclass(frozen=True)
 class Lion:

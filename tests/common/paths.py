@@ -11,4 +11,4 @@ def use(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     is_native = path == "native"
     assert not is_native or library.load() is not None, "no C++ compiler"
     monkeypatch.setattr(devices, "DEVICES", {"cpu"} if path == "kernels" else set())
-    monkeypatch.setattr(table, "is_there", lambda: is_native)
+    monkeypatch.setattr(table, "is_available", lambda: is_native)

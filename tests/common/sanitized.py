@@ -47,7 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)
     threads = mock.patch.object(torch, "get_num_threads", lambda: 3)
     with built, threads, mock.patch.object(table, "INSTRUCTIONS", 1):
-        assert table.is_there()
+        assert table.is_available()
         if args.plant == "race":
             race()
         elif args.plant:

@@ -57,7 +57,10 @@ def test_names_of_ours_take_ours(name, said):
     "name, message",
     [
         ("ds_ext.AdmW", r"optimizer.type is 'ds_ext.AdmW'.*mean \"AdamW\"\? Known: .*CAME"),
-        ("AdaLom", r"optimizer.type is 'AdaLom', .*torch.optim do not have. Did you mean \"AdaLomo\"\?"),
+        (
+            "AdaLom",
+            r"optimizer.type is 'AdaLom', .*torch.optim do not have. Did you mean \"AdaLomo\"\?",
+        ),
         ("DS_EXT.foo", r"optimizer.type is 'DS_EXT.foo', no optimizer of ds_ext. Known: "),
     ],
 )

@@ -164,7 +164,9 @@ def test_layers_and_the_rest_are_units_of_fsdp2():
     shapes = {"embed.weight": (7, 3), "model.layers.0.a.0.weight": (2, 3)}
     shapes |= {"model.layers.0.b": (4,), "model.layers.1.a.0.weight": (5, 1), "head.weight": (7, 2)}
     assert fsdp2.units(shapes) == [35, 10, 5] and fsdp2.parts(shapes, 3) == 9 + 3 + 2 + 2 + 6
-    assert fsdp2.on_their_way(shapes) == 80  # embedding and head, and the copy that is reduced
+    assert (
+        fsdp2.peak_full_gradients(shapes) == 80
+    )  # embedding and head, and the copy that is reduced
 
 
 def test_all_optimizers_stand_beside_adamw(capsys):

@@ -48,7 +48,7 @@ def asked_for(monkeypatch) -> list:
             seen.update(shown)
             found.append([label, warps, constants])
 
-    monkeypatch.setattr(launches, "start", note)
+    monkeypatch.setattr(launches, "launch_kernel", note)
     paths.use(monkeypatch, "kernels")
     for name in FOR_ALL:
         for dtype, modes in MODES.items():

@@ -118,7 +118,7 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
     """One of 512 x 512 x 3 x 3 took 500,000 rows of a table, which no kernel compiled for."""
     launched = []
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(launches, "start", lambda *args: launched.append(args[3]))
+    monkeypatch.setattr(launches, "launch_kernel", lambda *args: launched.append(args[3]))
     p = nn.Parameter(torch.ones(64, 64, 3, 3))
     p.grad = torch.ones_like(p)
     OPTIMIZERS[name]([p, nn.Parameter(torch.ones(3, 2))]).step()
@@ -129,7 +129,7 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
 def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatch):
     launched = []
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(launches, "start", lambda *args: launched.append(args[3]))
+    monkeypatch.setattr(launches, "launch_kernel", lambda *args: launched.append(args[3]))
     count = launches.MAX_PARAMETERS + 5
     x = Runs([torch.ones(8)] * count)
     ops.apply_(Weights(x), x, TableBatch([Shard.whole((8,))] * count), lr=0.1)

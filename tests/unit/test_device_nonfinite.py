@@ -206,8 +206,8 @@ def test_the_host_reads_nothing_before_a_step_ends_and_one_vector_then(name, mon
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
     built = mock.Mock(return_value=True)
-    monkeypatch.setattr(native_table, "is_there", built)
-    monkeypatch.setattr(launches, "start", lambda *_: None)
+    monkeypatch.setattr(native_table, "is_available", built)
+    monkeypatch.setattr(launches, "launch_kernel", lambda *_: None)
     model = nn.Sequential(nn.Linear(20, 18, device="meta"), nn.Linear(18, 9, device="meta"))
     groups = [p for p in model.parameters() if name != "scale" or p.dim() == 2]
     for p in set(model.parameters()) - {*groups}:
@@ -234,7 +234,7 @@ def test_to_judge_takes_no_launch(name, most, monkeypatch):
     launched = []
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(launches, "start", lambda label, *_: launched.append(label))
+    monkeypatch.setattr(launches, "launch_kernel", lambda label, *_: launched.append(label))
     weights = [nn.Parameter(torch.ones(s, device="meta")) for s in LARGE]
     optimizer = ds_ext.optimizer.OPTIMIZERS[name](weights, **SIMULATED[name])
     shards = {p: ds_ext.ops.shard.Shard.whole(tuple(p.shape)) for p in weights}

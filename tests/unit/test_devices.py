@@ -71,8 +71,8 @@ def test_compiled_kernels_are_kept(monkeypatch):
     table = torch.zeros(4, dtype=torch.int64)
     for _ in range(2):
         for count, constants in ((1, named), (2, named), (3, named), (16, named), (20, other)):
-            launches.start("apply", 7, table, count, constants, 4)
-        launches.start("apply", 7, table.to(THERE), 2, named, 4)
+            launches.launch_kernel("apply", 7, table, count, constants, 4)
+        launches.launch_kernel("apply", 7, table.to(THERE), 2, named, 4)
     assert [made.given[1] for made in function.made] == [1, 2, 16, 20, 2]
     again = [call for made in function.made for call in made.calls]
     assert all(len(call) == 1 + len(Function.arg_names) for call in again)

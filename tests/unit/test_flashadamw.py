@@ -242,7 +242,7 @@ def test_only_runs_of_whole_groups_are_batched():
     entries = rules.REGISTRY
     for world, whole in ((2, True), (3, False)):
         shard = Shard.of_rank((64, 32), 0, world)
-        assert formats.are_cut(shard, 32) != whole
+        assert formats.splits_groups(shard, 32) != whole
         assert entries["flashadamw"].batches(rules.FlashAdamW(), shard) == whole
         assert entries["lion"].batches(rules.Lion(nbits=8), shard) == whole
         assert entries["lion"].batches(rules.Lion(), shard)

@@ -77,7 +77,7 @@ def test_the_host_reads_nothing_and_copies_once_a_round(name, monkeypatch):
     copies, rounds = [], []
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(launches, "start", lambda *_: None)
+    monkeypatch.setattr(launches, "launch_kernel", lambda *_: None)
     original = launches.run
     monkeypatch.setattr(launches, "run", lambda *args: (copies.append(args[0]), original(*args)))
     weights = [nn.Parameter(torch.ones(shape, device="meta")) for shape in SHAPES]
@@ -100,7 +100,7 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, monkeypatch):
     launched = []
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(launches, "start", lambda label, *_: launched.append(label))
+    monkeypatch.setattr(launches, "launch_kernel", lambda label, *_: launched.append(label))
     shapes = ((4096, 4096), (1024, 11008), (4096,), (32000, 4096))
     weights = [nn.Parameter(torch.ones(s, device="meta", dtype=torch.bfloat16)) for s in shapes]
     optimizer = OPTIMIZERS[name](weights, lr=None if name == "adafactor" else 0.1)
@@ -117,7 +117,7 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, monkeypatch):
 def test_the_plan_counts_what_is_noted_of_weights(name, monkeypatch):
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
-    monkeypatch.setattr(launches, "start", lambda *_: None)
+    monkeypatch.setattr(launches, "launch_kernel", lambda *_: None)
     shapes = {"a": (300, 700), "b": (33, 130), "c": (5000,)}
     weights = [nn.Parameter(torch.ones(s, device="meta")) for s in shapes.values()]
     optimizer = OPTIMIZERS[name](weights)
@@ -141,7 +141,7 @@ def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
     for path in ("kernels", "ops"):
         paths.use(monkeypatch, path)
         launched = []
-        start = launches.start
+        start = launches.launch_kernel
         monkeypatch.setattr(
             launches,
             "start",
@@ -160,7 +160,7 @@ def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
                         p.mul_(3.0)
                     if i == 3:
                         p.data.mul_(3.0)  # which no counter tells
-        monkeypatch.setattr(launches, "start", start)
+        monkeypatch.setattr(launches, "launch_kernel", start)
         stepped.append([p.detach().float() for p in weights])
         if path == "kernels":
             assert ["recall" in labels for labels in reads] == [False, True, False, True, True]

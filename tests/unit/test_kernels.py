@@ -67,13 +67,13 @@ def kernels(monkeypatch):
 def launched(monkeypatch):
     """What is launched, a list of the passes that each launch makes."""
     labels = []
-    original = launches.start
+    original = launches.launch_kernel
 
     def start(label, *args):
         labels.append(label)
         original(label, *args)
 
-    monkeypatch.setattr(launches, "start", start)
+    monkeypatch.setattr(launches, "launch_kernel", start)
     return labels
 
 
@@ -340,14 +340,14 @@ def test_alone_and_together_give_the_same_bits(kernels):
 def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
     shapes = ((32, 64), (48,), (3, 8, 16), (20, 30), (5,))
     aligned = []
-    original = launches.start
+    original = launches.launch_kernel
 
     def noted(label, programs, held, count, constants, warps):
         for one in itertools.chain(*map(launches.passes_of, launches.kinds_of(constants))):
             aligned.append((one.name.removeprefix("noting_"), one.fields.get("ALIGNED")))
         original(label, programs, held, count, constants, warps)
 
-    monkeypatch.setattr(launches, "start", noted)
+    monkeypatch.setattr(launches, "launch_kernel", noted)
     found, before = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
     assert {("apply", True), ("apply", False)} <= set(aligned)
     monkeypatch.setattr(sizes, "ALIGNMENT", 2**40)  # which no address is a multiple of

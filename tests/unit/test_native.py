@@ -470,7 +470,7 @@ def interrupt_at(number: int):
 
 
 def test_after_an_interrupt_in_a_pass_no_number_of_it_is_stale():
-    if not native.is_there():
+    if not native.is_available():
         pytest.skip("no native passes")
     for number in itertools.count(1):
         p = nn.Parameter(torch.linspace(-1, 1, 7))

@@ -230,7 +230,7 @@ def test_what_another_job_left_in_the_midst_of_an_exchange_is_settled(tmp_path):
         tmp_path / ".replaced-run"
     )  # another job, killed after its first move
     (tmp_path / "run").mkdir()
-    swap.take_place(draft)
+    swap.move_into_place(draft)
     swap.close(draft)
     assert set(KEPT.values()) <= texts(tmp_path / "run") and not leftovers(tmp_path)
 

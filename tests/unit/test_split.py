@@ -206,8 +206,10 @@ def test_noise_differs_from_box_to_box():
 @pytest.mark.parametrize("name, how", params(ON_KERNELS, QUICK_ON_KERNELS))
 def test_kernels_of_a_box(name, how, monkeypatch):
     used = []
-    start = launches.start
-    monkeypatch.setattr(launches, "start", lambda *args: (used.append(args[0]), start(*args)))
+    start = launches.launch_kernel
+    monkeypatch.setattr(
+        launches, "launch_kernel", lambda *args: (used.append(args[0]), start(*args))
+    )
     paths.use(monkeypatch, "kernels")
     error, _, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], 2, dtype=torch.float32)
     assert error <= 1e-5

@@ -53,7 +53,7 @@ def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
         _refuse("square_sums", batch.own, x.form, x.scalars)
     totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
     weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
-    if len(sources) == 2 and len(weights) == 1 and batch.own.adds_two and _same(*sources):
+    if len(sources) == 2 and len(weights) == 1 and batch.own.fuses_squares and _same(*sources):
         own, other = totals[weights[0]], totals[1 - weights[0]]
         _run("square_sums", batch, sources[1 - weights[0]], out=_each(other), out2=_each(own))
         return totals
@@ -75,7 +75,7 @@ def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
 @_makers.makes(passes.Largest)
 def largest(runs: Sequence[Tensor]) -> Tensor:
     """The largest magnitudes of flat tensors of one dtype, inf if there is a NaN -> [n]."""
-    if not takes(runs) or devices.take(runs[0].device):  # there is no kernel for this pass
+    if not takes(runs) or devices.supports(runs[0].device):  # there is no kernel for this pass
         raise Unsupported
     return _each_of("largest", runs)
 
@@ -86,7 +86,9 @@ def takes(runs: Sequence[Tensor]) -> bool:
     if len(kinds) > 1 or not all(x.is_contiguous() for x in runs):
         return False
     ((dtype, device),) = kinds
-    return dtype in schema.DTYPES and (devices.take(device) or device == CPU and table.is_there())
+    return dtype in schema.DTYPES and (
+        devices.supports(device) or device == CPU and table.is_available()
+    )
 
 
 def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
@@ -297,7 +299,7 @@ def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bo
 
 def _refuse_alone(run: Tensor, are_batched: bool) -> None:
     """Raises Unsupported on a CPU for runs that are not stepped in batches: no native code."""
-    if not are_batched and not devices.take(run.device):
+    if not are_batched and not devices.supports(run.device):
         raise Unsupported
 
 
@@ -391,6 +393,6 @@ def _each(total: Tensor) -> Flat:
 
 def _sums(batch: TableBatch, *sizes: int) -> Sequence[Tensor]:
     """Memory for sums of these sizes: zeros, or uninitialized if the pass writes every sum."""
-    is_filled = batch.is_whole and batch.own.fills_whole_sums
+    is_filled = batch.is_whole and batch.own.overwrites_sums
     made = (batch.own.scratch if is_filled else batch.own.zeros)(sum(sizes))
     return made.split(sizes)  # type: ignore[no-any-return]

@@ -158,14 +158,14 @@ def _alone(shard: Shard, device: torch.device, first: int | None = None) -> Tabl
 
 def _takes(like: Any, shard: Shard) -> bool:
     """Whether kernels support a run of ``shard`` with the device and dtype of ``like``."""
-    if not devices.take(like.device) or like.dtype == torch.float64:
+    if not devices.supports(like.device) or like.dtype == torch.float64:
         return False
     return shard.split is None or len(list(shard.pieces())) < 2
 
 
 def _takes_matrices(like: Any, shard: Shard) -> bool:
     """Whether kernels also support its row and column sums, and quotients by them."""
-    return devices.take_matrices(shard) and _takes(like, shard)
+    return devices.supports_matrices(shard) and _takes(like, shard)
 
 
 def _reads(source: Source | None, like: Any, shard: Shard) -> bool:

@@ -84,6 +84,6 @@ def new_table(
     geometries: Sequence[Geometry], firsts: Sequence[int], device: torch.device
 ) -> AnyTable:
     """Returns a table that makes passes over runs on a device."""
-    if devices.take(device):
+    if devices.supports(device):
         return KernelTable(geometries, firsts, device)
     return Table(geometries, firsts)

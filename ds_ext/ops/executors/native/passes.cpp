@@ -293,7 +293,7 @@ INLINE uint16_t float_to_bf16(float x) {
 
 // Prefetches n elements, AHEAD bytes after ``from``. When a loop alternates between several runs, the
 // hardware prefetcher stalls at the beginning of each chunk.
-template <class T> INLINE void ask_ahead(const T *from, int64_t n) {
+template <class T> INLINE void prefetch(const T *from, int64_t n) {
     const char *at = reinterpret_cast<const char *>(from) + AHEAD;
     for (int64_t k = 0; k < n * static_cast<int64_t>(sizeof(T)); k += 64) __builtin_prefetch(at + k);
 }
@@ -302,7 +302,7 @@ template <class T> INLINE void ask_ahead(const T *from, int64_t n) {
 struct Fp32 {
     const float *at;
     Fp32 from(int64_t i) const { return {at + i}; }
-    void ask_ahead(int64_t n) const { ISA::ask_ahead(at, n); }
+    void prefetch(int64_t n) const { ISA::prefetch(at, n); }
     INLINE_MEMBER float operator[](int64_t j) const { return at[j]; }
     INLINE_MEMBER void read(int64_t j, Vector &x) const { std::memcpy(&x, at + j, sizeof x); }
 };
@@ -310,7 +310,7 @@ struct Fp32 {
 struct Bf16 {
     const uint16_t *at;
     Bf16 from(int64_t i) const { return {at + i}; }
-    void ask_ahead(int64_t n) const { ISA::ask_ahead(at, n); }
+    void prefetch(int64_t n) const { ISA::prefetch(at, n); }
     INLINE_MEMBER float operator[](int64_t j) const { return bf16_to_float(at[j]); }
     INLINE_MEMBER void read(int64_t j, Vector &x) const {
         Halves halves;
@@ -323,7 +323,7 @@ struct Bf16 {
 struct Fp16 {
     const uint16_t *at;
     Fp16 from(int64_t i) const { return {at + i}; }
-    void ask_ahead(int64_t n) const { ISA::ask_ahead(at, n); }
+    void prefetch(int64_t n) const { ISA::prefetch(at, n); }
     INLINE_MEMBER float operator[](int64_t j) const { return half_to_float(at[j]); }
     INLINE_MEMBER void read(int64_t j, Vector &x) const {
         float lane[WIDTH];
@@ -337,7 +337,7 @@ template <class X> struct Scaled {
     X x;
     float factor, bound;
     Scaled from(int64_t i) const { return {x.from(i), factor, bound}; }
-    void ask_ahead(int64_t n) const { x.ask_ahead(n); }
+    void prefetch(int64_t n) const { x.prefetch(n); }
     INLINE_MEMBER float operator[](int64_t j) const {
         float u = x[j] * factor;
         u = u > bound ? bound : u;
@@ -391,11 +391,11 @@ INLINE Correction correction(bool is_bf16) {
 // Returns x as fp32: x itself, or a copy in ``room``.
 static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float *__restrict room) {
     if (dtype == FP32) {
-        ask_ahead(static_cast<const float *>(x) + i, n);
+        prefetch(static_cast<const float *>(x) + i, n);
         return static_cast<const float *>(x) + i;
     }
     const uint16_t *__restrict from = static_cast<const uint16_t *>(x) + i;
-    ask_ahead(from, n);
+    prefetch(from, n);
     if (dtype == BF16) {
         for (int64_t j = 0; j < n; ++j) room[j] = bf16_to_float(from[j]);
     } else {
@@ -420,7 +420,7 @@ template <class Task> INLINE void with_gradient(const Entry &e, int dtype, int64
 static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype, int64_t i, int64_t n, float *__restrict room) {
     const float *found = room;
     with_gradient(e, dtype, i, [&](auto x) {
-        x.ask_ahead(n);
+        x.prefetch(n);
         if constexpr (std::is_same_v<decltype(x), Fp32>)
             found = x.at;
         else
@@ -449,7 +449,7 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int storage
         const Correction c = correction(is_bf16);
         const int8_t *__restrict parts = static_cast<const int8_t *>(e.aux) + i;
         loaded(e.w, is_bf16 ? BF16 : FP16, i, n, room);
-        ask_ahead(parts, n);
+        prefetch(parts, n);
         for (int64_t j = 0; j < n; ++j) room[j] = c.read(room[j], parts[j]);
         return room;
     }
@@ -713,7 +713,7 @@ template <class X> static __attribute__((noinline)) void times_factors(const Ent
 // times_factors of the gradient.
 static void gradient_times_factors(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict u) {
     with_gradient(e, call.dtype, i, [&](auto x) {
-        x.ask_ahead(n);
+        x.prefetch(n);
         times_factors(e, i, n, x, u);
     });
 }
@@ -778,7 +778,7 @@ INLINE void write_root_group(const float *root, float scale, int64_t n, uint8_t 
 static __attribute__((noinline)) void read_signed(const Entry &e, int64_t i, int64_t n, float *__restrict m) {
     const int8_t *code = reinterpret_cast<const int8_t *>(e.m) + i;
     const uint16_t *scale = e.m_scale + i / FEW;
-    ask_ahead(code, n);
+    prefetch(code, n);
     int64_t j = 0;
     for (; j + FEW <= n; j += FEW) read_signed_group(code + j, scale_of(scale[j / FEW]), FEW, m + j);
     if (j < n) read_signed_group(code + j, scale_of(scale[j / FEW]), n - j, m + j);
@@ -799,7 +799,7 @@ static __attribute__((noinline)) void write_signed(const Entry &e, int64_t i, in
 static __attribute__((noinline)) void read_squares(const Entry &e, int64_t i, int64_t n, float *__restrict v) {
     const uint8_t *code = reinterpret_cast<const uint8_t *>(e.v) + i;
     const uint16_t *scale = e.v_scale + i / FEW;
-    ask_ahead(code, n);
+    prefetch(code, n);
     int64_t j = 0;
     for (; j + FEW <= n; j += FEW) read_square_group(code + j, scale_of(scale[j / FEW]), FEW, v + j);
     if (j < n) read_square_group(code + j, scale_of(scale[j / FEW]), n - j, v + j);
@@ -847,7 +847,7 @@ static __attribute__((noinline)) void sign_step(const Entry &e, bool is_8bit, in
     if (is_8bit)
         read_signed(e, i, n, m);
     else
-        ask_ahead(m, n);
+        prefetch(m, n);
     sign_of_moved(e, g, n, m, out);
     if (is_8bit) write_signed(e, i, n, m);
 }
@@ -870,7 +870,7 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
             for (int64_t j = 0; j < n; ++j) room[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
         }
         float *__restrict m = e.m + i, weight = e.lerp1;
-        ask_ahead(m, n);
+        prefetch(m, n);
         for (int64_t j = 0; j < n; ++j) {
             float now = moved(m[j], room[j], weight);
             m[j] = now;
@@ -890,8 +890,8 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
         float a = e.a, b = e.b;
         for (int64_t k = 0; k < n; k += FEW_LINES) {
             int64_t end = n - k < FEW_LINES ? n : k + FEW_LINES;
-            ask_ahead(m + k, end - k);
-            ask_ahead(v + k, end - k);
+            prefetch(m + k, end - k);
+            prefetch(v + k, end - k);
             for (int64_t j = k; j < end; ++j) room[j] = m[j] / (std::sqrt(v[j]) * a + b) * scale;
         }
         break;
@@ -901,8 +901,8 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
         float a = e.a, b = e.b, lerp1 = e.lerp1, lerp2 = e.lerp2;
         for (int64_t k = 0; k < n; k += FEW_LINES) {
             int64_t end = n - k < FEW_LINES ? n : k + FEW_LINES;
-            ask_ahead(m + k, end - k);
-            ask_ahead(v + k, end - k);
+            prefetch(m + k, end - k);
+            prefetch(v + k, end - k);
             for (int64_t j = k; j < end; ++j) {
                 float g = u[j], now = moved(m[j], g, lerp1), square = moved(v[j], g * g, lerp2);
                 m[j] = now;
@@ -1144,7 +1144,7 @@ template <class X> static void weighted_sums_wide(const Entry &e, const Strip &s
             for (int64_t k = 0; k < e.cols; k += CHUNK) {
                 int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
                 X part = at.from(r * e.cols + k);
-                part.ask_ahead(n);
+                part.prefetch(n);
                 sum += square_sum_of(part, n);
             }
             e.out[line + r] = static_cast<float>(sum);
@@ -1368,7 +1368,7 @@ struct Stepped {
 static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u) {
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
     alignas(ALIGNED) uint16_t drawn[CHUNK], made[CHUNK];
-    ask_ahead(w, n);
+    prefetch(w, n);
     const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
     uint32_t most = 0;
     for (int64_t j = 0; j < n; ++j) {
@@ -1388,12 +1388,12 @@ static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int6
     uint16_t *__restrict narrow = static_cast<uint16_t *>(e.w) + i;
     switch (call.storage) {
     case PLAIN_FP32:
-        ask_ahead(wide, n);
+        prefetch(wide, n);
         for (int64_t j = 0; j < n; ++j) wide[j] = stepped(wide[j], u[j]);
         if (e.norm_cache) squares = square_sum(wide, n);
         return true;
     case PLAIN_BF16:
-        ask_ahead(narrow, n);
+        prefetch(narrow, n);
         for (int64_t j = 0; j < n; ++j) narrow[j] = float_to_bf16(stepped(bf16_to_float(narrow[j]), u[j]));
         break;
     case STOCHASTIC_BF16:

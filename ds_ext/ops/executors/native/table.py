@@ -33,8 +33,8 @@ class Table:
         firsts: the index of each run's first element in its parameter.
     """
 
-    adds_two = True  # one pass adds up squares of an input and of the weights that it reads
-    fills_whole_sums = True  # passes over whole parameters write every sum
+    fuses_squares = True  # one pass adds up squares of an input and of the weights that it reads
+    overwrites_sums = True  # passes over whole parameters write every sum
     passes = frozenset(schema.PASSES)
     takes_formulas = frozenset[str]()  # columns that may be formulas
 
@@ -109,7 +109,7 @@ def _library() -> ctypes.CDLL:
     return found
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Returns whether this machine has native passes; may build them."""
     found = library.load()
     if found is not None:

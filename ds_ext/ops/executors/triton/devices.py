@@ -10,12 +10,12 @@ DEVICES = {"cuda"}  # the supported device types
 MATRICES = 128  # the most matrices of a parameter whose rows and columns kernels add up
 
 
-def take(device: torch.device) -> bool:
+def supports(device: torch.device) -> bool:
     """Returns whether kernels support the tensors of a device."""
-    return device.type in DEVICES and are_there()
+    return device.type in DEVICES and has_triton()
 
 
-def take_matrices(shard: Shard) -> bool:
+def supports_matrices(shard: Shard) -> bool:
     """Returns whether kernels support row and column sums of a parameter, and quotients by them.
 
     Each matrix has its own tiles and sums, so torch's operations are faster for large stacks.
@@ -25,7 +25,7 @@ def take_matrices(shard: Shard) -> bool:
 
 
 @functools.cache
-def are_there() -> bool:
+def has_triton() -> bool:
     """Returns whether Triton is installed; imports the kernels and Triton."""
     try:
         from ds_ext.ops.executors.triton import kernels  # noqa: F401

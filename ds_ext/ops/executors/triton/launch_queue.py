@@ -61,7 +61,7 @@ class LaunchQueue:
         self._sequences, self._folds = [[]], []
         waves = _waves(rules)
         waves.append([[one] for one in folds])
-        if joints := [joint for wave in waves for joint in launches.merged(wave)]:
+        if joints := [joint for wave in waves for joint in launches.merge_launches(wave)]:
             launches.run(joints, self.memory)
 
 

@@ -78,7 +78,7 @@ class Launcher:
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
 
-    def ask(
+    def enqueue(
         self, launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
     ) -> None:
         """Adds a pass to the queue, or launches it: see ``LaunchQueue.add``."""
@@ -97,13 +97,13 @@ class Launcher:
         outs = Addresses(total, 4 * np.arange(self.n)).pointers
         own = np.arange(self.n)
         launch = self._fold(squares.tiles, own, squares.at.pointers, outs, [squares.at, total])
-        self.ask((), [launch])
+        self.enqueue((), [launch])
         return total
 
     def tell(self, limits: GradLimits, out: Addresses) -> None:
         """Queues a copy of each parameter's ``limits.found`` to ``out``."""
         columns = {"found": limits.found, "out": out}
-        self.ask(self.launches("tell", (), self.by_parameter, columns))
+        self.enqueue(self.launches("tell", (), self.by_parameter, columns))
 
     def scratch(self, n: int) -> Tensor:
         """Returns uninitialized memory, [n] in fp32."""
@@ -241,7 +241,7 @@ class Launcher:
         first = number.data_ptr()
         return first + 4 * np.arange(self.n) if number.numel() == self.n else first
 
-    def folded(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
+    def reduction_launch(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
         """The launch that reduces the partial sums ``part`` and writes to ``out.pointers``."""
         fold = how[1]
         parts = part.data_ptr() + fold.parts

@@ -128,7 +128,7 @@ class MergedLaunch:
         return words + words % 2
 
 
-def merged(chains: Iterable[Chain]) -> list[MergedLaunch]:
+def merge_launches(chains: Iterable[Chain]) -> list[MergedLaunch]:
     """Merges independent chains on one device into one launch per number of warps."""
     by_warps: dict[int, list[tuple[Chain, Kind]]] = {}
     others: list[tuple[Chain, Kind, int]] = []  # may use any number of warps
@@ -190,8 +190,8 @@ def run(joints: Sequence[MergedLaunch], memory: Memory) -> None:
             at += size
         held.copy_(host, non_blocking=True)
         for one, at, programs in made:
-            named = constants(one.kinds, one.passes, bits(one.count))
-            start(_label(one.kinds), programs, held[at:], one.count, named, one.warps)
+            named = constants(one.kinds, one.passes, log2_padded_count(one.count))
+            launch_kernel(_label(one.kinds), programs, held[at:], one.count, named, one.warps)
 
 
 def _fill(joint: MergedLaunch, words: Int64s, address: int) -> int:
@@ -225,12 +225,12 @@ def _fill(joint: MergedLaunch, words: Int64s, address: int) -> int:
     return int(ends[-1])
 
 
-def bits(count: int) -> int:
+def log2_padded_count(count: int) -> int:
     """log2 of the number of table rows that a program searches, at least 4: ``count`` padded."""
     return max(4, (count - 1).bit_length())
 
 
-def start(
+def launch_kernel(
     label: str, programs: int, table: Tensor, count: int, named: Mapping[str, Any], warps: int
 ) -> None:
     """Launches the kernel with the constants ``named``, made by ``constants``, on the current GPU.

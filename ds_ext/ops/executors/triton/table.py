@@ -63,7 +63,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
         made = table.launches(
             "recall", read.constants, table.recalled[cache.tiles], {**columns, **cache.columns}
         )
-        table.ask((), made)  # reads nothing of this step
+        table.enqueue((), made)  # reads nothing of this step
         return
     name = read.tiles
     how = table.sums[name]
@@ -74,7 +74,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
     warps = sizes.WIDE_WARPS if read.form == "IS_VECTOR" else None
     constants = (*read.constants, ("WARPS", warps))
     made = table.launches("square_sums", constants, getattr(table, name), columns)
-    table.ask(made, [table.folded(how, part, read.columns["out"])], read.only_sums)
+    table.enqueue(made, [table.reduction_launch(how, part, read.columns["out"])], read.only_sums)
 
 
 def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
@@ -84,8 +84,11 @@ def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
     columns |= {"part": at_tall, "part2": at_wide}
     made = table.launches("row_col_sums", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
-    folded = [table.folded(by_row, tall, outs[0]), table.folded(by_col, wide, outs[1])]
-    table.ask(made, folded, read.only_sums)
+    folded = [
+        table.reduction_launch(by_row, tall, outs[0]),
+        table.reduction_launch(by_col, wide, outs[1]),
+    ]
+    table.enqueue(made, folded, read.only_sums)
     return SquareParts(at_tall, table.squares_of_tiles)
 
 
@@ -114,12 +117,12 @@ def _over_strips(
     for name, value in read.numbers.items():
         if name in outs:
             part, columns[outs[name]] = table.room(how)
-            folded.append(table.folded(how, part, value))
+            folded.append(table.reduction_launch(how, part, value))
         else:
             columns[name] = value
     del columns["scale"]
     made = table.launches(kernel, read.run, table.by_strip, columns)
-    table.ask(made, folded, only_sums)
+    table.enqueue(made, folded, only_sums)
 
 
 def _factors(table: Launcher, read: Read) -> None:
@@ -131,7 +134,7 @@ def _factors(table: Launcher, read: Read) -> None:
         columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
     else:
         del columns["clip"]
-    table.ask(table.launches(kernel, (), table.by_parameter, columns))
+    table.enqueue(table.launches(kernel, (), table.by_parameter, columns))
 
 
 def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
@@ -139,12 +142,12 @@ def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
     count, size = (g.rows, g.cols) if is_by_row else (g.cols, g.rows)
     at = tiles.made(-(-g.mats * count // sizes.LONG), n=g.mats * count)
     columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
-    table.ask(table.launches("normalize", (), at, columns))
+    table.enqueue(table.launches("normalize", (), at, columns))
 
 
 def _lerp(table: Launcher, read: Read, kernel: str) -> None:
     at = getattr(table, read.tiles)
-    table.ask(table.launches(kernel, read.constants, at, read.numbers, OUT))
+    table.enqueue(table.launches(kernel, read.constants, at, read.numbers, OUT))
 
 
 def _apply(table: Launcher, read: Read) -> None:
@@ -157,7 +160,7 @@ def _apply(table: Launcher, read: Read) -> None:
         columns |= cache.noted_by(name)
     if sums is None:
         kernel = "noting_apply" if notes else "apply"
-        table.ask(table.launches(kernel, constants, at, columns))
+        table.enqueue(table.launches(kernel, constants, at, columns))
         return
     how = table.sums[name]
     moved, columns["part"] = table.room(how)
@@ -167,12 +170,12 @@ def _apply(table: Launcher, read: Read) -> None:
     made = table.launches("measured_apply", constants, at, columns)
     second = Addresses(sums.values, 4 * (sums.firsts + 1))
     held = columns["part2"].values
-    folded = [table.folded(how, moved, sums), table.folded(how, held, second)]
-    table.ask(made, folded)
+    folded = [table.reduction_launch(how, moved, sums), table.reduction_launch(how, held, second)]
+    table.enqueue(made, folded)
 
 
 def _mark(table: Launcher, read: Read) -> None:
-    table.ask(table.launches("mark", (), table.by_group, read.columns))
+    table.enqueue(table.launches("mark", (), table.by_group, read.columns))
 
 
 def _mend(table: Launcher, read: Read) -> None:
@@ -192,7 +195,7 @@ def _mend(table: Launcher, read: Read) -> None:
                 at = np.arange(len(own)) if one.own is None else one.own
                 named = {"kernel": kernel, "constants": constants, "own": at[own]}
                 made.append(replace(one, **named, **some))
-    table.ask(made)
+    table.enqueue(made)
 
 
 def _name(dtype: torch.dtype | None) -> str:
@@ -219,8 +222,8 @@ PASSES: dict[str, Callable[[Launcher, Read], SquareParts | None]] = {
 class Table(Launcher):
     """The passes over many parameters on a GPU."""
 
-    adds_two = False  # one pass adds up squares of an input and of the weights that it reads
-    fills_whole_sums = False  # adjacent sums come from ``zeros``, even if a pass writes all
+    fuses_squares = False  # one pass adds up squares of an input and of the weights that it reads
+    overwrites_sums = False  # adjacent sums come from ``zeros``, even if a pass writes all
     passes = frozenset(PASSES)
     takes_formulas = frozenset(FORMULAS)  # columns that may be formulas
 
