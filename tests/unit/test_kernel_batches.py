@@ -144,7 +144,7 @@ def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
         start = launches.launch_kernel
         monkeypatch.setattr(
             launches,
-            "start",
+            "launch_kernel",
             lambda label, *of, to=launched, by=start: (to.append(label), by(label, *of)),
         )
         weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
