@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -159,9 +160,13 @@ class BucketOptimizer(ParamTable):
                 del self.state[param]
         self._plans.drop_weight_norms(params)
 
-    def check_states(self, params: Iterable[Tensor]) -> None:
-        """Raises ValueError if the state of a parameter does not fit it."""
-        self._plans.check_states(self, params)
+    def checked(self, buckets: Iterable[Sequence[Tensor]]) -> AbstractContextManager[None]:
+        """Context manager: checks the states of several buckets before the first one is stepped.
+
+        Raises:
+            ValueError: a state does not fit its parameter.
+        """
+        return self._plans.checked(self, buckets)
 
     def first_round_checks(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
         """Returns the parameters whose gradients the first round can check; equal on all ranks.

@@ -37,38 +37,35 @@ def step(optimizer: BucketOptimizer) -> None:
     kinds = {optimizer.hypers_of(group) for group in optimizer.param_groups}
     are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
     size = BATCHED_BUCKET_ELEMENTS if are_batched else BUCKET_ELEMENTS
-    if sum(p.numel() for p in stepped) >= size:  # ``update`` checks one bucket before it steps
-        optimizer.check_states(stepped)
     by_placement: dict[Placement | None, list[Tensor]] = {}  # in the same order on all ranks
     for param in stepped:
         if not optimizer.state.get(param):
             validation.refuse_shape(optimizer, param, optimizer.local_shard(param))
         by_placement.setdefault(optimizer.placement(param), []).append(param)
-    for placement, params in by_placement.items():
-        for updates in buckets(params, size, placement):
-            optimizer.update(updates, None if placement is None else placement.all_reduce)
+    found = [
+        (placement, bucket)
+        for placement, params in by_placement.items()
+        for bucket in buckets(params, size, placement)
+    ]
+    # ``update`` checks a bucket before it steps it
+    with optimizer.checked([params for _, params in found] if len(found) > 1 else []):
+        for placement, params in found:
+            some = updates(params, placement)
+            optimizer.update(some, None if placement is None else placement.all_reduce)
             if placement is None:
-                write_back(updates)
+                write_back(some)
             optimizer.commit_weight_norms()
 
 
 def buckets(
     params: Iterable[Tensor], size: int = BUCKET_ELEMENTS, placement: Placement | None = None
-) -> Iterator[list[RunUpdate]]:
-    """Yields the updates of those ``params`` that have a gradient, in buckets."""
-    bucket: list[RunUpdate] = []
+) -> Iterator[list[Tensor]]:
+    """Divides parameters with gradients into buckets."""
+    bucket: list[Tensor] = []
     elements = statistics = 0
     for param in params:
-        g = param.grad
-        if g is None:
-            continue
-        if placement is None:
-            shard, p = Shard.whole(param.shape), param.contiguous().view(-1)
-            g = g if g.layout is torch.strided else g.to_dense()
-        else:
-            shard, p = placement.shard(param), placement.run(param)
-            g = placement.gradient(param, g)
-        bucket.append(RunUpdate(param, p, g.contiguous().view(-1), shard))
+        shard = Shard.whole(param.shape) if placement is None else placement.shard(param)
+        bucket.append(param)
         elements += shard.numel
         statistics += shard.statistics
         if elements >= size or statistics >= BUCKET_SUMS:
@@ -76,6 +73,22 @@ def buckets(
             bucket, elements, statistics = [], 0, 0
     if bucket:
         yield bucket
+
+
+def updates(params: Iterable[Tensor], placement: Placement | None = None) -> list[RunUpdate]:
+    """Returns the runs of parameters with gradients, and of the gradients."""
+    found = []
+    for param in params:
+        g = param.grad
+        assert g is not None
+        if placement is None:
+            shard, p = Shard.whole(param.shape), param.contiguous().view(-1)
+            g = g if g.layout is torch.strided else g.to_dense()
+        else:
+            shard, p = placement.shard(param), placement.run(param)
+            g = placement.gradient(param, g)
+        found.append(RunUpdate(param, p, g.contiguous().view(-1), shard))
+    return found
 
 
 def write_back(updates: Sequence[RunUpdate]) -> None:

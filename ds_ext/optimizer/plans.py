@@ -8,6 +8,7 @@ one kind.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,7 +139,10 @@ class Plan:
     Attributes:
         alone, joined: positions of the runs that are stepped alone, and in batches.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
+        is_checked: whether the states of the step in progress are known to fit.
     """
+
+    is_checked = False
 
     def __init__(
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
@@ -181,10 +185,22 @@ class Plan:
         """Returns whether the plan still holds for runs of the same parameters."""
         if _kinds(updates) != self.kinds:
             return False
+        return self.is_checked or self._fits([u.p for u in updates], table, states)
+
+    def check(self, table: ParamTable, params: Sequence[Tensor], states: Sequence[State]) -> bool:
+        """Returns whether states fit the plan; then ``fits`` does not look at them again."""
+        shapes = [(shard.shape, dtype) for shard, dtype, *_ in self.kinds]
+        is_same = shapes == [(param.shape, param.dtype) for param in params]
+        are_staged = table.offload is not None  # then a step uses copies of the states
+        self.is_checked = is_same and not are_staged and self._fits(params, table, states)
+        return self.is_checked
+
+    def _fits(self, runs: Sequence[Tensor], table: ParamTable, states: Sequence[State]) -> bool:
+        """Whether rules and states are as they were, and masters have the sizes of their runs."""
         return (
             all(_rule_key(table.rule_at(i)) == key for i, key in self.rule_keys.items())
             and all(
-                weight_update.has_fitting_master(updates[i].p, states[i])
+                weight_update.has_fitting_master(runs[i], states[i])
                 for i in self.halves
                 if "master" in states[i]
             )
@@ -199,29 +215,36 @@ class Plans:
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Plan] = {}  # by parameters and device
-        self._checked: dict[int, tuple[object, ...]] = {}  # states that were found to fit
 
     def clear(self) -> None:
         """Drops all plans, after groups or stacks have changed."""
         self._made.clear()
-        self._checked.clear()
 
-    def check_states(self, table: ParamTable, params: Iterable[Tensor]) -> None:
-        """Checks the states of ``params``, unless shapes, dtypes and rules are as they were.
+    @contextmanager
+    def checked(self, table: ParamTable, buckets: Iterable[Sequence[Tensor]]) -> Iterator[None]:
+        """Context manager: checks the states of several buckets before the first one is stepped.
 
         Raises:
-            ValueError: a state does not fit its parameter.
+            ValueError: a state does not fit its parameter; no state is changed.
         """
-        keys = {i: _rule_key(table.rule_at(i)) for i in range(len(table.param_groups))}
-        group_index_of = table.group_index_of
-        for param in params:
-            state, key = table.state.get(param), keys[group_index_of[param]]
-            if not state:
-                continue
-            if self._checked.get(id(param)) != (key, param.shape, param.dtype, _shapes(state)):
-                shard = table.local_shard(param)
-                state_checks.check_state(table, param, shard, state, param.dtype, None)
-                self._checked[id(param)] = key, param.shape, param.dtype, _shapes(state)
+        found = []
+        try:
+            for params in buckets:
+                states = [table.state.get(param) or {} for param in params]
+                assert params[0].grad is not None, "only parameters with gradients are stepped"
+                plan = self._made.get((*map(id, params), params[0].grad.device))
+                unchecked: Sequence[int] = range(len(params))
+                if plan is not None and plan.check(table, params, states):
+                    found.append(plan)
+                    unchecked = plan.alone
+                for i in unchecked:
+                    if states[i]:
+                        param, shard = params[i], table.local_shard(params[i])
+                        state_checks.check_state(table, param, shard, states[i], param.dtype, None)
+            yield
+        finally:
+            for plan in found:
+                plan.is_checked = False
 
     def prepare(
         self, table: ParamTable, staged: Sequence[StagedRun], allow_batches: bool
@@ -281,16 +304,6 @@ class Plans:
                 cache = batch.norm_cache
                 if cache is not None and any(key[piece.at] in left for piece in batch.pieces):
                     cache.forget()
-
-
-def _shapes(state: Mapping[str, Any]) -> list[object]:
-    """The keys of a nested state, and the shapes and dtypes of its tensors."""
-    return [
-        (key, x.shape, x.dtype)
-        if type(x) is Tensor
-        else (key, _shapes(x) if isinstance(x, dict) else type(x))
-        for key, x in state.items()
-    ]
 
 
 def _kinds(updates: Sequence[RunUpdate]) -> list[tuple[Any, ...]]:
