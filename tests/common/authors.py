@@ -131,13 +131,13 @@ class InFP64(torch.optim.Optimizer):
         keys = inspect.signature(formula).parameters.values()
         defaults = {key.name: key.default for key in keys if key.default is not key.empty}
         super().__init__(groups, defaults | hypers)
-        self.formula = formula
+        self.formula, self.names = formula, [*defaults | hypers]  # torch adds other defaults
 
     @torch.no_grad()
     def step(self, closure=None):
         assert closure is None
         for group in self.param_groups:
-            hypers = {key: group[key] for key in self.defaults}
+            hypers = {key: group[key] for key in self.names}
             for p in group["params"]:
                 if p.grad is not None:
                     p.copy_(self.formula(p.double(), p.grad.double(), self.state[p], **hypers))

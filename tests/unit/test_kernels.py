@@ -20,6 +20,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.updates import RunUpdate
+from ds_ext.rules import REGISTRY
 from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
@@ -313,7 +314,8 @@ def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
         optimizer.update(updates, reduce)
         counts.append(len(launched))
         taken = [b - a for a, b in zip([0, *counts], counts, strict=False)]
-        assert max(taken) <= 5, (taken, launched)
+        # passes over parameters that are stepped alone are launched one by one
+        assert max(taken) <= (5 if REGISTRY[name].is_batched else len(shapes)), (taken, launched)
         assert 0 < sum(taken) < len(shapes) * max(2, len(counts) - 1)
 
 
