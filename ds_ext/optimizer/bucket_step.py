@@ -107,6 +107,7 @@ class BatchedStep:
             if not is_good:
                 rollback(self.states[piece.at])
         remaining = [piece for piece, is_good in pieces if is_good]
+        self.batch.detach()  # the plan outlives the step, and would hold its gradients
         if remaining:
             plan = self.plan
             self._set_plan(BatchPlan(plan.group_index, remaining, self.rule, plan.device))

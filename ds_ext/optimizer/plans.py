@@ -225,7 +225,7 @@ class Plans:
         """Context manager: checks the states of several buckets before the first one is stepped.
 
         Raises:
-            ValueError: a state does not fit its parameter; no state is changed.
+            ValueError: a state does not fit its parameter. No bucket is stepped.
         """
         found = []
         try:
