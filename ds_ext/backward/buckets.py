@@ -20,9 +20,9 @@ from ds_ext.backward.module_hooks import Hook
 from ds_ext.backward.owners import Owner
 from ds_ext.backward.partial_grads import Uses
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, compact_copy, has_other_users
-from ds_ext.backward.reduction import Reduction
-from ds_ext.backward.streams import SideStream
-from ds_ext.distributed.layout import Layout
+from ds_ext.backward.reduction import Reducing, Reduction
+from ds_ext.backward.streams import IN_FLIGHT, SideStreams
+from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.logs import logger
 
 # A bucket that is filled to less than this fraction takes one more parameter of any size. Otherwise
@@ -33,7 +33,7 @@ MIN_FILL = 1 / 16
 class Sent(NamedTuple):
     """A bucket that is being reduced."""
 
-    arrived: Callable[[], dict[Tensor, ReducedGrad]]  # waits for the reduction
+    reducing: Reducing
     in_parts: set[Tensor]  # parameters whose gradient may have further parts
 
 
@@ -52,8 +52,8 @@ class Buckets:
         wanted: returns whether to take a parameter's gradient; others stay in ``grad``.
         begin: returns the receiver, at the first gradient of a backward pass.
         owner: the owner of the parameters.
-        overlap: reduces a bucket while the next one fills, and delivers it when that one is full.
-            Neither backward nor the host waits, and two buckets are in flight.
+        overlap: reduces and steps a bucket while the next one fills. Where the host would have to
+            wait for the reduction, the bucket is delivered when the next one is full.
     """
 
     def __init__(
@@ -76,12 +76,14 @@ class Buckets:
         self.wanted = wanted
         self.begin = begin
         self.owner = owner
-        self.overlap = overlap and (layout.sums_gradients or layout.device.type == "cuda")
-        self.side_stream = SideStream(layout.device, overlap)
+        self.overlap = overlap
+        self.streams = SideStreams(layout.device, overlap)
         self.sent: Sent | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
-        self.elements = 0  # of waiting gradients
+        self.elements = 0  # of gradients that the other ranks were not asked about
+        self.asked: Callable[[], Agreement] | None = None  # waits for their answer
+        self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
         self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
         self.aside: dict[Tensor, None] | None = None  # parameters not to be taken yet
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
@@ -90,9 +92,7 @@ class Buckets:
         self.uses = Uses(module, leaves | layout.units(), layout.brings_gradients)
         self.size_of = {p: placement.padded_numel(p) for p, placement in layout.of.items()}
         self.counted = {p: placement.max_padded_numel(p) for p, placement in layout.of.items()}
-        self.reduction = Reduction(
-            layout, self.side_stream, self.size_of, comm_dtype, self.leaf_params
-        )
+        self.reduction = Reduction(layout, self.streams, self.size_of, comm_dtype, self.leaf_params)
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
@@ -229,39 +229,50 @@ class Buckets:
 
     @torch.no_grad()
     def flush(self, ended: bool = False) -> bool:
-        """Reduces and delivers gradients that all ranks have; returns whether all ranks ended."""
+        """Reduces and delivers gradients that all ranks have; returns whether all ranks ended.
+
+        On a GPU the host does not wait for the other ranks' answer before the next call.
+        """
+        self._reduce_ready()
         more = {p: self.uses.in_parts(p) for p in self.waiting}
-        agreed = self.layout.agree(more, ended)
+        self.asked, self.elements = self.layout.agree(more, ended), 0
+        return (ended or not self.asks_ahead) and self._reduce_ready()
+
+    def _reduce_ready(self) -> bool:
+        """Reduces gradients that the ranks agree on; returns whether backward ended on all."""
+        if self.asked is None:
+            return False
+        agreed, self.asked = self.asked(), None
         for piece in self.pieces(agreed.ready):
             voted_params = self._find_receiver().voted_params(piece)
-            sent = self.reduction.begin({p: self._removed(p) for p in piece}, voted_params)
+            grads = {p: self.waiting.pop(p, None) for p in piece}  # None: not on this rank
+            reducing = self.reduction.begin(grads, voted_params)
             self._receive()
-            self.sent = Sent(sent, agreed.in_parts)
-            if not self.overlap:
+            self.sent = Sent(reducing, agreed.in_parts)
+            if not (self.overlap and reducing.blocks):
                 self._receive()
+            self.streams.make_room(IN_FLIGHT - (self.sent is not None))
         return agreed.ended
-
-    def _removed(self, param: Tensor) -> Tensor | None:
-        """Removes and returns a waiting gradient; None if this rank has none."""
-        if param in self.waiting:
-            self.elements -= self.counted[param]
-        return self.waiting.pop(param, None)
 
     def _receive(self) -> None:
         """Waits for the bucket that is being reduced, and delivers it."""
         sent, self.sent = self.sent, None
         if sent is None:
             return
-        with self.side_stream.context():
-            grads = sent.arrived()
-            if not grads:
-                return
-            receiver = self._find_receiver()
-            if not receiver.adds_up:
-                for param in [p for p in grads if p in sent.in_parts]:  # in the order of all ranks
-                    self._hold(param, grads.pop(param))
-            if grads:
-                receiver.receive(grads)
+        with self.streams.stepping():
+            self._deliver(sent.reducing.arrived(), sent.in_parts)
+        self.streams.hold(sent)
+
+    def _deliver(self, grads: dict[Tensor, ReducedGrad], in_parts: set[Tensor]) -> None:
+        """Delivers a reduced bucket, except gradients of which further parts may come."""
+        if not grads:
+            return
+        receiver = self._find_receiver()
+        if not receiver.adds_up:
+            for param in [p for p in grads if p in in_parts]:  # in the order of all ranks
+                self._hold(param, grads.pop(param))
+        if grads:
+            receiver.receive(grads)
 
     def finish(self) -> None:
         """Ends a backward pass: delivers gradients that wait on any rank, or came in parts."""
@@ -272,36 +283,40 @@ class Buckets:
         self._receive()
         parts, self.parts = self.parts, {}
         if parts:
-            with self.side_stream.context():
+            with self.streams.stepping():
                 self._find_receiver().receive(parts)
         self.receiver = None
         self.has_looked = False
-        self.side_stream.make_current_wait()
+        self.streams.make_current_wait()
 
     def discard(self, params: Collection[Tensor] | None = None) -> None:
         """Drops undelivered gradients of ``params``; None: all, and ends the backward pass."""
         if params is not None:
+            self._reduce_ready()
             self._receive()
             for param in params:
-                self._removed(param)
+                self.waiting.pop(param, None)
                 self.parts.pop(param, None)
                 self.joining.pop(param, None)
             return
         if self.sent is not None:
-            with self.side_stream.context():
-                self.sent.arrived()  # the reduction writes to its memory until then
+            with self.streams.stepping():
+                self.sent.reducing.arrived()  # the reduction writes to its memory until then
         self.uses.forget(now=self.receiver is not None)
         self.abandon()
         self.has_looked = False
-        self.side_stream.make_current_wait()
+        self.streams.make_current_wait()
 
     def abandon(self) -> None:
         """Drops the gradients of a backward pass that has failed, without waiting for other ranks.
 
         A collective in progress keeps its bucket alive until it ends.
         """
+        if self.sent is not None:
+            self.streams.hold(self.sent, is_stepped=False)
         self.sent = self.receiver = None
         self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
+        self.asked = None
 
     def begin_with(self, receiver: Receiver) -> None:
         """Begins a backward pass with this receiver, not the one of ``begin``."""

@@ -274,7 +274,7 @@ class FusedBackward:
     def _rollback_skipped(self) -> None:
         """Synchronizes with the device, and rolls back the parameters that kernels skipped."""
         if self.state.flags:
-            self.buckets.side_stream.make_current_wait()
+            self.buckets.streams.make_current_wait()
             self.optimizer.rollback_step(self.state.read_flags())
 
     @torch.no_grad()

@@ -1,23 +1,31 @@
 """Reduction of a bucket: gradients are summed over the ranks in place, and the ranks vote."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
-from ds_ext.backward.streams import SideStream, to_host
+from ds_ext.backward.streams import SideStreams, from_host, to_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import nonfinite
 
 
+class Reducing(NamedTuple):
+    """A bucket that is being reduced."""
+
+    arrived: Callable[[], dict[Tensor, ReducedGrad]]  # waits for the reduction
+    blocks: bool  # whether the host has to wait for it
+
+
 class Reduction:
-    """Sums gradients over the ranks of ``layout``, on the side stream.
+    """Sums gradients over the ranks of ``layout``, on a side stream.
 
     Args:
         layout: of the model.
-        side_stream: the stream.
+        streams: the side streams.
         size_of: the padded elements of each parameter.
         comm_dtype: returns the dtype that a parameter's gradient is summed in, None for its own.
         leaf_params: parameters of leaf modules, which some ranks may not use. If no rank used them,
@@ -27,21 +35,19 @@ class Reduction:
     def __init__(
         self,
         layout: Layout,
-        side_stream: SideStream,
+        streams: SideStreams,
         size_of: Mapping[Tensor, int],
         comm_dtype: Callable[[Tensor], torch.dtype | None],
         leaf_params: Collection[Tensor],
     ) -> None:
         self.layout = layout
-        self.side_stream = side_stream
+        self.streams = streams
         self.size_of = size_of
         self.comm_dtype = comm_dtype
         self.leaf_params = frozenset(leaf_params)
 
-    def begin(
-        self, grads: dict[Tensor, Tensor | None], voted_params: VotedParams
-    ) -> Callable[[], dict[Tensor, ReducedGrad]]:
-        """Begins to reduce gradients. Returns a function that waits for this rank's runs.
+    def begin(self, grads: dict[Tensor, Tensor | None], voted_params: VotedParams) -> Reducing:
+        """Begins to reduce gradients to this rank's runs.
 
         Runs share the memory of the gradients. The ranks also exchange votes: on ``voted_params``,
         whether a gradient is bad or may overflow when summed; on ``leaf_params``, whether a rank
@@ -51,19 +57,20 @@ class Reduction:
         voted = {p: flats[p] for p in grads if p in voted_params.host or p in voted_params.device}
         asked = [*voted, *(p for p in grads if p in self.leaf_params and p not in voted)]
         is_read = any(p in self.leaf_params or p in voted_params.host for p in asked)
-        self.side_stream.wait_for_current(list(flats.values()))
-        with self.side_stream.context():
+        with self.streams.reducing():
             squares, votes = self._votes(voted, [grads[p] is not None for p in asked])
             if votes is not None:  # to be reduced together with gradients
                 votes = votes.to(next(iter(flats.values())).dtype)
             runs, votes, wait = self.layout.reduce(flats, votes)
             read_votes = None
-            if self.side_stream.stream is not None:
+            if self.streams.are_used:
                 wait()
                 read_votes = to_host(votes) if votes is not None and is_read else None
+            make_step_wait = self.streams.reduced()
 
         def arrived() -> dict[Tensor, ReducedGrad]:
-            if self.side_stream.stream is None:
+            make_step_wait()
+            if not self.streams.are_used:
                 wait()
             if votes is None:
                 return {p: ReducedGrad(run) for p, run in runs.items()}
@@ -89,7 +96,7 @@ class Reduction:
                 if p not in unused
             }
 
-        return arrived
+        return Reducing(arrived, is_read if self.streams.are_used else self.layout.sums_gradients)
 
     def _votes(
         self, flats: dict[Tensor, Tensor], has: list[bool]
@@ -107,12 +114,13 @@ class Reduction:
         if flats:
             found = self._found(flats)
             bounds = [self._upper_bound(p, flat) for p, flat in flats.items()]
-            good = torch.stack(found) <= _vector(bounds, found[0])
+            good = torch.stack(found) <= from_host(bounds, found[0].dtype, found[0].device)
             votes[: len(flats)].masked_fill_(good.logical_not(), nonfinite.BAD_VOTE)
             if not self.layout.sums_gradients:
                 squares = dict(zip(flats, found, strict=True))
-        present = torch.tensor(has, dtype=torch.bool, device="cpu")
-        return squares, torch.where(present.to(votes.device, non_blocking=True), votes, 0)
+        if not all(has):
+            votes = torch.where(from_host(has, torch.bool, votes.device), votes, 0)
+        return squares, votes
 
     def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
         """The values to check: sums of squares, or the largest magnitudes of summed gradients."""
@@ -145,7 +153,3 @@ def _of_each(op: Callable[[Sequence[Tensor]], Tensor], flats: Iterable[Tensor]) 
         numbers = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
         found |= zip(numbers, op([flats[i] for i in numbers]).double(), strict=True)
     return [found[i] for i in range(len(flats))]
-
-
-def _vector(numbers: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)

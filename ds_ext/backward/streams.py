@@ -1,42 +1,84 @@
-"""The side stream, on which a GPU reduces and steps gradients in parallel with backward.
+"""The streams on which a GPU reduces and steps gradients in parallel with backward.
+
+Each bucket is reduced on one stream and stepped on another. The first waits only for backward, so a
+reduction never waits for a step. The second waits for the reduction of its own bucket.
 
 On a CPU, collectives run in the threads of their process group, and the rest runs in line.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+WITH_STREAMS = {"cuda"}  # types of devices
+IN_FLIGHT = 2  # buckets whose memory is in use by these streams while the next one fills
 
-class SideStream:
-    """A CUDA stream for work in parallel with the current stream; none without ``overlap``."""
+
+class SideStreams:
+    """Two CUDA streams for work in parallel with the current stream; none without ``overlap``.
+
+    The host launches kernels long before they run. So a tensor that these streams read must not be
+    freed when its last kernel is launched, because the current stream would reuse its memory too
+    early. ``hold`` keeps tensors until the current stream waits for their last kernel. It waits
+    before more than ``IN_FLIGHT`` buckets are held, which bounds the memory of gradients.
+    """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
-
-    def wait_for_current(self, tensors: Iterable[Tensor]) -> None:
-        """Makes the side stream wait for the current stream, which has computed ``tensors``."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            for x in tensors:
-                x.record_stream(self.stream)  # so that their memory is not reused too early
+        self.are_used = overlap and device.type in WITH_STREAMS
+        self._held: deque[tuple[object, Any]] = deque()  # tensors, the event after their last use
+        if self.are_used:
+            self._reducing, self._stepping = (torch.cuda.Stream(device) for _ in range(2))
 
     @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """A context whose launches run on the side stream."""
-        if self.stream is None:
+    def reducing(self) -> Iterator[None]:
+        """A context whose launches wait for the current stream, but for no step."""
+        if not self.are_used:
+            yield
+            return
+        self._reducing.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._reducing):
+            yield
+
+    def reduced(self) -> Callable[[], None]:
+        """Marks the end of a reduction; returns a function that makes steps wait for it."""
+        if not self.are_used:
+            return lambda: None
+        event = self._reducing.record_event()
+        return lambda: self._stepping.wait_event(event)
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context whose launches run after those of earlier steps."""
+        if not self.are_used:
             yield
         else:
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self._stepping):
                 yield
 
+    def hold(self, tensors: object, is_stepped: bool = True) -> None:
+        """Keeps tensors of a bucket in memory until its step, or only its reduction, has ended."""
+        if self.are_used:
+            last = self._stepping if is_stepped else self._reducing
+            self._held.append((tensors, last.record_event()))
+
+    def make_room(self, buckets: int) -> None:
+        """Makes the current stream wait until at most ``buckets`` are held; the host goes on."""
+        while len(self._held) > buckets:
+            _, event = self._held.popleft()
+            torch.cuda.current_stream(self.device).wait_event(event)
+
     def make_current_wait(self) -> None:
-        """Makes the current stream wait for the side stream; the host does not wait."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        """Makes the current stream wait for all steps; the host does not wait."""
+        if self.are_used:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._reducing)
+            current.wait_stream(self._stepping)
+            self._held.clear()
 
 
 def to_host(x: Tensor) -> Callable[[], Tensor]:
@@ -53,3 +95,10 @@ def to_host(x: Tensor) -> Callable[[], Tensor]:
         return held
 
     return arrived
+
+
+def from_host(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns numbers as a tensor on ``device``; the host does not wait for the copy to a GPU."""
+    is_pinned = device.type == "cuda"
+    held = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=is_pinned)
+    return held.to(device, non_blocking=True)

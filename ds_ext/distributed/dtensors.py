@@ -247,4 +247,4 @@ def _group(param: "DTensor", lies: DTensorLocation) -> Group:
     if len(lies.ranks) == 1:
         return None
     # Torch may return an older mesh, whose groups were destroyed with the process group.
-    return groups.for_sums(groups.of_ranks(lies.ranks), param.device)
+    return groups.with_own_queue(groups.of_ranks(lies.ranks), param.device)

@@ -6,7 +6,7 @@ parameters. So gradients arrive reduced, in one order on all ranks. Only this fi
 own objects, which are private in torch 2.13.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import dtensors, groups
-from ds_ext.distributed.layout import Agreement, Layout
+from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Group, size_of
 from ds_ext.distributed.rank_failure import explained
 
@@ -51,6 +51,7 @@ class FSDP2Layout(Layout):
         cut = {p: name for p, name in names.items() if dtensors.is_dtensor(p)}
         super().__init__(group, cut, made.of)  # type: ignore[arg-type]
         self.everyone = group
+        self.agrees_at_once = True
         self.param_groups = list(_param_groups(module))
         _refuse_cut_twice(module, self.param_groups)
         self.held = {_in_place(own): own for g in self.param_groups for own in g.fsdp_params}
@@ -104,9 +105,9 @@ class FSDP2Layout(Layout):
             for group in self.param_groups
         )
 
-    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Callable[[], Agreement]:
         """Returns that all gradients are ready, because torch has reduced them."""
-        return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+        return lambda: complete(waiting)
 
     def reduce(
         self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
@@ -171,7 +172,15 @@ def _param_groups(module: nn.Module) -> Iterator[Any]:
     """Yields FSDP2's groups of parameters that are gathered and reduced together, each once."""
     modules: list[Any] = [m for m in module.modules() if hasattr(m, "_get_fsdp_state")]
     for state in dict.fromkeys(m._get_fsdp_state() for m in modules):
-        yield from state._fsdp_param_groups
+        yield from _groups_of(state)
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """The groups of an FSDP2 unit, of which torch before 2.12 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _call_anew(module: Any, *_: object) -> None:
@@ -185,7 +194,7 @@ def _call_anew(module: Any, *_: object) -> None:
     if torch._C._current_graph_task_id() == -1 or not hasattr(module, "_get_fsdp_state"):
         return
     state = module._get_fsdp_state()
-    groups = state._fsdp_param_groups
+    groups = _groups_of(state)
     if groups and all(group._training_state.name == "POST_BACKWARD" for group in groups):
         state._training_state = type(state._training_state).IDLE
 

@@ -1,7 +1,7 @@
 """Process groups with their own queue, created once per process and set of ranks.
 
 On a GPU, the collectives of a group wait for each other in one queue. DeepSpeed's gathers of the
-next layers would wait for a rule's sums, which wait for gradients. So sums use their own groups.
+next layers would wait for gradients and a rule's sums of them. So these use their own groups.
 Gloo runs collectives in threads and needs no second group, which costs a connection to each rank.
 
 Groups last until ``torch.distributed.destroy_process_group``, because the ranks of an NCCL group
@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ds_ext.distributed.placement import Group, everyone, size_of
+from ds_ext.distributed.placement import Group, communicates, everyone, size_of
 
 # Device types whose collectives do not wait for each other, or that compute nothing.
 WITHOUT_QUEUES = {"cpu", "meta"}
@@ -26,8 +26,8 @@ _made: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup] = {}
 _counts: Counter[tuple[int, ...]] = Counter()  # groups made, by ranks; the same on all of them
 
 
-def for_sums(group: Group, device: torch.device) -> Group:
-    """Returns a group of the same ranks for sums on ``device``.
+def with_own_queue(group: Group, device: torch.device) -> Group:
+    """Returns a group of the same ranks for sums on ``device``, which wait for no other collective.
 
     All ranks of ``group`` call it, in the same order for groups that share ranks.
     """
@@ -86,7 +86,7 @@ def for_hosts(group: Group, device: torch.device) -> Group:
 
 def _twin(group: Group, device: torch.device, backend: str | None) -> Group:
     """The group of these ranks and ``backend``; None: the backend of the group of all ranks."""
-    if group is None or size_of(group) == 1:
+    if group is None or not communicates(group):
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
     made = _made.get((backend, ranks))
@@ -96,7 +96,7 @@ def _twin(group: Group, device: torch.device, backend: str | None) -> Group:
 
 
 def _new(ranks: tuple[int, ...], timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
-    with _named(ranks):
+    with _named(ranks), _unbound():
         made = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
         )
@@ -114,6 +114,22 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
 def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether tensors on ``device`` can be sent over a group."""
     return device.type == "meta" or device.type in {d.type for d in group._device_types}
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """A context in which new groups do not split the communicator of all ranks.
+
+    Torch splits it if ``init_process_group`` was given a device. All ranks have to take part in a
+    split, but only its own ranks make a group here.
+    """
+    world = everyone()
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ class HierarchicalAllReduce:
 
     def __init__(self, group: Group, size: int, device: torch.device) -> None:
         inside, across = groups.divided(group, size)
-        self.inside = groups.for_sums(inside, device)
-        self.across = groups.for_sums(across, device)
+        self.inside = groups.with_own_queue(inside, device)
+        self.across = groups.with_own_queue(across, device)
 
     def add_up(self, sums: Tensor) -> int:
         """Adds up partial sums in place; returns the bytes passed to collectives."""

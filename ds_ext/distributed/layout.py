@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups, hierarchical_all_reduce
-from ds_ext.distributed.placement import Group, Placement, broadcast, everyone, size_of
+from ds_ext.distributed.placement import (
+    Group,
+    Placement,
+    broadcast,
+    communicates,
+    everyone,
+    size_of,
+)
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard
 
@@ -23,6 +30,11 @@ class Agreement(NamedTuple):
     ready: list[Tensor]  # parameters to be reduced now, in the same order on all ranks
     in_parts: set[Tensor]  # parameters with a further part on some rank
     ended: bool  # whether backward has ended on all ranks
+
+
+def complete(waiting: Mapping[Tensor, bool]) -> Agreement:
+    """Returns an agreement that all waiting gradients are ready."""
+    return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
 
 class Weight(NamedTuple):
@@ -67,12 +79,14 @@ class Layout:
         self.placements = list(dict.fromkeys(self.of.values()))
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
+        # Whether this rank knows the gradients of all ranks, so that ``agree`` waits for no message
+        self.agrees_at_once = not communicates(group)
         self.is_first = self.rank == 0  # whether this rank logs for all
         given = device or torch.device("cpu")
         self.device = next(iter(names)).device if names else given
         self.host_group = groups.for_hosts(group, self.device)
         for placement in self.placements:
-            placement.statistics_group = groups.for_sums(placement.statistics_group, self.device)
+            placement.connect(functools.partial(groups.with_own_queue, device=self.device))
         self.shards = {
             param: dataclasses.replace(placement.shard(param), turn=i)
             for i, (param, placement) in enumerate(self.of.items())
@@ -198,15 +212,15 @@ class Layout:
         """Returns whether FSDP2 holds gradients that the next backward pass will add to."""
         return False
 
-    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        """Returns the parameters that can be reduced now. All ranks call it equally often.
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Callable[[], Agreement]:
+        """Asks the other ranks which gradients can be reduced; returns a wait for the answer.
 
         ``waiting`` maps each parameter to whether a further part may come. Ranks may use different
         parameters in a step (mixtures of experts). A gradient is ready if all ranks have it, or if
-        some have it and backward has ``ended`` on all.
+        some have it and backward has ``ended`` on all. All ranks call this equally often.
         """
-        if self.world == 1:
-            return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+        if not communicates(self.group):
+            return lambda: complete(waiting)
         counts = torch.zeros(2, len(self.params) + 1, dtype=torch.int32, device="cpu")
         numbers = [[self.number_of[p], more] for p, more in waiting.items()]
         own, more = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
@@ -215,15 +229,21 @@ class Layout:
         counts[0, -1] = ended
         self.bytes_sent += counts.nbytes
         with explained():
-            dist.all_reduce(counts, group=self.host_group)
-        all_ended = int(counts[0, -1]) == self.world
-        found, more = counts[:, :-1]
-        is_ready = found >= (1 if all_ended else self.world)
-        ready, in_parts = (
-            [self.params[i] for i in which.nonzero().flatten().tolist()]
-            for which in (is_ready, is_ready & (more > 0))
-        )
-        return Agreement(ready, set(in_parts), all_ended)
+            work = dist.all_reduce(counts, group=self.host_group, async_op=True)
+
+        def answer() -> Agreement:
+            with explained():
+                work.wait()
+            all_ended = int(counts[0, -1]) == self.world
+            found, more = counts[:, :-1]
+            is_ready = found >= (1 if all_ended else self.world)
+            ready, in_parts = (
+                [self.params[i] for i in which.nonzero().flatten().tolist()]
+                for which in (is_ready, is_ready & (more > 0))
+            )
+            return Agreement(ready, set(in_parts), all_ended)
+
+        return answer
 
     def reduce(
         self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
@@ -277,7 +297,7 @@ class Layout:
     def any(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true on any rank of the model; all ranks call it."""
         group = self.group if self.is_uniform else self.everyone
-        if size_of(group) == 1:
+        if not communicates(group):
             return flag
         votes = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
         self.bytes_sent += votes.nbytes

@@ -15,6 +15,7 @@ over all ranks that hold a part of it. Unsplit parameters have their own placeme
 """
 
 import abc
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -36,6 +37,15 @@ def everyone() -> Group:
 def size_of(group: Group) -> int:
     """Returns how many ranks a group has, 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
+
+
+def communicates(group: Group) -> bool:
+    """Returns whether to call collectives of a group, which change nothing on a single rank.
+
+    With ``DS_EXT_COMMUNICATE_ALONE=1`` a single rank calls them too, to test them on one GPU.
+    """
+    least = 1 if os.environ.get("DS_EXT_COMMUNICATE_ALONE") == "1" else 2
+    return group is not None and size_of(group) >= least
 
 
 class TensorParallelShard(NamedTuple):
@@ -107,6 +117,10 @@ class Placement:
         self.levels: Levels | None = None
         self.bytes_sent = 0
 
+    def connect(self, with_own_queue: Callable[[Group], Group]) -> None:
+        """Lets sums use groups of the same ranks for which no other collective waits."""
+        self.statistics_group = with_own_queue(self.statistics_group)
+
     @property
     def groups(self) -> set[Group]:
         """The groups of its collectives."""
@@ -174,7 +188,7 @@ class Placement:
         """Adds up partial sums [n] in place, over the ranks that share a parameter."""
         if self.levels is not None:
             self.bytes_sent += self.levels.add_up(sums)
-        elif size_of(self.statistics_group) > 1:
+        elif communicates(self.statistics_group):
             self.bytes_sent += sums.nbytes
             with explained():
                 dist.all_reduce(sums, group=self.statistics_group)
@@ -205,7 +219,7 @@ class Summed(Placement, abc.ABC):
         Raises:
             LostRankError: another rank has ended.
         """
-        if self.world == 1:
+        if not communicates(self.group):
             return super().reduce(flats)
         self.bytes_sent += self._bytes_of_sum(flats)
         with explained():
@@ -283,6 +297,11 @@ class Sharded(Summed):
         self.num_shards = self.world
         self.shard_index = 0 if group is None else dist.get_rank(group)
 
+    def connect(self, with_own_queue: Callable[[Group], Group]) -> None:
+        """Lets sums and reductions use groups of the same ranks for which no gather waits."""
+        super().connect(with_own_queue)
+        self.group = with_own_queue(self.group)
+
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         runs = list(map(self._own_part, flats))
         return self.group.reduce_scatter_tensor_coalesced(runs, flats)  # type: ignore[union-attr]
@@ -309,7 +328,7 @@ class Sharded(Summed):
     def publish(self, params: Iterable[Tensor]) -> None:
         """All-gathers the updated runs of ``params`` into each parameter."""
         super().publish(params)
-        if self.world == 1:
+        if not communicates(self.group):
             return
         wholes = {param: self._padded_weight(param) for param in params}
         gathered = list(map(as_bytes, wholes.values()))

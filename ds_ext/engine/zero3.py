@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_ext.backward.module_hooks import Hook
 from ds_ext.distributed.desync import OrderCheck
-from ds_ext.distributed.layout import Agreement, Layout
+from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Group, Placement, Sharded
 from ds_ext.engine import hook_cleanup, quantized_weights, replica_groups
 from ds_ext.engine.parameters import deepspeed_parameter
@@ -67,6 +67,7 @@ class Zero3Layout(Layout):
     ) -> None:
         self.offload = offload
         super().__init__(group, names, placement_of, replica_group)
+        self.agrees_at_once = True
         # Gloo, the CPU backend, aborts a process that gets more messages than it waits for.
         ahead = overlap and self.device.type != "cpu"
         self.order = OrderCheck(offload.module, self.names, self.host_group, ahead)
@@ -90,14 +91,14 @@ class Zero3Layout(Layout):
         leaves = [m for m in module.modules() if z3_leaf_module(m)]
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
-    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        """Returns an agreement that all gradients are ready: ranks gather parameters together.
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Callable[[], Agreement]:
+        """Returns that all gradients are ready, because ranks gather parameters together.
 
         Raises:
             RuntimeError: on all ranks, if ranks did not gather the same parameters.
         """
         self.bytes_sent += self.order.check_gradients(waiting, ended)
-        return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+        return lambda: complete(waiting)
 
     @contextlib.contextmanager
     def norm_prepass(self) -> Iterator[None]:

@@ -66,7 +66,7 @@ def limits() -> list[float]:
     found = []
     with mock.patch.object(groups, "WITHOUT_QUEUES", set()):
         shorter = dist.new_group([0, 1], timeout=timedelta(seconds=77))
-        own = groups.for_sums(shorter, torch.device("cpu"))
+        own = groups.with_own_queue(shorter, torch.device("cpu"))
         found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         trained(3)
         (own,) = groups._made.values()
@@ -79,7 +79,7 @@ def renewed() -> int:
     """How many groups of one kind could be made, each after the one before was destroyed."""
     with mock.patch.object(groups, "WITHOUT_QUEUES", set()):
         for _ in range(4):
-            own = groups.for_sums(dist.group.WORLD, torch.device("cpu"))
+            own = groups.with_own_queue(dist.group.WORLD, torch.device("cpu"))
             dist.all_reduce(torch.ones(1), group=own)
             dist.destroy_process_group(own)
     return sum(groups._counts.values())

@@ -135,7 +135,7 @@ class Alone(Layout):
     """The layout of such a rank."""
 
     def agree(self, waiting, ended):
-        return Agreement(list(waiting), set(), ended)
+        return lambda: Agreement(list(waiting), set(), ended)
 
 
 def simulated(module, ranks):

@@ -1,0 +1,97 @@
+"""Streams of a GPU in backward, simulated: nothing runs too early, and memory is bounded."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ds_ext
+from ds_ext.backward.streams import IN_FLIGHT, SideStreams
+from ds_ext.distributed.layout import Layout, complete
+from ds_ext.ops.executors.native import table
+from tests.common.streams import simulated
+
+LAYERS, SIDE = 8, 32
+MATRIX = 4 * SIDE * SIDE  # bytes
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    """Only torch's operations are noted."""
+    monkeypatch.setattr(table, "is_available", lambda: False)
+
+
+@pytest.fixture(params=[1, 4], ids=["alone", "of four ranks"])
+def world(request, monkeypatch):
+    """This process, alone or as the first of ranks that do not exist: collectives do nothing."""
+    monkeypatch.setattr(Layout, "agree", lambda self, waiting, ended: lambda: complete(waiting))
+    if request.param > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    if request.param > 1:
+        dist.destroy_process_group()
+
+
+def train(name, steps=3, **how):
+    """Trains by a bucket for each matrix -> the simulated GPU."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
+    optimizer = getattr(ds_ext, name)(model.parameters(), lr=1e-3)
+    with simulated() as gpu:
+        fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=SIDE * SIDE, **how)
+        for step in range(steps):
+            fused.backward(model(torch.randn(2, SIDE)).square().sum())
+            optimizer.step()
+        del fused, optimizer
+        gc.collect()
+    return gpu
+
+
+HOW = [
+    ("AdaLomo", {}),
+    ("LOMO", {"max_grad_norm": 0.1}),
+    ("AdamW", {"gradient_policy": "sharded"}),
+    ("AdamW", {"clip_value": 0.1}),  # the ranks vote
+    ("Muon", {}),  # the host reads votes
+]
+
+
+@pytest.mark.parametrize("name, how", HOW, ids=[" ".join([n, *h]) for n, h in HOW])
+def test_no_operation_runs_too_early(world, name, how):
+    assert train(name, **how).errors == []
+
+
+FAULTS = {
+    "memory is freed with the last launch": ("hold", lambda self, tensors, is_stepped=True: None),
+    "a step waits for no reduction": ("reduced", lambda self: lambda: None),
+    "the next forward pass does not wait": ("make_current_wait", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("method, fault", FAULTS.values(), ids=FAULTS)
+def test_the_simulation_sees_a_missing_wait(world, method, fault, monkeypatch):
+    monkeypatch.setattr(SideStreams, method, fault)
+    assert train("AdaLomo").errors
+
+
+@pytest.mark.parametrize("name, how", HOW, ids=[" ".join([n, *h]) for n, h in HOW])
+def test_memory_of_gradients_is_bounded(world, name, how, monkeypatch):
+    if how.get("gradient_policy") == "sharded":
+        pytest.skip("gradients are kept")
+    bound = (IN_FLIGHT + 1) * MATRIX  # and the bucket that fills
+    small = 2 * MATRIX  # activations, and a gradient that is copied when it arrives
+    assert train(name, **how).peak < bound + small
+    monkeypatch.setattr(SideStreams, "make_room", lambda self, buckets: None)
+    assert train(name, **how).peak > bound + small
+
+
+def test_no_reduction_waits_for_the_steps_of_the_buckets_before(world):
+    if world == 1:
+        pytest.skip("nothing is reduced")
+    gpu = train("AdaLomo", steps=2)
+    steps = [clock["side 2"] for clock in gpu.reductions[-LAYERS:]]  # of the last backward pass
+    assert steps[: IN_FLIGHT + 1] == [steps[0]] * (IN_FLIGHT + 1)
+    assert steps[-1] > steps[0]  # memory is bounded
