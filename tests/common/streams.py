@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from ds_ext.backward import streams
 
-
 SMALL = 128
 
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 import ds_ext
+from ds_ext.backward.buckets import Buckets
 from ds_ext.distributed import groups
 from tests.common.ranks import whole
+from tests.common.streams import simulated
 
 STAGES = (3, 2)
 
@@ -24,9 +26,10 @@ def model() -> torch.nn.Module:
 
 def trained(stage: int) -> dict[str, torch.Tensor]:
     """Weights after three steps of CAME, whose rules take rounds."""
+    zero = {"stage": stage, "reduce_bucket_size": 50, "overlap_comm": True}
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50},
+        "zero_optimization": zero,
         "optimizer": {"type": "CAME", "params": {"lr": 0.1}},
     }
     engine, *_ = deepspeed.initialize(model=model(), config=config)
@@ -59,6 +62,28 @@ def twice() -> dict[str, Any]:
             counts.append(len(dist.distributed_c10d._world.pg_map))
     (own,) = groups._made.values()
     return {"plain": plain, "apart": apart, "counts": counts, "is_used": own in used}
+
+
+def on_streams() -> dict[str, Any]:
+    """The same training plainly and with simulated streams of a GPU, and what ran too early."""
+    stages = (3, 2, 0)
+    plain = [trained(stage) for stage in stages]
+    ahead: list[list[bool]] = []  # whether a bucket's question was left open, by stage
+    flush = Buckets.flush
+
+    def noted(buckets: Buckets, ended: bool = False) -> bool:
+        result = flush(buckets, ended)
+        ahead[-1].append(buckets.asked is not None)
+        return result
+
+    found, errors = [], []
+    with mock.patch.object(Buckets, "flush", noted):
+        for stage in stages:
+            ahead.append([])
+            with simulated() as gpu:
+                found.append(trained(stage))
+            errors += gpu.errors
+    return {"plain": plain, "found": found, "errors": errors, "ahead": [*map(any, ahead)]}
 
 
 def limits() -> list[float]:

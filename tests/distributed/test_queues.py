@@ -17,6 +17,14 @@ def test_a_group_of_their_own_gives_the_same_bits_and_is_made_once():
         assert rank["is_used"] and len(set(rank["counts"])) == 1
 
 
+def test_streams_change_no_bit_and_nothing_runs_too_early():
+    for rank in worlds.run(2, queues.on_streams):
+        assert rank["errors"] == []
+        for plain, found in zip(rank["plain"], rank["found"], strict=True):
+            assert all(found[name].equal(plain[name]) for name in plain)
+        assert rank["ahead"] == [False, True, True]  # stages 3, 2, 0: at stage 3 ranks need not ask
+
+
 def test_it_waits_as_long_as_the_others():
     for before, in_engine, of_all in worlds.run(2, queues.limits):
         assert before == 77

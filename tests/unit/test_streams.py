@@ -1,6 +1,7 @@
 """Streams of a GPU in backward, simulated: nothing runs too early, and memory is bounded."""
 
 import gc
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_ext
 from ds_ext.backward.streams import IN_FLIGHT, SideStreams
+from ds_ext.distributed import groups
 from ds_ext.distributed.layout import Layout, complete
 from ds_ext.ops.executors.native import table
 from tests.common.streams import simulated
@@ -42,7 +44,7 @@ def train(name, steps=3, **how):
     optimizer = getattr(ds_ext, name)(model.parameters(), lr=1e-3)
     with simulated() as gpu:
         fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=SIDE * SIDE, **how)
-        for step in range(steps):
+        for _ in range(steps):
             fused.backward(model(torch.randn(2, SIDE)).square().sum())
             optimizer.step()
         del fused, optimizer
@@ -95,3 +97,23 @@ def test_no_reduction_waits_for_the_steps_of_the_buckets_before(world):
     steps = [clock["side 2"] for clock in gpu.reductions[-LAYERS:]]  # of the last backward pass
     assert steps[: IN_FLIGHT + 1] == [steps[0]] * (IN_FLIGHT + 1)
     assert steps[-1] > steps[0]  # memory is bounded
+
+
+def test_new_groups_split_no_communicator(monkeypatch):
+    """Ranks outside a group do not make it, but all ranks would have to take part in a split."""
+    split = []
+    source = dist.distributed_c10d._get_split_source
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_get_split_source", lambda pg: split.append(pg) or source(pg)
+    )
+    monkeypatch.setattr(groups, "_made", {})
+    monkeypatch.setattr(groups, "_timeout", lambda group: timedelta(minutes=1))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+        made = groups.of_ranks((0, 1))
+        assert dist.get_process_group_ranks(made) == [0, 1] and made.bound_device_id is None
+        assert split == []
+        assert dist.group.WORLD.bound_device_id == torch.device("cpu", 0)
+    finally:
+        dist.destroy_process_group()
