@@ -42,8 +42,9 @@ def fuse_into_backward(
         model: the model.
         optimizer: of the model's parameters.
         group: the ranks that train the model; None: all ranks.
-        bucket_size: elements of gradients that are averaged and stepped together; by default 2^24,
-            in one process 2^21 or the elements of the largest parameter, if these are fewer.
+        bucket_size: elements of gradients that are averaged and stepped together; by default 2^28
+            bytes on a GPU, or 1/32 of its free memory if that is less. On a CPU 2^24, in one
+            process 2^21 or the elements of the largest parameter, if these are fewer.
         max_grad_norm: clips by the norm of all gradients. Exact clipping needs ``.backward(loss)``
             of the returned object instead of ``loss.backward()``; it runs the graph backward twice.
         clip_value: bounds the elements of gradients.
@@ -81,8 +82,6 @@ def fuse_into_backward(
     layout = fully_shard.FSDP2Layout(model, group) if is_cut else _whole_layout(model, group)
     _take_over(model, optimizer, group)
     layout.broadcast(model)
-    if bucket_size is None:
-        bucket_size = _bucket_size(layout)
     config = settings.GradientConfig(
         bucket_size,
         gradient_policy,
@@ -109,14 +108,6 @@ def fuse_into_backward(
 
     optimizer.attach(layout, end_step)
     return fused
-
-
-def _bucket_size(layout: Layout) -> int:
-    """The default elements of a bucket."""
-    if layout.world > 1:
-        return settings.BUCKET_SIZE
-    largest = max((placement.max_padded_numel(p) for p, placement in layout.of.items()), default=1)
-    return settings.bucket_size_alone(largest)
 
 
 def _whole_layout(model: nn.Module, group: Group) -> Layout:

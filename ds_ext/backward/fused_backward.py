@@ -82,7 +82,7 @@ class FusedBackward:
         self.buckets = Buckets(
             module,
             layout,
-            grad_config.bucket_size,
+            grad_config.bucket_size_for(layout),
             comm_dtype,
             look=optimizer.follow_groups,
             wanted=self._wanted,

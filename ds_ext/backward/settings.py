@@ -1,5 +1,6 @@
 """Settings of gradients: policy, clipping and buckets, checked when they are made."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -7,10 +8,15 @@ import torch
 from pydantic import Field
 
 from ds_ext import hyperparams
+from ds_ext.distributed import consensus
+from ds_ext.distributed.layout import Layout
 from ds_ext.hyperparams import NonNegative, Size
 
 BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
-BUCKET_SIZE_ALONE = 2**21  # of one process without DeepSpeed: larger buckets save little time
+BUCKET_SIZE_ALONE = 2**21  # of one process: larger buckets save little time
+# A GPU steps a matrix faster than Python launches its kernels, so a bucket has a layer of a model
+# of 7B, but less where memory is short.
+GPU_BUCKET_BYTES, GPU_SHARE = 2**28, 1 / 32  # the share is of free memory
 
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
@@ -18,13 +24,9 @@ ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or
 SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
 
 
-def bucket_size_alone(largest: int) -> int:
-    """Returns the default elements of a bucket for one process without DeepSpeed.
-
-    One process sends nothing, but stepping parameters together saves host time. Peak memory does
-    not grow: a bucket is no larger than the ``largest`` gradient, which exists in any case.
-    """
-    return min(BUCKET_SIZE_ALONE, largest)
+def gpu_bucket_size(itemsize: int, free: float = math.inf) -> int:
+    """Returns the default elements, of ``itemsize`` bytes, of a bucket on GPUs with free bytes."""
+    return int(min(GPU_BUCKET_BYTES, GPU_SHARE * free)) // itemsize
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ ARGUMENTS = Words(  # of fuse_into_backward
 class GradientConfig:
     """How gradients are reduced, kept and clipped. ValueError if settings contradict each other."""
 
-    bucket_size: int = BUCKET_SIZE  # elements
+    bucket_size: int | None = None  # elements; None: by device
     policy: str = "fused"
     max_norm: float = 0.0  # 0: not clipped
     max_value: float = 0.0
@@ -116,6 +118,24 @@ class GradientConfig:
                 "data_types.grad_accum_dtype has no effect without kept gradients: remove it, or "
                 'set "ds_ext": {"gradient_policy": "sharded"}.'
             )
+
+    def bucket_size_for(self, layout: Layout) -> int:
+        """Returns the elements of a bucket, the same on all ranks of a layout.
+
+        By default one process on a CPU needs no more memory: a bucket is no larger than the largest
+        gradient, which exists in any case. It sends nothing, but stepping parameters together saves
+        host time.
+        """
+        if self.bucket_size is not None:
+            return self.bucket_size
+        if layout.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(layout.device)
+            widest = max((p.dtype.itemsize for p in layout.names), default=1)
+            return gpu_bucket_size(widest, min(consensus.gathered(free, layout.host_group)))
+        if layout.world > 1:
+            return BUCKET_SIZE
+        sizes = [placement.max_padded_numel(p) for p, placement in layout.of.items()]
+        return min(BUCKET_SIZE_ALONE, max(sizes, default=1))
 
 
 def cost(kept_bytes: int) -> str:

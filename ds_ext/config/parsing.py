@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ds_ext import hyperparams
-from ds_ext.backward.settings import BUCKET_SIZE, GradientConfig, Section
+from ds_ext.backward.settings import GradientConfig, Section
 
 _DTYPES = {  # as DeepSpeed spells them
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
@@ -96,10 +96,9 @@ def gradients(
     )
 
 
-def log_lines(grad_config: GradientConfig, config: dict[str, Any]) -> list[str]:
+def log_lines(grad_config: GradientConfig, bucket_size: int, config: dict[str, Any]) -> list[str]:
     """Returns log lines about bucket size and clipping."""
-    size = f"{grad_config.bucket_size:,}"
-    lines = [f"buckets of {size} gradient elements (zero_optimization.reduce_bucket_size)"]
+    lines = [f"buckets of {bucket_size:,} gradient elements (zero_optimization.reduce_bucket_size)"]
     if without_auto(config).get("gradient_clipping") is None:
         lines.append(
             "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers would "
@@ -116,15 +115,15 @@ def log_lines(grad_config: GradientConfig, config: dict[str, Any]) -> list[str]:
     return lines
 
 
-def bucket_size(config: dict[str, Any]) -> int:
-    """Returns ``zero_optimization.reduce_bucket_size`` in elements, or the default of ds_ext.
+def bucket_size(config: dict[str, Any]) -> int | None:
+    """Returns ``zero_optimization.reduce_bucket_size`` in elements; None if it is not set.
 
     Raises:
         ValueError: it is not a number of elements.
     """
     size = lookup(without_auto(config), "zero_optimization.reduce_bucket_size")
     if size is None:
-        return BUCKET_SIZE
+        return None
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
         raise ValueError(
             f"zero_optimization.reduce_bucket_size is {size!r}; allowed: a number of elements >= 0."

@@ -61,6 +61,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         config = settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
         grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)
+        if settings.is_filled_in(engine, grad_config.bucket_size):
+            grad_config = replace(grad_config, bucket_size=None)
         self._prepare_optimizer(config["zero_optimization"].get("offload_optimizer"))
         self.fused = FusedBackward(
             engine.module,
@@ -91,7 +93,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         if pipeline.is_pipeline(self.engine):
             where += f", the first of {self.engine.module.num_pipeline_stages()} stages"
         show(startup_log.line(self.optimizer, self.layout, grad_config, where))
-        for line in parsing.log_lines(grad_config, config):
+        for line in parsing.log_lines(grad_config, self.fused.buckets.size, config):
             log(f"{type(self.optimizer).__name__}: {line}")
         for line in validation.ignored(config):
             log(line)

@@ -22,6 +22,17 @@ def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
     }
 
 
+def is_filled_in(engine: DeepSpeedEngine, bucket_size: int | None) -> bool:
+    """Returns whether to replace a bucket size by the default: transformers writes it for "auto".
+
+    It is the square of the hidden size, about a matrix, which is too little on a GPU.
+    """
+    config: Any = getattr(engine.module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    hidden = getattr(text, "hidden_size", None)
+    return engine.device.type == "cuda" and hidden is not None and bucket_size == hidden**2
+
+
 def counts_micro_batches(engine: DeepSpeedEngine) -> bool:
     """Returns whether the engine counts micro-batches. Before DeepSpeed 0.19.4 all engines do."""
     managed = getattr(engine, "managed_gradient_accumulation", None)

@@ -6,6 +6,7 @@ keeps no scores. Temporary memory inside operators is not counted.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class GradientLifetime:
     """How long gradients live: until their bucket is full, or until the end of the step."""
 
     bucket: int | None  # elements; None to keep all gradients
-    ahead: bool = False  # whether a bucket is only freed when the next one is full
+    behind: int = 0  # how many full buckets live while the next one fills
 
 
 class HeldGradients:
@@ -44,7 +45,7 @@ class HeldGradients:
     def __init__(self, lifetime: GradientLifetime) -> None:
         self.lifetime = lifetime
         self.bucket: list[Tensor] = []
-        self.sent: list[Tensor] = []
+        self.earlier = deque[list[Tensor]](maxlen=lifetime.behind)
 
     def take(self, param: Tensor) -> None:
         """Gradient hook that moves a parameter's gradient into the bucket."""
@@ -53,7 +54,7 @@ class HeldGradients:
         param.grad = None
         size = self.lifetime.bucket
         if size is not None and sum(g.numel() for g in self.bucket) >= size:
-            self.sent = self.bucket if self.lifetime.ahead else []
+            self.earlier.append(self.bucket)
             self.bucket = []
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.distributed import dtensors
 from ds_ext.ops import weight_update
 from ds_ext.planner import memory
@@ -51,7 +52,8 @@ def ours(
     def master(rule: Any, p: Tensor, *_: Any) -> Any:
         return weight_update.master(p, rule)
 
-    kept = 4 * n if accumulates else size * min(n, bucket + max(units(shapes)) // ranks)
+    in_flight = (1 + IN_FLIGHT) * bucket + max(units(shapes)) // ranks
+    kept = 4 * n if accumulates else size * min(n, in_flight)
     held = [
         memory.max_bytes_over_ranks(init, rules, shapes, ranks, dtype, dtensors.rows_of)
         for init in (state, master)

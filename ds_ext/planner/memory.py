@@ -4,11 +4,12 @@ For ds_ext optimizers, the rules create their state and master weights on the de
 arithmetic always agrees with the code. For comparison, the module also computes the memory of AdamW
 in DeepSpeed and of Megatron-LM's distributed optimizer. activations.py measures activations. Not
 counted: weights that ZeRO-3 gathers for computation, scratch blocks (at most 8 MiB on a CPU), and
-memory that the allocator wastes.
+memory that the allocator wastes. Gradients in flight are those of a GPU, where one more bucket than
+on a CPU is on its way.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import nbytes, zeros
@@ -78,9 +80,8 @@ def ours(
     """
     cut = ranks if stage in (1, 2, 3) else 1
     kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
-    in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket)
-    if stage == 3:  # overlap_comm: the previous bucket is still being reduced
-        in_flight = min(in_flight + max(bucket, _largest(shapes)), elements(shapes))
+    behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
+    in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket, behind)
     visiting = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))  # a bucket's share
     whole = _weights(shapes, stage, ranks)
     weights = whole
@@ -179,16 +180,23 @@ def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
     return sum(-(-n // ranks) + (n if n <= PERSIST else 0) for n in sizes)
 
 
-def _in_flight(shapes: Shapes, ranks: int, bucket: int) -> int:
-    """The peak gradient elements in backward: the bucket, plus one gradient that arrives.
+def _in_flight(shapes: Shapes, ranks: int, bucket: int, behind: int) -> int:
+    """The peak gradient elements in backward: three kinds that are alive together.
 
-    The arriving gradient is copied if equal parts for all ranks need padding.
+    One gradient arrives, and is copied if equal parts for all ranks need padding. Others fill the
+    bucket. The ``behind`` buckets before it are being reduced and stepped.
     """
     n = elements(shapes)
-    most = 0
-    for size in map(math.prod, shapes.values()):
+    most = filling = 0
+    earlier = deque([0] * behind, maxlen=behind)
+    for size in map(math.prod, reversed([*shapes.values()])):  # about the order of backward
         copy = size if size % ranks else 0
-        most = max(most, size + max(min(bucket, n - size + copy), copy))
+        now = size + max(min(bucket, n - size + copy), copy)
+        most = max(most, min(now + sum(earlier), n + copy))
+        filling += size
+        if filling >= bucket:
+            earlier.append(filling)
+            filling = 0
     return most
 
 

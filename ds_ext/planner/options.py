@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_ext.backward.settings import BUCKET_SIZE
+from ds_ext.backward.settings import GPU_BUCKET_BYTES, gpu_bucket_size
 from ds_ext.config import parsing, validation
 from ds_ext.config.parsing import without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
@@ -119,7 +119,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=_positive, metavar="ROWS", help="rows a rank computes at once (default 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
     add("--lora", type=_positive, metavar="RANK", help="also LoRA of this rank with AdamW")
-    add("--bucket", type=_positive, help=f"reduce_bucket_size (default {BUCKET_SIZE})")
+    size = f"{GPU_BUCKET_BYTES // 2**20} MiB"
+    add("--bucket", type=_positive, help=f"reduce_bucket_size, in elements (default: {size})")
     add(
         "--accumulate",
         action="store_true",
@@ -153,6 +154,7 @@ def read(options: argparse.Namespace) -> PlanOptions:
     batch = None if tokens is None else MicroBatch(rows or 1, tokens, options.checkpointing)
     params = given.get("params", {}) if options.params is None else _object(options.params)
     optimizer = pick("optimizer", ALL)
+    dtype = pick("dtype", "bf16")
     asked = PlanOptions(
         model=options.model,
         ranks=options.ranks,
@@ -161,8 +163,8 @@ def read(options: argparse.Namespace) -> PlanOptions:
         optimizer=ALL if optimizer.lower() == ALL else optimizer,
         params=params,
         stage=pick("stage", None),
-        dtype=pick("dtype", "bf16"),
-        bucket=pick("bucket", BUCKET_SIZE),
+        dtype=dtype,
+        bucket=pick("bucket", gpu_bucket_size(DTYPES[dtype].itemsize)),
         accumulates=pick("accumulate", False) or options.pipeline_stages > 1,
         offload_param=pick("offload_param", False),
         offload_optimizer=pick("offload_optimizer", False),

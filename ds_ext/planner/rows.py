@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.config import validation
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.planner import activations, cached_norms, fsdp2, lora, memory, models, options, stages
@@ -111,7 +112,8 @@ class MemoryPlan:
             noted = cached_norms.num_bytes(rules, self.shapes, stage, ranks, self.dtype)
             held = replace(held, state=held.state + noted)
             kept = held.gradients - memory.ours(*of).gradients
-            waiting = GradientLifetime(None if stage is None else asked.bucket, ahead=stage == 3)
+            behind = IN_FLIGHT if stage == 3 else 0
+            waiting = GradientLifetime(None if stage is None else asked.bucket, behind)
             yield Row(label, held, waiting, kept, optimizer=optimizer)
 
     def _by_fsdp2(self, optimizer: type[RuleOptimizer], rules: Mapping[str, Any]) -> Row:
@@ -124,7 +126,7 @@ class MemoryPlan:
     def _waiting(self, held: MemoryUse) -> tuple[GradientLifetime, float]:
         """With FSDP2: the lifetime of gradients, and the bytes of those that live throughout."""
         most = max(fsdp2.units(self.shapes)[1:], default=1)
-        return GradientLifetime(most, ahead=True), held.gradients - 2 * most * self.dtype.itemsize
+        return GradientLifetime(most, behind=1), held.gradients - 2 * most * self.dtype.itemsize
 
     def _offloads(self, rules: Mapping[str, Any]) -> list[str]:
         """The offloaded parts. Raises ValueError if the engine would refuse the setting."""

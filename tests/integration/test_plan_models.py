@@ -149,7 +149,7 @@ def test_gradients_that_wait_count():
     all_of_them, none = of(GradientLifetime(None)), of(GradientLifetime(0))
     assert all_of_them > 4 * n > none
     assert (
-        none < of(GradientLifetime(30_000)) < of(GradientLifetime(30_000, ahead=True)) < all_of_them
+        none < of(GradientLifetime(30_000)) < of(GradientLifetime(30_000, behind=1)) < all_of_them
     )
 
 

@@ -322,7 +322,7 @@ def honoured_or_refused(given_):
     except ValueError as error:
         assert any(part in str(error) for key in given_ for part in key.split("."))
         return
-    assert how.bucket_size >= 0 and how.policy in ("fused", "sharded")
+    assert (how.bucket_size or 0) >= 0 and how.policy in ("fused", "sharded")
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import gc
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_ext
+from ds_ext.backward.settings import GradientConfig
 from ds_ext.backward.streams import IN_FLIGHT, SideStreams
 from ds_ext.distributed import groups
 from ds_ext.distributed.layout import Layout, complete
+from ds_ext.distributed.placement import Replicated
+from ds_ext.engine.settings import is_filled_in
 from ds_ext.ops.executors.native import table
 from tests.common.streams import simulated
 
@@ -117,3 +121,27 @@ def test_new_groups_split_no_communicator(monkeypatch):
         assert dist.group.WORLD.bound_device_id == torch.device("cpu", 0)
     finally:
         dist.destroy_process_group()
+
+
+def test_buckets_of_a_gpu_have_a_layer_but_a_small_part_of_free_memory(monkeypatch):
+    model = nn.Linear(4, 4).bfloat16()
+    layout = Layout(None, {p: n for n, p in model.named_parameters()}, lambda p: Replicated(None))
+    layout.device = torch.device("cuda", 0)
+    for free, expected in ((2**40, 2**27), (2**32, 2**26)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2**40))
+        assert GradientConfig().bucket_size_for(layout) == expected
+        assert GradientConfig(7).bucket_size_for(layout) == 7
+
+
+def test_what_transformers_writes_for_auto_is_the_default_on_a_gpu():
+    def engine(device, **config):
+        return SimpleNamespace(
+            device=torch.device(device),
+            module=SimpleNamespace(config=SimpleNamespace(**config)),
+        )
+
+    assert is_filled_in(engine("cuda", hidden_size=64), 64**2)
+    assert not is_filled_in(engine("cuda", hidden_size=64), 64**2 + 1)
+    assert not is_filled_in(engine("cuda", hidden_size=64), None)
+    assert not is_filled_in(engine("cuda"), 64**2)
+    assert not is_filled_in(engine("cpu", hidden_size=64), 64**2)
