@@ -48,6 +48,10 @@ def main(args: argparse.Namespace) -> None:
     if host_gpu.are_there():
         tables["By kernels"] = [host_gpu.row(name, args.rounds) for name in args.optimizers]
         print(report.table(tables["By kernels"]), flush=True)
+        tables["In backward"] = [
+            host_gpu.in_backward(name, args.rounds) for name in args.optimizers
+        ]
+        print(report.table(tables["In backward"]), flush=True)
     report.write("host", "Time of the host in a step", TEXT + host_gpu.TEXT, tables, None)
 
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ds_ext
 from benchmarks.memory import LLAMAS, shapes_of
+from ds_ext.backward import settings
 from ds_ext.ops.executors.native import table
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.shard import Shard
@@ -26,6 +28,7 @@ from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.optimizer.updates import RunUpdate
 
 Bucket = list[RunUpdate]
+BUCKET = settings.gpu_bucket_size(torch.bfloat16.itemsize)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANKS = 2
 
@@ -36,6 +39,10 @@ timed is Python, torch's small operations, and the copies of tables. `launches` 
 of tables to the device, `rounds` and calls of `torch` that are no views are of a bucket; `most` is
 the number of launches between two rounds. Where there is no GPU, its tensors lie in the memory of
 the CPU, and copies to it and launches of torch's operations take less time than they would.
+
+The third table is of `fuse_into_backward` in one process: the hooks of all gradients and the end of
+the step, but not backward itself, with buckets of {BUCKET:,} elements, the default on a GPU, and of
+a matrix each.
 """
 
 
@@ -78,6 +85,32 @@ def row(name: str, rounds: int) -> dict[str, object]:
         "copies": counts["copies"] / n,
         "torch": calls.made / n,
     }
+
+
+def in_backward(name: str, rounds: int) -> dict[str, object]:
+    """What the host takes of a step inside backward."""
+    found: dict[str, object] = {"optimizer": OPTIMIZERS[name].__name__}
+    for label, size in (("", BUCKET), ("of a matrix: ", 1)):
+        with doing_nothing():
+            params = weights()
+            model = nn.ParameterList(params)
+            optimizer = OPTIMIZERS[name](params, **({"lr": 1e-6} if name != "adafactor" else {}))
+            fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=size)
+            seconds = []
+            for _ in range(3 + rounds):
+                for param in params:
+                    param.grad = torch.empty_like(param)
+                began = time.perf_counter()
+                for param in reversed(params):
+                    fused.buckets.take(param)
+                optimizer.step()
+                seconds.append(time.perf_counter() - began)
+            n = len(fused.buckets.pieces(params[::-1]))
+            fused.remove()
+        median = statistics.median(seconds[3:])
+        found |= {f"{label}buckets": n, f"{label}7B, ms": median * 1e3}
+        found |= {f"{label}µs a bucket": median / n * 1e6}
+    return found
 
 
 def are_there() -> bool:

@@ -269,7 +269,7 @@ FAULTS = (
     # distributed: where parameters lie, and what ranks tell each other
     Fault(
         "distributed/placement.py",
-        "if size_of(self.statistics_group) > 1:",
+        "if communicates(self.statistics_group):",
         "if size_of(self.statistics_group) > 2:",
         ZERO + "stage1",
     ),

@@ -42,7 +42,7 @@ def fuse_into_backward(
         model: the model.
         optimizer: of the model's parameters.
         group: the ranks that train the model; None: all ranks.
-        bucket_size: elements of gradients that are averaged and stepped together; by default 2^28
+        bucket_size: elements of gradients that are averaged and stepped together; by default 2^29
             bytes on a GPU, or 1/32 of its free memory if that is less. On a CPU 2^24, in one
             process 2^21 or the elements of the largest parameter, if these are fewer.
         max_grad_norm: clips by the norm of all gradients. Exact clipping needs ``.backward(loss)``

@@ -16,7 +16,7 @@ BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf
 BUCKET_SIZE_ALONE = 2**21  # of one process: larger buckets save little time
 # A GPU steps a matrix faster than Python launches its kernels, so a bucket has a layer of a model
 # of 7B, but less where memory is short.
-GPU_BUCKET_BYTES, GPU_SHARE = 2**28, 1 / 32  # the share is of free memory
+GPU_BUCKET_BYTES, GPU_SHARE = 2**29, 1 / 32  # the share is of free memory
 
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]

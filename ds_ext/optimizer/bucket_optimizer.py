@@ -176,11 +176,9 @@ class BucketOptimizer(ParamTable):
         Args:
             shards: the parameters, and the run of each. Tensor parallelism has not cut them.
         """
-        rules_of = {i: self.rule_at(i) for i in {self.group_index_of[p] for p in shards}}
         found = set()
-        for p, shard in shards.items():
-            rule = rules_of[self.group_index_of[p]]
-            if p not in self.stacks and rules.entry_of(type(rule)).sums_first(rule, shard):
+        for p, rule in self._rules_of(shards).items():
+            if p not in self.stacks and rules.entry_of(type(rule)).sums_first(rule, shards[p]):
                 found.add(p)
         return found
 
@@ -193,7 +191,16 @@ class BucketOptimizer(ParamTable):
         """
         if not devices.supports(device) or not self._has_batched_rule:
             return set()
-        return {p for p, s in shards.items() if are_batched(self, p, s, [p.dtype], device)}
+        rules_of = self._rules_of(shards)
+        return {
+            p for p, s in shards.items() if are_batched(self, p, s, rules_of[p], [p.dtype], device)
+        }
+
+    def _rules_of(self, params: Iterable[Tensor]) -> dict[Tensor, Any]:
+        """The rules of parameters, with the hyper-parameters that their groups have now."""
+        groups = {p: self.group_index_of[p] for p in params}
+        rules_of = {i: self.rule_at(i) for i in {*groups.values()}}
+        return {p: rules_of[i] for p, i in groups.items()}
 
     @property
     def uses_native(self) -> bool:

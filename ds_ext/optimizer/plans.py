@@ -153,10 +153,11 @@ class Plan:
         self.alone: list[int] = []
         self.joined: list[int] = []
         found: dict[tuple[Any, ...], list[Piece]] = {}
-        param_of = {table.group_index_of[u.param]: u.param for u in updates}
+        rule_of = {i: table.rule_at(i) for i in {table.group_index_of[u.param] for u in updates}}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
             dtypes = u.p.dtype, u.g.dtype
-            is_batched = are_batched(table, u.param, u.shard, dtypes, device)
+            rule = rule_of[table.group_index_of[u.param]]
+            is_batched = are_batched(table, u.param, u.shard, rule, dtypes, device)
             pieces = _pieces(table, i, u, state) if is_batched else []
             if not pieces:
                 self.alone.append(i)
@@ -166,10 +167,9 @@ class Plan:
             common = table.group_index_of[u.param], is_stack, state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
-        self.rule_keys = {i: _rule_key(table.rule_of(param)) for i, param in param_of.items()}
+        self.rule_keys = {i: _rule_key(rule) for i, rule in rule_of.items()}
         self.batches = [
-            BatchPlan(i, pieces, table.rule_of(param_of[i]), device)
-            for (i, *_), pieces in found.items()
+            BatchPlan(i, pieces, rule_of[i], device) for (i, *_), pieces in found.items()
         ]
         for batch in self.batches:
             batch.note(states)
@@ -329,6 +329,7 @@ def are_batched(
     table: ParamTable,
     param: Tensor,
     shard: Shard,
+    rule: Any,
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> bool:
@@ -338,6 +339,7 @@ def are_batched(
         table: the table of the optimizer.
         param: the parameter.
         shard: the elements of the run.
+        rule: of the parameter.
         dtypes: of weight and gradient.
         device: of the gradient.
     """
@@ -348,7 +350,6 @@ def are_batched(
         shards = [own for _, own in expert_stacks.split(shard)]
     if devices.supports(device) and not all(map(devices.supports_matrices, shards)):
         return False
-    rule = table.rule_of(param)
     entry = rules.entry_of(type(rule))
     return all(entry.batches(rule, own) for own in shards)
 

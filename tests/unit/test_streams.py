@@ -127,7 +127,7 @@ def test_buckets_of_a_gpu_have_a_layer_but_a_small_part_of_free_memory(monkeypat
     model = nn.Linear(4, 4).bfloat16()
     layout = Layout(None, {p: n for n, p in model.named_parameters()}, lambda p: Replicated(None))
     layout.device = torch.device("cuda", 0)
-    for free, expected in ((2**40, 2**27), (2**32, 2**26)):
+    for free, expected in ((2**40, 2**28), (2**32, 2**26)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2**40))
         assert GradientConfig().bucket_size_for(layout) == expected
         assert GradientConfig(7).bucket_size_for(layout) == 7
