@@ -6,6 +6,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.backward import settings
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
+from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.optimizer import nonfinite
@@ -48,8 +49,8 @@ class GradientReader:
         if len(found) == 1:
             return found[0]
         numbers = [i for some in alike.values() for i in some]
-        order = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        return torch.cat(found)[order.argsort().to(self.layout.device)]
+        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+        return torch.cat(found)[from_host(order, torch.int64, self.layout.device)]
 
     def _squares(self, dtype: torch.dtype | None, grads: ReducedGrads) -> Tensor:
         """The sums of squares of runs with one dtype; None: those known already."""

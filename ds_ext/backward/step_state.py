@@ -10,6 +10,7 @@ from torch import Tensor
 from ds_ext.backward import messages
 from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
+from ds_ext.backward.streams import from_host
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 
 
@@ -146,10 +147,10 @@ class StepState:
             return
         layout = self.reader.layout
         own = torch.zeros(len(layout.weights), dtype=torch.float64, device=layout.device)
-        for params, squares in self.squares:
-            numbers = [layout.index_of[p] for p in params]
-            at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            own.index_add_(0, at.to(own.device), squares)
+        if self.squares:
+            numbers = [layout.index_of[p] for params, _ in self.squares for p in params]
+            at = from_host(numbers, torch.int64, layout.device)
+            own.index_add_(0, at, torch.cat([squares for _, squares in self.squares]))
         totals = layout.total(own).cpu()
         self.norm = float(totals.sum().sqrt())
         self.coefficient = clipping.coefficient(self.norm)
