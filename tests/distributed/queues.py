@@ -13,6 +13,7 @@ import torch.distributed as dist
 import ds_ext
 from ds_ext.backward.buckets import Buckets
 from ds_ext.distributed import groups
+from ds_ext.distributed.placement import Sharded
 from tests.common.ranks import whole
 from tests.common.streams import simulated
 
@@ -43,25 +44,31 @@ def trained(stage: int) -> dict[str, torch.Tensor]:
 
 
 def twice() -> dict[str, Any]:
-    """The same training on the groups of DeepSpeed, and twice with sums on one of their own."""
+    """The same training on the groups of DeepSpeed, and twice with a group for our collectives."""
     plain = [trained(stage) for stage in STAGES]
-    counts, used = [], set()
-    add_up = dist.all_reduce
+    counts, used, reducing = [], set(), set()
+    add_up, reduce = dist.all_reduce, Sharded._begin_sum
 
     def noted(x: torch.Tensor, *args: Any, group: Any = None, **more: Any) -> Any:
         used.add(group)
         return add_up(x, *args, group=group, **more)
 
+    def reduced(placement: Sharded, flats: list[torch.Tensor]) -> Any:
+        reducing.add(placement.group)
+        return reduce(placement, flats)
+
     with (
         mock.patch.object(groups, "WITHOUT_QUEUES", set()),
         mock.patch("torch.distributed.all_reduce", noted),
+        mock.patch.object(Sharded, "_begin_sum", reduced),
     ):
         apart = []
         for stage in (*STAGES, *STAGES):
             apart.append(trained(stage))
             counts.append(len(dist.distributed_c10d._world.pg_map))
     (own,) = groups._made.values()
-    return {"plain": plain, "apart": apart, "counts": counts, "is_used": own in used}
+    is_used = own in used and reducing == {own}
+    return {"plain": plain, "apart": apart, "counts": counts, "is_used": is_used}
 
 
 def on_streams() -> dict[str, Any]:
