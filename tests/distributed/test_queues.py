@@ -25,6 +25,13 @@ def test_streams_change_no_bit_and_nothing_runs_too_early():
         assert rank["ahead"] == [False, True, True]  # stages 3, 2, 0: at stage 3 ranks need not ask
 
 
+def test_one_rank_communicates_if_it_is_asked_to():
+    (rank,) = worlds.run(1, queues.alone)
+    for plain, found in zip(rank["plain"], rank["found"], strict=True):
+        assert all(found[name].equal(plain[name]) for name in plain)
+    assert rank["sums"][0] == 0 and rank["sums"][1] >= 6  # a bucket or more for each step
+
+
 def test_it_waits_as_long_as_the_others():
     for before, in_engine, of_all in worlds.run(2, queues.limits):
         assert before == 77
