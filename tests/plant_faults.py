@@ -183,8 +183,8 @@ FAULTS = (
     ),
     Fault(
         "ops/rounding.py",
-        "+ step * 0x85EBCA77) % 2**32",
-        "+ 0x85EBCA77) % 2**32",
+        "+ step * schema.PRIME2) % 2**32",
+        "+ schema.PRIME2) % 2**32",
         "unit/test_precision.py",
     ),
     Fault(
@@ -207,8 +207,8 @@ FAULTS = (
     ),
     Fault(
         "ops/executors/native/passes.cpp",
-        "h = (h ^ (h >> 7)) * 0x2993u & 0xFFFFu;",
-        "h = (h ^ (h >> 7)) * 0x2995u & 0xFFFFu;",
+        "h = (h ^ (h >> 7)) * NOISE1 & 0xFFFFu;",
+        "h = (h ^ (h >> 7)) * (NOISE1 + 2) & 0xFFFFu;",
         "unit/test_native.py -k every_number",
     ),
     Fault(

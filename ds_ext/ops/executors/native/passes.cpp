@@ -142,25 +142,23 @@ inline uint32_t as_bits(float x) {
     return bits;
 }
 
-// rounding._hash: "lowbias32" of C. Wellons.
+// rounding.hash_
 inline uint32_t hashed(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7FEB352Du;
-    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    x = (x ^ (x >> 16)) * LOWBIAS1;
+    x = (x ^ (x >> 15)) * LOWBIAS2;
     return x ^ (x >> 16);
 }
 
-// rounding._noise: a permutation of the numbers below PERMUTED, twice, so that reads may run past its
+// rounding._noise: a permutation of the numbers below NOISE_CHUNK, twice, so that reads may run past its
 // end. It stays in the cache, so reading it is faster than computing it.
-const int64_t PERMUTED = 1 << 16;
-
 const uint16_t *permutation() {
     static const std::vector<uint16_t> made = [] {
-        std::vector<uint16_t> table(2 * PERMUTED);
+        std::vector<uint16_t> table(2 * NOISE_CHUNK);
         for (size_t k = 0; k < table.size(); ++k) {
-            uint32_t h = k % PERMUTED;
-            h = (h ^ (h >> 7)) * 0x2993u & 0xFFFFu;
-            h = (h ^ (h >> 5)) * 0xE877u & 0xFFFFu;
-            h = (h ^ (h >> 9)) * 0x0235u & 0xFFFFu;
+            uint32_t h = k % NOISE_CHUNK;
+            h = (h ^ (h >> 7)) * NOISE1 & 0xFFFFu;
+            h = (h ^ (h >> 5)) * NOISE2 & 0xFFFFu;
+            h = (h ^ (h >> 9)) * NOISE3 & 0xFFFFu;
             table[k] = static_cast<uint16_t>(h ^ (h >> 10));
         }
         return table;
@@ -470,10 +468,10 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int storage
 static const uint16_t *noise(uint32_t key, int64_t at, int64_t n, uint16_t *__restrict room) {
     const uint16_t *table = permutation();
     for (int64_t j = 0; j < n;) {
-        int64_t chunk = (at + j) / PERMUTED, element = (at + j) % PERMUTED;
-        int64_t stop = j + PERMUTED - element;
-        uint32_t place = hashed(key + static_cast<uint32_t>(chunk) * 0xC2B2AE3Du);
-        const uint16_t *from = table + (place + static_cast<uint32_t>(element)) % PERMUTED;
+        int64_t chunk = (at + j) / NOISE_CHUNK, element = (at + j) % NOISE_CHUNK;
+        int64_t stop = j + NOISE_CHUNK - element;
+        uint32_t place = hashed(key + static_cast<uint32_t>(chunk) * PRIME3);
+        const uint16_t *from = table + (place + static_cast<uint32_t>(element)) % NOISE_CHUNK;
         if (j == 0 && stop >= n) return from;
         if (stop > n) stop = n;
         std::memcpy(room + j, from, sizeof(uint16_t) * static_cast<size_t>(stop - j));
@@ -720,16 +718,11 @@ static void gradient_times_factors(const Call &call, const Entry &e, int64_t i, 
 
 // 8-bit moments: companding.py. A chunk has whole groups, except for the last group of a parameter.
 
-const int64_t FEW = 32;         // elements that share a scale: companding.SIZE
-const int CUT = 13;             // low mantissa bits that a scale drops
-const uint32_t FIRST = 83 << 10;
-const float LEAST_SCALE = 0x1p-44f, MOST_SCALE = 0x1p20f - 0x1p9f;
-
-INLINE float scale_of(uint16_t code) { return as_float((code + FIRST) << CUT); }
+INLINE float scale_of(uint16_t code) { return as_float((code + SCALE_FIRST) << SCALE_CUT); }
 
 INLINE uint16_t code_of(float scale) {
     uint32_t bits = as_bits(scale);
-    return static_cast<uint16_t>(((bits + ((1u << (CUT - 1)) - 1) + ((bits >> CUT) & 1u)) >> CUT) - FIRST);
+    return static_cast<uint16_t>(((bits + ((1u << (SCALE_CUT - 1)) - 1) + ((bits >> SCALE_CUT) & 1u)) >> SCALE_CUT) - SCALE_FIRST);
 }
 
 INLINE float within(float low, float x, float high) {
@@ -744,7 +737,7 @@ INLINE float largest_of(const float *x, int64_t n) {
         uint32_t a = as_bits(x[k]) & 0x7FFFFFFFu;
         most = a > most ? a : most;
     }
-    return within(LEAST_SCALE, as_float(most), MOST_SCALE);
+    return within(MIN_SCALE, as_float(most), MAX_SCALE);
 }
 
 INLINE void read_signed_group(const int8_t *code, float scale, int64_t n, float *__restrict m) {
@@ -777,44 +770,44 @@ INLINE void write_root_group(const float *root, float scale, int64_t n, uint8_t 
 
 static __attribute__((noinline)) void read_signed(const Entry &e, int64_t i, int64_t n, float *__restrict m) {
     const int8_t *code = reinterpret_cast<const int8_t *>(e.m) + i;
-    const uint16_t *scale = e.m_scale + i / FEW;
+    const uint16_t *scale = e.m_scale + i / SCALE_GROUP;
     prefetch(code, n);
     int64_t j = 0;
-    for (; j + FEW <= n; j += FEW) read_signed_group(code + j, scale_of(scale[j / FEW]), FEW, m + j);
-    if (j < n) read_signed_group(code + j, scale_of(scale[j / FEW]), n - j, m + j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) read_signed_group(code + j, scale_of(scale[j / SCALE_GROUP]), SCALE_GROUP, m + j);
+    if (j < n) read_signed_group(code + j, scale_of(scale[j / SCALE_GROUP]), n - j, m + j);
 }
 
 static __attribute__((noinline)) void write_signed(const Entry &e, int64_t i, int64_t n, const float *m) {
     int8_t *code = reinterpret_cast<int8_t *>(e.m) + i;
-    uint16_t *scale = e.m_scale + i / FEW;
-    float most[CHUNK / FEW + 1];
+    uint16_t *scale = e.m_scale + i / SCALE_GROUP;
+    float most[CHUNK / SCALE_GROUP + 1];
     int64_t j = 0;
-    for (; j + FEW <= n; j += FEW) most[j / FEW] = largest_of(m + j, FEW);
-    if (j < n) most[j / FEW] = largest_of(m + j, n - j);
-    for (j = 0; j < n; j += FEW) scale[j / FEW] = code_of(most[j / FEW]);
-    for (j = 0; j + FEW <= n; j += FEW) write_signed_group(m + j, most[j / FEW], FEW, code + j);
-    if (j < n) write_signed_group(m + j, most[j / FEW], n - j, code + j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(m + j, SCALE_GROUP);
+    if (j < n) most[j / SCALE_GROUP] = largest_of(m + j, n - j);
+    for (j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
+    for (j = 0; j + SCALE_GROUP <= n; j += SCALE_GROUP) write_signed_group(m + j, most[j / SCALE_GROUP], SCALE_GROUP, code + j);
+    if (j < n) write_signed_group(m + j, most[j / SCALE_GROUP], n - j, code + j);
 }
 
 static __attribute__((noinline)) void read_squares(const Entry &e, int64_t i, int64_t n, float *__restrict v) {
     const uint8_t *code = reinterpret_cast<const uint8_t *>(e.v) + i;
-    const uint16_t *scale = e.v_scale + i / FEW;
+    const uint16_t *scale = e.v_scale + i / SCALE_GROUP;
     prefetch(code, n);
     int64_t j = 0;
-    for (; j + FEW <= n; j += FEW) read_square_group(code + j, scale_of(scale[j / FEW]), FEW, v + j);
-    if (j < n) read_square_group(code + j, scale_of(scale[j / FEW]), n - j, v + j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) read_square_group(code + j, scale_of(scale[j / SCALE_GROUP]), SCALE_GROUP, v + j);
+    if (j < n) read_square_group(code + j, scale_of(scale[j / SCALE_GROUP]), n - j, v + j);
 }
 
 static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int64_t n, const float *root) {
     uint8_t *code = reinterpret_cast<uint8_t *>(e.v) + i;
-    uint16_t *scale = e.v_scale + i / FEW;
-    float most[CHUNK / FEW + 1];
+    uint16_t *scale = e.v_scale + i / SCALE_GROUP;
+    float most[CHUNK / SCALE_GROUP + 1];
     int64_t j = 0;
-    for (; j + FEW <= n; j += FEW) most[j / FEW] = largest_of(root + j, FEW);
-    if (j < n) most[j / FEW] = largest_of(root + j, n - j);
-    for (j = 0; j < n; j += FEW) scale[j / FEW] = code_of(most[j / FEW]);
-    for (j = 0; j + FEW <= n; j += FEW) write_root_group(root + j, most[j / FEW], FEW, code + j);
-    if (j < n) write_root_group(root + j, most[j / FEW], n - j, code + j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(root + j, SCALE_GROUP);
+    if (j < n) most[j / SCALE_GROUP] = largest_of(root + j, n - j);
+    for (j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
+    for (j = 0; j + SCALE_GROUP <= n; j += SCALE_GROUP) write_root_group(root + j, most[j / SCALE_GROUP], SCALE_GROUP, code + j);
+    if (j < n) write_root_group(root + j, most[j / SCALE_GROUP], n - j, code + j);
 }
 
 // Adam's update with 8-bit moments; the update uses them before they are rounded.
@@ -1433,8 +1426,8 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
 
 // fingerprints._factors: an odd number for each element of a group.
 INLINE int32_t odd_number(int64_t k) {
-    uint32_t h = static_cast<uint32_t>(k + 1) * 0x9E3779B1u;
-    h = (h ^ (h >> 15)) * 0x85EBCA77u;
+    uint32_t h = static_cast<uint32_t>(k + 1) * PRIME1;
+    h = (h ^ (h >> 15)) * PRIME2;
     return static_cast<int32_t>(h | 1u);
 }
 
