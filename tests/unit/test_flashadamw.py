@@ -190,8 +190,8 @@ def root_after(steps):
 
 def test_second_moments_decay(monkeypatch):
     assert 0.6 < root_after(1000) < 1.1
-    monkeypatch.setattr(companding, "CUT", 16)  # scales in bf16
-    monkeypatch.setattr(companding, "FIRST", 83 << 7)
+    monkeypatch.setattr(companding, "SCALE_CUT", 16)  # scales in bf16
+    monkeypatch.setattr(companding, "SCALE_FIRST", 83 << 7)
     assert root_after(1000) > 1.5  # they stay where they were
 
 
