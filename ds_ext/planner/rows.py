@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_ext.config import validation
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.planner import activations, cached_norms, fsdp2, lora, memory, models, options, stages
+from ds_ext.planner import activations, fsdp2, lora, memory, models, options, stages
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.options import DTYPES, PlanOptions
@@ -108,7 +108,7 @@ class MemoryPlan:
             ranks = asked.shard_size if stage and asked.shard_size else asked.ranks
             of = (rules, self.shapes, stage, ranks, self.dtype, asked.bucket)
             held = memory.ours(*of, asked.accumulates, offloads)
-            noted = cached_norms.num_bytes(rules, self.shapes, stage, ranks, self.dtype)
+            noted = memory.cached_norms(rules, self.shapes, stage, ranks, self.dtype)
             held = replace(held, state=held.state + noted)
             kept = held.gradients - memory.ours(*of).gradients
             waiting = GradientLifetime(None if stage is None else asked.bucket, ahead=stage == 3)
