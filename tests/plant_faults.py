@@ -398,13 +398,13 @@ FAULTS = (
     ),
     Fault(
         "engine/expert_parallel.py",
-        "return 1 if place(param) is None else tensor_size",
+        "return 1 if stack_position(param) is None else tensor_size",
         "return 1",
         "distributed/test_experts.py -k autoep-tensor",
     ),
     Fault(
         "engine/expert_parallel.py",
-        "return 1 if place(param) is None else tensor_size",
+        "return 1 if stack_position(param) is None else tensor_size",
         "return tensor_size",
         "distributed/test_expert_parallel.py -k tensor-came",
     ),

@@ -41,7 +41,7 @@ def refuse_spread_experts(model: nn.Module) -> None:
         )
 
 
-def group(param: Tensor) -> Group:
+def expert_data_parallel_group(param: Tensor) -> Group:
     """Returns the ranks that have the same experts as this rank."""
     name = deepspeed_parameter(param).group_name
     return cast(Group, groups._get_expert_data_parallel_group(name))
@@ -58,10 +58,10 @@ def gradient_factor(param: Tensor, tensor_size: int) -> int:
         param: a parameter of an expert.
         tensor_size: the number of tensor-parallel ranks.
     """
-    return 1 if place(param) is None else tensor_size
+    return 1 if stack_position(param) is None else tensor_size
 
 
-def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
+def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
     """Returns parameter names that number each expert within the whole model.
 
     Args:
@@ -81,12 +81,12 @@ def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
     return made
 
 
-def exchanges() -> set[dist.ProcessGroup]:
+def expert_parallel_groups() -> set[dist.ProcessGroup]:
     """Returns the expert-parallel groups, whose ranks exchange tokens."""
     return set(groups._get_expert_parallel_group_dict().values())
 
 
-def place(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
+def stack_position(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
     """Returns the position of this rank's part in a stack of experts that AutoEP has split.
 
     Returns:

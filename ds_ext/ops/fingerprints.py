@@ -22,7 +22,7 @@ from ds_ext.ops.shard import Shard
 INFINITE = 0x7F80  # the bits of a bf16 infinity; NaNs are larger
 
 
-def room(run: Tensor) -> Tensor:
+def empty_marks(run: Tensor) -> Tensor:
     """Returns uninitialized memory for the fingerprints of a run."""
     return torch.empty(-(-len(run) // GROUP), dtype=torch.int16, device=run.device)
 

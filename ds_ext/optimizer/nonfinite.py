@@ -231,7 +231,7 @@ def _record(step: DeviceStep, limits: GradLimits, check: GradCheck, is_square: b
     """Makes the device copy the checked values to ``check.flags``."""
     assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
     at = check.flags.places(step.params, limits.most, is_square, step.batch.device)
-    cast(KernelTable, step.batch.own).tell(limits, at)
+    cast(KernelTable, step.batch.own).copy_checked_values(limits, at)
 
 
 def _values(sums: Iterable[Any]) -> tuple[Tensor, ...]:

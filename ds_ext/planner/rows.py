@@ -87,9 +87,9 @@ class MemoryPlan:
         """Returns how many batch rows fit ``card`` GiB, extrapolated from one and two rows."""
         if row.held.total > card * GIB:  # the step does not fit
             return 0
-        room = card * GIB - (row.held.total - row.held.gradients) - row.kept
+        available = card * GIB - (row.held.total - row.held.gradients) - row.kept
         one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (1, 2))
-        return 0 if one > room else 1 + int((room - one) / (two - one))
+        return 0 if one > available else 1 + int((available - one) / (two - one))
 
     def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[Row]:
         asked = self.asked

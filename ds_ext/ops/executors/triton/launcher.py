@@ -100,10 +100,10 @@ class Launcher:
         self.enqueue((), [launch])
         return total
 
-    def tell(self, limits: GradLimits, out: Addresses) -> None:
+    def copy_checked_values(self, limits: GradLimits, out: Addresses) -> None:
         """Queues a copy of each parameter's ``limits.found`` to ``out``."""
         columns = {"found": limits.found, "out": out}
-        self.enqueue(self.launches("tell", (), self.by_parameter, columns))
+        self.enqueue(self.launches("copy_checked_values", (), self.by_parameter, columns))
 
     def scratch(self, n: int) -> Tensor:
         """Returns uninitialized memory, [n] in fp32."""
@@ -261,7 +261,7 @@ class Launcher:
         constants: Constants = (("JUDGED", limits is not None),)
         return Launch("fold", constants, at, None, rows, at.programs, numbers, alive)
 
-    def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
+    def parts_buffer(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
         """Memory for the tiles' partial sums, and the addresses of each parameter's."""
         part = self.scratch(how[0].total)
         return part, Addresses(part, how[0].starts)
