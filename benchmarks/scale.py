@@ -1,7 +1,7 @@
-"""What a step sends among 64 to 4,096 ranks, on true shapes, and how long it would take.
+"""Counts the bytes that a step sends with 64 to 4,096 ranks and real shapes, and predicts its time.
 
-Counted by running ds_ext's code on tensors without storage (counting.py); times are a model's
-(links.py), whose links, tokens and flops are given, not measured, but for gloo's on this machine.
+counting.py runs ds_ext's code on tensors without storage. links.py has the time model. Its links,
+tokens and flops are assumptions, except for gloo on this machine, which is measured.
 """
 
 import argparse
@@ -29,19 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[4**k for k in range(3, 7)])
     parser.add_argument("--bucket", type=int, default=BUCKET_SIZE, help="reduce_bucket_size")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each rank in a step")
-    parser.add_argument("--flops", type=float, default=4e14, help="a second, of a rank")
-    parser.add_argument("--latency", type=float, help="seconds of a message of a further link")
-    parser.add_argument("--bandwidth", type=float, help="bytes a second of a rank on it")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank and step")
+    parser.add_argument("--flops", type=float, default=4e14, help="flops per second of a rank")
+    parser.add_argument("--latency", type=float, help="seconds per message of another link")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second of a rank on that link")
     parser.add_argument("--fit", nargs="+", type=int, default=[2, 3, 4], help="real ranks")
-    parser.add_argument("--note", default="", help="a sentence for the report: of load, say")
+    parser.add_argument("--note", default="", help="a sentence for the report, such as the load")
 
 
 # Tables.
 
 
 def main(args: argparse.Namespace) -> None:
-    """Fits the model to gloo, counts all steps, and writes the tables and the picture."""
+    """Fits the time model to gloo, counts all steps, and writes the tables and the plot."""
     if (args.latency is None) != (args.bandwidth is None):
         raise SystemExit("--latency and --bandwidth: give both, or neither.")
     chosen = dict(LINKS)
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def sends(counted: Counted, kind: str) -> dict[str, object]:
-    """A row of what each rank sends in a step."""
+    """Returns a row with the bytes that each rank sends in a step."""
     step = counted.step(kind)
     vectors = {n for n, p in made(counted.name)[0].named_parameters() if p.ndim < 2}
     calls = [(call, bucket.ranks) for bucket in step for call in bucket.calls]
@@ -137,7 +137,7 @@ def sends(counted: Counted, kind: str) -> dict[str, object]:
 
 
 def whole_rows(models: Iterable[str]) -> Iterator[dict[str, object]]:
-    """Rows of the most ranks, a power of two, of which each holds whole rows of a matrix."""
+    """Returns rows with the largest power of two of ranks that all hold whole rows."""
     for name in models:
         model, rules = made(name)
         stacks = {n: ms[0] for n, ms in rules["lomo"].matrices.items() if len(ms[0].shape) > 1}
@@ -157,7 +157,7 @@ def whole_rows(models: Iterable[str]) -> Iterator[dict[str, object]]:
 
 
 def fits(worlds: Sequence[int], bucket: int) -> list[dict[str, object]]:
-    """Rows of gloo's constants among so many real ranks, and of how well they predict."""
+    """Returns rows with gloo's constants for a number of real ranks, and the prediction errors."""
     rows: list[dict[str, object]] = []
     for ranks in worlds:
         samples = links.measure(ranks)
@@ -182,7 +182,7 @@ def fits(worlds: Sequence[int], bucket: int) -> list[dict[str, object]]:
 
 
 def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given) -> None:
-    """Statistics by gradients, and rounds by the step, over ranks."""
+    """Plots statistics relative to gradients, and rounds relative to the step, over ranks."""
     left, right = figure.subplots(1, 2)
     models = list(dict.fromkeys(c.name for c in counted))
     for kind, name in zip(JUDGED, COLORS, strict=True):

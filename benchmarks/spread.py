@@ -1,6 +1,6 @@
-"""What a step sends among many ranks by ZeRO-3, FSDP2 and in pipelines, side by side.
+"""Compares the bytes that a step sends with ZeRO-3, with FSDP2 and in pipelines on many ranks.
 
-Counted and timed as ``scale`` does it, whose model of time is described in scale.md.
+It counts and times steps in the same way as ``scale``. scale.md describes the time model.
 """
 
 import argparse
@@ -27,25 +27,25 @@ DENSE = [name for name, model in MODELS.items() if not model.experts]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=DENSE, default=DENSE[0])
     parser.add_argument("--ranks", type=int, default=4096)
-    parser.add_argument("--stages", type=int, default=8, help="of a pipeline")
+    parser.add_argument("--stages", type=int, default=8, help="pipeline stages")
     parser.add_argument(
-        "--micro-batches", nargs="+", type=int, default=[8, 32], help="of a pipeline in a step"
+        "--micro-batches", nargs="+", type=int, default=[8, 32], help="per step of a pipeline"
     )
     parser.add_argument("--bucket", type=int, default=BUCKET_SIZE, help="reduce_bucket_size")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each rank in a step")
-    parser.add_argument("--flops", type=float, default=4e14, help="a second, of a rank")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank and step")
+    parser.add_argument("--flops", type=float, default=4e14, help="flops per second of a rank")
 
 
 class Spread(NamedTuple):
-    """A way in which a model is spread over all ranks."""
+    """A way to spread a model over all ranks."""
 
     name: str
     counted: Counted
-    copies: int = 1  # of what is counted, among which gradients are all-reduced once more
+    copies: int = 1  # replicas, among which gradients are all-reduced again
 
 
 def main(args: argparse.Namespace) -> None:
-    """Counts all steps, and writes the tables and the picture."""
+    """Counts all steps, and writes the tables and the plot."""
     link = next(iter(LINKS))
     given = [Given(LINKS[link], how, args.tokens, args.flops) for how in links.ALGORITHMS]
     found = list(spreads(args))
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def spreads(args: argparse.Namespace) -> Iterator[Spread]:
-    """ZeRO-3, FSDP2 and pipelines among ``args.ranks``, with copies where there are more ranks."""
+    """Yields ZeRO-3, FSDP2 and pipelines on ``args.ranks``, with replicas on further ranks."""
     name, ranks, size = args.model, args.ranks, args.bucket
     yield Spread("ZeRO-3", Counted(name, ranks, size))
     if ranks > GROUP:
@@ -83,7 +83,7 @@ def spreads(args: argparse.Namespace) -> Iterator[Spread]:
 
 
 def sends(spread: Spread, kind: str) -> dict[str, object]:
-    """A row of what each rank sends in a step."""
+    """Returns a row with the bytes that each rank sends in a step."""
     step = spread.counted.step(kind)
     calls = [(call, bucket.ranks) for bucket in step for call in bucket.calls]
     gradients = sum(sent(b.summed_by, n, b.ranks) for b in step for n in b.gradients)
@@ -112,7 +112,7 @@ def sends(spread: Spread, kind: str) -> dict[str, object]:
 
 
 def timed(spread: Spread, kind: str, given: Sequence[Given]) -> dict[str, object]:
-    """A row of a step's times."""
+    """Returns a row with a step's times."""
     row: dict[str, object] = {"spread": spread.name, "optimizer": kind}
     for how in given:
         found = outlook.times(spread.counted, kind, how, takes(spread, how))
@@ -126,12 +126,12 @@ def timed(spread: Spread, kind: str, given: Sequence[Given]) -> dict[str, object
 
 
 def takes(spread: Spread, given: Given) -> Takes:
-    """What calls take."""
+    """Returns a function from a call to its time."""
     return outlook.in_groups(given, GROUP * spread.copies) if spread.copies > 1 else given.takes
 
 
 def draw(figure: "Figure", found: Sequence[Spread], given: Sequence[Given]) -> None:
-    """Bars of the rounds' share of a step."""
+    """Draws bars with the share of a step that rounds take."""
     panels = figure.subplots(1, len(given), sharey=True)
     for axes, how in zip(panels, given, strict=True):
         for i, kind in enumerate(KINDS):

@@ -1,7 +1,7 @@
-"""How the cost of a step grows: with the parameters, with the ranks, with the size of buckets.
+"""Growth of a step's cost with the number of parameters, the number of ranks and the bucket size.
 
-Seconds are told as ratios of what is timed in turns in one run: medians over rounds, in brackets
-the least and the most of a round. Each trend has a page and a picture of its own.
+Times are ratios between runs that are timed in turns: medians over rounds, with the minimum and
+maximum in brackets. Each trend has its own page and plot.
 """
 
 import argparse
@@ -20,32 +20,32 @@ from benchmarks.train import ADAMW, BARE, OURS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LARGE = 2e8  # parameters from which on fewer rounds are timed; from twice as many without AdamW
-AMONG = 64  # simulated ranks whose buckets are counted
+LARGE = 2e8  # larger models are timed in fewer rounds; twice as large ones without AdamW
+AMONG = 64  # simulated ranks for the trend of buckets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bf16 = torch.cpu._is_avx512_bf16_supported()
     parser.add_argument("--of", nargs="+", choices=TRENDS, default=list(TRENDS))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if bf16 else "fp32")
-    parser.add_argument("--length", type=int, default=128, help="tokens of each rank's row")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few of all else")
+    parser.add_argument("--length", type=int, default=128, help="tokens per rank")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few ranks and rounds")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measures the trends, and writes a page and a picture of each."""
-    torch.set_num_threads(1)  # as in all processes that are timed
+    """Measures the trends, and writes a page and a plot of each."""
+    torch.set_num_threads(1)  # as in all timed processes
     for name in args.of:
         TRENDS[name](args, QUICK if args.quick else FULL)
 
 
-Line = tuple[Sequence[float], Sequence[Any], str, str, str]  # at, values, style, color, label
+Line = tuple[Sequence[float], Sequence[Any], str, str, str]  # (x, y, style, color, label)
 BLUE, ORANGE, GREEN, GRAY = "tab:blue", "tab:orange", "tab:green", "tab:gray"
 
 
 def panel(axes: Any, title: str, along: str, lines: Sequence[Line], log: bool = False) -> None:
-    """Draws lines against what doubles or grows tenfold."""
+    """Draws lines on axes with a logarithmic scale."""
     for at, values, style, color, label in lines:
         axes.plot(at, values, style, color=color, label=label)
     axes.set_xscale("log", base=10 if along == "parameters" else 2)
@@ -56,13 +56,13 @@ def panel(axes: Any, title: str, along: str, lines: Sequence[Line], log: bool = 
 
 
 def three(figure: "Figure") -> Any:
-    """Three panels beside one another."""
+    """Returns three panels side by side."""
     figure.set_size_inches(12, 4)
     return figure.subplots(1, 3)
 
 
 def ratio(times: Mapping[str, list[float]], run: str, unit: str) -> str:
-    """Median over rounds, least and most; empty where one was not timed."""
+    """Returns median, minimum and maximum over rounds; empty if a run was not timed."""
     if not {run, unit} <= times.keys():
         return ""
     apart = sorted(a / b for a, b in zip(times[run], times[unit], strict=True))
@@ -70,17 +70,17 @@ def ratio(times: Mapping[str, list[float]], run: str, unit: str) -> str:
 
 
 def middle(times: Mapping[str, list[float]], run: str, unit: str) -> float:
-    """Median over rounds."""
+    """Returns the median over rounds."""
     return report.ratios(times, unit)[run][0]
 
 
 # Parameters.
 
-COLORS = (BLUE, ORANGE, GRAY, GREEN)  # of SHARES
+COLORS = (BLUE, ORANGE, GRAY, GREEN)  # colors of SHARES
 
 
 def of_parameters(args: argparse.Namespace, extent: Extent) -> None:
-    """Seconds and bytes against parameters, in one process."""
+    """Measures seconds and bytes by number of parameters, in one process."""
     dtype = DTYPES[args.dtype]
     times = {}
     seconds, nbytes = [], []
@@ -159,7 +159,7 @@ gradient: the least that any optimizer could need.
 
 
 def of_ranks(args: argparse.Namespace, extent: Extent) -> None:
-    """Seconds and bytes against ranks: real ones, and simulated ones."""
+    """Measures seconds and bytes by number of ranks, real and simulated."""
     engines = {
         run: Engine(run, extent.small, args.length, extent.bucket) for run in (BARE, OURS, ADAMW)
     }
@@ -214,7 +214,7 @@ def of_ranks(args: argparse.Namespace, extent: Extent) -> None:
 def rounds_of(
     rows: Sequence[Mapping[str, Any]], along: str, extent: Extent
 ) -> tuple[str, str, list[Line]]:
-    """A panel of the share of rounds by the model of time."""
+    """Draws a panel with the share of rounds in a step, by the time model."""
     at = [row[along] for row in rows]
     lines: list[Line] = [
         (at, [row[f"rounds / step, {how}"] for row in rows], style, BLUE, how)
@@ -245,7 +245,7 @@ flight any more, so that with many ranks the two are not of the same moment.
 
 
 def of_buckets(args: argparse.Namespace, extent: Extent) -> None:
-    """Seconds and bytes against reduce_bucket_size, on two real ranks and on simulated ones."""
+    """Measures seconds and bytes by reduce_bucket_size, on two real ranks and simulated ones."""
     engines = {
         f"{size:,}": Engine(OURS, extent.small, args.length, size) for size in extent.buckets
     }
