@@ -83,24 +83,25 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = """
-The second step of AdaLomo on {ranks} real ranks (gloo) that train Llamas with random fp32 weights,
-each rank on {length} random tokens; `reduce_bucket_size` is {bucket:,} elements. Every call of a
-process group is counted where torch hands it to the backend, and is the optimizer's if ds_ext or
-lomo_optim made it; what DeepSpeed does to gather weights for computing is in the second table only.
-"Sent" is what a rank sends in a ring: 2(d-1)/d of the bytes of an all-reduce, (d-1)/d of those of
-other collectives. "Other than gradients" is all that the optimizer sends beside the gradients
-themselves, their padding among it; for ZeRO-2 without the updated weights, which have to be
-gathered there whatever the optimizer (upstream has no ZeRO-2).
+This report counts the second step of AdaLomo on {ranks} real ranks (gloo). They train Llamas with
+random fp32 weights, each rank on {length} random tokens; `reduce_bucket_size` is {bucket:,}
+elements. Each call of a process group is counted when torch passes it to the backend. A call
+belongs to the optimizer if ds_ext or lomo_optim made it. DeepSpeed's gathers of weights are only in
+the second table. "Sent" is the number of bytes that a rank sends in a ring: 2(d-1)/d of the bytes
+of an all-reduce, and (d-1)/d of the bytes of other collectives. "Other than gradients" is
+everything that the optimizer sends except gradients, including the padding of gradients. For ZeRO-2
+it does not include the updated weights, which any optimizer has to gather there (upstream has no
+ZeRO-2).
 
-Upstream is `lomo_optim.AdaLomo` with its ZeRO-3 code, which reads an attribute `dp_rank` that
-nothing in the package sets: it is set here from outside, to the rank; and `Tensor.cuda` does
-nothing. It all-reduces each whole gradient. It runs on modules that DeepSpeed has partitioned,
-without DeepSpeed's engine, which refuses a `loss.backward()` that it has no optimizer for. So
-nothing gathers the embedding anew after it has been stepped, as DeepSpeed's optimizers and ds_ext
-see to: that is what it lacks in bytes of all-gather.
+Upstream is `lomo_optim.AdaLomo` with its ZeRO-3 code. This code reads an attribute `dp_rank` that
+nothing in the package sets, so the benchmark sets it to the rank. `Tensor.cuda` does nothing.
+Upstream all-reduces each whole gradient. It runs on modules that DeepSpeed has partitioned, but
+without DeepSpeed's engine, which refuses `loss.backward()` without an optimizer. Nothing gathers
+the embedding again after its step, while DeepSpeed's optimizers and ds_ext do this. Upstream
+therefore sends fewer bytes in all-gathers.
 
-The last table is computed for bf16, by ds_ext's AdaLomo stepping rank 0's run of each matrix and
-vector of llama-7b among d ranks: the bytes that it asks to have summed, as sent, by those of
+The last table is computed for bf16. ds_ext's AdaLomo steps rank 0's run of each matrix and vector
+of llama-7b with d ranks. The table compares the bytes that a rank sends for statistics and for
 gradients.
 """
 

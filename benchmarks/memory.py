@@ -90,23 +90,23 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = """
-The most bytes alive at once in the second of two training steps of a Llama with random weights, in
-one process and without DeepSpeed: {dtype} weights, rows of the tokens below in batches of {batch},
-no activation checkpointing. AdamW is torch's, `fused=True` so that it needs no scratch, with
-`loss.backward(); optimizer.step(); optimizer.zero_grad()`; `none` drops each gradient as it
-appears, which is the least that any optimizer can need; the others are ds_ext's through
-`fuse_into_backward`, with their defaults, each parameter by the rule that a config would take for
-it. What is planned is what `none` needs and the state of `python -m ds_ext plan`. Where the
-embedding is the head too (135M), both parts of its gradient are alive before autograd adds them up.
-GB are 10⁹ bytes.
+This report shows the peak of live bytes in the second of two training steps of a Llama with random
+weights. The training runs in one process without DeepSpeed, with {dtype} weights, batches of
+{batch} rows with the number of tokens below, and no activation checkpointing. AdamW is torch's. It
+uses `fused=True`, which needs no temporary memory, and `loss.backward(); optimizer.step();
+optimizer.zero_grad()`. `none` frees each gradient at once, which is the minimum for any optimizer.
+The other optimizers are ds_ext's, used through `fuse_into_backward` with their defaults. Each
+parameter has the rule that a config would choose for it. The planned value is the peak of `none`
+plus the state according to `python -m ds_ext plan`. If the embedding is also the head (135M), both
+parts of its gradient are alive before autograd adds them. GB are 10⁹ bytes.
 
 {how}
 """
 HOW = {
-    "cpu": """Each storage is counted from when it is made until it is freed; scratch that an
-operator takes and frees while it runs is not seen.""",
-    "cuda": """Counted by torch's allocator (`max_memory_allocated`); what CUDA itself takes, less
-than a GiB, is beside it.""",
+    "cpu": """Each storage is counted from its allocation to its release. Temporary memory
+inside an operator is not counted.""",
+    "cuda": """Torch's allocator counts the bytes (`max_memory_allocated`). CUDA itself uses less
+than a GiB in addition.""",
 }
 
 

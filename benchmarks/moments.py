@@ -167,11 +167,11 @@ def report(runs: dict[str, list[Run]], size: int, minutes: float) -> str:
     return f"""# Moments of 8 bits
 
 A byte-level Llama of {size:,} parameters is trained from scratch on *The Devil's Dictionary* for
-{STEPS} steps of {BATCH} × {LENGTH} bytes, lr {LR:g} after {WARMUP} steps of warm-up and down to 0
-from there, weight decay 0.01. Losses are in nats per byte; ± is the standard deviation over
-{len(SEEDS)} seeds of the order of the data. Differences are those from the fp32 run of the same
-seed, so of the same batches. "Not companded" has the same groups and scales, and codes for the
-moments themselves at even distances.
+{STEPS} steps of {BATCH} × {LENGTH} bytes. The learning rate is {LR:g} after {WARMUP} steps of
+warm-up, and then decays to 0; weight decay is 0.01. Losses are in nats per byte. ± is the standard
+deviation over {len(SEEDS)} seeds of the order of the data. Differences are relative to the fp32 run
+with the same seed and therefore the same batches. "Not companded" has the same groups and scales,
+but evenly spaced codes that store the moments directly.
 
 | optimizer | training loss, last {LAST} steps | difference | held-out loss | difference |
 |---|---|---|---|---|

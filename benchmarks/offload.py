@@ -76,14 +76,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = """
-Weights and gradients are {dtype}. The step alone: gradients are on the GPU, weights and states
-where the row says, and a parameter is stepped after another; "by the host" brings the gradient to
-the CPU, whose torch has all its threads, and steps there. "Same bits" as the first row's weights,
-after as many steps. "Stays on the GPU" and "peak" do not count the gradients. Medians of {rounds}
-rounds, in which the rows take turns.
+Weights and gradients are {dtype}. In the first table, gradients are on the GPU, and weights and
+states are in the place that the row names. Parameters are stepped one after another. "by the host"
+copies the gradient to the CPU and steps there with all threads of torch. "Same bits" compares the
+weights with those of the first row after the same number of steps. "Stays on the GPU" and "peak" do
+not include the gradients. Times are medians of {rounds} rounds, in which the rows take turns.
 
-Training steps are of one process under ZeRO-3, with random weights and {length} random tokens:
-between steps and at the peak of one, all that torch has allocated on the GPU.
+Training steps run in one process under ZeRO-3, with random weights and {length} random tokens. The
+table shows all memory that torch has allocated on the GPU, between steps and at the peak of a step.
 """
 
 

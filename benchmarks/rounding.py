@@ -124,12 +124,12 @@ def report(runs: dict[str, list[Run]], before: float, size: int, minutes: float)
     return f"""# What rounding bf16 weights costs
 
 A byte-level Llama of {size:,} parameters is trained in fp32 on one half of *The Devil's Dictionary*
-for {FIRST_STEPS:,} steps (AdaLomo, lr {FIRST_LR:g}) and from there on the other half for {STEPS:,}
-steps at lr {LR:g}, of {BATCH} × {LENGTH} bytes each; forward and backward in the weights' dtype.
-Losses are in nats per byte, ± is the standard deviation over {len(SEEDS)} seeds of the order of the
-data and of rounding. Differences are those from the fp32 run of the same seed, so of the same
-batches. Held-out loss is computed in fp32 from the weights as stored; it was {before:.4f} before
-fine-tuning.
+for {FIRST_STEPS:,} steps (AdaLomo, lr {FIRST_LR:g}). From these weights it is fine-tuned on the
+other half for {STEPS:,} steps at lr {LR:g}. A step has {BATCH} × {LENGTH} bytes. Forward and
+backward use the weights' dtype. Losses are in nats per byte. ± is the standard deviation over
+{len(SEEDS)} seeds of the order of the data and of rounding. Differences are relative to the fp32
+run with the same seed and therefore the same batches. The held-out loss is computed in fp32 from
+the stored weights. It was {before:.4f} before fine-tuning.
 
 | weights | training loss, last {LAST} steps | difference | held-out loss | difference |
 |---|---|---|---|---|

@@ -172,17 +172,17 @@ def model(size: str, seed: int) -> nn.Module:
 
 
 TEXT = """
-Llamas over bytes ({sizes} parameters, fp32) are trained from random weights for {steps:,} steps of
-{rows} × {length} bytes of {data}, in one process on one CPU thread: warmed up over a tenth of the
-steps, then a cosine to a tenth; nothing is clipped, no weight decays. Loss is in nats per byte of
-the last twentieth of the text, which is held out. ± is the standard deviation over n seeds, of the
-first weights and of the order of the text. Settings are those of `quality`, but that the ranks of
-GaLore and APOLLO are half the width.
+Byte-level Llamas ({sizes} parameters, fp32) are trained from random weights for {steps:,} steps of
+{rows} × {length} bytes of {data}, in one process with one CPU thread. The learning rate warms up in
+the first tenth of the steps and then decays to a tenth by a cosine. There is no clipping and no
+weight decay. Losses are in nats per byte on the last twentieth of the text, which is held out. ± is
+the standard deviation over n seeds of the first weights and of the order of the text. Settings are
+those of `quality`, except that the ranks of GaLore and APOLLO are half of the width.
 
-Published, beside it, in a table of its own: perplexity of Llamas on C4 (60M to 1B: table 2 of
-arXiv 2403.03507; 7B, where Adam and GaLore have 8-bit states:
-<https://zhuhanqing.github.io/APOLLO/>). Models, data and batches differ by orders of magnitude:
-only the order can be compared.
+A separate table shows published results: perplexities of Llamas on C4 (60M to 1B: table 2 of arXiv
+2403.03507; 7B, with 8-bit states in Adam and GaLore: <https://zhuhanqing.github.io/APOLLO/>).
+Models, data and batches differ by orders of magnitude, so only the order of the optimizers can be
+compared.
 """
 
 

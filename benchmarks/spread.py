@@ -148,27 +148,28 @@ def draw(figure: "Figure", found: Sequence[Spread], given: Sequence[Given]) -> N
 
 
 TEXT = """
-{model} on {ranks:,} ranks, what the first rank sends in a step: counted as in [scale.md](scale.md),
-on tensors without storage and by the same rules, hooks and buckets; times are the model's that is
-described there, on {link}, {tokens:,} tokens of each rank in a step and {flops:g} flops a second,
-**assumed, not measured**. `reduce_bucket_size`, `bucket_size` of `fuse_into_backward`: {bucket:,}
-elements. Rounds: all-reduces of statistics, and one of the norm.
+This report shows the bytes that the first rank sends in a step of {model} on {ranks:,} ranks. They
+are counted as in [scale.md](scale.md), on tensors without storage, with the same rules, hooks and
+buckets. Times come from the time model that is described there, for {link}, {tokens:,} tokens per
+rank and step and {flops:g} flops per second: **assumed, not measured**. `reduce_bucket_size`, or
+`bucket_size` of `fuse_into_backward`, is {bucket:,} elements. Rounds are the all-reduces of
+statistics and one of the norm.
 
-**FSDP2** is torch's own, applied to each layer and to the model, in a group of ranks that sends
-nothing: its units, their padding (a rank has whole rows; ranks beyond the rows of a matrix have
-none of it), the order of its gradients and its collectives are counted, not computed. Weights sent
-are its gathers, two of a layer and one of the rest; as those of DeepSpeed's ZeRO-3 they take no
-time here. A bucket is filled by a rank's own parts, not by whole gradients as with ZeRO: the more
-ranks, the fewer buckets, and so rounds. HSDP: groups of {group} ranks hold a copy each, and
-gradients are all-reduced once more among the copies, as by `shard_size`.
+**FSDP2** is torch's own, applied to each layer and to the model, in a process group that sends
+nothing. Its units, padding (a rank has whole rows, or none if there are more ranks than rows),
+order of gradients and collectives are counted, not computed. The weights sent are its gathers: two
+of each layer and one of the rest. As with DeepSpeed's ZeRO-3, they take no time here. A rank's own
+parts fill a bucket, while with ZeRO whole gradients fill it. With more ranks there are therefore
+fewer buckets and rounds. HSDP: groups of {group} ranks each hold a replica, and gradients are
+all-reduced again among the replicas, as with `shard_size`.
 
-**A pipeline** is DeepSpeed's PipelineModule in stages of as many parameters as can be; the largest
-is counted. Its ranks sum gradients in every micro-batch, for ds_ext keeps this rank's part of them
-until the step: so gradients take as often as there are micro-batches what they take of a stage.
-A rule's sums are of the ranks of a stage; one sum over all stages tells the norm and which
-gradients are bad. All this follows the last backward pass, so that none of it is hidden, nor the
-gathering of new weights by ZeRO 1. ZeRO 0 takes no rounds but that one. The schedule is 1F1B's, by
-which computing takes 1 + (stages - 1) / micro-batches of what it takes without stages; activations
-between stages take no time here.
-Real ranks have shown the calls of FSDP2 and of a pipeline, on a small model.
+**A pipeline** is DeepSpeed's PipelineModule, with stages of about the same number of parameters.
+The largest stage is counted. Its ranks sum gradients in each micro-batch, because ds_ext keeps this
+rank's part until the step. The gradients of a stage are therefore sent once per micro-batch. A
+rule's sums are reduced over the ranks of a stage. One sum over all stages finds the norm and bad
+gradients. All this follows the last backward pass, so none of it overlaps with backward; the same
+holds for ZeRO 1's gathers of new weights. ZeRO 0 has only the one round over all stages. With the
+1F1B schedule, computation takes 1 + (stages - 1) / micro-batches times as long as without stages.
+Activations between stages take no time here. Tests on a small model compare the calls of FSDP2 and
+of a pipeline with those of real ranks.
 """

@@ -126,30 +126,31 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = """
-Each candidate's time by the unit's in the same round: the median over rounds, and the least. The
-unit, torch.SGD, is `fused=True` without momentum, as torch.AdamW is fused.
+Times are relative to those of the unit in the same round: the median over rounds, and the minimum.
+The unit, torch.SGD, uses `fused=True` and no momentum. torch.AdamW is fused too.
 {how}
-Candidates of a size take turns at the same tensors, each with a step before that is not timed
-(what AdaLomo and Adafactor know of weights from writing them is not known of those that another
-candidate has stepped): weights of 0.02 · randn, gradients of
-0.1 · randn, both of the dtype named. Hyper-parameters are defaults. Short steps are repeated within
-a round. "SmolLM2-135M" is that model's 272 parameters; "a third of 4096x4097" is what rank 1 of 3
-owns of that matrix, stepped by ours only and compared with SGD on as many elements.
+All candidates of a size step the same tensors in turns. Each turn begins with a step that is not
+timed, because AdaLomo and Adafactor cannot use cached norms of weights that another candidate has
+stepped. Weights are 0.02 · randn and gradients 0.1 · randn, both in the named dtype.
+Hyper-parameters are defaults. Short steps are repeated within a round. "SmolLM2-135M" has that
+model's 272 parameters. "a third of 4096x4097" is rank 1's run of that matrix on 3 ranks. Only
+ds_ext steps it; it is compared with SGD on the same number of elements.
 
-Torch 2.13's fused SGD does not write bf16 weights on a CPU (pytorch issue 191763): there the unit
-only reads, and goals are shown by "torch.SGD, not fused" as well, which reads and writes.
+On a CPU, torch 2.13's fused SGD does not write bf16 weights (pytorch issue 191763). The unit then
+only reads. Goals are therefore also shown relative to "torch.SGD, not fused", which reads and
+writes.
 
-Ours are named ds_ext, for bf16 with how they round the weights: `stochastic` is the default,
-`nearest` what the others do. GaLore steps matrices only, with rank 128, between two renewals of its
-basis, for which a random one is put in; its two products are G·Q and N·Qᵀ alone, in the
-gradient's dtype and written to memory that is there. lomo_optim.AdaLomo is its update alone: its
-hook is called once when all gradients are there, without a loss scale, so that neither backward nor
-the search of all parameters at each gradient that its hooks do in training is counted.
+Names of ds_ext optimizers contain the rounding of bf16 weights: `stochastic` is the default, and
+`nearest` is what the other packages do. GaLore steps only matrices, with rank 128 and a random
+basis that is not renewed. Its two products are G·Q and N·Qᵀ, computed in the gradient's dtype into
+existing memory. For lomo_optim.AdaLomo only the update is timed: its hook is called once when all
+gradients exist, without a loss scale. In training its hooks also search all parameters at each
+gradient; this time and that of backward are not included.
 """
 HOW = {
-    "cpu": """deepspeed.CPUAdam is its C++ (its FusedAdam needs a GPU). With one thread the seconds
-are those that it was running, not those that others had the processor.""",
-    "cuda": """copy is `out.copy_(p)`, which is the unit of the largest size. Times are of one
+    "cpu": """deepspeed.CPUAdam is DeepSpeed's C++ code (FusedAdam needs a GPU). With one thread, times are
+CPU seconds of the process, which exclude other processes.""",
+    "cuda": """copy is `out.copy_(p)`, and is the unit of the largest size. Times are those of one
 step.""",
 }
 

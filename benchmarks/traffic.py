@@ -58,12 +58,13 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = f"""
-Of a {SIDE} x {SIDE} matrix in its third step, in one process: how often native passes read the
-gradient `g` and the weight `p`, what they read and write of moments, and bytes in all. `plain` is
-`optimizer.step()`, `in backward` the step inside `loss.backward()`, which also has to find out
-whether gradients are finite, and their norm. bf16 weights are rounded stochastically. The last two
-columns are of a GPU's kernels, counted by the tables that these are asked for, without one. What a
-program has just written and reads again, for the sum of the squares of new weights, is not counted.
+This report counts the third step of a {SIDE} x {SIDE} matrix in one process: how often native
+passes read the gradient `g` and the weight `p`, how many bytes of moments they read and write, and
+all bytes. `plain` is `optimizer.step()`. `in backward` is the step inside `loss.backward()`, which
+also computes the norm and checks that gradients are finite. bf16 weights are rounded
+stochastically. The last two columns are for the kernels on a GPU; they are counted without a GPU,
+from the passes that are requested. New weights that a kernel program reads again, for the sum of
+their squares, are not counted.
 """
 
 

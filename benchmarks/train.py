@@ -96,16 +96,16 @@ def relative(row: Mapping[str, object]) -> dict[str, object]:
 
 
 TEXT = """
-One process trains a Llama with random {dtype} weights on {batch} × {length} random tokens a step,
-without activation checkpointing: under DeepSpeed's ZeRO-3 with ds_ext's AdaLomo and with torch's
-AdamW (`"torch_adam": true`), by ds_ext's `fuse_into_backward` without DeepSpeed, and forward and
-backward alone, each gradient dropped as it appears, with no optimizer and no DeepSpeed.
-"{bare}" is DeepSpeed's part: an engine that drops each gradient but that of the last norm, which
-AdaLomo steps. Medians of {rounds} rounds, in each of which the runs are timed in turn; ratios are
-medians of those within a round (in brackets the smallest); on a GPU this engine and AdamW's have a
-process to themselves, so their rounds come later. "Weights + largest gradient + activations" is
-measured too: the last are the bytes that one forward pass leaves allocated. Others used the machine
-too where its load, {load:.0f} on {cpus} cores in the last minutes, is more than 1.
+One process trains a Llama with random {dtype} weights on {batch} × {length} random tokens per step,
+without activation checkpointing. The runs are: ds_ext's AdaLomo and torch's AdamW (`"torch_adam":
+true`) under DeepSpeed's ZeRO-3; `fuse_into_backward` of ds_ext without DeepSpeed; and only forward
+and backward, which free each gradient at once, without optimizer and DeepSpeed. "{bare}" shows
+DeepSpeed's own part: an engine that drops each gradient except that of the last norm, which AdaLomo
+steps. Times are medians of {rounds} rounds, in which the runs take turns. Ratios are medians of the
+ratios within a round, with the minimum in brackets. On a GPU, this engine and AdamW's each have
+their own process, so their rounds come later. "Weights + largest gradient + activations" is
+measured too: activations are the bytes that one forward pass leaves allocated. If the machine's
+load in the last minutes, {load:.0f} on {cpus} cores, is more than 1, other processes used it too.
 """
 
 

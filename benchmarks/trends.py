@@ -140,18 +140,18 @@ def of_parameters(args: argparse.Namespace, extent: Extent) -> None:
 
 
 PARAMETERS = """
-Llamas with random {dtype} weights on {length} random tokens, in one process of one thread, without
-DeepSpeed. Timed in turns: forward and backward, each gradient dropped as it appears; that with
-AdaLomo's step inside; that with torch's fused AdamW after it, whose moments are {dtype} too; and on
-the gradients which that leaves, the steps alone: AdamW's, AdaLomo's by a plain `step()`, what the
-host takes of it (native passes are called and do nothing), and a copy of weights and gradients,
-which moves as many bytes as AdaLomo's step in bf16 ([traffic.md](traffic.md)). Ratios are medians
-of rounds, in brackets the least and the most; seconds are the process's own CPU time, which others'
-work on the machine disturbs less.
+Llamas with random {dtype} weights are trained on {length} random tokens, in one process with one
+thread, without DeepSpeed. These runs take turns: forward and backward, which free each gradient at
+once; the same with AdaLomo's step inside; and the same with torch's fused AdamW after it, with
+{dtype} moments. The steps alone use the gradients of the last run: AdamW's; AdaLomo's plain
+`step()`; its time on the host (native passes are called and do nothing); and a copy of weights and
+gradients, which moves as many bytes as AdaLomo's step in bf16 ([traffic.md](traffic.md)). Ratios
+are medians over rounds, with the minimum and maximum in brackets. Seconds are CPU time of the
+process, which depends less on other processes.
 
-The most bytes alive in the second step are counted as in [memory.md](memory.md), and planned as by
-`python -m ds_ext plan`, which needs shapes alone; empty where nothing was run. `none` drops each
-gradient: the least that any optimizer could need.
+Live bytes in the second step are counted as in [memory.md](memory.md). The planned bytes come from
+`python -m ds_ext plan`, which only needs shapes; other cells are empty for models that were not
+run. `none` frees each gradient at once, which is the minimum for any optimizer.
 """
 
 
@@ -224,20 +224,19 @@ def rounds_of(
 
 
 RANKS = """
-Real ranks (gloo) on this machine train the Llama "{small}" in fp32 by DeepSpeed's ZeRO-3,
-each on {length} random tokens and with one thread: with AdaLomo, with torch's AdamW
-(`"torch_adam": true`), and with "{bare}", an engine that steps one vector and
-drops all other gradients. Their steps are timed in turns, {rounds} rounds of them; ratios are
-medians, in brackets the least and the most. CPU seconds are those of all ranks together: they tell
-work from waiting, and where there are more ranks than cores ranks wait for their turns. Live bytes
-are the most of any rank within its second step, gathered weights and activations included;
-`reduce_bucket_size` is {bucket:,}.
+Real ranks (gloo) on this machine train the Llama "{small}" in fp32 under DeepSpeed's ZeRO-3, each
+on {length} random tokens and with one thread: with AdaLomo, with torch's AdamW (`"torch_adam":
+true`), and with "{bare}", an engine that steps one vector and drops all other gradients. Their
+steps take turns in {rounds} rounds. Ratios are medians, with the minimum and maximum in brackets.
+CPU seconds are the sum over all ranks. Unlike wall time they do not include waiting: if there are
+more ranks than cores, ranks wait for their turns. Live bytes are the largest peak of any rank in
+its second step, including gathered weights and activations. `reduce_bucket_size` is {bucket:,}.
 
-Simulated ranks: the Llama "{giant}" in bf16, counted by ds_ext's code on tensors without storage as
-in [scale.md](scale.md), where the model of time is described: {link}, 4,096 tokens of each rank
-and 4e14 flops a second are **assumed, not measured**. Bytes are the planner's: weights, state,
-gradients in flight, without activations; of AdamW at its peak in the step, when no gradient is in
-flight any more, so that with many ranks the two are not of the same moment.
+Simulated ranks step the Llama "{giant}" in bf16. ds_ext's code is counted on tensors without
+storage as in [scale.md](scale.md), which describes the time model: {link}, 4,096 tokens per rank
+and 4e14 flops per second are **assumed, not measured**. Bytes are those of the planner: weights,
+state and gradients in flight, without activations. AdamW's peak is in the step, when no gradients
+are in flight, so with many ranks the two peaks occur at different times.
 """
 
 
@@ -296,16 +295,16 @@ def of_buckets(args: argparse.Namespace, extent: Extent) -> None:
 
 
 BUCKETS = """
-Two real ranks (gloo) on this machine train the Llama "{small}" in fp32 by DeepSpeed's
-ZeRO-3 with AdaLomo, each on {length} random tokens and with one thread, by the time of
-"{bare}", an engine that steps one vector and drops all other gradients. Steps
-are timed in turns, {rounds} rounds of them; ratios are medians, in brackets the least and the most;
-CPU seconds are those of both ranks. Buckets, rounds and calls are counted on tensors without
-storage; live bytes are the most of any rank in its second step.
+Two real ranks (gloo) on this machine train the Llama "{small}" in fp32 under DeepSpeed's ZeRO-3
+with AdaLomo, each on {length} random tokens and with one thread. Times are relative to "{bare}", an
+engine that steps one vector and drops all other gradients. Steps take turns in {rounds} rounds.
+Ratios are medians, with the minimum and maximum in brackets. CPU seconds are the sum over both
+ranks. Buckets, rounds and calls are counted on tensors without storage. Live bytes are the largest
+peak of any rank in its second step.
 
-{among} simulated ranks: the Llama "{giant}" in bf16, counted as in [scale.md](scale.md), where the
-model of time is described: {link}, 4,096 tokens of each rank and 4e14 flops a second are **assumed,
-not measured**.
+{among} simulated ranks step the Llama "{giant}" in bf16, counted as in [scale.md](scale.md), which
+describes the time model: {link}, 4,096 tokens per rank and 4e14 flops per second are **assumed, not
+measured**.
 """
 
 TRENDS: dict[str, Callable[[argparse.Namespace, Extent], None]] = {
