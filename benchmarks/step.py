@@ -148,8 +148,8 @@ gradients exist, without a loss scale. In training its hooks also search all par
 gradient; this time and that of backward are not included.
 """
 HOW = {
-    "cpu": """deepspeed.CPUAdam is DeepSpeed's C++ code (FusedAdam needs a GPU). With one thread, times are
-CPU seconds of the process, which exclude other processes.""",
+    "cpu": """deepspeed.CPUAdam is DeepSpeed's C++ code (FusedAdam needs a GPU). With one thread,
+times are CPU seconds of the process, which exclude other processes.""",
     "cuda": """copy is `out.copy_(p)`, and is the unit of the largest size. Times are those of one
 step.""",
 }
