@@ -10,7 +10,7 @@ import torch
 BENCHMARKS = {
     "step": "time of the optimizers' update",
     "host": "time of the host in a step",
-    "gpu": "first steps on a GPU: checks kernels, then times them",
+    "gpu": "first steps on a GPU: whether kernels are right, then times",
     "traffic": "bytes of memory that a step passes over",
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",

@@ -261,7 +261,7 @@ class Launcher:
         constants: Constants = (("JUDGED", limits is not None),)
         return Launch("fold", constants, at, None, rows, at.programs, numbers, alive)
 
-    def parts_buffer(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
+    def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
         """Memory for the tiles' partial sums, and the addresses of each parameter's."""
         part = self.scratch(how[0].total)
         return part, Addresses(part, how[0].starts)

@@ -67,7 +67,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
         return
     name = read.tiles
     how = table.sums[name]
-    part, places = table.parts_buffer(how)
+    part, places = table.room(how)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
     columns["part"] = places
     # with the warps of ``weighted_sums``, both become one launch: launches merge by warps
@@ -79,7 +79,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
 
 def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
     by_row, by_col = table.sums_of_tiles
-    (tall, at_tall), (wide, at_wide) = table.parts_buffer(by_row), table.parts_buffer(by_col)
+    (tall, at_tall), (wide, at_wide) = table.room(by_row), table.room(by_col)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
     columns |= {"part": at_tall, "part2": at_wide}
     made = table.launches("row_col_sums", read.constants, table.by_matrix, columns)
@@ -116,7 +116,7 @@ def _over_strips(
     folded: list[Launch] = []
     for name, value in read.numbers.items():
         if name in outs:
-            part, columns[outs[name]] = table.parts_buffer(how)
+            part, columns[outs[name]] = table.room(how)
             folded.append(table.reduction_launch(how, part, value))
         else:
             columns[name] = value
@@ -163,9 +163,9 @@ def _apply(table: Launcher, read: Read) -> None:
         table.enqueue(table.launches(kernel, constants, at, columns))
         return
     how = table.sums[name]
-    moved, columns["part"] = table.parts_buffer(how)
+    moved, columns["part"] = table.room(how)
     if not notes:
-        columns["part2"] = table.parts_buffer(how)[1]
+        columns["part2"] = table.room(how)[1]
     constants = (*constants, ("NOTED", notes))
     made = table.launches("measured_apply", constants, at, columns)
     second = Addresses(sums.values, 4 * (sums.firsts + 1))
