@@ -65,7 +65,7 @@ def _advance_all(
     """
     waiting = []
     for generator, totals in answered or ((generator, None) for generator in generators):
-        sums = _advance(generator, totals)
+        sums = advance(generator, totals)
         if sums is not None:
             waiting.append((generator, sums))
     if isinstance(generators, Generators):
@@ -73,8 +73,13 @@ def _advance_all(
     return waiting
 
 
-def _advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
-    """The next partial sums of a generator, None at its end. An empty yield costs no round."""
+def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
+    """Returns the next partial sums of a generator, None at its end; skips rounds without sums.
+
+    Args:
+        generator: the generator.
+        totals: the totals of its last sums; None to begin it.
+    """
     try:
         sums = next(generator) if totals is None else generator.send(totals)
         while not sums:
