@@ -1,4 +1,4 @@
-"""Runs one benchmark, which is imported only then: ``python -m benchmarks step --help``."""
+"""Runs one benchmark: ``python -m benchmarks step --help``. Imports only that benchmark."""
 
 import argparse
 import importlib
@@ -14,10 +14,10 @@ BENCHMARKS = {
     "traffic": "bytes of memory that a step passes over",
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",
-    "scale": "what 64 to 4,096 simulated ranks send, and how long it would take",
+    "scale": "bytes that 64 to 4,096 simulated ranks send, and predicted times",
     "spread": "the same by ZeRO-3, FSDP2 and pipelines, side by side",
     "train": "tokens per second of a whole step",
-    "quality": "which optimizer fine-tunes best, at which learning rate",
+    "quality": "optimizers and learning rates for fine-tuning",
     "scratch": "which optimizer trains best from scratch",
     "trends": "how a step's cost grows with parameters, ranks and buckets",
     "offload": "time and memory of offload to the CPU",
@@ -25,7 +25,7 @@ BENCHMARKS = {
 
 
 def main(argv: list[str]) -> None:
-    """Runs the benchmark that ``argv`` begins with, on the options that follow it."""
+    """Runs the benchmark named by the first argument, with the other arguments as its options."""
     listed = "\n".join(f"  {name:8}{what}" for name, what in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -36,8 +36,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).benchmark
     if name in ("comm", "scale", "spread", "trends"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # counts are those of any device
-    # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # counts do not depend on the device
+    # Without an accelerator, DeepSpeed may not choose the CPU by itself.
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     module = importlib.import_module(f"benchmarks.{name}")

@@ -1,4 +1,4 @@
-"""Collectives of torch's process groups: what they are called, their kinds, what a rank sends."""
+"""Records collectives of torch's process groups, and computes the bytes that a rank sends."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
-# The methods of torch's ProcessGroup, under all the names that versions of torch give them.
+# The methods of torch's ProcessGroup, with their names in all versions of torch.
 METHODS = {
     "allreduce": ALL_REDUCE,
     "allreduce_coalesced": ALL_REDUCE,
@@ -35,22 +35,22 @@ CALLERS = ("ds_ext", "deepspeed", "lomo_optim")
 
 
 class Call(NamedTuple):
-    """One collective of one rank."""
+    """One collective call of one rank."""
 
     caller: str  # the package that made it
     kind: str  # all-reduce, …
-    nbytes: int  # of the whole that is summed or gathered
+    nbytes: int  # of the whole tensor that is summed or gathered
 
 
 def sent(kind: str, nbytes: int, ranks: int) -> float:
-    """Bytes that each of ``ranks`` sends for a collective of ``nbytes`` in all, by a ring."""
+    """Returns the bytes that each rank sends in a ring algorithm for a collective of ``nbytes``."""
     return (2 if kind == ALL_REDUCE else 1) * nbytes * (ranks - 1) / ranks
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Call]]:
-    """Gives the collectives of this process that are called within the context."""
-    # As the class has them: what getattr gives of a method in C++ is bound to no instance again.
+    """Context that records this process's collectives; yields the list of calls."""
+    # From vars(): getattr would return a C++ method that cannot be bound to an instance again.
     before = {name: own for name, own in vars(dist.ProcessGroup).items() if name in METHODS}
     calls: list[Call] = []
     for name, original in before.items():
@@ -64,7 +64,7 @@ def noted() -> Iterator[list[Call]]:
 
 def _noting(original: Callable[..., Any], kind: str, calls: list[Call]) -> Callable[..., Any]:
     def method(group: Any, *args: Any, **options: Any) -> Any:
-        # Of what goes in and what comes out, one is the whole and the other a part of it.
+        # Either the inputs or the outputs are the whole tensor; the others are a part of it.
         sizes = [sum(t.nbytes for t in tree_leaves(x) if isinstance(t, Tensor)) for x in args]
         calls.append(Call(_caller(), kind, max(sizes)))
         return original(group, *args, **options)
@@ -78,7 +78,8 @@ def _caller() -> str:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         package = name.partition(".")[0]
-        if package in CALLERS and not name.startswith("deepspeed.comm"):  # others' calls too
+        # Other packages call torch through deepspeed.comm too.
+        if package in CALLERS and not name.startswith("deepspeed.comm"):
             return package
         frame = frame.f_back
     return "other"

@@ -1,9 +1,9 @@
-"""Bytes and calls of collectives in a step: ds_ext's AdaLomo against its authors', counted.
+"""Counts bytes and calls of collectives in a step of ds_ext's AdaLomo and of its authors'.
 
-Real ranks (gloo, CPU) train a small Llama; every call of a process group is noted, with the package
-that made it, so that DeepSpeed's gathering of weights is told from the optimizer's own. Bytes sent
-are those of ring algorithms: over d ranks an all-reduce sends 2(d-1)/d of its bytes from each rank,
-any other collective (d-1)/d.
+Real ranks (gloo, CPU) train a small Llama. Each process-group call is recorded with the package
+that made it. This separates DeepSpeed's gathers of weights from the optimizer's collectives. The
+bytes sent are those of ring algorithms: with d ranks, each rank sends 2(d-1)/d of the bytes of an
+all-reduce and (d-1)/d of the bytes of any other collective.
 """
 
 import argparse
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
 
 MODELS: dict[str, Sizes] = {"small": (2048, 256, 688, 4, 4, 4, False), "135M": LLAMAS["135M"]}
 LR = 5e-4
-ROOF = 0.51  # of upstream's bytes: half, and the statistics
+ROOF = 0.51  # expected share of upstream's bytes: half, plus the statistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--length", type=int, default=32, help="tokens of each rank's row")
-    parser.add_argument("--bucket", type=int, default=2**20, help="reduce_bucket_size, elements")
+    parser.add_argument("--length", type=int, default=32, help="tokens per rank")
+    parser.add_argument("--bucket", type=int, default=2**20, help="reduce_bucket_size in elements")
 
 
 class Step(NamedTuple):
-    """What one rank did in one step."""
+    """The collectives of one rank in one step."""
 
     calls: list[Call]
-    gradients: int  # bytes of the gradients of all parameters, in the dtype they are reduced in
-    rounds: list[int]  # of each bucket; empty for upstream
+    gradients: int  # bytes of all gradients in the dtype of their reduction
+    rounds: list[int]  # the rounds of each bucket; empty for upstream
 
 
 def main(args: argparse.Namespace) -> None:
-    """Counts the steps of all kinds of runs, and writes the tables and the picture."""
+    """Counts the steps of all runs, and writes the tables and the plot."""
     runs = {"upstream, ZeRO-3": upstream, "ds_ext, ZeRO-3": stage3, "ds_ext, ZeRO-2": stage2}
     steps = {
         (model, name): on_ranks(args.ranks, counted, job, MODELS[model], args.length, args.bucket)
@@ -83,29 +83,30 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = """
-The second step of AdaLomo on {ranks} real ranks (gloo) that train Llamas with random fp32 weights,
-each rank on {length} random tokens; `reduce_bucket_size` is {bucket:,} elements. Every call of a
-process group is counted where torch hands it to the backend, and is the optimizer's if ds_ext or
-lomo_optim made it; what DeepSpeed does to gather weights for computing is in the second table only.
-"Sent" is what a rank sends in a ring: 2(d-1)/d of the bytes of an all-reduce, (d-1)/d of those of
-other collectives. "Other than gradients" is all that the optimizer sends beside the gradients
-themselves, their padding among it; for ZeRO-2 without the updated weights, which have to be
-gathered there whatever the optimizer (upstream has no ZeRO-2).
+This report counts the second step of AdaLomo on {ranks} real ranks (gloo). They train Llamas with
+random fp32 weights, each rank on {length} random tokens; `reduce_bucket_size` is {bucket:,}
+elements. Each call of a process group is counted when torch passes it to the backend. A call
+belongs to the optimizer if ds_ext or lomo_optim made it. DeepSpeed's gathers of weights are only in
+the second table. "Sent" is the number of bytes that a rank sends in a ring: 2(d-1)/d of the bytes
+of an all-reduce, and (d-1)/d of the bytes of other collectives. "Other than gradients" is
+everything that the optimizer sends except gradients, including the padding of gradients. For ZeRO-2
+it does not include the updated weights, which any optimizer has to gather there (upstream has no
+ZeRO-2).
 
-Upstream is `lomo_optim.AdaLomo` with its ZeRO-3 code, which reads an attribute `dp_rank` that
-nothing in the package sets: it is set here from outside, to the rank; and `Tensor.cuda` does
-nothing. It all-reduces each whole gradient. It runs on modules that DeepSpeed has partitioned,
-without DeepSpeed's engine, which refuses a `loss.backward()` that it has no optimizer for. So
-nothing gathers the embedding anew after it has been stepped, as DeepSpeed's optimizers and ds_ext
-see to: that is what it lacks in bytes of all-gather.
+Upstream is `lomo_optim.AdaLomo` with its ZeRO-3 code. This code reads an attribute `dp_rank` that
+nothing in the package sets, so the benchmark sets it to the rank. `Tensor.cuda` does nothing.
+Upstream all-reduces each whole gradient. It runs on modules that DeepSpeed has partitioned, but
+without DeepSpeed's engine, which refuses `loss.backward()` without an optimizer. Nothing gathers
+the embedding again after its step, while DeepSpeed's optimizers and ds_ext do this. Upstream
+therefore sends fewer bytes in all-gathers.
 
-The last table is computed for bf16, by ds_ext's AdaLomo stepping rank 0's run of each matrix and
-vector of llama-7b among d ranks: the bytes that it asks to have summed, as sent, by those of
+The last table is computed for bf16. ds_ext's AdaLomo steps rank 0's run of each matrix and vector
+of llama-7b with d ranks. The table compares the bytes that a rank sends for statistics and for
 gradients.
 """
 
 
-# The runs: each makes what takes one step on a row of tokens, on a rank.
+# The runs. Each returns a function that makes one step on a row of tokens, on one rank.
 
 
 def stage3(sizes: Sizes, bucket: int) -> tuple[Callable[[Tensor], None], Step]:
@@ -117,7 +118,7 @@ def stage2(sizes: Sizes, bucket: int) -> tuple[Callable[[Tensor], None], Step]:
 
 
 def ours(sizes: Sizes, bucket: int, stage: int) -> tuple[Callable[[Tensor], None], Step]:
-    """A step by DeepSpeed with ds_ext's AdaLomo, and where its rounds are noted."""
+    """Returns a step of ds_ext's AdaLomo under DeepSpeed, and a ``Step`` that records rounds."""
     zero = {"stage": stage, "reduce_bucket_size": bucket}
     optimizer = {"type": "AdaLomo", "params": {"lr": LR}}
     engine, gradients = engine_of(sizes, {"zero_optimization": zero, "optimizer": optimizer})
@@ -138,7 +139,7 @@ def ours(sizes: Sizes, bucket: int, stage: int) -> tuple[Callable[[Tensor], None
 
 
 def upstream(sizes: Sizes, bucket: int) -> tuple[Callable[[Tensor], None], Step]:
-    """A step by the authors' AdaLomo on ZeRO-3 partitions; it has no buckets."""
+    """Returns a step of the authors' AdaLomo on ZeRO-3 partitions. It has no buckets."""
     engine, gradients = engine_of(sizes, {"zero_optimization": {"stage": 3}})
     enabled = mock.patch("lomo_optim.adalomo.is_deepspeed_zero3_enabled", lambda: True)
     with enabled, mock.patch.object(Tensor, "cuda", lambda self: self):
@@ -153,7 +154,7 @@ def upstream(sizes: Sizes, bucket: int) -> tuple[Callable[[Tensor], None], Step]
 
 
 def engine_of(sizes: Sizes, config: dict[str, Any]) -> tuple[Any, int]:
-    """DeepSpeed's engine of a Llama in fp32, and the bytes of all its gradients."""
+    """Returns a DeepSpeed engine of an fp32 Llama, and the bytes of all its gradients."""
     model = llama(sizes, torch.float32, torch.device("cpu"))
     gradients = sum(p.nbytes for p in model.parameters())
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
@@ -165,22 +166,22 @@ def engine_of(sizes: Sizes, config: dict[str, Any]) -> tuple[Any, int]:
 
 
 def counted(job: Callable[..., Any], sizes: Sizes, length: int, bucket: int) -> Step:
-    """The second step of ``job`` on this rank."""
+    """Returns the collectives of this rank in the second step of ``job``."""
     step, found = job(sizes, bucket)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, sizes[0], (1, length), generator=generator)
-    step(tokens)  # the first, in which ZeRO-3 learns the order of modules
+    step(tokens)  # in the first step, ZeRO-3 records the order of modules
     found.rounds.clear()
     with noted() as calls:
         step(tokens)
     return found._replace(calls=calls)
 
 
-# What is made of the counts.
+# Tables and plot.
 
 
 def figures(step: Step, reference: Step, ranks: int) -> dict[str, object]:
-    """A row of the first table; ``reference`` is upstream's step of the same model."""
+    """Returns a row of the first table. ``reference`` is upstream's step of the same model."""
     calls = optimizers(step.calls)
     gathering = [call for call in calls if call.kind == ALL_GATHER]
     total = sum(sent(call.kind, call.nbytes, ranks) for call in calls)
@@ -202,12 +203,12 @@ def figures(step: Step, reference: Step, ranks: int) -> dict[str, object]:
 
 
 def optimizers(calls: Iterable[Call]) -> list[Call]:
-    """The calls that are not DeepSpeed's gathering of weights."""
+    """Returns the calls that are not DeepSpeed's gathers of weights."""
     return [call for call in calls if call.caller != "deepspeed"]
 
 
 def by_kind(calls: Iterable[Call], ranks: int) -> list[dict[str, object]]:
-    """Rows of calls and bytes by caller and kind."""
+    """Returns rows with the number and bytes of calls by caller and kind."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for call in calls:
@@ -226,7 +227,7 @@ def by_kind(calls: Iterable[Call], ranks: int) -> list[dict[str, object]]:
 
 
 def share(ranks: int) -> dict[str, object]:
-    """A row of what AdaLomo sends beside llama-7b's gradients in bf16, by what those take."""
+    """Returns a row that compares AdaLomo's statistics with llama-7b's bf16 gradients."""
     shapes = Counter(shapes_of(LLAMAS["7B"]).values())
     dtype = torch.bfloat16
     summed = {shape: statistics(shape, ranks, dtype) for shape in shapes}
@@ -243,7 +244,7 @@ def share(ranks: int) -> dict[str, object]:
 
 
 def statistics(shape: Sequence[int], ranks: int, dtype: torch.dtype) -> list[int]:
-    """Bytes that rank 0 of ``ranks`` has summed in each round of AdaLomo's step of a parameter."""
+    """Returns the bytes that rank 0 sums in each round of AdaLomo's step of one parameter."""
     param = torch.nn.Parameter(torch.empty(0, dtype=dtype))
     shard = Shard.of_rank(tuple(shape), 0, ranks)
     run = torch.full((len(shard),), 0.01, dtype=dtype)
@@ -254,7 +255,7 @@ def statistics(shape: Sequence[int], ranks: int, dtype: torch.dtype) -> list[int
 
 
 def draw(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
-    """Bars of bytes sent as parts of upstream's, by model and run."""
+    """Draws bars of the bytes sent relative to upstream, by model and run."""
     axes = figure.subplots()
     labels = [f"{row['run']}\n{row['model']}".replace(", ", "\n") for row in rows]
     whole = [row["/ upstream"] for row in rows]

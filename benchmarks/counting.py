@@ -1,9 +1,9 @@
-"""Counts what a step sends among any number of ranks: ds_ext's code on tensors without storage.
+"""Counts the bytes that a step sends with any number of ranks, on tensors without storage.
 
-A model's gradients come on torch's device "meta", through ds_ext's own hooks, buckets and layouts,
-in a group of ranks that has a size and sends nothing (``reduced``); then the rules step the runs
-of every bucket, for ranks of every kind (``Rule``). So sizes and numbers of calls are those of the
-code, and of true shapes.
+``reduced`` runs a model's backward pass on torch's device "meta" with ds_ext's hooks, buckets and
+layouts. The process group has a size but sends nothing. ``Rule`` then steps the runs of each bucket
+on one rank of each kind. Sizes and numbers of calls therefore come from ds_ext's own code and from
+the models' real shapes.
 """
 
 import functools
@@ -34,40 +34,40 @@ from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
 Shape = tuple[int, ...]
-Cut = Callable[[Shape, int, int], Shard]  # a shape, a rank and how many there are
-PLACES = 2048  # a multiple of what 8-bit moments share a scale by
-NORM = 8  # bytes of the square of the norm, summed once a step
+Cut = Callable[[Shape, int, int], Shard]  # (shape, rank, number of ranks) -> shard
+PLACES = 2048  # a multiple of the group sizes of 8-bit moments
+NORM = 8  # bytes of the squared norm, summed once per step
 
 
 class Bucket(NamedTuple):
-    """What every rank of a group sends for one bucket."""
+    """The bytes that each rank of a group sends for one bucket."""
 
-    ranks: int  # of the group
+    ranks: int  # the number of ranks of the group
     params: tuple[str, ...]
-    place: int  # how many gradients of the model there were when it was full
-    agreed: tuple[int, ...]  # bytes of each all-reduce of what ranks tell each other first
-    gradients: tuple[int, ...]  # bytes of each reduce-scatter: one, if they are of one dtype
+    place: int  # the number of gradients computed when it was full
+    agreed: tuple[int, ...]  # bytes of each all-reduce by which ranks agree
+    gradients: tuple[int, ...]  # bytes of each reduce-scatter, one per dtype
     rounds: tuple[int, ...]  # bytes of each all-reduce of statistics
-    published: tuple[int, ...]  # bytes of each all-gather of new weights: stages 1 and 2
-    stepped: tuple[str, ...] | None = None  # the parameters of the rounds; None: of the gradients
-    summed_by: str = REDUCE_SCATTER  # how gradients are summed
+    published: tuple[int, ...]  # bytes of each all-gather of new weights (stages 1, 2)
+    stepped: tuple[str, ...] | None = None  # parameters of the rounds; None: ``params``
+    summed_by: str = REDUCE_SCATTER  # the collective that sums gradients
 
     @property
     def calls(self) -> list[Call]:
-        """All of these, in order."""
+        """All calls of the bucket, in order."""
         kinds = (ALL_REDUCE, self.summed_by, ALL_REDUCE, ALL_GATHER)
         found = zip(kinds, self[3:7], strict=True)
         return [Call("ds_ext", kind, n) for kind, sizes in found for n in sizes]
 
 
-# Gradients: which buckets there are.
+# Buckets of gradients.
 
 
 class Pretended:
-    """Stands for torch.distributed and for a group of ``world`` ranks; notes calls, sends nothing.
+    """Replaces torch.distributed and a group of ``world`` ranks. Records calls and sends nothing.
 
-    This process is the first rank. The others have the same numbers, where it has numbers.
-    ``everyone`` are all ranks, if there are more.
+    This process is the first rank. All ranks are assumed to have the same values. ``everyone`` is
+    the group of all ranks if it is larger.
     """
 
     def __init__(self, world: int, everyone: "Pretended | None" = None) -> None:
@@ -107,11 +107,11 @@ class Pretended:
         return self
 
     def wait(self) -> None:
-        """Of a call, which has ended."""
+        """Returns at once, because no call is pending."""
 
 
 class Stage2(Layout):
-    """The layout of ZeRO stages 1 and 2 on parameters without storage."""
+    """The layout of ZeRO stages 1 and 2 for parameters without storage."""
 
     kind = Sharded
 
@@ -121,16 +121,16 @@ class Stage2(Layout):
 
 
 class Unpublished(Sharded):
-    """Runs of which nobody else holds a copy."""
+    """Placement of runs that have no copies on other ranks."""
 
     publish = Zero3Placement.publish
 
 
 class Stage3(Stage2):
-    """ZeRO-3's: what its partitions add to it is DeepSpeed's, but for these.
+    """The layout of ZeRO stage 3, without DeepSpeed's gathers.
 
-    What ranks compare (ds_ext/distributed/desync.py), 16 bytes a bucket from host to host, is not
-    counted: a GPU waits for it once a step.
+    It does not count the order check (ds_ext/distributed/desync.py), which sends 16 bytes per
+    bucket between hosts. A GPU waits for it once per step.
     """
 
     kind = Unpublished
@@ -147,10 +147,10 @@ def reduced(
     size: int,
     stage: int,
 ) -> list[Bucket]:
-    """The buckets of one backward pass of a model on "meta", without their rounds.
+    """Returns the buckets of one backward pass of a model on "meta", without the rules' rounds.
 
-    ``shared`` are the names of the parameters that these ``world`` ranks share; ``size`` is
-    reduce_bucket_size. Calls after the last bucket are a bucket without parameters.
+    ``shared`` contains the names of the parameters that these ``world`` ranks share. ``size`` is
+    reduce_bucket_size. Calls after the last bucket form a bucket without parameters.
     """
     names = {p: name for name, p in model.named_parameters() if name in shared}
     found: list[Bucket] = []
@@ -179,7 +179,7 @@ def reduced(
             calls.clear()
 
         class Publishing:
-            """Takes runs as if parameters had been stepped by them."""
+            """Receiver that publishes runs as if their parameters had been stepped."""
 
             adds_up = False
 
@@ -197,7 +197,7 @@ def reduced(
         )
         with zeros_on_hosts():
             backward(model)
-            for _ in range(2):  # when backward has ended, and in step()
+            for _ in range(2):  # at the end of backward, and in step()
                 buckets.finish()
         buckets.remove()
         if calls:
@@ -208,12 +208,12 @@ def reduced(
 
 
 def zeros_on_hosts() -> Any:
-    """What hosts ask for within the context is 0: of gradients it tells that they are good."""
+    """Returns a context in which copies to the host are zeros: all gradients are valid."""
     return mock.patch.object(Tensor, "cpu", lambda x: torch.zeros(x.shape, dtype=x.dtype))
 
 
 class Owner:
-    """Whose parameters are counted: nobody steps them."""
+    """The owner of the counted parameters. It steps none of them."""
 
     optimizer: Any = None
 
@@ -227,19 +227,19 @@ class Owner:
         pass
 
 
-# Rounds: what the rules ask to have summed.
+# Rounds of the rules.
 
 
 class Matrix(NamedTuple):
-    """What one rule steps: a parameter, or one expert of a stack of them."""
+    """The unit that a rule steps: a parameter, or one expert of a stack."""
 
     shape: Shape
-    stack: Shape  # of the parameter that ZeRO cuts
-    first: int  # element of it that the matrix begins at
-    keys: tuple[tuple[str, Any], ...] = ()  # of its param group: what a rule is not for has some
+    stack: Shape  # the shape of the parameter that ZeRO shards
+    first: int  # the index of the matrix's first element in the parameter
+    keys: tuple[tuple[str, Any], ...] = ()  # of its param group, for another rule
 
     def shard(self, rank: int, world: int, cut: Cut = Shard.of_rank) -> Shard:
-        """What a rank owns of it."""
+        """Returns the part of the matrix that a rank owns."""
         if self.shape == self.stack:
             return cut(self.shape, rank, world)
         whole, n = cut(self.stack, rank, world), math.prod(self.shape)
@@ -250,7 +250,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(shape: Shape, keys: tuple[tuple[str, Any], ...]) -> list[Matrix]:
-    """What is stepped of a parameter: the experts of a stack one by one."""
+    """Returns the units of a parameter that are stepped: one for each expert of a stack."""
     if len(shape) < 3:
         return [Matrix(shape, shape, 0, keys)]
     n = math.prod(shape[1:])
@@ -258,9 +258,9 @@ def matrices(shape: Shape, keys: tuple[tuple[str, Any], ...]) -> list[Matrix]:
 
 
 class Rule:
-    """An optimizer with its defaults, and the parameters of a model that it steps.
+    """An optimizer with default settings, and the parameters of a model that it steps.
 
-    ``cut`` says what a rank owns of a parameter: by default ZeRO's runs.
+    ``cut`` returns the part of a parameter that a rank owns. The default is ZeRO's.
     """
 
     def __init__(self, name: str, model: nn.Module, cut: Cut = Shard.of_rank) -> None:
@@ -280,19 +280,20 @@ class Rule:
         self.rounds = functools.cache(self._rounds)
 
     def of(self, bucket: Bucket) -> list[Bucket]:
-        """A bucket with the rounds of the first step, and with those of the second."""
+        """Returns the bucket with the rounds of the first step, and with those of the second."""
         names = bucket.params if bucket.stepped is None else bucket.stepped
         stepped = [m for name in names for m in self.matrices[name]]
         alone = [self.rounds(matrix, bucket.ranks) for matrix in stepped]
-        # In lock-step: what all ask for in a round travels together.
+        # In lock-step: one all-reduce per round for all matrices.
         both = [itertools.zip_longest(*(sizes[i] for sizes in alone), fillvalue=0) for i in (0, 1)]
         return [bucket._replace(rounds=bucket.rounds + tuple(map(sum, s))) for s in both]
 
     def _rounds(self, matrix: Matrix, world: int) -> list[tuple[int, ...]]:
-        """Bytes of each round of two steps of a matrix: the same on all ranks, or AssertionError.
+        """The bytes of each round of a matrix in two steps.
 
-        A rank of each kind is stepped: a run's place in its row, its length, and whether it is
-        the first are what rules can tell ranks apart by.
+        Raises AssertionError if the ranks differ. One rank of each kind is stepped: rules can only
+        distinguish ranks by the length of their run, by its position in a row, and by whether it is
+        the first run.
         """
         kinds: dict[tuple[int, bool, int], Shard] = {}
         for shard in (matrix.shard(rank, world, self.cut) for rank in range(world)):
@@ -316,12 +317,12 @@ class Rule:
         return found
 
     def _optimizer(self, param: Tensor, matrix: Matrix) -> RuleOptimizer:
-        # How weights are rounded says nothing of what is sent, and reads values.
+        # Rounding does not change what is sent, but reads values.
         group = {"params": [param], **dict(matrix.keys)}
         return self.optimizer([group], weight_update="nearest")
 
     def state_bytes(self, worlds: dict[str, int], ranks: int) -> int:
-        """Bytes of state of the rank of ``ranks`` that has most; ``worlds`` share a parameter."""
+        """Returns the state bytes of the rank with the most state, out of ``ranks`` ranks."""
         total = [0] * ranks
         counts = Counter((m, worlds[name]) for name, ms in self.matrices.items() for m in ms)
         for (matrix, world), count in counts.items():
@@ -330,7 +331,7 @@ class Rule:
             size = accumulator(self.dtype).itemsize
             known: dict[
                 tuple[int, int], int
-            ] = {}  # by length, and place in rows and groups of 8 bits
+            ] = {}  # by length, and by position in rows and 8-bit groups
             of = []
             for shard in (matrix.shard(rank, world, self.cut) for rank in range(world)):
                 kind = len(shard), shard.start % (PLACES * math.prod(matrix.shape[-1:]))

@@ -1,9 +1,9 @@
-"""Counts what a step sends where FSDP2 cuts the model: by torch's own FSDP2, and ds_ext's layout.
+"""Counts the bytes that a step sends under FSDP2, with torch's FSDP2 and ds_ext's layout.
 
-``fully_shard`` cuts each layer and then the model, in a group of ranks that sends nothing, and runs
-forward and backward on tensors without storage: its units, their padding, the order in which it
-brings gradients and its collectives are torch's own. Gradients come in that order to ds_ext's
-buckets, on the layout of FSDP2's models (``reduced``).
+``fully_shard`` is applied to each layer and then to the model, in a process group that sends
+nothing. Forward and backward run on tensors without storage. FSDP2's units, padding, gradient order
+and collectives are therefore torch's own. ``reduced`` passes the gradients in this order to
+ds_ext's buckets, with the layout of FSDP2 models.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ from ds_ext.optimizer import OPTIMIZERS
 
 
 class Counts(NamedTuple):
-    """What FSDP2 and ds_ext send in a step, without the rounds of rules."""
+    """The bytes that FSDP2 and ds_ext send in a step, without the rules' rounds."""
 
-    buckets: list[Bucket]  # one for each reduction of FSDP2's, and for what is stepped after it
+    buckets: list[Bucket]  # one per reduction of FSDP2, with the parameters stepped after it
     gathers: list[Call]  # of weights
 
 
 class Pass(NamedTuple):
     """A forward and backward pass of FSDP2."""
 
-    arrived: list[tuple[str, int]]  # parameters, and how many reductions there had been
+    arrived: list[tuple[str, int]]  # parameters, and the number of earlier reductions
     calls: list[Call]
 
 
@@ -54,14 +54,14 @@ def reduced(
     ranks: int,
     size: int,
 ) -> Counts:
-    """What the first of ``ranks`` sends in a step of a model on "meta", which this cuts.
+    """Returns the bytes that the first rank sends in a step of a model on "meta".
 
     Args:
-        model: without storage; ``fully_shard`` is applied to ``units`` of it, and then to it.
-        units: layers.
-        backward: runs it forward and backward, on fake tensors of the CPU.
-        ranks: how many have parts.
-        size: elements of parts that ds_ext steps together.
+        model: a model without storage. ``fully_shard`` is applied to its units and then to itself.
+        units: the model's layers.
+        backward: runs forward and backward on fake CPU tensors.
+        ranks: the number of ranks that share the model.
+        size: the number of elements that ds_ext steps together.
     """
     with _among(ranks) as mesh:
         for unit in units:
@@ -76,7 +76,7 @@ def reduced(
 
 @contextlib.contextmanager
 def _among(ranks: int) -> Iterator[DeviceMesh]:
-    """Makes this process the first of so many ranks, whose collectives do nothing."""
+    """Context in which this process is the first of ``ranks`` ranks. Collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (ranks,))
@@ -85,7 +85,7 @@ def _among(ranks: int) -> Iterator[DeviceMesh]:
 
 
 def _passed(model: nn.Module, backward: Callable[[nn.Module], None]) -> Pass:
-    """Runs a model that FSDP2 has cut forward and backward, on tensors without storage."""
+    """Runs forward and backward of a model under FSDP2, on tensors without storage."""
     arrived: list[tuple[str, int]] = []
     with FakeTensorMode(allow_non_fake_inputs=True), collectives.noted() as calls:
         model.to_empty(device="cpu")  # FSDP2 does not run on "meta"
@@ -101,7 +101,7 @@ def _passed(model: nn.Module, backward: Callable[[nn.Module], None]) -> Pass:
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Puts parameters on "meta", where ds_ext computes, in the place of fake ones."""
+    """Replaces fake parameters by parameters on "meta", on which ds_ext computes."""
     for module in model.modules():
         for key, param in list(module.named_parameters(recurse=False)):
             part = torch.empty(dtensors.local(param).shape, dtype=param.dtype, device="meta")
@@ -112,13 +112,13 @@ def _to_meta(model: nn.Module) -> None:
 def _stepped(
     model: nn.Module, layout: layouts.FSDP2Layout, seen: Pass, ranks: int, size: int
 ) -> list[Bucket]:
-    """Brings gradients to ds_ext's buckets as FSDP2 did -> all buckets."""
+    """Passes gradients to ds_ext's buckets in FSDP2's order; returns all buckets."""
     found: list[Bucket] = []
     pretended = Pretended(ranks)
     sums = [call.nbytes for call in seen.calls if call.kind == REDUCE_SCATTER]
 
     class Noting:
-        """Notes what would be stepped after the reduction that was last."""
+        """Receiver that records which parameters would be stepped after the last reduction."""
 
         adds_up = False
 
@@ -151,7 +151,7 @@ def _stepped(
             for name in names:
                 params[name].grad = torch.zeros_like(params[name])
                 buckets.take(params[name])
-        for _ in range(2):  # when backward has ended, and in step()
+        for _ in range(2):  # at the end of backward, and in step()
             buckets.finish()
         buckets.remove()
     return found
@@ -159,7 +159,7 @@ def _stepped(
 
 @dataclass(frozen=True)
 class FullySharded(Counted):
-    """A language model that FSDP2 has cut over some ranks."""
+    """A language model that FSDP2 shards among some ranks."""
 
     @property
     def gathers(self) -> list[Call]:
@@ -167,11 +167,11 @@ class FullySharded(Counted):
         return _counts(self).gathers
 
     def rule(self, optimizer: str) -> Rule:
-        """An optimizer's rules for whole rows."""
+        """Returns an optimizer's rules for whole rows."""
         return _rules(self.name)[optimizer]
 
     def buckets(self) -> list[Bucket]:
-        """What is sent in order, without the rounds of rules; at the end the sum of the norm."""
+        """Returns the buckets in order, without the rules' rounds. The last one sums the norm."""
         found = _counts(self).buckets
         return [*found, Bucket(self.ranks, (), found[-1].place, (), (), (NORM,), ())]
 

@@ -1,4 +1,4 @@
-"""The models of ``scale``: Hugging Face's own modules in their true shapes, without storage."""
+"""The models of ``scale``: Hugging Face modules in their real shapes, without storage."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,23 +14,23 @@ from benchmarks.memory import Sizes, config_keys, llama
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
 
-# What is stepped by, and whether in its first step, where GaLore makes its basis.
+# The optimizer, and whether it is its first step, in which GaLore computes its basis.
 STEPS = {cls.__name__: (name, False) for name, cls in OPTIMIZERS.items()} | {
     "GaLoreAdamW, renewing": ("galoreadamw", True)
 }
-TOKENS = 8  # of the pass that gives the gradients' order; their number changes no size
+TOKENS = 8  # of the pass that finds the order of gradients; no size depends on it
 
 
 class Giant(NamedTuple):
-    """A model spread over data-parallel ranks, ``over`` of which share out its experts."""
+    """A model for data-parallel ranks. Its experts are divided among ``over`` of them."""
 
-    sizes: Sizes  # as benchmarks.memory's
-    experts: int = 0  # in a layer
-    chosen: int = 0  # by a token
+    sizes: Sizes  # see benchmarks.memory
+    experts: int = 0  # per layer
+    chosen: int = 0  # experts per token
     over: int = 1
 
     def make(self) -> nn.Module:
-        """The module, in bf16 on "meta"; a rank's own experts alone."""
+        """Returns the module in bf16 on "meta", with only the experts of one rank."""
         meta = torch.device("meta")
         if not self.experts:
             return llama(self.sizes, torch.bfloat16, meta)
@@ -50,19 +50,19 @@ class Giant(NamedTuple):
         return model
 
     def worlds(self, model: nn.Module, ranks: int) -> dict[str, int]:
-        """How many of ``ranks`` ranks share each parameter."""
+        """Returns the number of ranks that share each parameter."""
         return {
             name: ranks // self.over if is_expert(name) else ranks
             for name, _ in model.named_parameters()
         }
 
     def work(self, model: nn.Module) -> dict[str, float]:
-        """Elements of each parameter that a rank computes with for one of its tokens."""
+        """Returns the elements of each parameter that a rank uses for one of its tokens."""
         own = self.chosen * self.over / self.experts if self.experts else 1.0
         return {n: p.numel() * (own if is_expert(n) else 1.0) for n, p in model.named_parameters()}
 
 
-# As mistralai/Mixtral-8x22B-v0.1's config.json says.
+# From the config.json of mistralai/Mixtral-8x22B-v0.1.
 MIXTRAL = (32000, 6144, 16384, 56, 48, 8, False)
 MODELS = {
     "llama-70b": Giant((32000, 8192, 28672, 80, 64, 8, False)),
@@ -72,21 +72,21 @@ MODELS = {
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter, or the module of that name, holds experts."""
+    """Returns whether a parameter or module with this name belongs to an expert."""
     return "experts" in name.split(".")
 
 
 def backward(model: nn.Module, device: str = "meta") -> None:
-    """Runs a model on "meta" forward and backward, or one of fake tensors on another device."""
+    """Runs forward and backward of a model on "meta", or of fake tensors on another device."""
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device=device)
-    # Given, for Hugging Face makes one by looking at values.
+    # Hugging Face would compute the mask from values.
     dtype = next(model.parameters()).dtype
     mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=device)
     model(input_ids=tokens, labels=tokens, attention_mask=mask).loss.backward()
 
 
 def arrivals(model: nn.Module) -> list[str]:
-    """Names of the parameters in the order in which a backward pass brings their gradients."""
+    """Returns the parameter names in the order in which backward computes their gradients."""
     found: list[str] = []
 
     def noting(name: str) -> Callable[[torch.Tensor], None]:
@@ -105,9 +105,9 @@ def arrivals(model: nn.Module) -> list[str]:
 
 
 def in_order(order: Sequence[str], model: nn.Module) -> None:
-    """A backward pass, of next to no work, that brings gradients in this order.
+    """Runs a cheap backward pass that computes gradients in the given order.
 
-    Each parameter is added to what the later ones were added to before it.
+    The parameters are added to a sum in reverse order.
     """
     params = dict(model.named_parameters())
     total = torch.zeros((), dtype=params[order[0]].dtype, device="meta")
@@ -118,36 +118,36 @@ def in_order(order: Sequence[str], model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Counted:
-    """A model among some ranks at a bucket size and ZeRO stage: what each kind of step sends."""
+    """A model with a number of ranks, bucket size and ZeRO stage; counts its steps."""
 
-    name: str  # of MODELS
+    name: str  # a key of MODELS
     ranks: int
     size: int
     stage: int = 3
 
     def step(self, kind: str) -> list[Bucket]:
-        """The buckets of a step of one of STEPS."""
+        """Returns the buckets of a step of one kind in STEPS."""
         optimizer, is_first = STEPS[kind]
         return _steps(self, optimizer)[0 if is_first else 1]
 
     def state(self, kind: str) -> int:
-        """Bytes of state of the rank that has most."""
+        """Returns the state bytes of the rank with the most state."""
         return _state(self.name, self.ranks, STEPS[kind][0])
 
     def rule(self, optimizer: str) -> Rule:
-        """An optimizer's rules for what each rank owns."""
+        """Returns an optimizer's rules for the part that each rank owns."""
         return made(self.name)[1][optimizer]
 
     def buckets(self) -> list[Bucket]:
-        """What is sent in order, without the rounds of rules; at the end the sum of the norm."""
+        """Returns the buckets in order, without the rules' rounds. The last one sums the norm."""
         found = _buckets(self)
         return [*found, Bucket(self.ranks, (), found[-1].place, (), (), (NORM,), ())]
 
     def ready(self, step: Sequence[Bucket], second: float) -> list[float]:
-        """When the gradients of each bucket have been computed.
+        """Returns the time at which the gradients of each bucket have been computed.
 
-        ``second`` is how long a forward pass takes for one element of all tokens of a rank; a
-        backward pass takes two.
+        ``second`` is the time of a forward pass per element, for all tokens of a rank. A backward
+        pass takes twice as long.
         """
         work = MODELS[self.name].work(made(self.name)[0])
         done, found = 0.0, []
@@ -158,7 +158,7 @@ class Counted:
 
     @property
     def in_flight(self) -> float:
-        """Bytes of gradients that a rank holds at a time."""
+        """The bytes of gradients that a rank holds at the same time."""
         model, _ = made(self.name)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         lomo = OPTIMIZERS["lomo"].hypers()
@@ -167,20 +167,20 @@ class Counted:
 
 @functools.cache
 def made(name: str) -> tuple[nn.Module, dict[str, Rule]]:
-    """A model without storage, and all rules for it."""
+    """Returns a model without storage, and the rules of all optimizers for it."""
     model = MODELS[name].make()
     return model, {optimizer: Rule(optimizer, model) for optimizer in OPTIMIZERS}
 
 
 @functools.cache
 def order(name: str) -> list[str]:
-    """Names of a model's parameters in the order in which their gradients come."""
+    """Returns a model's parameter names in the order in which their gradients arrive."""
     return arrivals(made(name)[0])
 
 
 @functools.cache
 def _buckets(counted: Counted) -> list[Bucket]:
-    """The buckets in the order they fill, without rounds; those of each group are its own."""
+    """The buckets in the order in which they fill. Each process group has its own buckets."""
     model, _ = made(counted.name)
     worlds = MODELS[counted.name].worlds(model, counted.ranks)
     pass_ = functools.partial(in_order, order(counted.name))
@@ -193,7 +193,7 @@ def _buckets(counted: Counted) -> list[Bucket]:
 
 @functools.cache
 def _steps(counted: Counted, optimizer: str) -> list[list[Bucket]]:
-    """A first and a second step with their rounds."""
+    """The first and the second step, with the rules' rounds."""
     rule = counted.rule(optimizer)
     both = zip(*(rule.of(bucket) for bucket in counted.buckets()), strict=True)
     return [list(step) for step in both]

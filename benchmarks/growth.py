@@ -1,4 +1,4 @@
-"""What ``trends`` measures and counts: steps of models, ranks and buckets of any number."""
+"""Measures and counts steps for ``trends``, for any model size, ranks and bucket size."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ MODELS: dict[str, Sizes] = {
     "10M": train.MODELS["10M"],
     "34M": (8192, 512, 1408, 8, 8, 8, False),
     "135M": LLAMAS["135M"],
-    "362M": (49152, 960, 2560, 32, 15, 5, True),  # SmolLM2-360M's
+    "362M": (49152, 960, 2560, 32, 15, 5, True),  # SmolLM2-360M
     "1B": LLAMAS["1B"],
     "7B": LLAMAS["7B"],
 }
@@ -36,21 +36,21 @@ LINK = "400 Gb/s InfiniBand"
 WIDE = {
     algorithm: Given(scale.LINKS[LINK], algorithm, 4096, 4e14) for algorithm in links.ALGORITHMS
 }
-KEPT = (memory.NONE, "AdaLomo", "FlashAdamW", memory.ADAMW)  # whose bytes are counted
+KEPT = (memory.NONE, "AdaLomo", "FlashAdamW", memory.ADAMW)  # optimizers to measure
 
 
 class Extent(NamedTuple):
-    """How far the trends go."""
+    """The models, ranks and bucket sizes of the trends."""
 
-    sizes: Sequence[str]  # models that are run
-    planned: Sequence[str]  # that are planned, too
-    small: str  # the model of real ranks
-    giant: str  # of simulated ones
-    real: Sequence[int]  # ranks
-    counted: Sequence[int]  # simulated ones
-    buckets: Sequence[int]  # of real ranks, in elements
-    larger: Sequence[int]  # of simulated ones
-    bucket: int  # of real ranks, elements
+    sizes: Sequence[str]  # models to run
+    planned: Sequence[str]  # models to plan
+    small: str  # the model on real ranks
+    giant: str  # the model on simulated ranks
+    real: Sequence[int]  # numbers of real ranks
+    counted: Sequence[int]  # numbers of simulated ranks
+    buckets: Sequence[int]  # bucket sizes on real ranks, in elements
+    larger: Sequence[int]  # bucket sizes on simulated ranks
+    bucket: int  # the bucket size on real ranks, in elements
     rounds: int
 
 
@@ -81,7 +81,7 @@ QUICK = Extent(
 
 
 def elements(model: str) -> int:
-    """Parameters of a model."""
+    """Returns the number of parameters of a model."""
     return memory.elements(shapes_of(MODELS[model]))
 
 
@@ -91,14 +91,17 @@ ALONE = "forward and backward"
 WHOLE, WHOLE_ADAMW = "AdaLomo in backward", "AdamW"
 STEP, STEP_ADAMW = "AdaLomo's step", "AdamW's step"
 HOST, COPY = "its host", "a copy of its bytes"
-SHARES = ((STEP, ALONE), (STEP_ADAMW, ALONE), (HOST, STEP), (COPY, STEP))  # that are drawn
-PAIRS = ((WHOLE, ALONE), (WHOLE_ADAMW, ALONE), (STEP, STEP_ADAMW), *SHARES)  # that are told
+SHARES = ((STEP, ALONE), (STEP_ADAMW, ALONE), (HOST, STEP), (COPY, STEP))  # ratios to plot
+PAIRS = ((WHOLE, ALONE), (WHOLE_ADAMW, ALONE), (STEP, STEP_ADAMW), *SHARES)  # ratios in the table
 
 
 def timed(
     model: str, length: int, dtype: torch.dtype, rounds: int, with_adamw: bool
 ) -> dict[str, list[float]]:
-    """CPU seconds of each run in each round: of one thread, so that others' work counts little."""
+    """Returns the CPU seconds of each run in each round.
+
+    CPU seconds of one thread depend little on other processes.
+    """
     kept = llama(MODELS[model], dtype, CPU)
     params = list(kept.parameters())
     alone, inside = (sharing(kept) for _ in range(2))
@@ -148,25 +151,25 @@ def timed(
 
 
 def sharing(model: nn.Module) -> nn.Module:
-    """A copy with parameters of its own in the same memory."""
+    """Returns a copy of a model whose parameters share the original's memory."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.data) for p in model.parameters()}
     return copy.deepcopy(model, memo)
 
 
 def lived(model: str, length: int, dtype: torch.dtype) -> dict[str, int | None]:
-    """The most live bytes in a step by each of ``KEPT``."""
+    """Returns the peak of live bytes in a step by each optimizer in ``KEPT``."""
     sizes = MODELS[model]
     return {name: memory.measure(sizes, (1, length), name, dtype, CPU) for name in KEPT}
 
 
 def planned(model: str, length: int, dtype: torch.dtype) -> dict[str, int]:
-    """The same by the planner, on shapes alone."""
+    """Returns the same peaks as computed by the planner from shapes."""
     sizes, batch = MODELS[model], activations.MicroBatch(1, length, False)
     config = llama(sizes, dtype, META).config
     weights = elements(model) * dtype.itemsize
     state = {name: memory.planned_state(sizes, name) for name in KEPT if name in memory.OURS}
     state |= {memory.NONE: 0, memory.ADAMW: 2 * weights}
-    # Each gradient goes as it comes, waits in a bucket of ours, or is kept until the step.
+    # A gradient is freed at once, waits in a bucket of ds_ext, or is kept until the step.
     ours = bucket_size_alone(max(map(math.prod, shapes_of(sizes).values())))
     buckets = dict.fromkeys(KEPT, ours) | {memory.NONE: 1, memory.ADAMW: None}
     found = {}
@@ -176,11 +179,11 @@ def planned(model: str, length: int, dtype: torch.dtype) -> dict[str, int]:
     return found
 
 
-# Real ranks: jobs of each of them.
+# Jobs of real ranks.
 
 
 class Engine(NamedTuple):
-    """What DeepSpeed trains with: a run of ``train``, a model of ``MODELS`` and a bucket size."""
+    """The settings of a DeepSpeed engine: a run of ``train``, a model and a bucket size."""
 
     run: str
     model: str
@@ -188,7 +191,7 @@ class Engine(NamedTuple):
     bucket: int  # reduce_bucket_size
 
     def step(self) -> Callable[[], None]:
-        """What makes a step of a new engine."""
+        """Returns a function that makes one step of a new engine."""
         train.MODELS.setdefault(self.model, MODELS[self.model])
         zero = (("reduce_bucket_size", self.bucket),)
         job = Job(self.model, (1, self.length), "fp32", 1, zero=zero)
@@ -196,14 +199,14 @@ class Engine(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What steps took in each round, by the engines' labels."""
+    """The times of steps in each round, by the engines' labels."""
 
     seconds: dict[str, list[float]]
-    cpu: dict[str, list[float]]  # seconds of all ranks together
+    cpu: dict[str, list[float]]  # the sum over all ranks
 
 
 def in_turns(engines: Mapping[str, Engine], rounds: int) -> Times:
-    """Steps of engines that are timed in turns."""
+    """Times the steps of several engines in turns."""
     steps = {label: engine.step() for label, engine in engines.items()}
     found = Times({label: [] for label in steps}, {label: [] for label in steps})
     for counted in [False] * 2 + [True] * rounds:
@@ -220,10 +223,10 @@ def in_turns(engines: Mapping[str, Engine], rounds: int) -> Times:
 
 
 def lived_in(engine: Engine) -> int:
-    """The most live bytes of a rank in the second step of an engine.
+    """Returns the peak of live bytes of a rank in the second step of an engine.
 
-    It must be the only one of its process: beside others, small gathered parameters of theirs were
-    seen to be counted too.
+    It must be the only engine of its process. Otherwise the count includes small gathered
+    parameters of other engines.
     """
     with LiveMemory(()) as watch:
         step = engine.step()
@@ -240,7 +243,7 @@ def lived_in(engine: Engine) -> int:
 
 
 def by_ranks(model: str, worlds: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of what a model's step sends and holds among so many ranks, in bf16."""
+    """Returns rows with the bytes that a model's bf16 step sends and holds, by number of ranks."""
     giants.MODELS.setdefault(model, Giant(MODELS[model]))
     shapes, n = shapes_of(MODELS[model]), elements(model)
     rules = planner.rules_of(ds_ext.AdaLomo, giants.made(model)[0], {})
@@ -261,7 +264,7 @@ def by_ranks(model: str, worlds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def by_buckets(model: str, ranks: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of what a model's step sends by the size of buckets."""
+    """Returns rows with the bytes that a model's step sends, by bucket size."""
     giants.MODELS.setdefault(model, Giant(MODELS[model]))
     n = elements(model)
     rows = []
@@ -278,6 +281,6 @@ def by_buckets(model: str, ranks: int, sizes: Sequence[int]) -> list[dict[str, A
 
 
 def shares(step: Counted) -> dict[str, float]:
-    """The share of a step that its rounds are by the model of time."""
+    """Returns the share of a step that rounds take according to the time model."""
     found = {algorithm: outlook.times(step, "AdaLomo", given) for algorithm, given in WIDE.items()}
     return {f"rounds / step, {algorithm}": t.rounds / t.step for algorithm, t in found.items()}

@@ -1,4 +1,4 @@
-"""A model of time, latency · messages + bytes / bandwidth, and its fit to gloo on this machine."""
+"""A time model, latency · messages + bytes / bandwidth, and its fit to gloo on this machine."""
 
 import math
 import os
@@ -20,46 +20,46 @@ ALGORITHMS = (TREE, RING)
 
 
 class Link(NamedTuple):
-    """What connects a rank to others."""
+    """The connection of a rank to other ranks."""
 
     latency: float  # seconds of one message
-    bandwidth: float  # bytes a second that a rank sends
+    bandwidth: float  # bytes per second that a rank sends
 
 
 def messages(kind: str, ranks: int, algorithm: str) -> int:
-    """Messages that have to follow one another in a collective.
+    """Returns the number of sequential messages in a collective.
 
-    A ring's go round once, or twice in an all-reduce; a tree's (or halving and doubling's) up, and
-    down again in an all-reduce. Either sends the same bytes: what NCCL's do.
+    A ring passes messages around once, or twice in an all-reduce. A tree (or halving and doubling)
+    passes them up, and in an all-reduce also down. Both send the same bytes, as in NCCL.
     """
     once = ranks - 1 if algorithm == RING else math.ceil(math.log2(ranks))
     return (2 if kind == ALL_REDUCE else 1) * once
 
 
 def seconds(call: Call, ranks: int, link: Link, algorithm: str) -> float:
-    """What a collective takes."""
+    """Returns the time of a collective."""
     waits = messages(call.kind, ranks, algorithm) * link.latency
     return waits + sent(call.kind, call.nbytes, ranks) / link.bandwidth
 
 
 # The order of a step.
 
-Takes = Callable[[Call, int], float]  # a call among so many ranks
+Takes = Callable[[Call, int], float]  # (call, number of ranks) -> seconds
 
 
 def parts(bucket: "Bucket", takes: Takes) -> tuple[float, float]:
-    """What the gradients of a bucket take, and then its rounds; with what goes before and after."""
+    """Returns the time of a bucket's gradients and that of its rounds, with their other calls."""
     each = [takes(call, bucket.ranks) for call in bucket.calls]
     n = len(bucket.agreed) + len(bucket.gradients)
     return sum(each[:n]), sum(each[n:])
 
 
 def chain(buckets: Sequence["Bucket"], takes: Takes, ready: Sequence[float], beside: bool) -> float:
-    """The end of the last round of a step, bucket i having been filled at ``ready[i]``.
+    """Returns the time at which the last round of a step ends.
 
-    When a bucket is full its gradients are sent, and then come the rounds of the bucket before.
-    All of this is in one line, as on a GPU, where it shares a stream; or with ``beside`` gradients
-    travel beside rounds, as with gloo.
+    Bucket i is full at ``ready[i]``. Its gradients are then sent, and the rounds of the previous
+    bucket follow. On a GPU both share one stream. With ``beside``, gradients and rounds overlap, as
+    with gloo.
     """
     each = [parts(bucket, takes) for bucket in buckets]
     sending = stepping = arrived = 0.0
@@ -74,14 +74,14 @@ def chain(buckets: Sequence["Bucket"], takes: Takes, ready: Sequence[float], bes
 
 
 def longest(buckets: Sequence["Bucket"]) -> int:
-    """Collectives that have to follow one another in a step, gradients beside rounds."""
+    """Returns the number of sequential collectives in a step if gradients and rounds overlap."""
     return round(chain(buckets, lambda *_: 1, [0.0] * len(buckets), beside=True))
 
 
 # The fit.
 
 SIZES = tuple(4**k for k in range(5, 14))  # bytes: 1 KiB to 64 MiB
-FEW, MANY = 5, 40  # times that a size is measured
+FEW, MANY = 5, 40  # repetitions for large and small sizes
 
 
 class Sample(NamedTuple):
@@ -93,19 +93,20 @@ class Sample(NamedTuple):
 
 
 def measure(ranks: int, sizes: Sequence[int] = SIZES) -> list[Sample]:
-    """All-reduces by gloo among real ranks on this machine: the least time of each size."""
+    """Returns the shortest time of a gloo all-reduce of each size, on real ranks."""
     return [Sample(ranks, n, t) for n, t in zip(sizes, _on_ranks(ranks, _each, sizes), strict=True)]
 
 
 def replay(ranks: int, sizes: Sequence[int]) -> float:
-    """These all-reduces one after another, a step's rounds: the sum of the least time of each."""
+    """Returns the time of a sequence of all-reduces: the sum of the shortest time of each."""
     return _on_ranks(ranks, _all, sizes)[0]
 
 
 def fit(samples: Sequence[Sample]) -> tuple[Link, list[float]]:
-    """The link that explains all-reduces best -> it, and predicted / measured - 1 of each.
+    """Returns the link that fits all-reduces best, and predicted / measured - 1 of each.
 
-    Least squares of these, for sizes differ by five orders of magnitude.
+    It minimizes the squares of these relative errors, because sizes differ by five orders of
+    magnitude.
     """
     rows = [
         (messages(ALL_REDUCE, s.ranks, RING), sent(ALL_REDUCE, s.nbytes, s.ranks)) for s in samples
@@ -130,7 +131,7 @@ def _all(sizes: Sequence[int]) -> list[float]:
 
 
 def _least(sizes: Sequence[int], times: int) -> list[float]:
-    """Seconds of each all-reduce: the least, for other processes may share the machine."""
+    """The shortest time of each all-reduce. Other processes may use the machine too."""
     tensors = [torch.zeros(n // 4) for n in sizes]
     least = [math.inf] * len(sizes)
     for _ in range(times):
@@ -145,7 +146,7 @@ def _least(sizes: Sequence[int], times: int) -> list[float]:
 def _on_ranks(
     ranks: int, job: Callable[[Sequence[int]], list[float]], sizes: Sequence[int]
 ) -> list[float]:
-    """What ``job`` finds on the first of ``ranks`` new processes."""
+    """The result of ``job`` on the first of ``ranks`` new processes."""
     found = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

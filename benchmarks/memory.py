@@ -1,8 +1,8 @@
 """Peak memory of one fine-tuning step: weights, gradients, optimizer state and activations.
 
-On a GPU it is what torch's allocator says. On the CPU tensors are watched as they come and go:
-exact, but for what an operator allocates and frees while it runs. Two steps are made and the second
-is measured, when the optimizer's state is there. Weights and tokens are random.
+On a GPU, torch's allocator reports the peak. On the CPU, tensors are counted from allocation to
+release. This count is exact except for temporaries inside operators. The second of two steps is
+measured, because the first one creates the optimizer's state. Weights and tokens are random.
 """
 
 import argparse
@@ -31,46 +31,46 @@ transformers.logging.set_verbosity_error()
 # Vocabulary, width, inner width, layers, heads, key-value heads, and whether the head is tied.
 Sizes = tuple[int, int, int, int, int, int, bool]
 LLAMAS: dict[str, Sizes] = {
-    "135M": (49152, 576, 1536, 30, 9, 3, True),  # SmolLM2's
-    "1B": (32000, 2048, 5632, 22, 32, 4, False),  # TinyLlama's
-    "3B": (32000, 3200, 8640, 26, 32, 32, False),  # OpenLLaMA's
+    "135M": (49152, 576, 1536, 30, 9, 3, True),  # SmolLM2
+    "1B": (32000, 2048, 5632, 22, 32, 4, False),  # TinyLlama
+    "3B": (32000, 3200, 8640, 26, 32, 32, False),  # OpenLLaMA
     "7B": (32000, 4096, 11008, 32, 32, 32, False),
     "13B": (32000, 5120, 13824, 40, 40, 40, False),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NONE, ADAMW = "none", "AdamW"
-OURS = {  # ds_ext's, by their names here
+OURS = {  # ds_ext optimizers by their names in the table
     f"ds_ext.{cls.__name__}" if cls.__name__ == ADAMW else cls.__name__: cls
     for cls in OPTIMIZERS.values()
 }
 NAMES = (NONE, ADAMW, *OURS)
-CAPS = (24, 48, 80, 139)  # GiB that GPUs have
+CAPS = (24, 48, 80, 139)  # memory of GPUs in GiB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     models = list(LLAMAS) if on_gpu else ["135M"]
     parser.add_argument("--models", nargs="+", choices=LLAMAS, default=models)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512], help="tokens a row")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512], help="tokens per row")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32")
     parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=NAMES)
 
 
 class Measured(NamedTuple):
-    """What one run needed."""
+    """The result of one run."""
 
     model: str
-    length: int  # tokens a row
+    length: int  # tokens per row
     optimizer: str
-    peak: int | None  # bytes; None: more than there are
+    peak: int | None  # bytes; None if it ran out of memory
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measures every model, length and optimizer, and writes the tables and the picture."""
+    """Measures each model, length and optimizer, and writes the tables and the plot."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[Measured] = []
-    too_large: set[tuple[int, str]] = set()  # for larger models there is no need to try
+    too_large: set[tuple[int, str]] = set()  # (length, optimizer) to skip for larger models
     for model in sorted(args.models, key=list(LLAMAS).index):
         for length, name in itertools.product(args.lengths, args.optimizers):
             peak = None
@@ -90,28 +90,28 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = """
-The most bytes alive at once in the second of two training steps of a Llama with random weights, in
-one process and without DeepSpeed: {dtype} weights, rows of the tokens below in batches of {batch},
-no activation checkpointing. AdamW is torch's, `fused=True` so that it needs no scratch, with
-`loss.backward(); optimizer.step(); optimizer.zero_grad()`; `none` drops each gradient as it
-appears, which is the least that any optimizer can need; the others are ds_ext's through
-`fuse_into_backward`, with their defaults, each parameter by the rule that a config would take for
-it. What is planned is what `none` needs and the state of `python -m ds_ext plan`. Where the
-embedding is the head too (135M), both parts of its gradient are alive before autograd adds them up.
-GB are 10⁹ bytes.
+This report shows the peak of live bytes in the second of two training steps of a Llama with random
+weights. The training runs in one process without DeepSpeed, with {dtype} weights, batches of
+{batch} rows with the number of tokens below, and no activation checkpointing. AdamW is torch's. It
+uses `fused=True`, which needs no temporary memory, and `loss.backward(); optimizer.step();
+optimizer.zero_grad()`. `none` frees each gradient at once, which is the minimum for any optimizer.
+The other optimizers are ds_ext's, used through `fuse_into_backward` with their defaults. Each
+parameter has the rule that a config would choose for it. The planned value is the peak of `none`
+plus the state according to `python -m ds_ext plan`. If the embedding is also the head (135M), both
+parts of its gradient are alive before autograd adds them. GB are 10⁹ bytes.
 
 {how}
 """
 HOW = {
-    "cpu": """Each storage is counted from when it is made until it is freed; scratch that an
-operator takes and frees while it runs is not seen.""",
-    "cuda": """Counted by torch's allocator (`max_memory_allocated`); what CUDA itself takes, less
-than a GiB, is beside it.""",
+    "cpu": """Each storage is counted from its allocation to its release. Temporary memory
+inside an operator is not counted.""",
+    "cuda": """Torch's allocator counts the bytes (`max_memory_allocated`). CUDA itself uses less
+than a GiB in addition.""",
 }
 
 
 def config_keys(sizes: Sizes) -> dict[str, Any]:
-    """The arguments of a model's config in transformers."""
+    """Returns the arguments of a model's config in transformers."""
     vocab, width, inner, layers, heads, groups, tied = sizes
     return {
         "vocab_size": vocab,
@@ -126,7 +126,7 @@ def config_keys(sizes: Sizes) -> dict[str, Any]:
 
 
 def llama(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A Llama with random weights."""
+    """Returns a Llama with random weights."""
     config = transformers.LlamaConfig(**config_keys(sizes))
     torch.manual_seed(0)
     with device:
@@ -134,7 +134,7 @@ def llama(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> nn.Module:
 
 
 def shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The shapes of its parameters."""
+    """Returns the shapes of a Llama's parameters by name."""
     model = llama(sizes, torch.float32, torch.device("meta"))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
@@ -142,7 +142,7 @@ def shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 def measure(
     sizes: Sizes, shape: tuple[int, int], name: str, dtype: torch.dtype, device: torch.device
 ) -> int | None:
-    """Peak bytes of the second step on tokens of ``shape``; None if the device has not as many."""
+    """Returns the peak bytes of the second step on tokens of ``shape``; None if out of memory."""
     try:
         model = llama(sizes, dtype, device)
         tokens = torch.randint(0, sizes[0], shape, device=device)
@@ -157,7 +157,7 @@ def measure(
 
 
 def fine_tuning(model: nn.Module, name: str, tokens: Tensor) -> Callable[[], None]:
-    """What makes one step of ``model`` on ``tokens`` by the optimizer of this name."""
+    """Returns a function that makes one step of ``model`` with the named optimizer."""
     params = list(model.parameters())
     if name == NONE:
         for param in params:
@@ -178,12 +178,12 @@ def fine_tuning(model: nn.Module, name: str, tokens: Tensor) -> Callable[[], Non
 
 
 def drop(param: Tensor) -> None:
-    """Frees a gradient; a hook for ``register_post_accumulate_grad_hook``."""
+    """Gradient hook that frees a gradient."""
     param.grad = None
 
 
 def peak_of_second(step: Callable[[], None], kept: Iterable[Tensor], device: torch.device) -> int:
-    """The most bytes alive at once in the second of two steps; ``kept`` are there before."""
+    """Returns the peak bytes in the second of two steps. ``kept`` exist before it."""
     if device.type == "cuda":
         step()
         torch.cuda.reset_peak_memory_stats()
@@ -198,7 +198,7 @@ def peak_of_second(step: Callable[[], None], kept: Iterable[Tensor], device: tor
 
 
 def shown(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
-    """A row of the table, beside AdamW's of the same model and length."""
+    """Returns a row of the table, compared with AdamW on the same model and length."""
     n, peak = elements(shapes_of(LLAMAS[row.model])), row.peak
     adamw = next((r.peak for r in rows if r == row._replace(optimizer=ADAMW, peak=r.peak)), None)
     planned = plan(row, rows)
@@ -216,7 +216,7 @@ def shown(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
 
 
 def plan(row: Measured, rows: Sequence[Measured]) -> int | None:
-    """What ``none`` needs, and the state that is planned; of ds_ext's optimizers."""
+    """Returns the planned peak of a ds_ext optimizer: that of ``none``, plus the planned state."""
     none = next((r.peak for r in rows if r == row._replace(optimizer=NONE, peak=r.peak)), None)
     return (
         none + planned_state(LLAMAS[row.model], row.optimizer)
@@ -227,14 +227,14 @@ def plan(row: Measured, rows: Sequence[Measured]) -> int | None:
 
 @functools.cache
 def planned_state(sizes: Sizes, name: str) -> int:
-    """Bytes of the state that the planner tells of an optimizer with its defaults."""
+    """Returns the state bytes that the planner computes for an optimizer's defaults."""
     whole = llama(sizes, torch.float32, torch.device("meta"))
     rules, shapes = planner.rules_of(OURS[name], whole, {}), planner.shapes_of(whole)
     return planner.ours(rules, shapes, None, 1, torch.float32, elements(shapes)).state
 
 
 def largest(rows: Sequence[Measured]) -> list[dict[str, object]]:
-    """Rows of the largest model whose peak is below each of ``CAPS``, by length and optimizer."""
+    """Returns rows with the largest model that fits each of ``CAPS``, by length and optimizer."""
     found: list[dict[str, object]] = []
     for length, name in dict.fromkeys((row.length, row.optimizer) for row in rows):
         own = [r for r in rows if (r.length, r.optimizer) == (length, name) and r.peak]
@@ -251,7 +251,7 @@ def _last(rows: Sequence[Measured]) -> str:
 
 
 def draw(figure: "Figure", rows: Sequence[Measured]) -> None:
-    """Bars of bytes per parameter: a panel for each length, a group for each model."""
+    """Draws bars of bytes per parameter: a panel per length, a group of bars per model."""
     lengths = list(dict.fromkeys(row.length for row in rows))
     models = list(dict.fromkeys(row.model for row in rows))
     names = list(dict.fromkeys(row.optimizer for row in rows))

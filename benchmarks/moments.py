@@ -1,8 +1,8 @@
-"""Whether AdamW's moments in 8 bits train as well as fp32 ones: FlashAdamW and torch's AdamW.
+"""Compares AdamW with 8-bit moments (FlashAdamW) with torch's AdamW, whose moments are fp32.
 
-A byte-level Llama is trained from scratch on real text with torch's AdamW in fp32, with FlashAdamW
-for fp32 and for bf16 weights, and with codes of 8 bits that are not companded, over the same
-batches. Run as ``python -m benchmarks.moments``; about four minutes on one core.
+It trains a byte-level Llama from scratch on real text, with the same batches for each optimizer:
+torch's AdamW in fp32, FlashAdamW with fp32 and with bf16 weights, and 8-bit codes without
+companding. Run ``python -m benchmarks.moments``. It takes about four minutes on one core.
 """
 
 import datetime
@@ -41,12 +41,12 @@ from ds_ext.rules import base  # noqa: E402
 from ds_ext.rules.adam import Adam  # noqa: E402
 
 STEPS, WARMUP, LR = 300, 30, 3e-3
-LAST = 50  # steps that the training loss is averaged over
+LAST = 50  # the number of last steps whose training loss is averaged
 SEEDS = (1, 2, 3, 4, 5)
 
 
 class LinearGroups(companding._Groups):
-    """Groups of 32 numbers at even distances from one another: the moments themselves."""
+    """Groups of 32 signed numbers with evenly spaced codes, which store the moments directly."""
 
     most: ClassVar[int] = 127
 
@@ -62,23 +62,23 @@ class LinearGroups(companding._Groups):
 
 
 class LinearSquares(LinearGroups):
-    """The same for numbers that are not negative."""
+    """Groups of 32 non-negative numbers with evenly spaced codes."""
 
     most = 255
 
 
 class Linear(companding.Companded):
-    """FlashAdamW's format but for what the codes stand for."""
+    """FlashAdamW's format with evenly spaced codes."""
 
     def opened(self, kept: dict[str, Tensor]) -> LinearGroups:
-        """Returns the values of what ``state_spec`` declared."""
+        """Returns the values of a state that ``state_spec`` describes."""
         return LinearGroups(kept) if self.signed else LinearSquares(kept)
 
 
 @base.register(paper="2602.23349", state="2.125/d", rounds="0")
 @dataclass(frozen=True)
 class LinearAdamW:
-    """FlashAdamW with codes that are not companded."""
+    """FlashAdamW without companding."""
 
     lr: NonNegative = 1e-3
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -121,7 +121,7 @@ EXACT = "AdamW of torch, fp32"
 
 
 def main() -> None:
-    """Trains every model and writes the table and the picture."""
+    """Trains each model, and writes the table and the plot."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     train, test = text("devil_train.jsonl"), text("devil_test.jsonl")
@@ -143,7 +143,7 @@ def main() -> None:
 def fit(
     module: torch.nn.Module, data: Tensor, optimizer: torch.optim.Optimizer, seed: int
 ) -> list[float]:
-    """Trains on random pieces of ``data``, which ``seed`` chooses -> the loss of each step."""
+    """Trains on random pieces of ``data`` chosen by ``seed``; returns the loss of each step."""
     generator = torch.Generator().manual_seed(seed)
     pieces = data.unfold(0, LENGTH, 1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -162,16 +162,16 @@ def fit(
 
 
 def report(runs: dict[str, list[Run]], size: int, minutes: float) -> str:
-    """The table, in Markdown: means over seeds, and differences from fp32 over the same batches."""
+    """Returns the table in Markdown: means over seeds, and differences from fp32."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"""# Moments of 8 bits
 
 A byte-level Llama of {size:,} parameters is trained from scratch on *The Devil's Dictionary* for
-{STEPS} steps of {BATCH} × {LENGTH} bytes, lr {LR:g} after {WARMUP} steps of warm-up and down to 0
-from there, weight decay 0.01. Losses are in nats per byte; ± is the standard deviation over
-{len(SEEDS)} seeds of the order of the data. Differences are those from the fp32 run of the same
-seed, so of the same batches. "Not companded" has the same groups and scales, and codes for the
-moments themselves at even distances.
+{STEPS} steps of {BATCH} × {LENGTH} bytes. The learning rate is {LR:g} after {WARMUP} steps of
+warm-up, and then decays to 0; weight decay is 0.01. Losses are in nats per byte. ± is the standard
+deviation over {len(SEEDS)} seeds of the order of the data. Differences are relative to the fp32 run
+with the same seed and therefore the same batches. "Not companded" has the same groups and scales,
+but evenly spaced codes that store the moments directly.
 
 | optimizer | training loss, last {LAST} steps | difference | held-out loss | difference |
 |---|---|---|---|---|
@@ -185,7 +185,7 @@ Made by `python -m benchmarks.moments`. Losses over steps:
 
 
 def shown(values: list[float], sign: str = "") -> str:
-    """The mean and the spread, or in how many seeds there is none."""
+    """Returns the mean and spread, or the number of seeds without a result."""
     finite = [x for x in values if math.isfinite(x)]
     if len(finite) < len(values):
         rest = f"; else {max(finite):.2f} at most" if finite else ""

@@ -1,7 +1,7 @@
-"""What offload costs in time, and what it leaves on a GPU: stepped in flight, or by the host.
+"""Time and GPU memory of offload, with steps in flight or on the host.
 
-A step alone, by both ways (ds_ext steps in flight: see optimizer/host_offload.py), and whole
-training steps under ZeRO-3 with their memory. It needs a GPU: nothing travels without one.
+It measures the step alone in both ways (ds_ext steps in flight: see optimizer/host_offload.py), and
+complete training steps under ZeRO-3. It needs a GPU.
 """
 
 import argparse
@@ -40,15 +40,15 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ("adalomo", "came", "lamb")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(known))
-    parser.add_argument("--layers", choices=LLAMAS, default="7B", help="one is stepped alone")
+    parser.add_argument("--layers", choices=LLAMAS, default="7B", help="step one layer of this")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["1B", "7B"])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a training step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per training step")
     parser.add_argument("--rounds", type=int, default=10)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Times all, and writes the tables."""
+    """Times each step, and writes the tables."""
     if not torch.cuda.is_available():
         raise SystemExit("python -m benchmarks offload needs a GPU: nothing travels without one.")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -76,19 +76,19 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = """
-Weights and gradients are {dtype}. The step alone: gradients are on the GPU, weights and states
-where the row says, and a parameter is stepped after another; "by the host" brings the gradient to
-the CPU, whose torch has all its threads, and steps there. "Same bits" as the first row's weights,
-after as many steps. "Stays on the GPU" and "peak" do not count the gradients. Medians of {rounds}
-rounds, in which the rows take turns.
+Weights and gradients are {dtype}. In the first table, gradients are on the GPU, and weights and
+states are in the place that the row names. Parameters are stepped one after another. "by the host"
+copies the gradient to the CPU and steps there with all threads of torch. "Same bits" compares the
+weights with those of the first row after the same number of steps. "Stays on the GPU" and "peak" do
+not include the gradients. Times are medians of {rounds} rounds, in which the rows take turns.
 
-Training steps are of one process under ZeRO-3, with random weights and {length} random tokens:
-between steps and at the peak of one, all that torch has allocated on the GPU.
+Training steps run in one process under ZeRO-3, with random weights and {length} random tokens. The
+table shows all memory that torch has allocated on the GPU, between steps and at the peak of a step.
 """
 
 
 class Layer:
-    """Parameters that are stepped one way by ``grads``, which are on ``device``."""
+    """Parameters that are stepped in one way with ``grads``, which are on ``device``."""
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class Layer:
 
     @property
     def stays(self) -> int:
-        """Bytes of weights and states on the device between steps."""
+        """The bytes of weights and states on the device between steps."""
         states = list(self.optimizer.state.values())
         return sum(nbytes(only(x, self.device)) for x in (self.runs, *states))
 
 
 def only(x: Any, device: torch.device) -> Any:
-    """What of nested tensors is on ``device``."""
+    """Returns the tensors on ``device``, out of nested tensors."""
     if isinstance(x, Tensor):
         return x if x.device == device else ()
     inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, list) else ()
@@ -152,7 +152,7 @@ def alone(
     device: torch.device,
     rounds: int,
 ) -> list[dict[str, object]]:
-    """Rows of an optimizer's step, made each way."""
+    """Returns rows with the time of an optimizer's step in each way."""
     random = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=random).mul_(0.02).to(dtype) for shape in shapes]
     grads = [torch.randn(p.numel(), generator=random).mul_(0.1).to(dtype) for p in weights]
@@ -160,7 +160,7 @@ def alone(
     layers = {way: Layer(cls, way, weights, grads, device) for way in WAYS}
     steps = {way: layer.step for way, layer in layers.items()}
     times = report.interleaved(steps, rounds, lambda: wait(device))
-    first = [run.to(HOST) for run in layers[DEVICE].runs]  # before a peak is measured
+    first = [run.to(HOST) for run in layers[DEVICE].runs]  # before peaks are measured
     same = {
         way: all(torch.equal(a, b.to(HOST)) for a, b in zip(first, layer.runs, strict=True))
         for way, layer in layers.items()
@@ -183,7 +183,7 @@ def alone(
 
 
 def transient(step: Callable[[], None], device: torch.device) -> int | None:
-    """The most bytes that a step takes of a GPU beside what is there before it."""
+    """Returns the peak GPU bytes that a step allocates in addition to existing tensors."""
     if device.type != "cuda":
         return None
     wait(device)
@@ -195,10 +195,10 @@ def transient(step: Callable[[], None], device: torch.device) -> int | None:
 
 
 class Taken(NamedTuple):
-    """What a training step took."""
+    """The time and memory of a training step."""
 
-    seconds: float  # the median
-    between: int  # bytes on the GPU
+    seconds: float  # median
+    between: int  # bytes on the GPU between steps
     peak: int
 
 
@@ -214,11 +214,11 @@ class Job(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """Whether the optimizer has what is to be offloaded."""
+        """Whether the optimizer has the state that would be offloaded."""
         return "optimizer" not in self.offload or self.optimizer in ("came", "lamb", "galoreadamw")
 
     def isolated(self) -> Taken | None:
-        """What a step takes, measured in a new process; None if it does not fit."""
+        """Returns the result of a measurement in a new process; None if it runs out of memory."""
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             try:
                 return pool.submit(self.measure).result()
@@ -259,7 +259,7 @@ class Job(NamedTuple):
         return Taken(statistics.median(times), between, peak)
 
     def row(self, taken: Taken | None) -> dict[str, object]:
-        """A row of the table."""
+        """Returns a row of the table."""
         shown = {"model": self.model, "optimizer": self.optimizer, "offload": self.offload}
         if taken is None:
             return shown | {"s": "does not fit", "between steps, GB": None, "peak, GB": None}

@@ -1,4 +1,4 @@
-"""How long counted steps would take on given machines, and when their rounds dominate them."""
+"""Predicts the time of counted steps on given machines, and when rounds dominate a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,16 +9,16 @@ from benchmarks.collectives import ALL_REDUCE, REDUCE_SCATTER, Call
 from benchmarks.giants import Counted
 from benchmarks.links import Link
 
-SHARE = 0.1  # of a step, from which on its rounds are too much
+SHARE = 0.1  # rounds dominate a step from this share on
 LARGER = [2**k for k in range(24, 36, 2)]  # reduce_bucket_size
-GROUP = 64  # ranks of a subgroup: ds_ext.shard_size, or ds_ext.sum_group_size
-HOST = 8  # ranks of a host
-# One of each kind: the others take no rounds but the norm's, or as many as one of these.
+GROUP = 64  # ranks of a group: ds_ext.shard_size or ds_ext.sum_group_size
+HOST = 8  # ranks per host
+# One of each kind. Other optimizers have as many rounds as one of these, or only the norm's.
 JUDGED = ("AdaLomo", "CAME", "LAMB", "SinkGD", "Muon", "GaLoreAdamW", "GaLoreAdamW, renewing")
 
 
 class Given(NamedTuple):
-    """What is known of the machines."""
+    """The assumed properties of the machines."""
 
     link: Link
     algorithm: str
@@ -30,12 +30,12 @@ class Given(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a step."""
+    """The seconds of a step and of its parts."""
 
     gradients: float
     rounds: float
     step: float
-    rest: float  # the step if rounds took no time
+    rest: float  # the step's time without rounds
 
     @property
     def dominated(self) -> bool:
@@ -43,13 +43,13 @@ class Times(NamedTuple):
 
 
 def times(counted: Counted, kind: str, given: Given, takes: links.Takes | None = None) -> Times:
-    """A step's times; ``takes`` says what a call takes where ``given`` alone does not."""
+    """Returns the times of a step. ``takes`` replaces the time model of ``given``."""
     takes = takes or given.takes
     step = counted.step(kind)
     ready = counted.ready(step, 2 * given.tokens / given.flops)
     bare = [bucket._replace(rounds=()) for bucket in step]
     each = [links.parts(bucket, takes) for bucket in step]
-    others = sum(links.parts(bucket, takes)[1] for bucket in bare)  # what gathers new weights
+    others = sum(links.parts(bucket, takes)[1] for bucket in bare)  # gathers of new weights
     return Times(
         sum(gradients for gradients, _ in each),
         sum(rounds for _, rounds in each) - others,
@@ -59,7 +59,7 @@ def times(counted: Counted, kind: str, given: Given, takes: links.Takes | None =
 
 
 def in_groups(given: Given, ranks: int) -> links.Takes:
-    """What calls take where ZeRO cuts among GROUP ranks and ``ranks`` hold copies of that."""
+    """Returns the time of calls if ZeRO shards among GROUP ranks, out of ``ranks`` ranks."""
 
     def takes(call: Call, among: int) -> float:
         own = given.takes(call, among)
@@ -71,12 +71,12 @@ def in_groups(given: Given, ranks: int) -> links.Takes:
 
 
 def in_levels(given: Given, size: int, takes: links.Takes) -> links.Takes:
-    """What calls take where sums are added up inside groups of ``size`` ranks, then across."""
+    """Returns the time of calls if sums are reduced within groups of ``size``, then across."""
 
     def taking(call: Call, among: int) -> float:
         if call.kind != ALL_REDUCE or among <= size:
             return takes(call, among)
-        # A reduce-scatter and an all-gather inside, which take the same.
+        # Within groups: a reduce-scatter and an all-gather, which take equally long.
         inside = given.takes(Call("", REDUCE_SCATTER, call.nbytes), size)
         return 2 * inside + given.takes(Call("", ALL_REDUCE, call.nbytes // size), among // size)
 
@@ -84,7 +84,7 @@ def in_levels(given: Given, size: int, takes: links.Takes) -> links.Takes:
 
 
 def timed(counted: Counted, kind: str, given: Given) -> dict[str, object]:
-    """A row of a step's times."""
+    """Returns a row with a step's times."""
     found = times(counted, kind, given)
     return {
         "model": counted.name,
@@ -104,7 +104,7 @@ def timed(counted: Counted, kind: str, given: Given) -> dict[str, object]:
 def dominating(
     counted: Sequence[Counted], given: Mapping[str, Given]
 ) -> Iterator[dict[str, object]]:
-    """Rows of the least ranks on which rounds dominate a model's steps, by what is given."""
+    """Yields rows with the lowest number of ranks at which rounds dominate a step."""
     counted = sorted(counted, key=lambda c: c.ranks)
     for kind in JUDGED:
         row: dict[str, object] = {"model": counted[0].name, "optimizer": kind}
@@ -117,7 +117,7 @@ def dominating(
 
 
 def by_bucket(counted: Counted, tree: Given, ring: Given) -> Iterator[dict[str, object]]:
-    """Rows of AdaLomo's rounds by the size of buckets."""
+    """Yields rows with AdaLomo's rounds by bucket size."""
     kind = "AdaLomo"
     for size in [size for size in LARGER if size >= counted.size]:
         larger = replace(counted, size=size)
@@ -125,7 +125,7 @@ def by_bucket(counted: Counted, tree: Given, ring: Given) -> Iterator[dict[str, 
 
 
 def by_groups(counted: Counted, tree: Given, ring: Given) -> Iterator[dict[str, object]]:
-    """Rows of rounds by how ranks are grouped: ``shard_size`` and ``sum_group_size``."""
+    """Yields rows with rounds by grouping of ranks: ``shard_size`` and ``sum_group_size``."""
     for kind in JUDGED:
         for shard, inside in ((0, 0), (0, HOST), (0, GROUP), (GROUP, 0), (GROUP, HOST)):
             of = replace(counted, ranks=shard) if shard else counted
@@ -160,7 +160,7 @@ def _row(counted: Counted, label: str, found: Mapping[Given, Times]) -> dict[str
 
 
 def enough(counted: Counted, kind: str, given: Given) -> dict[str, object]:
-    """A row of the least bucket with which rounds do not dominate a step."""
+    """Returns a row with the smallest bucket size at which rounds do not dominate a step."""
     row: dict[str, object] = {
         "model": counted.name,
         "optimizer": kind,

@@ -1,7 +1,7 @@
-"""Which optimizer fine-tunes best, and at which learning rate: SmolLM2-135M on three tasks.
+"""Compares optimizers and learning rates for fine-tuning SmolLM2-135M on three tasks.
 
-Runs are kept as lines of JSON, and those that are there are not made again: the command goes on
-where it was stopped. Tables and pictures are made of the lines alone, by ``--report``.
+Each run is stored as a line of JSON. The command skips stored runs, so it can be interrupted and
+restarted. ``--report`` only writes the tables and plots of the stored runs.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from benchmarks.matrix.lines import Lines, Point
 FOLDER = report.RESULTS / "quality"
 MODEL = Path("runs/cache/SmolLM2-135M-Instruct")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SHAPE = ("dtype", "steps", "rows", "tokens", "held_out")  # what runs that are compared share
-# What is not given on the command line, in full and with --quick.
+SHAPE = ("dtype", "steps", "rows", "tokens", "held_out")  # equal in all compared runs
+# Default options, without and with --quick.
 FULL: dict[str, Any] = {
     "dataset": list(texts.DATA),
     "optimizer": list(CANDIDATES),
@@ -54,19 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, default=MODEL, help="folder (default: what `make demo` unpacks)")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--steps", type=int, help=f"default: {FULL['steps']}")
-    add("--rows", type=int, help=f"of a batch (default: {FULL['rows']})")
-    add("--tokens", type=int, help=f"of a row; longer ones are cut (default: {FULL['tokens']})")
-    add("--held-out", type=int, help=f"rows (default: {FULL['held_out']})")
+    add("--rows", type=int, help=f"rows per batch (default: {FULL['rows']})")
+    add("--tokens", type=int, help=f"the longest row (default: {FULL['tokens']})")
+    add("--held-out", type=int, help=f"held-out rows (default: {FULL['held_out']})")
     add("--seeds", type=int, help=f"at the best learning rate (default: {FULL['seeds']})")
-    add("--minutes", type=float, default=1e9, help="after which no run begins (default: no limit)")
-    add("--lines", type=Path, help="folder of the lines, and of the report")
-    add("--quick", action="store_true", help="a small matrix: shows that the command works")
-    add("--costs", action="store_true", help="time and memory of a step instead, on a calm machine")
-    add("--report", action="store_true", help="only make the report of the lines that are there")
+    add("--minutes", type=float, default=1e9, help="start no run after them (default: no limit)")
+    add("--lines", type=Path, help="folder of the stored runs and the report")
+    add("--quick", action="store_true", help="a small matrix, to test the command")
+    add("--costs", action="store_true", help="measure time and memory of a step instead")
+    add("--report", action="store_true", help="only write the report of the stored runs")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Makes the runs that are missing, then the report."""
+    """Makes the missing runs, and writes the report."""
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -83,13 +83,13 @@ def main(args: argparse.Namespace) -> None:
 
 
 def lines_of(args: argparse.Namespace) -> Lines:
-    """The runs that are done with this model and this shape of batches."""
+    """Returns the stored runs with this model and these batches."""
     setup = {k: getattr(args, k) for k in SHAPE}
     return Lines(args.lines, setup | {"model": args.model.name})
 
 
 class Matrix:
-    """The runs of a model that is loaded once."""
+    """The runs of a model, which is loaded once."""
 
     def __init__(self, args: argparse.Namespace, lines: Lines) -> None:
         self.args, self.lines = args, lines
@@ -97,12 +97,12 @@ class Matrix:
         tiers = [
             {name: c.start for name, c in asked.items() if c.tier == tier} for tier in range(3)
         ]
-        self.starts = [[tier] for tier in tiers]  # each when all before it is done
+        self.starts = [[tier] for tier in tiers]  # one tier after another
         self.tokenizer, self.model = load(args.model, DTYPES[args.dtype])
         self.before: dict[str, training.Measured] = {}
 
     def next(self) -> Point | None:
-        """The next run that is missing."""
+        """Returns the next missing run."""
         args = self.args
         found = (
             search.next_run(self.lines, starts, args.dataset, args.seeds) for starts in self.starts
@@ -110,7 +110,7 @@ class Matrix:
         return next(filter(None, found), None)
 
     def run(self, point: Point) -> None:
-        """Makes a run and keeps it; one that fails is kept as its error."""
+        """Makes a run and stores its result, or its error if it fails."""
         batches = batches_of(self.args, point.data, point.seed, self.tokenizer)
         rows = texts.rows(point.data, "test", self.tokenizer, self.args.tokens)
         tests = texts.held_out(rows[: self.args.held_out])
@@ -122,7 +122,7 @@ class Matrix:
         began = time.monotonic()
         try:
             line |= training.run(self.model, candidate, point.lr, point.seed, batches, tests)
-        except Exception as error:  # of any package: the matrix goes on, and the page tells it
+        except Exception as error:  # from any package: continue, and report it
             traceback.print_exc()
             line["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
         line |= {"before": round(was.loss, 5), "accuracy_before": round(was.accuracy, 5)}
@@ -133,13 +133,13 @@ class Matrix:
 
 
 def batches_of(args: argparse.Namespace, data: str, seed: int, tokenizer: Any) -> list[texts.Batch]:
-    """The batches of a run."""
+    """Returns the batches of a run."""
     rows = texts.rows(data, "train", tokenizer, args.tokens)
     return texts.batches(rows, args.rows, args.steps, seed)
 
 
 def load(folder: Path, dtype: torch.dtype) -> tuple[Any, nn.Module]:
-    """Tokenizer and model, in a world of one that DeepSpeed joins."""
+    """Returns the tokenizer and the model, and initializes DeepSpeed with one rank."""
     import deepspeed
 
     from benchmarks.train import join_world_of_one
@@ -154,7 +154,7 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Any, nn.Module]:
 
 
 def measure_costs(args: argparse.Namespace) -> None:
-    """Measures what is missing of the costs of a step, each candidate in a process of its own."""
+    """Measures missing costs of a step, with a new process for each candidate."""
     done = costs.read(args.lines, args.dtype)
     for name in args.optimizer:
         if name in done:
@@ -168,7 +168,7 @@ def measure_costs(args: argparse.Namespace) -> None:
 
 
 def cost(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """What a step of a candidate costs, measured in this process."""
+    """Returns the cost of a candidate's step, measured in this process."""
     tokenizer, model = load(args.model, DTYPES[args.dtype])
     batches = batches_of(args, args.dataset[0], 0, tokenizer)
     found = costs.measure(model, CANDIDATES[name], batches, rounds=5)

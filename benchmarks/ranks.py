@@ -1,4 +1,4 @@
-"""Real ranks on this machine: a job on processes that are forked, and join a group over gloo."""
+"""Runs a job on real ranks of this machine: forked processes that join a gloo group."""
 
 import os
 import socket
@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 
 def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> Any:
-    """Returns what ``job(*args)`` returns on rank 0 of ``world`` forked ranks, each of one thread.
+    """Returns the result of ``job(*args)`` on rank 0 of ``world`` forked ranks of one thread each.
 
-    This process must not have run backward itself, which torch's autograd does not survive.
+    This process must not have run backward: torch's autograd does not survive a fork.
 
     Raises:
         RuntimeError: a rank failed.
@@ -26,7 +26,7 @@ def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> Any:
 
 
 def apart(job: Callable[..., Any], *args: Any) -> Any:
-    """Returns what ``job(*args)`` returns in a forked process without a process group."""
+    """Returns the result of ``job(*args)`` in a forked process without a process group."""
     return _forked(1, False, job, args)
 
 
@@ -51,7 +51,7 @@ def _forked(world: int, in_group: bool, job: Callable[..., Any], args: tuple[Any
 
 
 def _rank(rank, world, port, in_group, found, job, args) -> None:
-    """One rank: never returns."""
+    """Runs one rank. It never returns."""
     code = 1
     try:
         torch.set_num_threads(1)

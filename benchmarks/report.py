@@ -1,7 +1,6 @@
-"""What all benchmarks share: timing in turns, tables in Markdown, and files that name the machine.
+"""Functions that all benchmarks use: alternating timings, Markdown tables, and report files.
 
-Times of candidates are compared within a round only, since a machine's speed drifts: see
-``ratios``.
+Times are compared only within a round, because a machine's speed drifts: see ``ratios``.
 """
 
 import datetime
@@ -27,7 +26,7 @@ PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 def machine() -> str:
-    """The hardware, the versions of what was measured with, and today's date, in words."""
+    """Returns the hardware, the versions of the packages, and today's date, in words."""
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     cpu = f"{_cpu()}, {_count(cores, 'core')}, {_count(threads, 'thread')} used by torch"
     gpu = _gpu()
@@ -41,7 +40,7 @@ def _gpu() -> str:
 
 
 def _cpu() -> str:
-    """The CPU's model, as the kernel or else Python names it."""
+    """The CPU model from the kernel, or else from Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -53,7 +52,7 @@ def _count(n: int, what: str) -> str:
 
 
 def _version(name: str) -> str:
-    """A package's version, empty if it is not installed."""
+    """The version of a package, or an empty string if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -61,7 +60,7 @@ def _version(name: str) -> str:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows in Markdown, under the keys of the first; floats with three significant digits."""
+    """Returns rows as a Markdown table. The first row's keys are the header."""
     keys = list(rows[0])
     lines = [keys, ["---"] * len(keys), *([_cell(row[key]) for key in keys] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -74,7 +73,7 @@ def _cell(value: object) -> str:
         return f"{value:,}"
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
-    rounded = float(f"{value:.2e}")  # first: 9.999 has one digit more than it seems to
+    rounded = float(f"{value:.2e}")  # first, because 9.999 rounds to 10.0
     places = 2 - math.floor(math.log10(abs(rounded)))
     return f"{rounded:.2e}" if places > 6 else f"{rounded:,.{max(places, 0)}f}"
 
@@ -86,10 +85,10 @@ def interleaved(
     before: Mapping[str, Callable[[], object]] | None = None,
     clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds that each candidate took in each round, after one round that is not counted.
+    """Returns the seconds of each candidate in each round, after one round that is not counted.
 
-    The candidates of a round run one after another, each after what is to be called ``before`` it.
-    ``sync`` waits for the device; ``clock`` tells seconds, those of the wall if it is not given.
+    The candidates of a round run in turn. The function in ``before``, if any, is called before a
+    candidate. ``sync`` waits for the device. ``clock`` returns seconds; the default is wall time.
     """
     now = clock or time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in candidates}
@@ -107,7 +106,7 @@ def interleaved(
 
 
 def ratios(times: Mapping[str, list[float]], unit: str) -> dict[str, tuple[float, float]]:
-    """(median, minimum) over rounds of each candidate's time by that of ``unit`` in that round."""
+    """Returns (median, minimum) over rounds of each candidate's time relative to ``unit``."""
     found = {}
     for name, own in times.items():
         apart = [a / b for a, b in zip(own, times[unit], strict=True)]
@@ -124,11 +123,12 @@ def write(
     made: str | None = None,
     folder: Path | None = None,
 ) -> None:
-    """Writes {folder}/{name}.md, and {name}.png if there is something to ``draw``; prints the path.
+    """Writes {folder}/{name}.md, and {name}.png if ``draw`` is given; prints the path.
 
-    The folder is ``RESULTS``, if no other is given. ``tables`` go by their headings. On a GPU its
-    name is added to the files', so that results of several machines stand side by side. ``made``
-    tells the machine, the command and the date, where it is not this process that has measured.
+    The default folder is ``RESULTS``. The keys of ``tables`` are their headings. On a GPU, file
+    names contain the GPU's name, so that results of several machines do not overwrite each other.
+    ``made`` describes the machine, the command and the date, if another process has made the
+    measurement.
     """
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""What rounding bf16 weights costs in fine-tuning: losses with fp32 weights and each weight_update.
+"""Loss of fine-tuning with fp32 weights, and with bf16 weights in each ``weight_update``.
 
-A byte-level Llama is trained in fp32 on one half of a text, and from there with AdaLomo at its
-authors' learning rate for fine-tuning on the other, in every way of writing weights, over the same
-batches. Run as ``python -m benchmarks.rounding``; about five minutes on one core.
+It trains a byte-level Llama in fp32 on one half of a text. From these weights it fine-tunes with
+AdaLomo on the other half, at the learning rate of AdaLomo's authors, with the same batches in each
+run. Run ``python -m benchmarks.rounding``. It takes about five minutes on one core.
 """
 
 import copy
@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 BATCH, LENGTH = 4, 64
 FIRST_STEPS, FIRST_LR = 1000, 1e-2
 STEPS, LR = 1000, 5e-4
-LAST = 100  # steps that the training loss is averaged over
+LAST = 100  # the number of last steps whose training loss is averaged
 SEEDS = (1, 2, 3)
 WAYS = {
     "fp32": (torch.float32, "nearest"),
@@ -41,10 +41,10 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run."""
+    """The losses of a run."""
 
-    losses: list[float]  # of each step
-    held_out: float  # of the weights at the end, computed in fp32
+    losses: list[float]  # the loss of each step
+    held_out: float  # with the final weights, computed in fp32
 
     @property
     def train(self) -> float:
@@ -52,13 +52,13 @@ class Run:
 
 
 def main() -> None:
-    """Trains every model and writes the table and the picture."""
+    """Trains each model, and writes the table and the plot."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     train, test = text("devil_train.jsonl"), text("devil_test.jsonl")
     start = model()
     fit(start, train[: len(train) // 2], FIRST_STEPS, FIRST_LR, "nearest", seed=0)
-    start.bfloat16().float()  # where all runs start, those in bf16 too
+    start.bfloat16().float()  # all runs start from values that bf16 can represent
     before = held_out(start, test)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     for seed in SEEDS:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def text(name: str) -> Tensor:
-    """The questions and answers of a file as bytes, [n]."""
+    """Returns the questions and answers of a file as bytes, [n]."""
     rows = [json.loads(line) for line in (DATA / name).read_text().splitlines()]
     whole = "".join(f"{row['instruction']}\n{row['output']}\n\n" for row in rows)
     return torch.tensor(list(whole.encode()))
@@ -92,7 +92,7 @@ def model() -> transformers.LlamaForCausalLM:
 def fit(
     module: torch.nn.Module, data: Tensor, steps: int, lr: float, weight_update: str, seed: int
 ) -> list[float]:
-    """Trains on random pieces of ``data``, which ``seed`` chooses -> the loss of each step."""
+    """Trains on random pieces of ``data`` chosen by ``seed``; returns the loss of each step."""
     optimizer = AdaLomo(module.parameters(), lr=lr, weight_update=weight_update, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     pieces = data.unfold(0, LENGTH, 1)
@@ -109,7 +109,7 @@ def fit(
 
 @torch.no_grad()
 def held_out(module: torch.nn.Module, data: Tensor) -> float:
-    """The loss on all of ``data``, in fp32 whatever the weights are."""
+    """Returns the loss on all of ``data``, computed in fp32."""
     batch = data[: len(data) // LENGTH * LENGTH].view(-1, LENGTH)
     return copy.deepcopy(module).float()(batch, labels=batch).loss.item()
 
@@ -119,17 +119,17 @@ def spread(values: list[float], sign: str = "") -> str:
 
 
 def report(runs: dict[str, list[Run]], before: float, size: int, minutes: float) -> str:
-    """The table, in Markdown: means over seeds, and differences from fp32 over the same batches."""
+    """Returns the table in Markdown: means over seeds, and differences from fp32."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"""# What rounding bf16 weights costs
 
 A byte-level Llama of {size:,} parameters is trained in fp32 on one half of *The Devil's Dictionary*
-for {FIRST_STEPS:,} steps (AdaLomo, lr {FIRST_LR:g}) and from there on the other half for {STEPS:,}
-steps at lr {LR:g}, of {BATCH} × {LENGTH} bytes each; forward and backward in the weights' dtype.
-Losses are in nats per byte, ± is the standard deviation over {len(SEEDS)} seeds of the order of the
-data and of rounding. Differences are those from the fp32 run of the same seed, so of the same
-batches. Held-out loss is computed in fp32 from the weights as stored; it was {before:.4f} before
-fine-tuning.
+for {FIRST_STEPS:,} steps (AdaLomo, lr {FIRST_LR:g}). From these weights it is fine-tuned on the
+other half for {STEPS:,} steps at lr {LR:g}. A step has {BATCH} × {LENGTH} bytes. Forward and
+backward use the weights' dtype. Losses are in nats per byte. ± is the standard deviation over
+{len(SEEDS)} seeds of the order of the data and of rounding. Differences are relative to the fp32
+run with the same seed and therefore the same batches. The held-out loss is computed in fp32 from
+the stored weights. It was {before:.4f} before fine-tuning.
 
 | weights | training loss, last {LAST} steps | difference | held-out loss | difference |
 |---|---|---|---|---|
@@ -145,7 +145,7 @@ Made by `python -m benchmarks.rounding`. Losses over steps:
 def table(
     runs: dict[str, list[Run]], exact: str, last: int, shown: Callable[..., str] = spread
 ) -> str:
-    """The rows: mean losses of the ``last`` steps and held-out, and differences from ``exact``."""
+    """Returns the rows: mean losses of the ``last`` steps and held-out, and differences."""
     lines = []
     for way, made in runs.items():
         cells = [way]
@@ -160,14 +160,14 @@ def table(
 def plot(
     runs: dict[str, list[Run]], path: Path, exact: str, last: int, limits: tuple[int, int] | None
 ) -> None:
-    """Draws the losses, each the mean of the ``last`` steps before, over all seeds.
+    """Plots the losses, averaged over the ``last`` steps and over all seeds.
 
     Args:
-        runs: The runs of each way.
-        path: The file of the picture.
-        exact: The way whose lowest and highest seed are shown, too.
-        last: Steps of a mean.
-        limits: The lowest and the highest loss shown, or None for all.
+        runs: the runs of each setting.
+        path: the file to write.
+        exact: the setting whose lowest and highest seeds are shown too.
+        last: the number of steps in a mean.
+        limits: the lowest and highest loss in the plot, or None to show all.
     """
     from matplotlib.figure import Figure
 

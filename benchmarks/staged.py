@@ -1,8 +1,8 @@
-"""Counts what a stage of a pipeline sends in a step: ds_ext's layout of a stage, and its policy.
+"""Counts the bytes that a pipeline stage sends in a step, with ds_ext's layout and gradient policy.
 
-Of each micro-batch the gradients of the stage's layers are summed over its ranks and kept; when
-the step ends all ranks of all stages find the norm and which gradients are bad, and each stage
-steps what was kept, a bucket at a time.
+In each micro-batch, the ranks of a stage sum the gradients of its layers and keep them. At the end
+of the step, all ranks of all stages compute the norm and find bad gradients. Each stage then steps
+its kept gradients, one bucket at a time.
 """
 
 import contextlib
@@ -45,17 +45,17 @@ def kept(
     micro_batches: int,
     is_last: bool = False,
 ) -> list[Bucket]:
-    """What the first rank of a stage sends in a step, without the rounds of rules.
+    """Returns the bytes that the first rank of a stage sends in a step, without the rules' rounds.
 
     Args:
-        model: on "meta", with the layers of all stages, none of them tied.
-        own: names of the stage's parameters.
-        backward: brings the gradients of these, of one micro-batch.
-        ranks: of the stage.
-        everyone: ranks of all stages.
+        model: a model on "meta" with the layers of all stages, without tied layers.
+        own: the names of the stage's parameters.
+        backward: computes their gradients for one micro-batch.
+        ranks: the number of ranks of the stage.
+        everyone: the number of ranks of all stages.
         size: reduce_bucket_size, in elements.
-        zero: stage of ZeRO among the ranks of the stage, 0 or 1.
-        micro_batches: of a step.
+        zero: the ZeRO stage within the ranks of a pipeline stage, 0 or 1.
+        micro_batches: the number of micro-batches in a step.
         is_last: whether the stage is the last one.
     """
     params = dict(model.named_parameters())
@@ -71,7 +71,7 @@ def kept(
         place = 0
 
         class Noting(Keeping):
-            """Notes the gradients that it keeps."""
+            """Receiver that records the gradients that it keeps."""
 
             def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
                 nonlocal place
@@ -89,7 +89,7 @@ def kept(
         buckets = Buckets(model, layout, size, comm_dtype, look, is_ours, begin, Owner())
         for _ in range(micro_batches):
             backward(model)
-            if is_last:  # DeepSpeed tells of the end of a backward pass on this stage alone
+            if is_last:  # DeepSpeed announces the end of backward only on this stage
                 buckets.finish()
         buckets.finish()  # in step()
         agreed = _taken(group)
@@ -107,11 +107,11 @@ def kept(
     return found
 
 
-SUMS = {0: ALL_REDUCE, 1: REDUCE_SCATTER}  # of gradients, by ZeRO stage
+SUMS = {0: ALL_REDUCE, 1: REDUCE_SCATTER}  # the collective that sums gradients, by ZeRO stage
 
 
 def _taken(group: Pretended) -> tuple[int, ...]:
-    """Bytes of the calls of a group since the last time."""
+    """The bytes of a group's calls since the last call of this function."""
     found = tuple(call.nbytes for call in group.calls)
     group.calls.clear()
     return found
@@ -119,7 +119,7 @@ def _taken(group: Pretended) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _pretending(group: Pretended) -> Iterator[None]:
-    """Puts a group of ranks in the place of torch.distributed."""
+    """Context in which a simulated group replaces torch.distributed."""
     with contextlib.ExitStack() as stack:
         for module in ("layout", "placement", "pipeline_layout"):
             stack.enter_context(mock.patch(f"ds_ext.distributed.{module}.dist", group))
@@ -128,10 +128,10 @@ def _pretending(group: Pretended) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Staged(Counted):
-    """A language model in stages of a pipeline, of the ZeRO stage ``stage``; its largest stage.
+    """The largest pipeline stage of a language model. ``stage`` is the ZeRO stage.
 
-    A rank computes with as many tokens as without stages: a pipeline takes those of all its ranks,
-    in ``micro_batches``.
+    Each rank computes as many tokens as without a pipeline: a pipeline takes the tokens of all its
+    ranks, in ``micro_batches``.
     """
 
     stage: int = 1
@@ -140,12 +140,12 @@ class Staged(Counted):
 
     @property
     def own(self) -> list[str]:
-        """Names of the parameters of the stage that computes most."""
+        """The parameter names of the stage with the most computation."""
         return list(max(self._stages(), key=self._computed))
 
     @property
     def is_last(self) -> bool:
-        """Whether that is the last one."""
+        """Whether this is the last stage."""
         return self.own == list(self._stages()[-1])
 
     def _computed(self, names: Iterable[str]) -> float:
@@ -157,17 +157,17 @@ class Staged(Counted):
         return stages.cut(stages.layers(shapes, is_tied=False), self.stages)
 
     def buckets(self) -> list[Bucket]:
-        """What is sent in order, without the rounds of rules."""
+        """Returns the buckets in order, without the rules' rounds."""
         return _buckets(self)
 
     def ready(self, step: Sequence[Bucket], second: float) -> list[float]:
-        """When the gradients of each bucket have been computed, by 1F1B's schedule.
+        """Returns the time at which each bucket's gradients are computed in the 1F1B schedule.
 
-        All stages wait for the first, whose backward passes are the last to end: it is taken to
-        compute as long as the largest.
+        All stages wait for the first stage, whose backward passes end last. It is assumed to
+        compute for as long as the largest stage.
 
-        ``second`` is how long a forward pass takes for one element of all tokens of a rank without
-        stages; a backward pass takes two.
+        ``second`` is the time of a forward pass per element, for all tokens of a rank, without a
+        pipeline. A backward pass takes twice as long.
         """
         work = self._work()
         whole = self._computed(self.own)
@@ -175,7 +175,7 @@ class Staged(Counted):
         done, found = 0.0, []
         for bucket in step:
             done += sum(work[name] for name in bucket.params)
-            passed = max(math.ceil(done / whole), 1)  # micro-batches, this one among them
+            passed = max(math.ceil(done / whole), 1)  # micro-batches, including this one
             ends = (self.stages + passed - 1) * 3 * forward
             found.append(ends - 2 * forward * (passed - done / whole))
         return found

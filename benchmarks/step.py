@@ -1,8 +1,8 @@
-"""Time of one optimizer step, gradients given, by the time of torch's fused SGD in the same round.
+"""Time of one optimizer step relative to torch's fused SGD in the same round.
 
-All candidates of a size step the same weights by the same gradients in turns, ours beside other
-packages' (see ``candidates`` for what is run of each). Weights and gradients are random and of one
-dtype. State is made in a round that is not counted.
+All candidates of a size step the same weights with the same gradients, in turns. ``candidates``
+describes what is run of each package. Weights and gradients are random and have one dtype. A first
+round, which is not counted, creates the states.
 """
 
 import argparse
@@ -30,25 +30,25 @@ from ds_ext.rules import entry_of, lowrank
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Make = Callable[["Case"], Callable[[], object]]  # readies a candidate for a case -> its step
-Times = Mapping[tuple[str, str], Mapping[str, list[float]]]  # size, dtype; candidate; rounds
+Make = Callable[["Case"], Callable[[], object]]  # prepares a case -> the step
+Times = Mapping[tuple[str, str], Mapping[str, list[float]]]  # by (size, dtype), and candidate
 
 UNIT, ADAMW, COPY, PRODUCTS = "torch.SGD", "torch.AdamW", "copy", "GaLore.products"
 ADALOMO, CAME = "lomo_optim.AdaLomo", "came_pytorch.CAME"
 ADAFACTOR, GALORE = "transformers.Adafactor", "galore_torch.GaLoreAdamW"
 CPU_ADAM, FUSED_ADAM = "deepspeed.CPUAdam", "deepspeed.FusedAdam"
-# Torch 2.13's fused SGD leaves bf16 weights as they were on a CPU (its issue 191763), and so lacks
-# the time to write them; this one does not.
+# On a CPU, torch 2.13's fused SGD does not write bf16 weights (pytorch issue 191763), so its time
+# is too short. This one writes them.
 PLAIN = "torch.SGD, not fused"
 OURS = tuple(f"ds_ext.{cls.__name__}" for cls in OPTIMIZERS.values())
 NAMES = (*OURS, PLAIN, ADAMW, CPU_ADAM, FUSED_ADAM, ADALOMO, ADAFACTOR, CAME, GALORE, PRODUCTS)
-WAYS = ("stochastic", "nearest")  # how ours round bf16 weights: the default, and as the others do
-RANK = 128  # of GaLore
-NEVER = 10**6  # steps between renewals of its basis
-# Seconds that short steps are repeated for: they are timed with the caches as they leave them,
-# whichever candidate came before, and a moment that the machine is busy with others weighs less.
+WAYS = ("stochastic", "nearest")  # to round bf16 weights: ds_ext's default, and that of others
+RANK = 128  # GaLore's rank
+NEVER = 10**6  # steps between renewals of GaLore's basis
+# Short steps are repeated for this many seconds. Their times then do not depend on the caches that
+# the previous candidate left, and short disturbances by other processes matter less.
 LEAST = 0.05
-FEWEST = 3  # rounds, of the largest sizes
+FEWEST = 3  # rounds of the largest sizes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Size:
     """Parameters that are stepped together."""
 
     shapes: tuple[tuple[int, ...], ...]
-    ranks: int = 1  # more: only the runs of rank 1 of so many, by ours
+    ranks: int = 1  # if larger: only rank 1's runs, stepped by ds_ext only
 
     @property
     def shards(self) -> list[Shard]:
@@ -86,16 +86,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     names = [name for name in NAMES if name != (CPU_ADAM if on_gpu else FUSED_ADAM)]
     parser.add_argument(
-        "--optimizers", nargs="+", choices=NAMES, default=names, help=f"beside {UNIT}"
+        "--optimizers", nargs="+", choices=NAMES, default=names, help=f"in addition to {UNIT}"
     )
     parser.add_argument(
-        "--rounds", type=int, default=20 if on_gpu else 7, help="on a CPU fewer of large sizes"
+        "--rounds", type=int, default=20 if on_gpu else 7, help="fewer for large sizes on a CPU"
     )
-    parser.add_argument("--threads", type=int, default=1, help="that torch uses")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Times all sizes and dtypes, and writes the tables and the picture."""
+    """Times all sizes and dtypes, and writes the tables and the plot."""
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # DeepSpeed's CPUAdam has its own OpenMP
     on_gpu = torch.cuda.is_available()
@@ -113,7 +113,7 @@ def main(args: argparse.Namespace) -> None:
             case = Case(SIZES[size], dtype, device)
             times[size, dtype] = measure(case, found, rounds, clock)
             del case
-            gc.collect()  # what steps refer to in circles
+            gc.collect()  # reference cycles of steps
             print(f"{size}, {dtype}", report.table(shown(times, size, dtype)), sep="\n", flush=True)
     tables = {heading(times, *key): shown(times, *key) for key in times}
     if judged := [goal.judged(times) for goal in goals(on_gpu, args.dtypes, args.optimizers)]:
@@ -126,36 +126,37 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = """
-Each candidate's time by the unit's in the same round: the median over rounds, and the least. The
-unit, torch.SGD, is `fused=True` without momentum, as torch.AdamW is fused.
+Times are relative to those of the unit in the same round: the median over rounds, and the minimum.
+The unit, torch.SGD, uses `fused=True` and no momentum. torch.AdamW is fused too.
 {how}
-Candidates of a size take turns at the same tensors, each with a step before that is not timed
-(what AdaLomo and Adafactor know of weights from writing them is not known of those that another
-candidate has stepped): weights of 0.02 · randn, gradients of
-0.1 · randn, both of the dtype named. Hyper-parameters are defaults. Short steps are repeated within
-a round. "SmolLM2-135M" is that model's 272 parameters; "a third of 4096x4097" is what rank 1 of 3
-owns of that matrix, stepped by ours only and compared with SGD on as many elements.
+All candidates of a size step the same tensors in turns. Each turn begins with a step that is not
+timed, because AdaLomo and Adafactor cannot use cached norms of weights that another candidate has
+stepped. Weights are 0.02 · randn and gradients 0.1 · randn, both in the named dtype.
+Hyper-parameters are defaults. Short steps are repeated within a round. "SmolLM2-135M" has that
+model's 272 parameters. "a third of 4096x4097" is rank 1's run of that matrix on 3 ranks. Only
+ds_ext steps it; it is compared with SGD on the same number of elements.
 
-Torch 2.13's fused SGD does not write bf16 weights on a CPU (pytorch issue 191763): there the unit
-only reads, and goals are shown by "torch.SGD, not fused" as well, which reads and writes.
+On a CPU, torch 2.13's fused SGD does not write bf16 weights (pytorch issue 191763). The unit then
+only reads. Goals are therefore also shown relative to "torch.SGD, not fused", which reads and
+writes.
 
-Ours are named ds_ext, for bf16 with how they round the weights: `stochastic` is the default,
-`nearest` what the others do. GaLore steps matrices only, with rank 128, between two renewals of its
-basis, for which a random one is put in; its two products are G·Q and N·Qᵀ alone, in the
-gradient's dtype and written to memory that is there. lomo_optim.AdaLomo is its update alone: its
-hook is called once when all gradients are there, without a loss scale, so that neither backward nor
-the search of all parameters at each gradient that its hooks do in training is counted.
+Names of ds_ext optimizers contain the rounding of bf16 weights: `stochastic` is the default, and
+`nearest` is what the other packages do. GaLore steps only matrices, with rank 128 and a random
+basis that is not renewed. Its two products are G·Q and N·Qᵀ, computed in the gradient's dtype into
+existing memory. For lomo_optim.AdaLomo only the update is timed: its hook is called once when all
+gradients exist, without a loss scale. In training its hooks also search all parameters at each
+gradient; this time and that of backward are not included.
 """
 HOW = {
-    "cpu": """deepspeed.CPUAdam is its C++ (its FusedAdam needs a GPU). With one thread the seconds
-are those that it was running, not those that others had the processor.""",
-    "cuda": """copy is `out.copy_(p)`, which is the unit of the largest size. Times are of one
+    "cpu": """deepspeed.CPUAdam is DeepSpeed's C++ code (FusedAdam needs a GPU). With one thread,
+times are CPU seconds of the process, which exclude other processes.""",
+    "cuda": """copy is `out.copy_(p)`, and is the unit of the largest size. Times are those of one
 step.""",
 }
 
 
 class Case:
-    """Parameters of a size with gradients, on ``device``."""
+    """Parameters of one size with gradients, on ``device``."""
 
     def __init__(self, size: Size, dtype: str, device: torch.device) -> None:
         self.size, self.dtype, self.device = size, DTYPES[dtype], device
@@ -178,7 +179,7 @@ class Case:
 
 
 def candidates(dtype: str, device: torch.device, names: Iterable[str]) -> dict[str, Make]:
-    """What makes the step of each candidate, the unit first; ours in bf16 rounding either way."""
+    """Returns functions that create each candidate's step. The unit comes first."""
     others: dict[str, Make] = {
         PLAIN: lambda case: torch_sgd(case, fused=False),
         ADAMW: torch_adamw,
@@ -203,9 +204,9 @@ def candidates(dtype: str, device: torch.device, names: Iterable[str]) -> dict[s
 
 
 def labels(name: str, dtype: str) -> dict[str, str]:
-    """The names of one of ours for each way that it rounds weights of this dtype."""
+    """Returns the names of a ds_ext optimizer for each way to round weights of this dtype."""
     if DTYPES[dtype] == torch.float32:
-        return {name: WAYS[0]}  # which is nothing
+        return {name: WAYS[0]}  # fp32 weights are not rounded
     return {f"{name}, {way}": way for way in WAYS}
 
 
@@ -228,7 +229,7 @@ def device_copy(case: Case) -> Callable[[], object]:
 
 
 def groups_of(cls: type[RuleOptimizer], params: list[Tensor]) -> list[dict[str, Any]]:
-    """Parameters in groups, so that a rule of matrices leaves vectors to its others."""
+    """Returns param groups in which a rule for matrices leaves vectors to other rules."""
     entry = entry_of(cls.rule)
     if entry.any_shape:
         return [{"params": params}]
@@ -261,14 +262,14 @@ def ours(cls: type[RuleOptimizer], way: str) -> Make:
 
 
 def basis(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, bool]:
-    """(orthonormal columns [short side, rank], whether that side is the right one)."""
+    """Returns (orthonormal columns [short side, rank], whether this is the right side)."""
     random = torch.Generator().manual_seed(0)
     columns = torch.randn(min(shape), min(RANK, *shape), generator=random)
     return torch.linalg.qr(columns)[0].to(like), shape[0] >= shape[1]
 
 
 def products(case: Case) -> Callable[[], object]:
-    """Projects each gradient and takes it back."""
+    """Projects each gradient and multiplies the result back."""
     scratch = torch.empty(max(map(len, case.size.shards)), dtype=case.dtype, device=case.device)
     given = []
     for p, shard in case.matrices:
@@ -285,7 +286,7 @@ def products(case: Case) -> Callable[[], object]:
 
 
 def project_and_back(g: Tensor, q: Tensor, r: Tensor, back: Tensor) -> None:
-    """Writes G·Q to ``r`` and its product with Q' to ``back``; or Q'·G, if ``q`` has G's rows."""
+    """Writes G·Q to ``r`` and R·Qᵀ to ``back``; or Qᵀ·G, if ``q`` has G's rows."""
     if r.shape[0] == g.shape[0] and q.shape[1] == g.shape[1]:
         torch.mm(g, q.T, out=r)
         torch.mm(r, q, out=back)
@@ -295,7 +296,7 @@ def project_and_back(g: Tensor, q: Tensor, r: Tensor, back: Tensor) -> None:
 
 
 def published_adalomo(case: Case) -> Callable[[], object]:
-    """The published update of all parameters, which drops their gradients: they are put back."""
+    """Makes the published update of all parameters, and restores the dropped gradients."""
     import lomo_optim
 
     with mock.patch.object(torch.Tensor, "cuda", lambda self: self.to(case.device)):
@@ -351,9 +352,9 @@ def deepspeed_adam(name: str) -> Make:
 def able(
     made: Mapping[str, Make], dtype: str, device: torch.device
 ) -> tuple[dict[str, Make], list[dict[str, object]]]:
-    """The candidates that can step small parameters of this dtype, and remarks.
+    """Returns the candidates that can step small parameters of this dtype, and remarks.
 
-    Remarked is why others cannot, and what leaves the weights as they are.
+    The remarks list why other candidates cannot, and which candidates leave the weights unchanged.
     """
     found: dict[str, Make] = {}
     remarks: list[dict[str, object]] = []
@@ -362,7 +363,7 @@ def able(
         before = [p.detach().clone() for p in case.params]
         try:
             make(case)()
-        except Exception as error:  # whatever it is, the others can be timed
+        except Exception as error:  # other candidates can still be timed
             why = f"left out: {type(error).__name__}: {error}".splitlines()[0]
         else:
             found[name] = make
@@ -374,7 +375,7 @@ def able(
 
 
 def fewer(rounds: int, elements: int) -> int:
-    """Rounds of a size, fewer for large ones."""
+    """Returns the number of rounds of a size: fewer for large sizes."""
     return min(rounds, max(FEWEST, rounds * 2**25 // elements))
 
 
@@ -384,7 +385,7 @@ def measure(
     rounds: int,
     clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of a step of each candidate in each round; of a run, by ours and the unit only."""
+    """Returns the seconds of each candidate's step in each round."""
     chosen = {n: m for n, m in made.items() if case.is_whole or is_ours(n) or n == UNIT}
     steps = {name: make(case) for name, make in chosen.items()}
     wait = torch.cuda.synchronize if case.device.type == "cuda" else lambda: None
@@ -395,8 +396,8 @@ def measure(
 
 
 def repeats(step: Callable[[], object], wait: Callable[[], None]) -> int:
-    """How often a step, whose state is made here, is to be repeated to take ``LEAST`` seconds."""
-    for _ in range(2):  # the first makes the state
+    """Returns how often to repeat a step so that it takes ``LEAST`` seconds."""
+    for _ in range(2):  # the first step creates the state
         wait()
         began = time.perf_counter()
         step()
@@ -424,7 +425,7 @@ def heading(times: Times, size: str, dtype: str) -> str:
 
 
 def shown(times: Times, size: str, dtype: str) -> list[dict[str, object]]:
-    """Rows of the table of one size and dtype; seconds on a GPU only, where they mean something."""
+    """Returns rows of the table of one size and dtype, with seconds on a GPU only."""
     own, unit = times[size, dtype], unit_of(size)
     rows: list[dict[str, object]] = []
     for name, (median, least) in report.ratios(own, unit).items():
@@ -437,9 +438,9 @@ def shown(times: Times, size: str, dtype: str) -> list[dict[str, object]]:
 
 @dataclass(frozen=True)
 class Goal:
-    """The time of ``name`` is at most ``bound`` times that of ``by``, or at least so often in it.
+    """A goal: ``name`` takes at most ``bound`` times as long as ``by``, as a median over rounds.
 
-    Which of the two: ``faster``. Measured as the median over rounds.
+    With ``faster``, ``by`` takes at least ``bound`` times as long as ``name``.
     """
 
     size: str
@@ -450,7 +451,7 @@ class Goal:
     faster: bool = False
 
     def judged(self, times: Times) -> dict[str, object]:
-        """A row of the table of goals."""
+        """Returns a row of the table of goals."""
         own = times.get((self.size, self.dtype), {})
         value: float | None = None
         verdict = "not measured"
@@ -471,9 +472,10 @@ class Goal:
 
 
 def goals(on_gpu: bool, dtypes: Sequence[str], names: Sequence[str]) -> list[Goal]:
-    """The goals of these dtypes for these of ours, in bf16 for either way that they round.
+    """Returns the goals of these optimizers and dtypes; in bf16, for both ways to round.
 
-    Those by the unit are in bf16 also judged by an SGD that is sure to write: see ``PLAIN``.
+    In bf16, goals relative to the unit are also compared with an SGD that writes weights: see
+    ``PLAIN``.
     """
     return [
         Goal(size, dtype, label, unit, bound, faster)
@@ -514,7 +516,7 @@ GPU_GOALS: tuple[GoalLine, ...] = (
 
 
 def draw(figure: "Figure", times: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
-    """A panel for each dtype: a line for each candidate, on it the ratios of all sizes."""
+    """Draws a panel per dtype, with a line of ratios over all sizes for each candidate."""
     dtypes = list(dict.fromkeys(dtype for _, dtype in times))
     panels = figure.subplots(1, len(dtypes), squeeze=False)[0]
     for axes, dtype in zip(panels, dtypes, strict=True):

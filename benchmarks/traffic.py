@@ -1,8 +1,8 @@
-"""Bytes of memory that a step passes over, an element of the parameters: counted, not timed.
+"""Counts the bytes of memory that a step reads and writes per parameter.
 
-Each native pass says what it reads and writes by its name, its form and its dtypes. What is counted
-is of runs, as large as parameters; sums over rows and columns are small beside them. A sum of
-squares of weights is a pass only where they are not those that the step before has written.
+A native pass's name, form and dtypes determine what it reads and writes. Only tensors as large as
+parameters are counted; row and column sums are small in comparison. A sum of squares of weights
+counts only if the previous step has not cached it.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.optimizer import OPTIMIZERS
 
-SIDE = 256  # of the matrix that is stepped
-# Bytes of state that a form reads, and writes, beside the gradient: of fp32 moments, or 8 bits.
+SIDE = 256  # rows and columns of the stepped matrix
+# Bytes of fp32 or 8-bit moments per element that a form reads and writes.
 STATE = {"IS_ADAM_STEP": (8, 8), "IS_ADAM": (8, 0), "IS_RESIDUAL": (4, 4), "IS_SIGN_STEP": (4, 4)}
 STATE |= {"IS_VECTOR_RESIDUAL": (8, 4), "IS_VECTOR": (4, 0), "IS_ADAM8_STEP": (2.125, 2.125)}
 STATE |= {"IS_SIGN8_STEP": (1.0625, 1.0625)}
@@ -41,8 +41,8 @@ OVER_RUNS = {
     "normalize_whole_rows",
 }
 OVER_RUNS |= {"normalize_whole_rows", "lerp", "square_lerp", "apply"}
-MOMENTS = {"lerp": 4, "square_lerp": 4}  # bytes that are read, and written
-ROUNDED = {"SPLIT": 2, "CORRECTED": 1}  # bytes of a master beside 16 bits
+MOMENTS = {"lerp": 4, "square_lerp": 4}  # bytes read and written per element
+ROUNDED = {"SPLIT": 2, "CORRECTED": 1}  # bytes of a master in addition to the 16-bit weight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Counts all of them, and writes the table."""
+    """Counts each optimizer, and writes the table."""
     rows = [
         row(name, dtype) for name in args.optimizers for dtype in (torch.float32, torch.bfloat16)
     ]
@@ -58,17 +58,18 @@ def main(args: argparse.Namespace) -> None:
 
 
 TEXT = f"""
-Of a {SIDE} x {SIDE} matrix in its third step, in one process: how often native passes read the
-gradient `g` and the weight `p`, what they read and write of moments, and bytes in all. `plain` is
-`optimizer.step()`, `in backward` the step inside `loss.backward()`, which also has to find out
-whether gradients are finite, and their norm. bf16 weights are rounded stochastically. The last two
-columns are of a GPU's kernels, counted by the tables that these are asked for, without one. What a
-program has just written and reads again, for the sum of the squares of new weights, is not counted.
+This report counts the third step of a {SIDE} x {SIDE} matrix in one process: how often native
+passes read the gradient `g` and the weight `p`, how many bytes of moments they read and write, and
+all bytes. `plain` is `optimizer.step()`. `in backward` is the step inside `loss.backward()`, which
+also computes the norm and checks that gradients are finite. bf16 weights are rounded
+stochastically. The last two columns are for the kernels on a GPU; they are counted without a GPU,
+from the passes that are requested. New weights that a kernel program reads again, for the sum of
+their squares, are not counted.
 """
 
 
 def row(name: str, dtype: torch.dtype) -> dict[str, object]:
-    """What is passed over in a plain step, and inside backward."""
+    """Returns a row with the traffic of a plain step and of a step in backward."""
     plain, fused = in_a_step(name, dtype, False), in_a_step(name, dtype, True)
     kept = fused["moments read"] + fused["moments written"]
     kernels = [in_a_step(name, dtype, is_fused, "kernels")["bytes"] for is_fused in (False, True)]
@@ -89,7 +90,7 @@ def row(name: str, dtype: torch.dtype) -> dict[str, object]:
 def in_a_step(
     name: str, dtype: torch.dtype, is_fused: bool, by: str = "native"
 ) -> dict[str, float]:
-    """Reads and writes of an element in the third step, "native" or by "kernels", and bytes."""
+    """Returns reads and writes per element in the third step, for "native" or "kernels"."""
     model = nn.Linear(SIDE, SIDE, bias=False, dtype=dtype)
     with asked_for() if by == "kernels" else contextlib.nullcontext():
         optimizer = made(name, list(model.parameters()))
@@ -112,7 +113,7 @@ KEYS = ("g", "p read", "p written", "moments read", "moments written")
 
 @contextmanager
 def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
-    """Counts elements that passes over tables read and write of runs; of moments, bytes."""
+    """Context that counts elements of runs, and bytes of moments, that passes read and write."""
     found: Counter[str] = Counter()
     run: Any = kind.run
 
@@ -129,7 +130,7 @@ def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
 
 @contextmanager
 def asked_for() -> Iterator[None]:
-    """Tensors of the CPU stand for those of a GPU, whose kernels do nothing."""
+    """Context in which CPU tensors are treated like GPU tensors, with kernels that do nothing."""
     with (
         mock.patch.object(devices, "DEVICES", {"cpu"}),
         mock.patch.object(launches, "launch_kernel", lambda *_: None),
@@ -138,7 +139,7 @@ def asked_for() -> Iterator[None]:
 
 
 def _is_known(columns: Any) -> bool:
-    """Whether sums of squares of weights are those of the step before."""
+    """Whether the sums of squares of the weights are cached."""
     cache = columns.get("norm_cache")
     if isinstance(cache, DeviceNormCache):
         return cache.are_valid
@@ -156,9 +157,10 @@ def count(
     decays: bool = False,
     fresh: bool = False,
 ) -> None:
-    """Adds up what a pass reads and writes of ``n`` elements, as ``Table.run`` is asked for it.
+    """Adds the elements that a pass on ``n`` elements reads and writes to ``found``.
 
-    ``fuses_squares`` tells whether a pass for squares reads the weights that it is given too.
+    The arguments are those of ``Table.run``. ``fuses_squares``: whether a pass for squares also
+    reads the weights.
     """
     reads, writes = STATE.get(form, (0, 0))
     found["moments read"] += reads * n

@@ -1,9 +1,9 @@
-"""Speed of a whole training step: ds_ext's AdaLomo and AdamW under ZeRO-3, by the bare model's.
+"""Speed of complete training steps: ds_ext's AdaLomo and AdamW under ZeRO-3, and the bare model.
 
-One process, random weights and tokens. Runs are timed in turns and compared within a round. The
-unit is forward and backward of the same weights without DeepSpeed, each gradient dropped as it
-appears; what DeepSpeed adds to that is told by an engine that drops all gradients but one vector's.
-On a GPU each engine has a process to itself, for two do not fit; peaks are measured.
+One process trains on random weights and tokens. Runs take turns, and are compared within a round.
+The unit is forward and backward of the same weights without DeepSpeed, which drops each gradient.
+An engine that drops all gradients except that of one vector shows DeepSpeed's own time. On a GPU,
+each engine runs in its own process, because two do not fit. Peak memory is measured.
 """
 
 import argparse
@@ -33,7 +33,7 @@ BARE = "forward and backward, ZeRO-3"
 PLAIN = "AdaLomo, no DeepSpeed"
 OURS = "AdaLomo, ZeRO-3"
 ADAMW = "AdamW, ZeRO-3"
-OPTIMIZERS = {  # what DeepSpeed's config says
+OPTIMIZERS = {  # the section of DeepSpeed's config
     BARE: {"type": "AdaLomo", "params": {"lr": LR}},
     OURS: {"type": "AdaLomo", "params": {"lr": LR}},
     ADAMW: {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     models = ["1B", "3B", "7B", "13B"] if on_gpu else ["10M"]
     parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
-    parser.add_argument("--length", type=int, default=2048 if on_gpu else 128, help="tokens a row")
+    parser.add_argument("--length", type=int, default=2048 if on_gpu else 128, help="per row")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32")
     parser.add_argument("--rounds", type=int, default=10 if on_gpu else 20)
@@ -52,27 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """Runs that are timed in turns, in one process."""
+    """Runs that are timed in turns in one process."""
 
     model: str
-    shape: tuple[int, int]  # rows, tokens a row
+    shape: tuple[int, int]  # (rows, tokens per row)
     dtype: str
     rounds: int
     runs: tuple[str, ...] = (ALONE, BARE, PLAIN, OURS, ADAMW)
-    zero: tuple[tuple[str, int], ...] = ()  # keys of "zero_optimization" beside the stage
+    zero: tuple[tuple[str, int], ...] = ()  # other keys of "zero_optimization"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a run took."""
+    """The time and memory of a run."""
 
-    seconds: list[float]  # of each round
-    peak: int  # bytes of a step; 0 where it is not measured
-    floor: int  # bytes of weights, the largest gradient, and what forward keeps for backward
+    seconds: list[float]  # seconds of each round
+    peak: int  # bytes; 0 if not measured
+    floor: int  # bytes of weights, largest gradient and activations
 
 
 def main(args: argparse.Namespace) -> None:
-    """Times all models, and writes the table and the picture."""
+    """Times all models, and writes the table and the plot."""
     rows: list[dict[str, Any]] = []
     for model in args.models:
         job = Job(model, (args.batch, args.length), args.dtype, args.rounds)
@@ -91,26 +91,26 @@ def main(args: argparse.Namespace) -> None:
 
 
 def relative(row: Mapping[str, object]) -> dict[str, object]:
-    """A row without absolute figures, which say little of a machine that others use too."""
+    """Returns a row without absolute values, which depend on the load of the machine."""
     return {key: value for key, value in row.items() if key not in ABSOLUTE}
 
 
 TEXT = """
-One process trains a Llama with random {dtype} weights on {batch} × {length} random tokens a step,
-without activation checkpointing: under DeepSpeed's ZeRO-3 with ds_ext's AdaLomo and with torch's
-AdamW (`"torch_adam": true`), by ds_ext's `fuse_into_backward` without DeepSpeed, and forward and
-backward alone, each gradient dropped as it appears, with no optimizer and no DeepSpeed.
-"{bare}" is DeepSpeed's part: an engine that drops each gradient but that of the last norm, which
-AdaLomo steps. Medians of {rounds} rounds, in each of which the runs are timed in turn; ratios are
-medians of those within a round (in brackets the smallest); on a GPU this engine and AdamW's have a
-process to themselves, so their rounds come later. "Weights + largest gradient + activations" is
-measured too: the last are the bytes that one forward pass leaves allocated. Others used the machine
-too where its load, {load:.0f} on {cpus} cores in the last minutes, is more than 1.
+One process trains a Llama with random {dtype} weights on {batch} × {length} random tokens per step,
+without activation checkpointing. The runs are: ds_ext's AdaLomo and torch's AdamW (`"torch_adam":
+true`) under DeepSpeed's ZeRO-3; `fuse_into_backward` of ds_ext without DeepSpeed; and only forward
+and backward, which free each gradient at once, without optimizer and DeepSpeed. "{bare}" shows
+DeepSpeed's own part: an engine that drops each gradient except that of the last norm, which AdaLomo
+steps. Times are medians of {rounds} rounds, in which the runs take turns. Ratios are medians of the
+ratios within a round, with the minimum in brackets. On a GPU, this engine and AdamW's each have
+their own process, so their rounds come later. "Weights + largest gradient + activations" is
+measured too: activations are the bytes that one forward pass leaves allocated. If the machine's
+load in the last minutes, {load:.0f} on {cpus} cores, is more than 1, other processes used it too.
 """
 
 
 def isolated(job: Job) -> dict[str, Found]:
-    """What the runs of ``job`` take, measured in a new process; empty if they do not fit."""
+    """Returns the results of ``job`` in a new process; empty if it runs out of memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(measure, job).result()
@@ -119,7 +119,7 @@ def isolated(job: Job) -> dict[str, Found]:
 
 
 def measure(job: Job) -> dict[str, Found]:
-    """What the runs of ``job`` take, in this process."""
+    """Returns the results of ``job`` in this process."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
@@ -145,7 +145,7 @@ def measure(job: Job) -> dict[str, Found]:
 
 
 def join_world_of_one() -> None:
-    """Sets what torch.distributed reads of a single process, where no launcher has."""
+    """Sets torch.distributed's environment variables for one process if they are unset."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -154,10 +154,10 @@ def join_world_of_one() -> None:
 
 
 def engine_of(job: Job, run: str, device: torch.device) -> Any:
-    """DeepSpeed's engine of a run."""
+    """Returns a run's DeepSpeed engine."""
     import deepspeed
 
-    import ds_ext  # noqa: F401  makes AdaLomo known to DeepSpeed
+    import ds_ext  # noqa: F401  registers AdaLomo with DeepSpeed
 
     config = {
         "train_micro_batch_size_per_gpu": job.shape[0],
@@ -173,10 +173,10 @@ def engine_of(job: Job, run: str, device: torch.device) -> Any:
 
 
 def sharing(engine: Any, job: Job, device: torch.device) -> nn.Module:
-    """A model outside DeepSpeed whose weights lie in the memory of the engine's partitions."""
+    """Returns a plain model whose weights share the memory of the engine's partitions."""
     model = llama(MODELS[job.model], DTYPES[job.dtype], device)
     for own, its in zip(model.parameters(), engine.module.parameters(), strict=True):
-        own.data = its.ds_tensor[: own.numel()].view_as(own)  # of one rank: the whole
+        own.data = its.ds_tensor[: own.numel()].view_as(own)  # one rank has the whole weight
     return model
 
 
@@ -214,11 +214,11 @@ def fused_step(model: nn.Module, job: Job, device: torch.device) -> Callable[[],
 
 
 def _nothing() -> None:
-    """Waits for the CPU."""
+    """Does nothing: the CPU needs no synchronization."""
 
 
 def peak(step: Callable[[], None]) -> int:
-    """The most bytes that a GPU holds in a step."""
+    """Returns the peak bytes on a GPU in a step."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     step()
@@ -226,7 +226,7 @@ def peak(step: Callable[[], None]) -> int:
 
 
 def least(model: nn.Module, batch: Tensor) -> int:
-    """Bytes of weights, the largest gradient, and what a forward pass leaves for backward."""
+    """Returns the bytes of weights, the largest gradient, and the activations of a forward pass."""
     sizes = [param.nbytes for param in model.parameters()]
     before = torch.cuda.memory_allocated()
     loss = model(batch, labels=batch).loss
@@ -239,7 +239,7 @@ UNITS = (ALONE, BARE, ADAMW)
 
 
 def row(job: Job, run: str, found: Mapping[str, Found]) -> dict[str, object]:
-    """A row of the table."""
+    """Returns a row of the table."""
     shown: dict[str, object] = {"model": job.model, "run": run}
     columns = ["s", "tokens/s", *(f"time / {unit}" for unit in UNITS), "peak, GB", FLOOR]
     if run not in found:
@@ -261,7 +261,7 @@ ABSOLUTE = ("s", "tokens/s", "peak, GB", FLOOR)
 
 
 def _ratio(found: Mapping[str, Found], run: str, unit: str) -> str | None:
-    """Median and least time of a run by that of ``unit``, if that fits."""
+    """The median and minimum of a run's time relative to ``unit``, if both fit."""
     if unit not in found:
         return None
     median, low = report.ratios({name: f.seconds for name, f in found.items()}, unit)[run]
@@ -269,7 +269,7 @@ def _ratio(found: Mapping[str, Found], run: str, unit: str) -> str | None:
 
 
 def draw(figure: "Figure", rows: Sequence[Mapping[str, Any]]) -> None:
-    """Bars of speed: a panel for each model, for they differ by magnitudes."""
+    """Draws bars of speed, with a panel per model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
         own = [row for row in rows if row["model"] == model]

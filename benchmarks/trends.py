@@ -1,7 +1,7 @@
-"""How the cost of a step grows: with the parameters, with the ranks, with the size of buckets.
+"""Growth of a step's cost with the number of parameters, the number of ranks and the bucket size.
 
-Seconds are told as ratios of what is timed in turns in one run: medians over rounds, in brackets
-the least and the most of a round. Each trend has a page and a picture of its own.
+Times are ratios between runs that are timed in turns: medians over rounds, with the minimum and
+maximum in brackets. Each trend has its own page and plot.
 """
 
 import argparse
@@ -20,32 +20,32 @@ from benchmarks.train import ADAMW, BARE, OURS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LARGE = 2e8  # parameters from which on fewer rounds are timed; from twice as many without AdamW
-AMONG = 64  # simulated ranks whose buckets are counted
+LARGE = 2e8  # larger models are timed in fewer rounds; twice as large ones without AdamW
+AMONG = 64  # simulated ranks for the trend of buckets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bf16 = torch.cpu._is_avx512_bf16_supported()
     parser.add_argument("--of", nargs="+", choices=TRENDS, default=list(TRENDS))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if bf16 else "fp32")
-    parser.add_argument("--length", type=int, default=128, help="tokens of each rank's row")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few of all else")
+    parser.add_argument("--length", type=int, default=128, help="tokens per rank")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few ranks and rounds")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measures the trends, and writes a page and a picture of each."""
-    torch.set_num_threads(1)  # as in all processes that are timed
+    """Measures the trends, and writes a page and a plot of each."""
+    torch.set_num_threads(1)  # as in all timed processes
     for name in args.of:
         TRENDS[name](args, QUICK if args.quick else FULL)
 
 
-Line = tuple[Sequence[float], Sequence[Any], str, str, str]  # at, values, style, color, label
+Line = tuple[Sequence[float], Sequence[Any], str, str, str]  # (x, y, style, color, label)
 BLUE, ORANGE, GREEN, GRAY = "tab:blue", "tab:orange", "tab:green", "tab:gray"
 
 
 def panel(axes: Any, title: str, along: str, lines: Sequence[Line], log: bool = False) -> None:
-    """Draws lines against what doubles or grows tenfold."""
+    """Draws lines on axes with a logarithmic scale."""
     for at, values, style, color, label in lines:
         axes.plot(at, values, style, color=color, label=label)
     axes.set_xscale("log", base=10 if along == "parameters" else 2)
@@ -56,13 +56,13 @@ def panel(axes: Any, title: str, along: str, lines: Sequence[Line], log: bool = 
 
 
 def three(figure: "Figure") -> Any:
-    """Three panels beside one another."""
+    """Returns three panels side by side."""
     figure.set_size_inches(12, 4)
     return figure.subplots(1, 3)
 
 
 def ratio(times: Mapping[str, list[float]], run: str, unit: str) -> str:
-    """Median over rounds, least and most; empty where one was not timed."""
+    """Returns median, minimum and maximum over rounds; empty if a run was not timed."""
     if not {run, unit} <= times.keys():
         return ""
     apart = sorted(a / b for a, b in zip(times[run], times[unit], strict=True))
@@ -70,17 +70,17 @@ def ratio(times: Mapping[str, list[float]], run: str, unit: str) -> str:
 
 
 def middle(times: Mapping[str, list[float]], run: str, unit: str) -> float:
-    """Median over rounds."""
+    """Returns the median over rounds."""
     return report.ratios(times, unit)[run][0]
 
 
 # Parameters.
 
-COLORS = (BLUE, ORANGE, GRAY, GREEN)  # of SHARES
+COLORS = (BLUE, ORANGE, GRAY, GREEN)  # colors of SHARES
 
 
 def of_parameters(args: argparse.Namespace, extent: Extent) -> None:
-    """Seconds and bytes against parameters, in one process."""
+    """Measures seconds and bytes by number of parameters, in one process."""
     dtype = DTYPES[args.dtype]
     times = {}
     seconds, nbytes = [], []
@@ -140,18 +140,18 @@ def of_parameters(args: argparse.Namespace, extent: Extent) -> None:
 
 
 PARAMETERS = """
-Llamas with random {dtype} weights on {length} random tokens, in one process of one thread, without
-DeepSpeed. Timed in turns: forward and backward, each gradient dropped as it appears; that with
-AdaLomo's step inside; that with torch's fused AdamW after it, whose moments are {dtype} too; and on
-the gradients which that leaves, the steps alone: AdamW's, AdaLomo's by a plain `step()`, what the
-host takes of it (native passes are called and do nothing), and a copy of weights and gradients,
-which moves as many bytes as AdaLomo's step in bf16 ([traffic.md](traffic.md)). Ratios are medians
-of rounds, in brackets the least and the most; seconds are the process's own CPU time, which others'
-work on the machine disturbs less.
+Llamas with random {dtype} weights are trained on {length} random tokens, in one process with one
+thread, without DeepSpeed. These runs take turns: forward and backward, which free each gradient at
+once; the same with AdaLomo's step inside; and the same with torch's fused AdamW after it, with
+{dtype} moments. The steps alone use the gradients of the last run: AdamW's; AdaLomo's plain
+`step()`; its time on the host (native passes are called and do nothing); and a copy of weights and
+gradients, which moves as many bytes as AdaLomo's step in bf16 ([traffic.md](traffic.md)). Ratios
+are medians over rounds, with the minimum and maximum in brackets. Seconds are CPU time of the
+process, which depends less on other processes.
 
-The most bytes alive in the second step are counted as in [memory.md](memory.md), and planned as by
-`python -m ds_ext plan`, which needs shapes alone; empty where nothing was run. `none` drops each
-gradient: the least that any optimizer could need.
+Live bytes in the second step are counted as in [memory.md](memory.md). The planned bytes come from
+`python -m ds_ext plan`, which only needs shapes; other cells are empty for models that were not
+run. `none` frees each gradient at once, which is the minimum for any optimizer.
 """
 
 
@@ -159,7 +159,7 @@ gradient: the least that any optimizer could need.
 
 
 def of_ranks(args: argparse.Namespace, extent: Extent) -> None:
-    """Seconds and bytes against ranks: real ones, and simulated ones."""
+    """Measures seconds and bytes by number of ranks, real and simulated."""
     engines = {
         run: Engine(run, extent.small, args.length, extent.bucket) for run in (BARE, OURS, ADAMW)
     }
@@ -214,7 +214,7 @@ def of_ranks(args: argparse.Namespace, extent: Extent) -> None:
 def rounds_of(
     rows: Sequence[Mapping[str, Any]], along: str, extent: Extent
 ) -> tuple[str, str, list[Line]]:
-    """A panel of the share of rounds by the model of time."""
+    """Draws a panel with the share of rounds in a step, by the time model."""
     at = [row[along] for row in rows]
     lines: list[Line] = [
         (at, [row[f"rounds / step, {how}"] for row in rows], style, BLUE, how)
@@ -224,20 +224,19 @@ def rounds_of(
 
 
 RANKS = """
-Real ranks (gloo) on this machine train the Llama "{small}" in fp32 by DeepSpeed's ZeRO-3,
-each on {length} random tokens and with one thread: with AdaLomo, with torch's AdamW
-(`"torch_adam": true`), and with "{bare}", an engine that steps one vector and
-drops all other gradients. Their steps are timed in turns, {rounds} rounds of them; ratios are
-medians, in brackets the least and the most. CPU seconds are those of all ranks together: they tell
-work from waiting, and where there are more ranks than cores ranks wait for their turns. Live bytes
-are the most of any rank within its second step, gathered weights and activations included;
-`reduce_bucket_size` is {bucket:,}.
+Real ranks (gloo) on this machine train the Llama "{small}" in fp32 under DeepSpeed's ZeRO-3, each
+on {length} random tokens and with one thread: with AdaLomo, with torch's AdamW (`"torch_adam":
+true`), and with "{bare}", an engine that steps one vector and drops all other gradients. Their
+steps take turns in {rounds} rounds. Ratios are medians, with the minimum and maximum in brackets.
+CPU seconds are the sum over all ranks. Unlike wall time they do not include waiting: if there are
+more ranks than cores, ranks wait for their turns. Live bytes are the largest peak of any rank in
+its second step, including gathered weights and activations. `reduce_bucket_size` is {bucket:,}.
 
-Simulated ranks: the Llama "{giant}" in bf16, counted by ds_ext's code on tensors without storage as
-in [scale.md](scale.md), where the model of time is described: {link}, 4,096 tokens of each rank
-and 4e14 flops a second are **assumed, not measured**. Bytes are the planner's: weights, state,
-gradients in flight, without activations; of AdamW at its peak in the step, when no gradient is in
-flight any more, so that with many ranks the two are not of the same moment.
+Simulated ranks step the Llama "{giant}" in bf16. ds_ext's code is counted on tensors without
+storage as in [scale.md](scale.md), which describes the time model: {link}, 4,096 tokens per rank
+and 4e14 flops per second are **assumed, not measured**. Bytes are those of the planner: weights,
+state and gradients in flight, without activations. AdamW's peak is in the step, when no gradients
+are in flight, so with many ranks the two peaks occur at different times.
 """
 
 
@@ -245,7 +244,7 @@ flight any more, so that with many ranks the two are not of the same moment.
 
 
 def of_buckets(args: argparse.Namespace, extent: Extent) -> None:
-    """Seconds and bytes against reduce_bucket_size, on two real ranks and on simulated ones."""
+    """Measures seconds and bytes by reduce_bucket_size, on two real ranks and simulated ones."""
     engines = {
         f"{size:,}": Engine(OURS, extent.small, args.length, size) for size in extent.buckets
     }
@@ -296,16 +295,16 @@ def of_buckets(args: argparse.Namespace, extent: Extent) -> None:
 
 
 BUCKETS = """
-Two real ranks (gloo) on this machine train the Llama "{small}" in fp32 by DeepSpeed's
-ZeRO-3 with AdaLomo, each on {length} random tokens and with one thread, by the time of
-"{bare}", an engine that steps one vector and drops all other gradients. Steps
-are timed in turns, {rounds} rounds of them; ratios are medians, in brackets the least and the most;
-CPU seconds are those of both ranks. Buckets, rounds and calls are counted on tensors without
-storage; live bytes are the most of any rank in its second step.
+Two real ranks (gloo) on this machine train the Llama "{small}" in fp32 under DeepSpeed's ZeRO-3
+with AdaLomo, each on {length} random tokens and with one thread. Times are relative to "{bare}", an
+engine that steps one vector and drops all other gradients. Steps take turns in {rounds} rounds.
+Ratios are medians, with the minimum and maximum in brackets. CPU seconds are the sum over both
+ranks. Buckets, rounds and calls are counted on tensors without storage. Live bytes are the largest
+peak of any rank in its second step.
 
-{among} simulated ranks: the Llama "{giant}" in bf16, counted as in [scale.md](scale.md), where the
-model of time is described: {link}, 4,096 tokens of each rank and 4e14 flops a second are **assumed,
-not measured**.
+{among} simulated ranks step the Llama "{giant}" in bf16, counted as in [scale.md](scale.md), which
+describes the time model: {link}, 4,096 tokens per rank and 4e14 flops per second are **assumed, not
+measured**.
 """
 
 TRENDS: dict[str, Callable[[argparse.Namespace, Extent], None]] = {

@@ -183,8 +183,8 @@ FAULTS = (
     ),
     Fault(
         "ops/rounding.py",
-        "+ step * 0x85EBCA77) % 2**32",
-        "+ 0x85EBCA77) % 2**32",
+        "+ step * schema.PRIME2) % 2**32",
+        "+ schema.PRIME2) % 2**32",
         "unit/test_precision.py",
     ),
     Fault(
@@ -207,8 +207,8 @@ FAULTS = (
     ),
     Fault(
         "ops/executors/native/passes.cpp",
-        "h = (h ^ (h >> 7)) * 0x2993u & 0xFFFFu;",
-        "h = (h ^ (h >> 7)) * 0x2995u & 0xFFFFu;",
+        "h = (h ^ (h >> 7)) * NOISE1 & 0xFFFFu;",
+        "h = (h ^ (h >> 7)) * (NOISE1 + 2) & 0xFFFFu;",
         "unit/test_native.py -k every_number",
     ),
     Fault(
@@ -398,13 +398,13 @@ FAULTS = (
     ),
     Fault(
         "engine/expert_parallel.py",
-        "return 1 if place(param) is None else tensor_size",
+        "return 1 if stack_position(param) is None else tensor_size",
         "return 1",
         "distributed/test_experts.py -k autoep-tensor",
     ),
     Fault(
         "engine/expert_parallel.py",
-        "return 1 if place(param) is None else tensor_size",
+        "return 1 if stack_position(param) is None else tensor_size",
         "return tensor_size",
         "distributed/test_expert_parallel.py -k tensor-came",
     ),

@@ -1,1 +1,1 @@
-"""Matrices of training runs: candidates, data, learning rates; each run is a line of JSON."""
+"""Matrices of training runs over candidates, data sets and learning rates."""

@@ -1,7 +1,7 @@
-"""What is compared: this package's optimizers, AdamW under DeepSpeed, LoRA, published packages.
+"""The compared optimizers: ds_ext's, AdamW under DeepSpeed, LoRA, and published packages.
 
-A candidate makes a stepper of a model; all steppers train alike: ``step`` takes a batch, ``rate``
-multiplies the learning rate of all groups.
+A candidate creates a stepper of a model. All steppers have the same interface: ``step`` trains on a
+batch, and ``rate`` multiplies the learning rates of all groups.
 """
 
 import gc
@@ -25,15 +25,15 @@ class Stepper(Protocol):
     model: nn.Module
 
     def step(self, batch: Batch) -> Tensor:
-        """Forward, backward and the optimizer's step on a batch; returns the loss."""
+        """Runs forward, backward and the optimizer's step on a batch; returns the loss."""
         ...
 
     def rate(self, factor: float) -> None:
-        """Sets the learning rate to ``factor`` times what it was made with."""
+        """Sets the learning rate to ``factor`` times its initial value."""
         ...
 
     def close(self) -> None:
-        """Gives back what the model would not free by itself."""
+        """Frees resources that the model would not free by itself."""
         ...
 
 
@@ -41,18 +41,18 @@ class Stepper(Protocol):
 class Candidate:
     """An optimizer with its settings.
 
-    ``make`` takes a model, which it may change, a learning rate and a seed of the optimizer's own
-    random numbers, and returns a stepper.
+    ``make`` receives a model, which it may change, a learning rate, and a seed for the optimizer's
+    random numbers. It returns a stepper.
     """
 
     label: str
-    start: float  # a likely learning rate: SmolLM2-135M's best on `sounds`, where known
+    start: float  # a likely learning rate: SmolLM2-135M's best on `sounds`, if known
     make: Callable[[nn.Module, float, int], Stepper]
-    tier: int = 0  # 1, published packages: after all others; 2, those that are slow: last
+    tier: int = 0  # 1: published packages, after all others; 2: slow ones, last
 
 
 class PlainStepper:
-    """A model and a published optimizer without DeepSpeed, which writes weights in its own way."""
+    """Trains a model with a published optimizer, without DeepSpeed."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -74,12 +74,12 @@ class PlainStepper:
 
 
 class EngineStepper(PlainStepper):
-    """A model under DeepSpeed's engine, in a world of one."""
+    """Trains a model under DeepSpeed's engine with one rank."""
 
     def __init__(self, model: nn.Module, kind: str, params: Mapping[str, Any], stage: int) -> None:
         import deepspeed
 
-        import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
+        import ds_ext  # noqa: F401  registers the optimizers with DeepSpeed
 
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -111,7 +111,7 @@ class LomoStepper:
         from lomo_optim import AdaLomo
 
         self.model, self.lr, self.factor = model, lr, 1.0
-        # It allocates its state by ``.cuda()``.
+        # It allocates its state with ``.cuda()``.
         with mock.patch.object(Tensor, "cuda", lambda self: self):
             self.optimizer = AdaLomo(model, lr=lr, loss_scale=None)
 
@@ -128,7 +128,7 @@ class LomoStepper:
 
 
 def ours(rule: str, **params: Any) -> Callable[[nn.Module, float, int], Stepper]:
-    """Returns what makes a stepper of this package's optimizer: no ZeRO, weights as given."""
+    """Returns a function that creates a stepper of a ds_ext optimizer, without ZeRO."""
 
     def make(model: nn.Module, lr: float, seed: int) -> Stepper:
         given = {"lr": lr, "weight_decay": 0.0, "seed": seed} | params
@@ -138,13 +138,13 @@ def ours(rule: str, **params: Any) -> Callable[[nn.Module, float, int], Stepper]
 
 
 def adamw(model: nn.Module, lr: float, seed: int) -> Stepper:
-    """Returns torch's AdamW under DeepSpeed's ZeRO-1: with fp32 masters where weights are bf16."""
+    """Returns torch's AdamW under DeepSpeed's ZeRO-1, with fp32 masters of bf16 weights."""
     given = {"lr": lr, "weight_decay": 0.0, "torch_adam": True}
     return EngineStepper(model, "AdamW", given, stage=1)
 
 
 def lora(model: nn.Module, lr: float, seed: int) -> Stepper:
-    """Returns the same for PEFT's adapters of all linear layers, the model itself being frozen."""
+    """Returns the same for PEFT adapters of all linear layers; the model is frozen."""
     import peft
 
     config = peft.LoraConfig(
@@ -192,7 +192,7 @@ def apollo(model: nn.Module, lr: float, seed: int) -> Stepper:
 
 
 def _low_rank(model: nn.Module, low: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Groups: the matrices of linear layers but the head, by ``low``, and the rest."""
+    """Groups: the matrices of linear layers except the head, with ``low``, and the rest."""
     layers = (m for n, m in model.named_modules() if type(m) is nn.Linear and "lm_head" not in n)
     matrices = [layer.weight for layer in layers]
     known = set(matrices)
@@ -201,14 +201,14 @@ def _low_rank(model: nn.Module, low: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def adafactor(model: nn.Module, lr: float, seed: int) -> Stepper:
-    """Returns transformers' Adafactor, its steps relative to the weights and times ``lr``."""
+    """Returns transformers' Adafactor with steps relative to the weights, times ``lr``."""
     from transformers import Adafactor
 
     return PlainStepper(model, Adafactor(model.parameters(), lr=lr, relative_step=False))
 
 
 def adamw8bit(model: nn.Module, lr: float, seed: int) -> Stepper:
-    """Returns bitsandbytes' AdamW with moments in 8 bits."""
+    """Returns bitsandbytes' AdamW with 8-bit moments."""
     from bitsandbytes.optim import AdamW8bit
 
     return PlainStepper(model, AdamW8bit(model.parameters(), lr=lr, weight_decay=0.0))

@@ -1,8 +1,8 @@
-"""What a step of a candidate costs: seconds beside forward and backward alone, and bytes alive.
+"""Measures the costs of a candidate's step: its time, and its live bytes.
 
-Each candidate is measured in a process of its own. Seconds are taken in turns, the step and a
-forward and backward pass of a second model whose gradients are dropped, and compared within a
-round. Bytes are those of storages, counted from when they are made until they are freed.
+Each candidate runs in its own process. The step and a forward and backward pass of a second model,
+which drops its gradients, are timed in turns and compared within a round. Bytes are those of
+storages from allocation to release.
 """
 
 import copy
@@ -25,11 +25,11 @@ from benchmarks.matrix.lines import Line
 from benchmarks.matrix.texts import Batch
 from ds_ext.planner.live_memory import LiveMemory
 
-FILE = "costs.json-lines"  # not .jsonl, which are runs
+FILE = "costs.json-lines"  # not .jsonl, the ending of stored runs
 
 
 def isolated(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Returns what a function of a module gives in a new process."""
+    """Returns the result of a module's function in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
@@ -37,21 +37,21 @@ def isolated(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, A
 def measure(
     model: nn.Module, candidate: Candidate, batches: list[Batch], rounds: int
 ) -> dict[str, Any]:
-    """Returns what steps of a candidate cost, as a line of JSON has it.
+    """Returns the costs of a candidate's steps, as a line of JSON.
 
-    Seconds are of the process, so that other programs' turns on the core do not count.
+    Seconds are CPU time of the process, which excludes other processes.
 
     Args:
-        model: is trained.
-        candidate: what steps it.
-        batches: one for each step; more steps take them again from the first.
-        rounds: how many steps are timed, after one that is not.
+        model: the model to train.
+        candidate: the optimizer.
+        batches: a batch per step, repeated if there are more steps.
+        rounds: the number of timed steps, after one that is not timed.
     """
     alone = copy.deepcopy(model)
     parameters = sum(p.numel() for p in model.parameters())
     with LiveMemory(model.parameters()) as watch:
         stepper = candidate.make(model, candidate.start, 0)
-        for batch in batches[:2]:  # the state is there after the first
+        for batch in batches[:2]:  # the first creates the state
             stepper.step(batch)
             gc.collect()
             held, watch.most = watch.now, watch.now
@@ -76,7 +76,7 @@ def measure(
 
 
 def _backward(model: nn.Module) -> Callable[[Batch], None]:
-    """Forward and backward alone: gradients are dropped as they appear."""
+    """Runs only forward and backward. Gradients are freed at once."""
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return lambda batch: model(**batch).loss.backward()
@@ -85,7 +85,7 @@ def _backward(model: nn.Module) -> Callable[[Batch], None]:
 def _timed(
     step: Callable[[Batch], Any], alone: Callable[[Batch], None], batches: list[Batch], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each round's step, and of its forward and backward alone, on the same batch."""
+    """The seconds of each round's step, and of forward and backward alone on the same batch."""
     found: tuple[list[float], list[float]] = ([], [])
     for i in range(rounds + 1):
         batch = batches[i % len(batches)]
@@ -97,7 +97,7 @@ def _timed(
 
 
 def most_resident() -> int:
-    """Returns the most bytes that this process has had in main memory at once."""
+    """Returns the peak of this process's resident memory, in bytes."""
     status = Path("/proc/self/status").read_text()
     found = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert found is not None, "Linux tells it"
@@ -105,7 +105,7 @@ def most_resident() -> int:
 
 
 def read(folder: Path, dtype: str) -> dict[str, Line]:
-    """Returns candidate -> line of what is measured; the last line of a candidate counts."""
+    """Returns the measured line of each candidate. The last line of a candidate counts."""
     path = folder / FILE
     found = lines.read(path) if path.exists() else []
     return {line["candidate"]: line for line in found if line["dtype"] == dtype}
@@ -119,7 +119,7 @@ def add(folder: Path, line: Line) -> None:
 
 
 def shown(line: Line) -> dict[str, object]:
-    """Returns a row of the table of costs; bytes in units of 10⁹."""
+    """Returns a row of the table of costs. Bytes are in units of 10⁹."""
     n = line["parameters"]
     return {
         "seconds a step": line["seconds"],

@@ -1,4 +1,4 @@
-"""Runs that are done: one line of JSON each, in a file for each data set."""
+"""Stored runs: one line of JSON per run, in a file per data set."""
 
 import json
 import math
@@ -11,7 +11,7 @@ Line = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """What tells one run of a matrix from the others."""
+    """Identifies one run of a matrix."""
 
     data: str
     candidate: str
@@ -20,22 +20,22 @@ class Point(NamedTuple):
 
 
 def point_of(line: Line) -> Point:
-    """Returns which run a line is of."""
+    """Returns the run that a line belongs to."""
     return Point(line["data"], line["candidate"], line["lr"], line["seed"])
 
 
 def loss_of(line: Line) -> float:
-    """Returns a run's held-out loss; infinity where it diverged or did not run."""
+    """Returns a run's held-out loss; infinity if the run diverged or failed."""
     loss = line.get("loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
 
 
 class Lines:
-    """The lines of a folder, those of runs that are set up alike.
+    """The stored runs in a folder that have the same setup.
 
     Args:
-        folder: holds DATA.jsonl for each data set; made at the first line that is added.
-        setup: what all runs share, such as {"steps": 40}. Other lines stay in the files unread.
+        folder: has DATA.jsonl for each data set. The first added line creates it.
+        setup: the settings that all runs share, such as {"steps": 40}. Other lines are ignored.
     """
 
     def __init__(self, folder: Path, setup: Line) -> None:
@@ -45,7 +45,7 @@ class Lines:
             self.all += [line for line in read(path) if setup.items() <= line.items()]
 
     def add(self, line: Line) -> None:
-        """Appends a run to its file, which is then safe from what happens later."""
+        """Appends a run to its file and flushes the file."""
         line = self.setup | line
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{line['data']}.jsonl").open("a") as file:
@@ -62,7 +62,7 @@ class Lines:
 
 
 def read(path: Path) -> list[Line]:
-    """Returns the lines of a file; one that was cut off while it was written is left out."""
+    """Returns the lines of a file. Ignores a line that was only partly written."""
     found = []
     for text in path.read_text().splitlines():
         try:
@@ -73,17 +73,17 @@ def read(path: Path) -> list[Line]:
 
 
 def best(lines: Sequence[Line]) -> Line | None:
-    """Returns the run of the least held-out loss; None if none is finite."""
+    """Returns the run with the lowest held-out loss; None if no loss is finite."""
     finite = [line for line in lines if math.isfinite(loss_of(line))]
     return min(finite, key=loss_of, default=None)
 
 
 def rates(lines: Iterable[Line]) -> list[float]:
-    """Returns the learning rates of runs, each once, in order."""
+    """Returns the different learning rates of runs, in order."""
     return sorted({line["lr"] for line in lines})
 
 
 def _plain(line: Line) -> Line:
-    """A line without NaN and infinity, which JSON does not have: null stands for them."""
+    """The line with null instead of NaN and infinity, which JSON does not support."""
     bad = (k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v))
     return line | dict.fromkeys(bad)

@@ -1,4 +1,4 @@
-"""The page of a matrix of fine-tunes, made of its lines alone."""
+"""Writes the report of a matrix of fine-tuning runs, from the stored runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,14 +50,14 @@ AdamW, what it needs only to begin.
 def write(
     lines: Lines, data: Sequence[str], names: Sequence[str], seeds: int, folder: Path
 ) -> None:
-    """Writes the page and its picture into ``folder``; nothing where there are no lines.
+    """Writes the report and its plot into ``folder``; does nothing without runs.
 
     Args:
-        lines: of all runs.
+        lines: the stored runs.
         data: data sets, in order.
         names: candidates, in order.
-        seeds: how many are wanted.
-        folder: holds the lines too.
+        seeds: the wanted number of seeds.
+        folder: the folder of the report and of the stored runs.
     """
     if not lines.all:
         print(f"{folder}: no lines yet")
@@ -100,7 +100,7 @@ def write(
 def _in_other_dtypes(
     lines: Lines, data: Sequence[str], labels: Mapping[str, str]
 ) -> dict[str, list[dict[str, object]]]:
-    """Tables of the runs that are alike but for the dtype of weights, forward and backward."""
+    """Tables of the runs that differ only in the dtype."""
     tables = {}
     for dtype in {"fp32", "bf16"} - {lines.setup["dtype"]}:
         others = Lines(lines.folder, lines.setup | {"dtype": dtype})

@@ -1,4 +1,4 @@
-"""Loss against learning rate: panels of data sets, or of sizes, with a line for each candidate."""
+"""Plots loss over learning rate: a panel per data set or size, and a line per candidate."""
 
 import itertools
 import math
@@ -16,12 +16,12 @@ MARKERS = "osv^D<>pP*Xhd"
 def sensitivity(
     figure: "Figure", panels: Mapping[str, Sequence[Line]], labels: Mapping[str, str]
 ) -> None:
-    """Draws runs of the first seed.
+    """Draws the runs of the first seed.
 
     Args:
-        figure: is drawn into.
-        panels: the runs of each panel, at least one, by its title.
-        labels: candidate -> what it is called.
+        figure: the figure to draw into.
+        panels: the runs of each panel by its title; at least one.
+        labels: the label of each candidate.
     """
     from matplotlib import colormaps
 

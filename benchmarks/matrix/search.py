@@ -1,9 +1,10 @@
-"""Which run comes next: learning rates around the best, then more seeds.
+"""Chooses the next run: learning rates around the best one, then further seeds.
 
-Work is in an order in which any beginning of it is of use: on one data set all candidates at a
-likely rate, then at a third and three times of it, then beyond while the best lies at an edge; then
-the same for candidates that are less asked for, and on the next data set; then half and twice the
-best; then the best with more seeds, and the second best too where chance may have made it second.
+The order makes results useful at any time. On the first data set, each candidate runs at a likely
+rate, then at a third and at three times this rate. While the best rate is at an edge, the next rate
+beyond it follows. Then come candidates of later tiers, and the next data sets; then half and twice
+the best rate; then more seeds at the best rate, and at the second best rate if chance may explain
+the difference.
 """
 
 import math
@@ -12,20 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.matrix.lines import Lines, Point, best, loss_of, point_of, rates
 
-FARTHEST = 1000.0  # times the likely rate, or a part of it: no rate beyond is tried
+FARTHEST = 1000.0  # the largest factor between the likely rate and a tried rate
 
 
 def next_run(
     lines: Lines, starts: Sequence[Mapping[str, float]], data: Sequence[str], seeds: int
 ) -> Point | None:
-    """Returns the next run that is not done, None if all are.
+    """Returns the next missing run, or None if all runs exist.
 
     Args:
-        lines: the runs that are done; those of a candidate that could not run end its part.
-        starts: candidate -> likely learning rate, 1 or 3 times a power of ten; first those that
-            are asked for most.
-        data: the data sets, in the order in which they are taken.
-        seeds: how many seeds the best rate gets.
+        lines: the stored runs. A candidate with a failed run is skipped.
+        starts: likely learning rates by candidate, 1 or 3 times a power of ten, in tiers.
+        data: the data sets, in order.
+        seeds: the number of seeds at the best rate.
     """
     done = {point_of(line) for line in lines.all}
     impossible = {line["candidate"] for line in lines.all if "error" in line}
@@ -36,7 +36,7 @@ def next_run(
 def _wanted(
     lines: Lines, starts: Sequence[Mapping[str, float]], data: Sequence[str], seeds: int
 ) -> Iterator[Point]:
-    """Runs in the order in which they are wanted; those beyond one that is not done are guesses."""
+    """Yields runs in order. Runs after the first missing one are guesses."""
     for name in data:
         for part in starts:
             yield from _bracketed(lines, part, data, name)
@@ -56,7 +56,7 @@ def _wanted(
 
 
 def _in_doubt(lines: Lines, name: str, candidate: str, seeds: int) -> float | None:
-    """The second best rate with the first seed, if its loss is less than the best's mean loss."""
+    """The second best rate by the first seed, if its loss is below the best rate's mean loss."""
     first = sorted(lines.of(name, candidate, 0), key=loss_of)
     if len(first) < 2:
         return None
@@ -69,7 +69,7 @@ def _in_doubt(lines: Lines, name: str, candidate: str, seeds: int) -> float | No
 def _bracketed(
     lines: Lines, starts: Mapping[str, float], data: Sequence[str], name: str
 ) -> Iterator[Point]:
-    """Three rates on a data set, then those beyond; from the best on the first data set."""
+    """Yields three rates around the first data set's best rate, then rates beyond an edge."""
     first = {c: _best_on_grid(lines, data[0], c) for c in starts} if name != data[0] else {}
     around = {c: first.get(c) or start for c, start in starts.items()}
     for away in (0, -1, 1):
@@ -80,7 +80,7 @@ def _bracketed(
 
 
 def _beyond(lines: Lines, name: str, candidate: str, start: float) -> Iterator[Point]:
-    """The rate beyond the edge at which the best lies, if it does."""
+    """Yields the rate beyond an edge of the tried rates if the best rate is at this edge."""
     own = lines.of(name, candidate, 0)
     if not (tried := [lr for lr in rates(own) if is_on_grid(lr)]):
         return
@@ -94,19 +94,19 @@ def _beyond(lines: Lines, name: str, candidate: str, start: float) -> Iterator[P
 
 
 def _best_on_grid(lines: Lines, name: str, candidate: str) -> float | None:
-    """The best rate of those that are 1 or 3 times a power of ten."""
+    """The best rate among 1 or 3 times powers of ten."""
     own = lines.of(name, candidate, 0)
     found = best([line for line in own if is_on_grid(line["lr"])])
     return found and float(found["lr"])
 
 
 def neighbour(lr: float, away: int) -> float:
-    """Returns the rate so many places away from ``lr`` among 1, 3, 10, 30, …"""
+    """Returns the rate ``away`` places from ``lr`` in the series 1, 3, 10, 30, …"""
     return rounded((1.0, 3.0)[(place(lr) + away) % 2] * 10.0 ** ((place(lr) + away) // 2))
 
 
 def place(lr: float) -> int:
-    """Returns the place of a rate among 1, 3, 10, 30, …: that of 1 is 0."""
+    """Returns the index of a rate in the series 1, 3, 10, 30, …; that of 1 is 0."""
     return round(2 * math.log10(lr))
 
 
@@ -116,5 +116,5 @@ def is_on_grid(lr: float) -> bool:
 
 
 def rounded(lr: float) -> float:
-    """Returns a rate with two digits, so that equal rates are equal numbers."""
+    """Returns a rate rounded to two digits, so that equal rates compare equal."""
     return float(f"{lr:.1e}")

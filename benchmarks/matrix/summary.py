@@ -1,4 +1,4 @@
-"""Tables made of lines: each candidate's best learning rate, what it gave, and what is missing."""
+"""Tables of stored runs: each candidate's best learning rate and result, and missing runs."""
 
 import math
 import statistics
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from benchmarks.matrix.lines import Line, Lines, best, loss_of, rates
 
-NEAR = 0.02  # a loss within 2 % of the best counts as near to it
+NEAR = 0.02  # losses within 2 % of the best are near it
 
 
 @dataclass(frozen=True)
 class Best:
-    """What a candidate gave on a data set at its best learning rate."""
+    """A candidate's result on a data set at its best learning rate."""
 
     lr: float
-    tried: list[float]  # rates, with one seed at least
+    tried: list[float]  # rates with at least one seed
     of_seed: dict[int, float]  # losses
     accuracies: list[float]
     near: list[float]  # rates whose loss is near the best, with the first seed
@@ -27,12 +27,12 @@ class Best:
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether the best rate is the least or the largest of those tried: no optimum."""
+        """Whether the best rate is the lowest or highest tried rate, and so no optimum."""
         return self.lr in (self.tried[0], self.tried[-1])
 
 
 def best_of(lines: Lines, data: str, candidate: str) -> Best | None:
-    """Returns what a candidate gave at its best rate: by the mean, of those with most seeds."""
+    """Returns the result at the best rate: the lowest mean among rates with the most seeds."""
     own = lines.of(data, candidate)
     first = [line for line in own if line["seed"] == 0]
     found = best(first)
@@ -51,10 +51,11 @@ def best_of(lines: Lines, data: str, candidate: str) -> Best | None:
 
 
 def given_up(lines: Lines, data: Sequence[str], candidate: str) -> dict[float, float]:
-    """Returns what rates give up of what fine-tuning gains, at worst over data sets: rate -> share.
+    """Returns the share of fine-tuning's gain that each rate loses, in the worst data set.
 
-    On a data set that is (loss - best loss) / (loss before - best loss), with the first seed. Only
-    rates that were tried on every data set with runs of the candidate are there.
+    For a data set the share is (loss - best loss) / (loss before - best loss), with the first seed.
+    The result contains only rates that were tried on every data set on which the candidate has
+    runs.
     """
     shares: dict[float, list[float]] = {}
     there = [own for name in data if best(own := lines.of(name, candidate, 0)) is not None]
@@ -67,7 +68,7 @@ def given_up(lines: Lines, data: Sequence[str], candidate: str) -> dict[float, f
 
 
 def spread(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
-    """Returns mean, standard deviation and count: "1.234 ± 0.005 (n = 3)"; one value at least."""
+    """Returns mean, standard deviation and count: "1.234 ± 0.005 (n = 3)"."""
     mean = statistics.mean(values)
     around = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean:{sign}.{digits}f}{around} (n = {len(values)})"
@@ -79,10 +80,10 @@ def of_data(
     """Returns a data set's table, best first.
 
     Args:
-        lines: of all runs.
+        lines: the stored runs.
         data: the data set.
-        labels: candidate -> what it is called; only these are in the table.
-        unit: the candidate that the others' losses are compared with.
+        labels: the label of each candidate in the table.
+        unit: the candidate with which losses are compared.
         with_answers: whether rows have answers that are right or wrong as a whole.
     """
     found = {c: b for c in labels if (b := best_of(lines, data, c)) is not None}
@@ -105,7 +106,7 @@ def of_data(
 
 
 def less(own: Best, unit: Best | None) -> str:
-    """Returns how far losses are from those of ``unit``, seed by seed, for batches are a seed's."""
+    """Returns the differences of losses from those of ``unit`` with the same seed and batches."""
     if unit is None:
         return "not yet"
     common = [seed for seed in own.of_seed if seed in unit.of_seed]
@@ -128,7 +129,7 @@ def overall(
 
 
 def missing(lines: Lines, data: Sequence[str], labels: Mapping[str, str], seeds: int) -> list[str]:
-    """Returns sentences that tell what is not done: data sets, optima, seeds."""
+    """Returns sentences about missing data sets, optima and seeds."""
     told = []
     for name in data:
         found = {c: best_of(lines, name, c) for c in labels}
@@ -152,7 +153,7 @@ def missing(lines: Lines, data: Sequence[str], labels: Mapping[str, str], seeds:
 
 
 def failed(lines: Lines, labels: Mapping[str, str]) -> list[str]:
-    """Returns sentences on candidates that could not run, and on runs that diverged."""
+    """Returns sentences about candidates that failed and runs that diverged."""
 
     def name(line: Line) -> str:
         return labels.get(line["candidate"], line["candidate"])
@@ -165,5 +166,5 @@ def failed(lines: Lines, labels: Mapping[str, str]) -> list[str]:
 
 
 def machines(lines: Sequence[Line]) -> list[str]:
-    """Returns the machines, versions and dates that lines name, each once."""
+    """Returns the different machines, versions and dates in the lines."""
     return list(dict.fromkeys(line["machine"] for line in lines))

@@ -1,4 +1,4 @@
-"""Questions and answers as tokens, those to train on and those held out."""
+"""Questions and answers as tokens, for training and held out."""
 
 import json
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 OWN = Path(__file__).parents[1] / "data"
-DATA = {"sounds": OWN, "devil": ROOT / "examples" / "data", "films": OWN}  # folder of each
+DATA = {"sounds": OWN, "devil": ROOT / "examples" / "data", "films": OWN}  # folders by name
 ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # SmolLM2's, no system message
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: token ids, of which those from ``asked`` on are to be learnt."""
+    """One row: token ids. Those from ``asked`` on are labels."""
 
     ids: list[int]
     asked: int
@@ -27,10 +27,10 @@ def rows(name: str, part: str, tokenizer: Any, most: int) -> list[Row]:
     """Returns the rows of a data set.
 
     Args:
-        name: of ``DATA``.
+        name: a key of ``DATA``.
         part: "train" or "test".
-        tokenizer: of the model.
-        most: tokens of a row; longer ones are cut, those with nothing to learn are left out.
+        tokenizer: the model's tokenizer.
+        most: the most tokens of a row. Longer rows are cut, and rows without labels are left out.
     """
     found = []
     for line in (DATA[name] / f"{name}_{part}.jsonl").read_text().splitlines():
@@ -46,7 +46,7 @@ def rows(name: str, part: str, tokenizer: Any, most: int) -> list[Row]:
 
 
 def batch(chosen: list[Row]) -> Batch:
-    """Returns rows as tensors [rows, longest], with labels of -100 where nothing is learnt."""
+    """Returns rows as tensors [rows, longest], with the label -100 for ignored tokens."""
     longest = max(len(row.ids) for row in chosen)
     ids = torch.zeros(len(chosen), longest, dtype=torch.long)
     labels = torch.full_like(ids, -100)
@@ -60,7 +60,7 @@ def batch(chosen: list[Row]) -> Batch:
 
 
 def batches(training: list[Row], size: int, steps: int, seed: int) -> list[Batch]:
-    """Returns the batches of a run, the same for every candidate: ``seed`` orders the rows."""
+    """Returns the batches of a run, equal for each candidate. ``seed`` sets the order of rows."""
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     while len(order) < size * steps:
@@ -70,6 +70,6 @@ def batches(training: list[Row], size: int, steps: int, seed: int) -> list[Batch
 
 
 def held_out(tests: list[Row], size: int = 16) -> list[Batch]:
-    """Returns rows as batches of like lengths, so that little is padded."""
+    """Returns rows in batches of similar length, to reduce padding."""
     ordered = sorted(tests, key=lambda row: len(row.ids))
     return [batch(ordered[i : i + size]) for i in range(0, len(ordered), size)]

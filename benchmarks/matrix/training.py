@@ -1,4 +1,4 @@
-"""One run of a matrix: a model is trained on batches, and measured on rows that are held out."""
+"""One run of a matrix: trains a model on batches, and measures it on held-out rows."""
 
 import copy
 import gc
@@ -16,19 +16,19 @@ from torch.nn import functional as F
 from benchmarks.matrix.candidates import Candidate
 from benchmarks.matrix.texts import Batch
 
-WARMUP, LEAST = 0.1, 0.1  # part of the steps that warm up; the last rate, as a part of the peak
+WARMUP, LEAST = 0.1, 0.1  # the share of warm-up steps; the last rate relative to the peak
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model makes of held-out rows."""
+    """A model's results on held-out rows."""
 
     loss: float  # nats per token of the answers
-    accuracy: float  # part of the rows whose whole answer greedy decoding gives
+    accuracy: float  # share of rows that greedy decoding answers correctly
 
 
 def schedule(step: int, steps: int) -> float:
-    """Returns the learning rate of a step from 0 on, as a part of the peak: warm-up, cosine."""
+    """Returns the relative learning rate of a step, counted from 0: warm-up, then cosine."""
     warm = max(1, round(WARMUP * steps))
     if step < warm:
         return (step + 1) / warm
@@ -38,10 +38,10 @@ def schedule(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def measure(model: nn.Module, batches: list[Batch]) -> Measured:
-    """Returns the mean loss of all answers' tokens, in fp32, and the rows that are wholly right.
+    """Returns the mean loss of all answer tokens in fp32, and the share of correct rows.
 
-    A row whose every token is the most likely one after those before it is what greedy decoding
-    gives, so accuracy is exact match without generating.
+    A row is correct if each token is the most likely one after the tokens before it. Greedy
+    decoding gives such rows, so the accuracy equals exact match without generation.
     """
     model.eval()
     total, tokens, right, rows = 0.0, 0, 0, 0
@@ -68,15 +68,15 @@ def run(
     batches: list[Batch],
     tests: list[Batch],
 ) -> dict[str, Any]:
-    """Returns what a run gave, as a line of JSON has it.
+    """Returns the results of a run, as a line of JSON.
 
     Args:
-        model: is copied, so that it can be trained again.
-        candidate: what steps it.
-        lr: peak learning rate.
-        seed: of what the optimizer and adapters draw.
-        batches: one for each step.
-        tests: what is held out.
+        model: the model, of which a copy is trained.
+        candidate: the optimizer.
+        lr: the peak learning rate.
+        seed: the seed of the optimizer and of adapters.
+        batches: a batch per step.
+        tests: the held-out batches.
     """
     torch.manual_seed(seed)
     stepper = candidate.make(copy.deepcopy(model), lr, seed)

@@ -61,7 +61,7 @@ def check_weights(
                 f"this checkpoint does not match the model: {own.name} has shape "
                 f"{tuple(found['shape'])} in the checkpoint and {own.shape} in the model."
             )
-        elif pieces.lacks(own.part, "weights", own.name):
+        elif pieces.is_incomplete(own.part, "weights", own.name):
             raise CheckpointError(
                 f"this checkpoint is incomplete: elements of {own.name} are missing."
             )
@@ -122,7 +122,7 @@ def _check_state(
             if pieces.first("state", own.name) is None:
                 continue
             for keys, part in leaves(optimizer.state_spec(param, own.shard, rule)):
-                if pieces.lacks(part, "state", own.name, *keys):
+                if pieces.is_incomplete(part, "state", own.name, *keys):
                     what = ".".join(keys)
                     raise CheckpointError(
                         f"this checkpoint is incomplete: elements of {own.name}'s {what} are "

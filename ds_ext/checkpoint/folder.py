@@ -28,7 +28,7 @@ class Checkpoint(NamedTuple):
     steps: int  # the number of steps before the save
 
 
-def path_of(folder: str | Path, tag: object) -> Path:
+def checkpoint_path(folder: str | Path, tag: object) -> Path:
     """Returns the path of the checkpoint ``tag``.
 
     Args:
@@ -60,7 +60,7 @@ def prepare(path: Path) -> Draft:
         raise CheckpointError(str(error)) from error
 
 
-def describe(path: Path) -> dict[str, int]:
+def size_and_checksum(path: Path) -> dict[str, int]:
     """Flushes a file to disk; returns its size in bytes and its CRC-32."""
     size, checksum = 0, 0
     with open(path, "rb") as file:
@@ -78,7 +78,7 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
 
     Args:
         draft: the result of ``prepare``.
-        manifest: the manifest. Its key "files" has the results of ``describe`` by file name.
+        manifest: the manifest. Its key "files" has each file's ``size_and_checksum`` by its name.
         is_latest: whether loading without a tag loads this checkpoint.
 
     Raises:
@@ -178,7 +178,7 @@ def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -
 
     Args:
         path: the folder of the checkpoint.
-        files: the recorded results of ``describe``, by file name.
+        files: the recorded results of ``size_and_checksum``, by file name.
         names: the files to check.
 
     Raises:
@@ -194,7 +194,7 @@ def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -
                 f"{file} is damaged: {size} bytes of {files[name]['bytes']}. "
                 f"{_others(path.parent, path)}"
             )
-        if describe(file) != files[name]:
+        if size_and_checksum(file) != files[name]:
             raise CheckpointError(
                 f"{file} is damaged: its checksum differs. {_others(path.parent, path)}"
             )

@@ -51,7 +51,7 @@ class Pieces:
     def __init__(self, saved: Sequence[Saved]) -> None:
         self.saved = saved
 
-    def find(self, *keys: str) -> Iterator[Any]:
+    def of_all_ranks(self, *keys: str) -> Iterator[Any]:
         """Yields the value under these nested keys, for each rank that saved one."""
         for found in self.saved:
             for key in keys:
@@ -61,9 +61,9 @@ class Pieces:
 
     def first(self, *keys: str) -> Any:
         """Returns the value under these keys from the first rank that saved one, or None."""
-        return next(self.find(*keys), None)
+        return next(self.of_all_ranks(*keys), None)
 
-    def lacks(self, part: Part, *keys: str) -> bool:
+    def is_incomplete(self, part: Part, *keys: str) -> bool:
         """Returns whether a part has missing elements, or the saved tensor has another size."""
         at = part.start
         for found in self._in_order(keys):
@@ -89,7 +89,7 @@ class Pieces:
 
     def _in_order(self, keys: tuple[str, ...]) -> list[Saved]:
         """The pieces under these keys, ordered by start."""
-        return sorted(self.find(*keys), key=lambda piece: piece["start"])
+        return sorted(self.of_all_ranks(*keys), key=lambda piece: piece["start"])
 
 
 # Names without the prefixes of torch.compile.

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from ds_ext.optimizer import named
+from ds_ext.planner.options import DEEPSPEEDS
 from ds_ext.rates import RATES, Rate
 from ds_ext.rules import REGISTRY
 
@@ -13,8 +14,6 @@ DESCRIPTION = (
     "Prints a DeepSpeed config, to redirect into a file. With --hf, HF Trainer, TRL and accelerate "
     'replace "auto" by their arguments; with --numbers it is for deepspeed.initialize.'
 )
-# DeepSpeed has optimizers of these names too, so ours need the prefix.
-_DEEPSPEED_HAS_TOO = {"adamw", "lion", "muon"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +60,7 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     return {
         "optimizer": {
-            "type": f"ds_ext.{spelling}" if name in _DEEPSPEED_HAS_TOO else spelling,
+            "type": f"ds_ext.{spelling}" if name in DEEPSPEEDS else spelling,
             "params": {
                 "lr": value(rate.start),
                 "weight_decay": value(hypers.weight_decay),

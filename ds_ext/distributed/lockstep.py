@@ -35,8 +35,7 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
 
     The sums of batches on a GPU are adjacent in memory, and are reduced in place.
     """
-    launch = generators.launch if isinstance(generators, Generators) else None
-    waiting = _advance_all(((generator, None) for generator in generators), launch)
+    waiting = _advance_all(generators)
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
         flat = memory.joined(partial)
@@ -44,7 +43,7 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
             total = yield flat
             if total is not flat:
                 flat.copy_(total)
-            waiting = _advance_all(waiting, launch)
+            waiting = _advance_all(generators, waiting)
             continue
         total = yield torch.cat([x.reshape(-1) for x in partial])
         answers = iter(total.split([x.numel() for _, sums in waiting for x in sums]))
@@ -53,25 +52,34 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
             (generator, tuple(next(answers).view(x.shape).to(x.dtype) for x in sums))
             for generator, sums in waiting
         )
-        waiting = _advance_all(answered, launch)
+        waiting = _advance_all(generators, answered)
 
 
 def _advance_all(
-    answered: Iterable[tuple[StepGenerator, Sums | None]], launch: Callable[[], None] | None
+    generators: Iterable[StepGenerator],
+    answered: Iterable[tuple[StepGenerator, Sums | None]] | None = None,
 ) -> list[tuple[StepGenerator, Sums]]:
-    """Sends totals to each generator; returns those that have not ended, with their next sums."""
+    """Begins all generators, or sends totals to those in ``answered``.
+
+    Returns those that have not ended, with their next sums.
+    """
     waiting = []
-    for generator, totals in answered:
-        sums = _advance(generator, totals)
+    for generator, totals in answered or ((generator, None) for generator in generators):
+        sums = advance(generator, totals)
         if sums is not None:
             waiting.append((generator, sums))
-    if launch is not None:
-        launch()
+    if isinstance(generators, Generators):
+        generators.launch()
     return waiting
 
 
-def _advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
-    """The next partial sums of a generator, None at its end. An empty yield costs no round."""
+def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
+    """Returns the next partial sums of a generator, None at its end; skips rounds without sums.
+
+    Args:
+        generator: the generator.
+        totals: the totals of its last sums; None to begin it.
+    """
     try:
         sums = next(generator) if totals is None else generator.send(totals)
         while not sums:
@@ -88,10 +96,9 @@ def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None
     """
     rounds = 0
     if all_reduce is None:
-        launch = generators.launch if isinstance(generators, Generators) else None
-        waiting = _advance_all(((generator, None) for generator in generators), launch)
+        waiting = _advance_all(generators)
         while waiting:
-            waiting, rounds = _advance_all(waiting, launch), rounds + 1
+            waiting, rounds = _advance_all(generators, waiting), rounds + 1
         return rounds
     for flat in merged_rounds(lockstep(generators)):
         all_reduce(flat)

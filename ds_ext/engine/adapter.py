@@ -107,9 +107,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         optimizer.set_offload(HostOffload.from_config(section or {}))
         optimizer.index_parameters()  # DeepSpeed may have replaced expert parameters
         if pipeline.is_pipeline(self.engine):
-            pipeline.number(self.engine, optimizer)
-        places = {p: expert_parallel.place(p) for p in self.layout.names}
-        firsts = {p: place[0] for p, place in places.items() if place}
+            pipeline.number_parameters(self.engine, optimizer)
+        positions = {p: expert_parallel.stack_position(p) for p in self.layout.names}
+        firsts = {p: position[0] for p, position in positions.items() if position}
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
 
     def _disable_engine_handling(self) -> None:
@@ -304,7 +304,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """
         self.optimizer.add_param_group(param_group)
         if pipeline.is_pipeline(self.engine):
-            pipeline.number(self.engine, self.optimizer)
+            pipeline.number_parameters(self.engine, self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the step in progress: see ``FusedBackward.discard``. All ranks must call it."""

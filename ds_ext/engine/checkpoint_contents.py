@@ -40,7 +40,7 @@ def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
             layout.shard(p),
             layout.of[p].shard_index,
             layout.of[p].num_shards,
-            expert_parallel.place(p),
+            expert_parallel.stack_position(p),
         )
         for p, name in layout.names.items()
     }
@@ -160,7 +160,7 @@ class Contents:
             )
         for own in self.owned.values():
             keys = ("accumulated", "gradients", own.name)
-            if pieces.first(*keys) is not None and pieces.lacks(own.part, *keys):
+            if pieces.first(*keys) is not None and pieces.is_incomplete(own.part, *keys):
                 raise CheckpointError(
                     f"this checkpoint is incomplete: elements of {own.name}'s gradient are missing."
                 )

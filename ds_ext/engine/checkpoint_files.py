@@ -71,7 +71,7 @@ class Writer:
                 f"{path} could not be written ({free:,.0f} MiB are free there): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self.files[path.name] = folder.describe(path)
+        self.files[path.name] = folder.size_and_checksum(path)
 
     def _copy_recovery_script(self, path: str) -> None:
         self._try(DeepSpeedEngine._copy_recovery_script, self.engine, path)

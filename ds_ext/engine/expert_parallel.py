@@ -5,8 +5,10 @@ AutoEP stacks the experts of a rank in one parameter. Both mark these parameters
 numbers experts over the whole model, so that checkpoints do not depend on the number of ranks.
 """
 
-from collections.abc import Mapping
-from typing import cast
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from deepspeed.checkpoint import constants
 from deepspeed.moe.layer import MoE
@@ -39,7 +41,7 @@ def refuse_spread_experts(model: nn.Module) -> None:
         )
 
 
-def group(param: Tensor) -> Group:
+def expert_data_parallel_group(param: Tensor) -> Group:
     """Returns the ranks that have the same experts as this rank."""
     name = deepspeed_parameter(param).group_name
     return cast(Group, groups._get_expert_data_parallel_group(name))
@@ -56,10 +58,10 @@ def gradient_factor(param: Tensor, tensor_size: int) -> int:
         param: a parameter of an expert.
         tensor_size: the number of tensor-parallel ranks.
     """
-    return 1 if place(param) is None else tensor_size
+    return 1 if stack_position(param) is None else tensor_size
 
 
-def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
+def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
     """Returns parameter names that number each expert within the whole model.
 
     Args:
@@ -79,12 +81,12 @@ def names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
     return made
 
 
-def exchanges() -> set[dist.ProcessGroup]:
+def expert_parallel_groups() -> set[dist.ProcessGroup]:
     """Returns the expert-parallel groups, whose ranks exchange tokens."""
     return set(groups._get_expert_parallel_group_dict().values())
 
 
-def place(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
+def stack_position(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
     """Returns the position of this rank's part in a stack of experts that AutoEP has split.
 
     Returns:
@@ -97,3 +99,45 @@ def place(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
     own = list(described[constants.AUTOEP_PARAM_LOCAL_EXPERTS])
     assert own == list(range(own[0], own[0] + len(own))), "experts that do not follow each other"
     return own[0], tuple(described[constants.AUTOEP_PARAM_LOGICAL_SHAPE])
+
+
+# Router outputs under AutoEP.
+
+_MODULE = "transformers.utils.output_capturing"
+_REGISTRY = "_CAN_RECORD_REGISTRY"
+
+
+class _Registry(dict[str, Any]):
+    """A copy of the registry that accepts both models and names of classes."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if isinstance(key, str):
+            return super().get(key, default)
+        return super().get(str(type(key))) or {}
+
+
+@contextlib.contextmanager
+def readable_by_name() -> Iterator[None]:
+    """Context in which AutoEP can look up transformers' recorded outputs by class name.
+
+    Since transformers 5.23 their registry accepts only models as keys. DeepSpeed 0.19.8 passes the
+    name of a class, which raises TypeError. The original registry does not change: AutoEP removes
+    its entries again after it has installed the model's hooks.
+    """
+    module = sys.modules.get(_MODULE)
+    registry = getattr(module, _REGISTRY, None)
+    if registry is None or _is_readable(registry):
+        yield
+        return
+    setattr(module, _REGISTRY, _Registry(registry))
+    try:
+        yield
+    finally:
+        setattr(module, _REGISTRY, registry)
+
+
+def _is_readable(registry: dict[str, Any]) -> bool:
+    try:
+        return registry.get("", registry) is registry
+    except TypeError:
+        return False

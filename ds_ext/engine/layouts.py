@@ -68,9 +68,9 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
 
 def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
     """The layout of a model that is not a pipeline."""
-    names = expert_parallel.names(engine.param_names, engine.module)
+    names = expert_parallel.global_names(engine.param_names, engine.module)
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
-    cut = replica_groups.divide(group, replica_groups.shard_size(engine.config))
+    cut = replica_groups.split_ranks(group, replica_groups.shard_size(engine.config))
     offload = zero3.partition(engine, cut) if stage == 3 else None
     kind, losses = _BY_STAGE[stage], _num_mean_losses(engine)
     tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
@@ -99,8 +99,8 @@ def share_time_limit(layout: Layout) -> None:
     distributed: Any = dist  # torch 2.15 adds set_timeout, and warns about the older name
     set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     tensor_parallel = groups._TENSOR_MODEL_PARALLEL_GROUP
-    exchanges = expert_parallel.exchanges() | ({tensor_parallel} - {None})
-    for group in layout.groups | exchanges:
+    model_parallel = expert_parallel.expert_parallel_groups() | ({tensor_parallel} - {None})
+    for group in layout.groups | model_parallel:
         limit = everyone._get_backend(layout.device).options._timeout
         set_timeout(limit, group)
 
@@ -126,7 +126,9 @@ def _with_experts(
         return kind(own, grad_divisor)
 
     def placement_of(param: Tensor) -> Placement:
-        own = expert_parallel.group(param) if expert_parallel.is_expert(param) else group
+        own = group
+        if expert_parallel.is_expert(param):
+            own = expert_parallel.expert_data_parallel_group(param)
         if own is group or (tensor_size == 1 and size_of(own) == size_of(group)):
             return dense(param)
         # These experts get tokens from all ranks, so their gradients come from all losses.

@@ -26,7 +26,6 @@ from ds_ext.engine import (
     hook_cleanup,
     messages,
     optimizers,
-    output_recorders,
     partition_patches,  # noqa: F401  adds its own to PATCHES
     pipeline,
     save_load,
@@ -177,7 +176,7 @@ if hasattr(DeepSpeedEngine, "_configure_expert_parallel"):  # DeepSpeed 0.18 has
 
     @replaces(DeepSpeedEngine)
     def _configure_expert_parallel(original: Method, *args: Any, **kwargs: Any) -> Any:
-        with output_recorders.readable_by_name():
+        with expert_parallel.readable_by_name():
             return original(*args, **kwargs)
 
 

@@ -37,7 +37,7 @@ def is_pipeline(engine: DeepSpeedEngine) -> bool:
     return isinstance(engine.module, PipelineModule)
 
 
-def refuse(engine: DeepSpeedEngine) -> None:
+def check_supported(engine: DeepSpeedEngine) -> None:
     """Checks that ds_ext can train an engine's PipelineModule.
 
     Raises:
@@ -227,13 +227,13 @@ def restore_groups(optimizer: RuleOptimizer) -> None:
 _groups: WeakKeyDictionary[RuleOptimizer, list[ParamGroup]] = WeakKeyDictionary()
 
 
-def number(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
+def number_parameters(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """Numbers parameters as in a pipeline with one stage. All ranks must call it.
 
     Raises:
         ValueError: the stages have different param groups.
     """
-    _number(engine, optimizer, list(map(_keys, optimizer.param_groups)))
+    _number_parameters(engine, optimizer, list(map(_keys, optimizer.param_groups)))
 
 
 def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
@@ -245,11 +245,13 @@ def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """
     consensus.run_on_all_ranks(optimizer.follow_groups, ValueError)
     if is_pipeline(engine):
-        _number(engine, optimizer, [{} for _ in optimizer.param_groups])
+        _number_parameters(engine, optimizer, [{} for _ in optimizer.param_groups])
 
 
-def _number(engine: DeepSpeedEngine, optimizer: RuleOptimizer, keys: list[dict[str, Any]]) -> None:
-    """Implements ``number``. The groups' ``keys`` must be equal on all stages."""
+def _number_parameters(
+    engine: DeepSpeedEngine, optimizer: RuleOptimizer, keys: list[dict[str, Any]]
+) -> None:
+    """Implements ``number_parameters``. The groups' ``keys`` must be equal on all stages."""
     names = {p: plain_name(name) for p, name in engine.param_names.items()}
     merged = _merged(keys, [group["params"] for group in optimizer.param_groups], names)
     if merged is None:

@@ -43,7 +43,7 @@ def shard_size(config: Any, mpu: Any = None) -> int:
     return parsing.section(config).shard_size
 
 
-def divide(group: Group, size: int) -> ReplicaGroups:
+def split_ranks(group: Group, size: int) -> ReplicaGroups:
     """Divides a group into replica groups, and returns this rank's. All its ranks must call it.
 
     Args:
@@ -73,7 +73,7 @@ def shard_group_for(config: Any, mpu: Any) -> Group:
     if not size:
         return None
     deepspeed.init_distributed()  # as zero.Init does
-    return divide(everyone(), size).shards
+    return split_ranks(everyone(), size).shards
 
 
 def refuse_other_groups(params: Iterable[tuple[str, Tensor]], wanted: ReplicaGroups) -> None:

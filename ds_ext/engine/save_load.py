@@ -130,7 +130,7 @@ def load_checkpoint(
     if tag is None:
         log(f"there is no checkpoint in {load_dir}: nothing is loaded")
         return None, None
-    folder.path_of(load_dir, tag)  # raises if the tag is not a valid name
+    folder.checkpoint_path(load_dir, tag)  # raises if the tag is not a valid name
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
     path = consensus.run_on_all_ranks(lambda: folder.find(Path(load_dir), tag), CheckpointError)
     contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
@@ -171,7 +171,9 @@ def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
     tag = _common(engine, tag)
-    path = folder.path_of(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
+    path = folder.checkpoint_path(
+        save_dir, f"global_step{engine.global_steps}" if tag is None else tag
+    )
     consensus.agree({"checkpoint path": str(path)})
     return path
 

@@ -23,53 +23,28 @@ _ALONE = SimpleNamespace(get_model_parallel_world_size=lambda: 1, get_model_para
 class SequenceGroups:
     """An ``mpu`` with the groups of ranks that share sequences.
 
+    DeepSpeed calls its methods ``get_…_group()``, ``get_…_world_size()`` and ``get_…_rank()``.
+
     Args:
         sequence: the ranks that share a sequence. They are consecutive in ``summed``.
-        summed: the ranks that have the same weights and sum their gradients.
+        summed: the ranks that have the same weights and sum their gradients. They are the
+            data-parallel group, over which DeepSpeed reduces. Its size and rank count sequences.
         others: an object with an ``mpu``'s methods for tensor parallelism.
     """
 
     def __init__(self, sequence: Group, summed: Group, others: Any) -> None:
-        self._sequence, self._summed, self._others = sequence, summed, others
+        self._others = others
+        size, ranks, rank = size_of(sequence), size_of(summed), dist.get_rank(summed)
+        for kind, values in {
+            "sequence_parallel": (sequence, size, dist.get_rank(sequence)),
+            "sequence_data_parallel": (summed, ranks, rank),
+            "data_parallel": (summed, ranks // size, rank // size),
+        }.items():
+            for name, value in zip(("group", "world_size", "rank"), values, strict=True):
+                setattr(self, f"get_{kind}_{name}", lambda value=value: value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._others, name)
-
-    def get_sequence_parallel_group(self) -> Group:
-        """Returns the ranks that share this rank's sequence."""
-        return self._sequence
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Returns the number of ranks that share a sequence."""
-        return size_of(self._sequence)
-
-    def get_sequence_parallel_rank(self) -> int:
-        """Returns the index of this rank's part of the sequence."""
-        return dist.get_rank(self._sequence)
-
-    def get_sequence_data_parallel_group(self) -> Group:
-        """Returns the ranks that sum their gradients."""
-        return self._summed
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        """Returns the number of ranks that sum their gradients."""
-        return size_of(self._summed)
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        """Returns this rank's index among the ranks that sum their gradients."""
-        return dist.get_rank(self._summed)
-
-    def get_data_parallel_group(self) -> Group:
-        """Returns the ranks that sum their gradients: DeepSpeed reduces over this group."""
-        return self._summed
-
-    def get_data_parallel_world_size(self) -> int:
-        """Returns the number of different sequences."""
-        return size_of(self._summed) // size_of(self._sequence)
-
-    def get_data_parallel_rank(self) -> int:
-        """Returns the index of this rank's sequence."""
-        return dist.get_rank(self._summed) // size_of(self._sequence)
 
 
 def reset() -> None:

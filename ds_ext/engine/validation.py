@@ -89,7 +89,7 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     world = dist.get_world_size(engine.seq_data_parallel_group)
     trainer_checks.refuse_same_data(world // int(engine.sequence_parallel_size))
     if pipeline.is_pipeline(engine):
-        pipeline.refuse(engine)
+        pipeline.check_supported(engine)
     refuse_wrapped(engine.module)
     refuse_dtensors(engine.module)
     config = effective(engine)

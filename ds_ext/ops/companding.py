@@ -24,26 +24,22 @@ from torch.nn.functional import pad
 
 from ds_ext.ops import expressions, scratch
 from ds_ext.ops.expressions import root
+from ds_ext.ops.schema import MAX_SCALE, MIN_SCALE, SCALE_CUT, SCALE_FIRST, SCALE_GROUP
 from ds_ext.ops.shard import Block, groups_of
 from ds_ext.ops.state import Part
 
-SIZE = 32  # elements of a group
-CUT = 13  # low mantissa bits of an fp32 that a scale drops
-FIRST = 83 << 10  # the remaining bits of the smallest scale
-LEAST, MOST = 2.0**-44, 2.0**20 - 2.0**9
-
 
 def scale_codes(x: Tensor) -> Tensor:
-    """Encodes fp32 scales from ``LEAST`` to ``MOST`` in 16 bits: nearest, ties to even."""
+    """Encodes fp32 scales from ``MIN_SCALE`` to ``MAX_SCALE`` in 16 bits: nearest, ties to even."""
     bits = x.view(torch.int32)
-    rounded = (bits + (2 ** (CUT - 1) - 1) + ((bits >> CUT) & 1)) >> CUT
-    codes: Tensor = rounded - FIRST
+    rounded = (bits + (2 ** (SCALE_CUT - 1) - 1) + ((bits >> SCALE_CUT) & 1)) >> SCALE_CUT
+    codes: Tensor = rounded - SCALE_FIRST
     return codes.to(torch.int16)  # keeps the low 16 bits
 
 
 def scales(codes: Tensor) -> Tensor:
     """Decodes 16-bit scales to fp32."""
-    bits: Tensor = ((codes.int() & 0xFFFF) + FIRST) << CUT
+    bits: Tensor = ((codes.int() & 0xFFFF) + SCALE_FIRST) << SCALE_CUT
     return bits.view(torch.float32)
 
 
@@ -60,8 +56,8 @@ class _Groups:
     def _read(self, b: Block) -> tuple[Tensor, Tensor]:
         """A block's codes in fp32, zero-padded to [groups, 32], and its scales, [groups, 1]."""
         code, scale = self._parts(b)
-        found = pad(code.float(), (0, len(scale) * SIZE - len(code)))
-        return found.view(-1, SIZE), scales(scale).unsqueeze(1)
+        found = pad(code.float(), (0, len(scale) * SCALE_GROUP - len(code)))
+        return found.view(-1, SCALE_GROUP), scales(scale).unsqueeze(1)
 
     def _write(self, b: Block, codes: Tensor, scale: Tensor) -> None:
         """Stores codes, [groups, 32], and scales, [groups, 1], of a block."""
@@ -70,15 +66,15 @@ class _Groups:
         kept.copy_(scale_codes(scale.float()).view(-1))
 
     def _parts(self, b: Block) -> tuple[Tensor, Tensor]:
-        assert b.run.start % SIZE == 0, "a group of 8-bit values is read or written in part"
-        return self.state["code"][b.run], self.state["scale"][groups_of(b.run, SIZE)]
+        assert b.run.start % SCALE_GROUP == 0, "a group of 8-bit values is read or written in part"
+        return self.state["code"][b.run], self.state["scale"][groups_of(b.run, SCALE_GROUP)]
 
 
 def _grouped(x: Tensor) -> tuple[Tensor, Tensor]:
     """Values as zero-padded groups, [groups, 32], and their scales, [groups, 1]."""
-    x = pad(x.reshape(-1), (0, -x.numel() % SIZE)).view(-1, SIZE)
+    x = pad(x.reshape(-1), (0, -x.numel() % SCALE_GROUP)).view(-1, SCALE_GROUP)
     low, high = x.aminmax(dim=1, keepdim=True)
-    return x, torch.maximum(high, -low).clamp_(LEAST, MOST)
+    return x, torch.maximum(high, -low).clamp_(MIN_SCALE, MAX_SCALE)
 
 
 def _values(x: Tensor, b: Block) -> Tensor:
@@ -121,14 +117,14 @@ class Companded:
     """The format of a run of numbers, which are non-negative unless ``signed``."""
 
     signed: bool
-    size: ClassVar[int] = SIZE
+    size: ClassVar[int] = SCALE_GROUP
 
     def state_spec(self, run: slice, total: int) -> dict[str, Part]:
         """Returns the state of the values ``run`` of ``total``; the run has whole groups."""
         code = torch.int8 if self.signed else torch.uint8
         return {
             "code": Part.of(run, total, code),
-            "scale": Part.of(groups_of(run, SIZE), -(-total // SIZE), torch.int16),
+            "scale": Part.of(groups_of(run, SCALE_GROUP), -(-total // SCALE_GROUP), torch.int16),
         }
 
     def opened(self, kept: dict[str, Tensor]) -> expressions.WritableRun:

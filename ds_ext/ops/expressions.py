@@ -140,7 +140,7 @@ def is_part(values: Tensor, x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype == values.dtype
 
 
-def room(values: Tensor, x: Readable) -> Tensor:
+def output_buffer(values: Tensor, x: Readable) -> Tensor:
     """Memory for a result computed from ``values``: ``values``, or scratch if they are in ``x``."""
     return scratch.like(values) if is_part(values, x) else values
 
@@ -169,7 +169,7 @@ class Scaled:
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         x = read(self.x, b)
-        x = torch.mul(x, self.factor, out=room(x, self.x))
+        x = torch.mul(x, self.factor, out=output_buffer(x, self.x))
         return x if self.bound is None else x.clamp_(-self.bound, self.bound)
 
     def source(self) -> Source | None:
@@ -271,11 +271,11 @@ class Quotient:
 
     def _by_column(self, b: Block) -> Tensor:
         x, col = read(self.x, b), self.col[b.mats, :, b.cols]
-        return torch.mul(x, col, out=room(x, self.x))
+        return torch.mul(x, col, out=output_buffer(x, self.x))
 
     def _of_small(self, b: Block) -> Tensor:
         x, row, col = read(self.x, b), self._rows(b).squeeze(2), self.col[b.mats].squeeze(1)
-        return small_matrices.scale_(x, row, col, room(x, self.x))
+        return small_matrices.scale_(x, row, col, output_buffer(x, self.x))
 
     def _is_small(self, b: Block) -> bool:
         return small_matrices.holds_whole(b, len(self.row), self.row.shape[1], self.col.shape[2])
@@ -328,7 +328,7 @@ class Sum:
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         x, y = read(self.x, b), read(self.y, b)
-        return torch.mul(y, self.weight, out=room(y, self.y)).add_(x)
+        return torch.mul(y, self.weight, out=output_buffer(y, self.y)).add_(x)
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch
-from ds_ext.ops.schema import GROUP
+from ds_ext.ops.schema import GROUP, PRIME1, PRIME2
 from ds_ext.ops.shard import Shard
 
 INFINITE = 0x7F80  # the bits of a bf16 infinity; NaNs are larger
 
 
-def room(run: Tensor) -> Tensor:
+def empty_marks(run: Tensor) -> Tensor:
     """Returns uninitialized memory for the fingerprints of a run."""
     return torch.empty(-(-len(run) // GROUP), dtype=torch.int16, device=run.device)
 
@@ -86,6 +86,6 @@ def _hashes(run: Tensor) -> Tensor:
 def _factors(device: torch.device) -> Tensor:
     """An odd number for each element of a group, [GROUP] int32."""
     k = torch.arange(1, GROUP + 1, dtype=torch.int64, device="cpu")
-    h = k * 0x9E3779B1 & 0xFFFFFFFF
-    h = (h ^ (h >> 15)) * 0x85EBCA77 & 0xFFFFFFFF
+    h = k * PRIME1 & 0xFFFFFFFF
+    h = (h ^ (h >> 15)) * PRIME2 & 0xFFFFFFFF
     return (h | 1).to(torch.int32).to(device)

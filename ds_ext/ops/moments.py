@@ -19,8 +19,8 @@ from ds_ext.ops.expressions import (
     Writable,
     inner_source_of,
     is_part,
+    output_buffer,
     read,
-    room,
     root,
     write_,
 )
@@ -56,7 +56,7 @@ class Residual:
         self._progress.advance(b)
         u = read(self.u, b)
         m = advance_(self.m, b, u, self.weight)
-        return torch.sub(u, m, out=room(u, self.u))
+        return torch.sub(u, m, out=output_buffer(u, self.u))
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
@@ -115,7 +115,7 @@ class AdamStep:
         self._progress.advance(b)
         g = read(self.g, b)
         m = advance_(self.u.m, b, g, 1 - self.beta1)
-        v = advance_(self.u.v, b, torch.mul(g, g, out=room(g, self.g)), 1 - self.beta2)
+        v = advance_(self.u.v, b, torch.mul(g, g, out=output_buffer(g, self.g)), 1 - self.beta2)
         return self.u.of(m, v)
 
     def source(self) -> Source | None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import rounding
+from ds_ext.ops.rounding import hash_
+from ds_ext.ops.schema import PRIME1, PRIME2
 
 LEVELS = 2**16
-MASK = 2**32 - 1
 
 
 def normals(stream: Tensor, seed: int, draw: int, numbers: slice) -> Tensor:
@@ -32,8 +33,8 @@ def normals(stream: Tensor, seed: int, draw: int, numbers: slice) -> Tensor:
     first, last = numbers.start // 2, -(-numbers.stop // 2)
     words = torch.arange(first, last, dtype=torch.int64, device=stream.device)
     # Two rounds: sequences whose keys collide in one round differ in the other.
-    bits = _hash_(words.mul_(0x9E3779B1).add_(rounding.key(seed, 0, draw)))
-    bits = _hash_(bits.bitwise_xor_(_hash_((stream * 0x85EBCA77).add_(draw))))
+    bits = hash_(words.mul_(PRIME1).add_(rounding.key(seed, 0, draw)))
+    bits = hash_(bits.bitwise_xor_(hash_((stream * PRIME2).add_(draw))))
     halves = torch.stack((bits & LEVELS - 1, bits >> 16), dim=1).view(-1)
     levels = halves[numbers.start - 2 * first : numbers.stop - 2 * first]
     return _quantiles(stream.device)[levels]
@@ -45,12 +46,3 @@ def _quantiles(device: torch.device) -> Tensor:
     i = torch.arange(LEVELS, dtype=torch.float64, device="cpu")
     q: Tensor = torch.special.ndtri((i + 0.5) / LEVELS)
     return (q / q.square().mean().sqrt()).to(device, torch.float32)
-
-
-def _hash_(x: Tensor) -> Tensor:
-    """Applies the hash of ``rounding`` to the lower 32 bits of int64 numbers, in place -> x."""
-    x.bitwise_and_(MASK)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(MASK)
-    x.bitwise_xor_(x >> 16)
-    return x

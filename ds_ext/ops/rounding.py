@@ -6,11 +6,17 @@ the parameter is sharded, and are the same after a resume.
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ds_ext.ops import schema
+
+Bits = TypeVar("Bits", int, Tensor)
+MASK = 2**32 - 1
 
 
 def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
@@ -54,56 +60,57 @@ ROUND: dict[torch.dtype, Callable[[Tensor, int, int], Tensor]] = {
 
 def key(seed: int, number: int, step: int) -> int:
     """A 32-bit key that distinguishes seeds, parameters and steps."""
-    return (_fold(seed) + number * 0x9E3779B1 + step * 0x85EBCA77) % 2**32
+    return (_fold(seed) + number * schema.PRIME1 + step * schema.PRIME2) % 2**32
 
 
 def keys(seed: int, numbers: NDArray[np.uint64], step: int) -> NDArray[np.uint32]:
     """``key`` of several parameters, [n]."""
-    found = numbers * np.uint64(0x9E3779B1)
-    keyed: NDArray[np.uint32] = (found + np.uint64(_fold(seed) + step * 0x85EBCA77)).astype("u4")
+    found = numbers * np.uint64(schema.PRIME1)
+    keyed: NDArray[np.uint32] = (found + np.uint64(_fold(seed) + step * schema.PRIME2)).astype("u4")
     return keyed
 
 
 def add_noise_(bits: Tensor, key: int, start: int) -> None:
     """Adds random numbers in [0, 2**16) to ``bits``, [n] int32, elements ``start`` and on.
 
-    Each CHUNK of elements gets every number once: it reads a fixed permutation from a position that
+    Each chunk of elements gets every number once: it reads a fixed permutation from a position that
     is a hash of (key, chunk). The numbers therefore depend on (key, element) alone.
     """
     table, at = _noise(bits.device), 0
     while at < len(bits):
-        chunk, element = divmod(start + at, CHUNK)
-        n = min(CHUNK - element, len(bits) - at)
-        first = (place(key, chunk) + element) % CHUNK
+        chunk, element = divmod(start + at, schema.NOISE_CHUNK)
+        n = min(schema.NOISE_CHUNK - element, len(bits) - at)
+        first = (place(key, chunk) + element) % schema.NOISE_CHUNK
         bits[at : at + n].add_(table[first : first + n])
         at += n
 
 
-CHUNK = 2**16
-
-
 def place(key: int, chunk: int) -> int:
     """The position in the permutation at which a chunk begins."""
-    return _hash((key + chunk * 0xC2B2AE3D) % 2**32) % CHUNK
+    return hash_((key + chunk * schema.PRIME3) % 2**32) % schema.NOISE_CHUNK
 
 
 @functools.cache
 def _noise(device: torch.device) -> Tensor:
     """A permutation of the numbers below 2**16, twice, so that reads may run past its end."""
-    h = torch.arange(CHUNK, dtype=torch.int64, device="cpu")
-    for shift, factor in ((7, 0x2993), (5, 0xE877), (9, 0x0235)):
-        h.bitwise_xor_(h >> shift).mul_(factor).remainder_(CHUNK)
+    h = torch.arange(schema.NOISE_CHUNK, dtype=torch.int64, device="cpu")
+    for shift, factor in ((7, schema.NOISE1), (5, schema.NOISE2), (9, schema.NOISE3)):
+        h.bitwise_xor_(h >> shift).mul_(factor).remainder_(schema.NOISE_CHUNK)
     h.bitwise_xor_(h >> 10)
     return h.to(device, torch.int32).repeat(2)
 
 
 def _fold(number: int) -> int:
     """The hash of an integer of any size, 32 bits at a time."""
-    return _hash(number if number < 2**32 else _fold(number >> 32) ^ number % 2**32)
+    return hash_(number if number < 2**32 else _fold(number >> 32) ^ number % 2**32)
 
 
-def _hash(x: int) -> int:
-    """A 32-bit hash: "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> shift)) * factor % 2**32
-    return x ^ (x >> 16)
+def hash_(x: Bits) -> Bits:
+    """Returns a 32-bit hash of the lower 32 bits of an integer, or of an int64 tensor in place."""
+    x &= MASK
+    for shift, factor in ((16, schema.LOWBIAS1), (15, schema.LOWBIAS2)):
+        x ^= x >> shift
+        x *= factor
+        x &= MASK
+    x ^= x >> 16
+    return x

@@ -1,4 +1,4 @@
-"""The columns, forms, storage formats and passes of tables, each written once.
+"""The columns, forms, storage formats, passes and constants of tables, each written once.
 
 A table has a row for each parameter of a batch. All readers take the layout and the enumerations
 from this module: NumPy as a dtype, kernels as constants, C++ from ``executors/native/schema.h``,
@@ -22,6 +22,27 @@ PARTS = 127.0
 # between two weights, and saving and loading could round it to the other one.
 MOST = 126.75
 HALF = 0.49999  # added before truncation, so that halves round towards the weight
+# Scales of 8-bit moments: see companding.py.
+SCALE_GROUP = 32  # elements that share a scale
+SCALE_CUT = 13  # low mantissa bits of an fp32 that a scale drops
+SCALE_FIRST = 83 << 10  # the remaining bits of the smallest scale
+MIN_SCALE, MAX_SCALE = 2.0**-44, 2.0**20 - 2.0**9
+# Random bits and hashes: see rounding.py, normal.py and fingerprints.py.
+NOISE_CHUNK = 2**16  # elements that get each 16-bit random number once
+NOISE1, NOISE2, NOISE3 = 0x2993, 0xE877, 0x0235  # multipliers that permute these numbers
+# "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018.
+LOWBIAS1, LOWBIAS2 = 0x7FEB352D, 0x846CA68B
+PRIME1, PRIME2, PRIME3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D  # of xxHash: they spread counters
+# The constants that passes.cpp reads, by their types there.
+CONSTANTS = {
+    "int64_t": ("GROUP", "SCALE_GROUP", "NOISE_CHUNK"),
+    "int": ("PROBES", "SCALE_CUT"),
+    "float": ("PARTS", "MOST", "HALF", "MIN_SCALE", "MAX_SCALE"),
+    "uint32_t": (
+        *("SCALE_FIRST", "NOISE1", "NOISE2", "NOISE3", "LOWBIAS1", "LOWBIAS2"),
+        *("PRIME1", "PRIME2", "PRIME3"),
+    ),
+}
 
 
 class Column(NamedTuple):
@@ -205,6 +226,7 @@ def header() -> str:
         ("Pass", [name.upper() for name in PASSES]),
     ):
         lines += [f"enum {name} {{", *(f"    {value}," for value in values), "};", ""]
-    lines += [f"const int64_t GROUP = {GROUP};", f"const int PROBES = {PROBES};"]
-    lines += [f"const float PARTS = {PARTS}f, MOST = {MOST}f, HALF = {HALF}f;", ""]
-    return "\n".join(lines)
+    for kind, names in CONSTANTS.items():
+        literal = {"float": "{}f", "uint32_t": "{:#x}u"}.get(kind, "{}")
+        lines += [f"const {kind} {name} = {literal.format(globals()[name])};" for name in names]
+    return "\n".join([*lines, ""])

@@ -6,7 +6,7 @@ counting its bytes, saving it and resharding it for another number of ranks foll
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Union
 
@@ -87,6 +87,13 @@ def leaves(parts: Parts, *above: str) -> Iterator[tuple[tuple[str, ...], Part]]:
             yield (*above, key), part
         else:
             yield from leaves(part, *above, key)
+
+
+def mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a state, nested in dicts, with ``change`` of each tensor."""
+    if isinstance(state, Mapping):
+        return {key: mapped(inner, change) for key, inner in state.items()}
+    return change(state) if isinstance(state, Tensor) else state
 
 
 def nbytes(state: Any) -> int:

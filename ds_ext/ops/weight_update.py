@@ -111,7 +111,7 @@ def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
     marked = []
     for p, s in zip(runs, states, strict=True):
         if "master" in s and _needs_marks(s):
-            s["marks"] = fingerprints.room(p)
+            s["marks"] = fingerprints.empty_marks(p)
             marked.append((p, s["marks"]))
     if marked:
         passes.mark_(marked, are_batched=True)
@@ -139,7 +139,7 @@ def mark(p: Tensor, s: dict[str, Any]) -> None:
 
 def marks(run: Tensor) -> Tensor:
     """Returns the fingerprints of a 16-bit run [n] on its device, [ceil(n / GROUP)] int16."""
-    out = fingerprints.room(run)
+    out = fingerprints.empty_marks(run)
     passes.mark_([(run, out)])
     return out
 
@@ -186,7 +186,7 @@ def master(p: Tensor, how: RoundingConfig) -> dict[str, Tensor]:
         return {}
     if dtype == torch.float32:
         return {"master": p.float()}
-    return {"master": torch.zeros_like(p, dtype=dtype), "marks": fingerprints.room(p)}
+    return {"master": torch.zeros_like(p, dtype=dtype), "marks": fingerprints.empty_marks(p)}
 
 
 def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ds_ext.ops.batch import CPU
 from ds_ext.ops.executors.native import table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import mapped
 from ds_ext.optimizer import dtensor_state, validation
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
 from ds_ext.optimizer.group_index import GroupIndex
@@ -229,12 +229,5 @@ class BucketOptimizer(ParamTable):
         """Replaces the state tensors under all wanted keys by ``move`` of each tensor."""
         for state in self.state.values():
             for key in filter(wanted, state):
-                state[key] = _mapped(state[key], move)
+                state[key] = mapped(state[key], move)
         self._plans.clear()
-
-
-def _mapped(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A state, nested in dicts, with ``move`` of each tensor."""
-    if isinstance(value, dict):
-        return {key: _mapped(inner, move) for key, inner in value.items()}
-    return move(value) if isinstance(value, Tensor) else value

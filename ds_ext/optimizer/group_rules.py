@@ -19,6 +19,11 @@ def hypers_of(rule: type[rules.Rule]) -> type:
     return make_dataclass(rule.__name__, [], bases=bases, frozen=True)
 
 
+def names_of_all_rules() -> set[str]:
+    """Returns the names of the hyper-parameters of all rules."""
+    return {name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)}
+
+
 def structure(rule: Any, *ignored: str) -> object:
     """Returns what a rule's control flow may depend on: all but the values of nonzero floats."""
     kinds = (_kind(value) for name, value in vars(rule).items() if name not in ignored)
@@ -59,10 +64,7 @@ class GroupRules:
         names = hyperparams.names(hypers)
         given = {k: v for k, v in group.items() if k in names}
         others = {k: v for k, v in group.items() if k not in names and k != "type"}
-        foreign = {
-            name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)
-        }
-        hyperparams.refuse_misspelt(hypers, others, foreign)
+        hyperparams.refuse_misspelt(hypers, others, names_of_all_rules())
         if rule is self.rule:
             own = {k: v for k, v in defaults.items() if k in names}  # torch adds some of its own
             return {**others, **hyperparams.check(hypers, {**own, **given}, "")}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.ops.state import State
+from ds_ext.ops.state import State, mapped
 
 HOST = torch.device("cpu")
 SMALL = 2**17  # bytes of a tensor that stays on the device: launching its copy takes as long
@@ -75,11 +75,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 def state_to_device(state: State, device: torch.device) -> State:
     """Returns a state, nested in dicts, whose tensors are on ``device``."""
-    found: State = {}
-    for key, x in state.items():
-        found[key] = state_to_device(x, device) if isinstance(x, dict) else x
-        if isinstance(x, Tensor):
-            found[key] = to_device(x, device)
+    found: State = mapped(state, lambda x: to_device(x, device))
     return found
 
 

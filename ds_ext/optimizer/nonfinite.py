@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.distributed.lockstep import StepGenerator, Sums
+from ds_ext.distributed.lockstep import StepGenerator, advance
 from ds_ext.ops.batch import Flat, Placed
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
@@ -171,17 +171,9 @@ def checked_on_host(step: Step, check: GradCheck) -> StepGenerator:
             return
         rule = step.begin()
         totals = list((yield next(rule)))
-    yield from _resumed(rule, tuple(totals))
-
-
-def _resumed(rule: StepGenerator, totals: Sums) -> StepGenerator:
-    """Resumes a generator that waits for ``totals``."""
-    while True:
-        try:
-            sums = rule.send(totals)
-        except StopIteration:
-            return
-        totals = yield sums
+    further = advance(rule, tuple(totals))
+    while further is not None:
+        further = advance(rule, (yield further))
 
 
 def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) -> StepGenerator:
@@ -231,7 +223,7 @@ def _record(step: DeviceStep, limits: GradLimits, check: GradCheck, is_square: b
     """Makes the device copy the checked values to ``check.flags``."""
     assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
     at = check.flags.places(step.params, limits.most, is_square, step.batch.device)
-    cast(KernelTable, step.batch.own).tell(limits, at)
+    cast(KernelTable, step.batch.own).copy_checked_values(limits, at)
 
 
 def _values(sums: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -248,10 +240,4 @@ def _answers(sums: Iterable[Any], totals: Iterable[Tensor]) -> tuple[Any, ...]:
 def _next(rule: Any, totals: tuple[Any, ...] | None, queue: LaunchQueue) -> tuple[Any, ...]:
     """Runs a rule to its next round; returns its sums, () at the end."""
     queue.begin_sequence()
-    try:
-        asked: tuple[Any, ...] = next(rule) if totals is None else rule.send(totals)
-        while not asked:  # a round without sums
-            asked = rule.send(())
-        return asked
-    except StopIteration:
-        return ()
+    return advance(rule, totals) or ()

@@ -17,7 +17,7 @@ from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, zeros
+from ds_ext.ops.state import Part, Parts, mapped, zeros
 from ds_ext.optimizer import dtensor_state, validation
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
@@ -133,7 +133,7 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
         validation.refuse_states(table, {param: given}, table.stacks)
         shard = table.shard(param)
         parts = table.state_spec(param, shard, rule)
-        state = _copied(dtensor_state.own(table, param, given, parts))
+        state = mapped(dtensor_state.own(table, param, given, parts), lambda x: x)
         try:
             fit(parts, state, len(shard), param.dtype, param.device, copy=True)
         except Misfit as why:
@@ -234,8 +234,3 @@ def _number_of_steps(state: State) -> int:
 
 def _lacks(key: str) -> str:
     return f"it lacks {key}"
-
-
-def _copied(value: Any) -> Any:
-    """A state whose dicts are copies."""
-    return {k: _copied(x) for k, x in value.items()} if isinstance(value, Mapping) else value

@@ -10,6 +10,7 @@ from ds_ext.distributed.unsupported_wrappers import refuse_flat
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State
 from ds_ext.optimizer import expert_stacks
+from ds_ext.optimizer.group_rules import names_of_all_rules
 from ds_ext.optimizer.param_table import ParamTable
 
 
@@ -78,7 +79,7 @@ def refuse_saved_groups(table: ParamTable, groups: Sequence[Mapping[str, Any]]) 
         missing = [name for name in names if name not in group]
         if missing:
             raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")
-        foreign = [name for name in group if name in _known_hypers().difference(names)]
+        foreign = [name for name in group if name in names_of_all_rules().difference(names)]
         if foreign:
             raise ValueError(f"not a state of {kind}: a group has {', '.join(foreign)}.")
         here = table.hypers_of(own)
@@ -87,8 +88,3 @@ def refuse_saved_groups(table: ParamTable, groups: Sequence[Mapping[str, Any]]) 
                 f"not a state of {kind} with these groups: a group was saved with "
                 f"{hypers.__name__}, but here {here.__name__} steps it."
             )
-
-
-def _known_hypers() -> set[str]:
-    """The names of the hyper-parameters of all rules."""
-    return {name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)}

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.ops import weight_update
+from ds_ext.ops.executors.triton.table import Table
+from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import nbytes, zeros
-from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload
+from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, plans
 
 
 class Stack(tuple[int, ...]):
@@ -109,6 +111,34 @@ def ours(
 def state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
     """Returns the state tensors of a run. If ``stacked``, it belongs to a stack of experts."""
     return zeros(expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard), p)
+
+
+def cached_norms(
+    rule: Any, shapes: Shapes, stage: int | None, ranks: int, dtype: torch.dtype
+) -> int:
+    """Returns the bytes of the cached norms of updated weights (``DeviceNormCache``).
+
+    The next step computes RMS(p) or the norm from sums of squares. For each tile of 4,096 weights
+    the first rank's GPU caches one sum and one weight: 8 bytes. If there are two ways to tile a
+    run, the larger cache counts. On a CPU the norms take 128 bytes per parameter.
+
+    Args:
+        rule: an instance of ``RuleOptimizer.hypers``; or one for each parameter, by name.
+        shapes: the shapes of the model's parameters.
+        stage: the ZeRO stage; None for a plain ``step()``.
+        ranks: the number of data-parallel ranks.
+        dtype: the dtype of weights and gradients.
+    """
+    cut = ranks if stage in (1, 2, 3) else 1
+    rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
+    total = 0
+    for (own, shape), count in Counter((rules[k], tuple(s)) for k, s in shapes.items()).items():
+        shard = Shard.of_rank(shape, 0, cut)
+        if dtype in DTYPES and plans.caches_norms(own, shard):
+            geometry = (shard.start, len(shard), shard.mats, shard.rows, shard.cols)
+            cache = Table([geometry], [0], torch.device("meta")).new_norm_cache()
+            total += count * cache.nbytes("by_matrix" if shard.is_matrix else "flat")
+    return total
 
 
 def shapes_of(model: nn.Module) -> Shapes:

@@ -11,7 +11,7 @@ from torch import nn
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.config import validation
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.planner import activations, cached_norms, fsdp2, lora, memory, models, options, stages
+from ds_ext.planner import activations, fsdp2, lora, memory, models, options, stages
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.options import DTYPES, PlanOptions
@@ -88,9 +88,9 @@ class MemoryPlan:
         """Returns how many batch rows fit ``card`` GiB, extrapolated from one and two rows."""
         if row.held.total > card * GIB:  # the step does not fit
             return 0
-        room = card * GIB - (row.held.total - row.held.gradients) - row.kept
+        available = card * GIB - (row.held.total - row.held.gradients) - row.kept
         one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (1, 2))
-        return 0 if one > room else 1 + int((room - one) / (two - one))
+        return 0 if one > available else 1 + int((available - one) / (two - one))
 
     def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[Row]:
         asked = self.asked
@@ -109,7 +109,7 @@ class MemoryPlan:
             ranks = asked.shard_size if stage and asked.shard_size else asked.ranks
             of = (rules, self.shapes, stage, ranks, self.dtype, asked.bucket)
             held = memory.ours(*of, asked.accumulates, offloads)
-            noted = cached_norms.num_bytes(rules, self.shapes, stage, ranks, self.dtype)
+            noted = memory.cached_norms(rules, self.shapes, stage, ranks, self.dtype)
             held = replace(held, state=held.state + noted)
             kept = held.gradients - memory.ours(*of).gradients
             behind = IN_FLIGHT if stage == 3 else 0

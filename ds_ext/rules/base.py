@@ -156,8 +156,8 @@ def register(
         REGISTRY[name] = Entry(
             rule, paper, state, rounds, is_batched, sums_first, roles, is_for_all, relative, spelled
         )
-        for tell in _subscribers:
-            tell(name)
+        for subscriber in _subscribers:
+            subscriber(name)
         return rule
 
     return decorate
@@ -192,8 +192,8 @@ def entry_of(rule: type) -> Entry:
     return REGISTRY[rule.__name__.lower()]
 
 
-def subscribe(tell: Callable[[str], None]) -> None:
-    """Calls ``tell`` with the lower-case name of every rule, now and at later registrations."""
-    _subscribers.append(tell)
+def subscribe(subscriber: Callable[[str], None]) -> None:
+    """Calls ``subscriber`` with the lower-case name of every rule, now and when one is added."""
+    _subscribers.append(subscriber)
     for name in REGISTRY:
-        tell(name)
+        subscriber(name)

@@ -25,7 +25,7 @@ from ds_ext.rules.base import Rounds, State, register
     paper="2602.23349",
     state="2.125/d",
     rounds="0; 1 if a cut goes through 32 elements",
-    is_batched=lambda rule, shard: not formats.splits_groups(shard, companding.SIZE),
+    is_batched=lambda rule, shard: not formats.splits_groups(shard, companding.MOMENT.size),
 )
 @dataclass(frozen=True)
 class FlashAdamW:

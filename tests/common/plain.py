@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+import ds_ext
+
 
 def steps(optimizer, params, gradients):
     """Steps ``params`` by the gradients of each step; None stands for no gradient."""
@@ -43,3 +45,23 @@ def mean_step(optimizer, losses, max_norm=0.0):
     norm = torch.nn.utils.clip_grad_norm_(params, max_norm or torch.inf)
     optimizer.step()
     return float(norm)
+
+
+class FusedEngine:
+    """``fuse_into_backward`` under the names of DeepSpeed's engine."""
+
+    def __init__(self, model, optimizer, **how):
+        self.model, self.optimizer = model, optimizer
+        self.fused = ds_ext.fuse_into_backward(model, optimizer, **how)
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def step(self):
+        self.optimizer.step()
+
+    def get_global_grad_norm(self):
+        return self.fused.norm
+
+    def destroy(self):
+        self.fused.remove()

@@ -257,7 +257,7 @@ def by_matrix(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, t
     found = {}
     for name, w in weights.items():
         if name in stacks:
-            place = expert_parallel.place(stacks[name])
+            place = expert_parallel.stack_position(stacks[name])
             found |= {f"{name}.{e}": own for e, own in enumerate(w, place[0] if place else 0)}
         else:
             found[name.replace("router.gate", "gate")] = w

@@ -109,7 +109,7 @@ def describe_anew(manifest: Path, path: Path) -> None:
 
     said = json.loads(manifest.read_text())
     del said["crc32"]
-    said["files"][path.name] = folder.describe(path)
+    said["files"][path.name] = folder.size_and_checksum(path)
     manifest.write_text(json.dumps(said | {"crc32": folder._checksum(said)}))
 
 

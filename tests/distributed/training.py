@@ -12,10 +12,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.hypers import FOR_ALL, TRAINED, changed
+from tests.common.plain import FusedEngine
 from tests.common.ranks import whole
 
 STEPS = 5
@@ -111,14 +111,11 @@ def loss_of(model, run: Training, step: int, part: int, rank: int, world: int) -
     return model(models.batch(10 * step + part, world)[rank], step=step)
 
 
-class Plain:
-    """fuse_into_backward under the names of an engine."""
+class Plain(FusedEngine):
+    """fuse_into_backward under the names of an engine, with accumulation."""
 
     def __init__(self, model: torch.nn.Module, optimizer, run: Training) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.accumulation = run.accumulation
-        self.fused = ds_ext.fuse_into_backward(
+        super().__init__(
             model,
             optimizer,
             bucket_size=BUCKET,
@@ -127,10 +124,7 @@ class Plain:
             clip_mode=run.clip_mode,
             gradient_policy=run.policy or "fused",
         )
-        self.backwards = 0
-
-    def __call__(self, *args, **kwargs):
-        return self.model(*args, **kwargs)
+        self.accumulation, self.backwards = run.accumulation, 0
 
     def backward(self, loss: torch.Tensor) -> None:
         self.fused.backward(loss / self.accumulation)
@@ -138,13 +132,7 @@ class Plain:
 
     def step(self) -> None:
         if self.backwards % self.accumulation == 0:
-            self.optimizer.step()
-
-    def get_global_grad_norm(self) -> float:
-        return self.fused.norm
-
-    def destroy(self) -> None:
-        self.fused.remove()
+            super().step()
 
 
 def start(run: Training, model: torch.nn.Module):

@@ -19,6 +19,7 @@ from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models, paths
 from tests.common.hypers import FOR_ALL, TRAINED, changed
+from tests.common.plain import FusedEngine
 from tests.common.ranks import identical, message, shared_folder, whole
 
 STEPS = 8
@@ -218,28 +219,14 @@ class Watch:
             yield
 
 
-class Plain:
+class Plain(FusedEngine):
     """What a script without DeepSpeed does, under the names of an engine."""
 
     def __init__(self, model: torch.nn.Module, optimizer, bucket: int) -> None:
-        self.model = model
-        self.optimizer = optimizer
         if dist.get_rank():
             torch.nn.init.zeros_(model.row)  # to be mended by rank 0's
-        self.fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=bucket)
+        super().__init__(model, optimizer, bucket_size=bucket)
         self.param_names = {p: n for n, p in model.named_parameters()}
-
-    def __call__(self, *args, **kwargs):
-        return self.model(*args, **kwargs)
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def get_global_grad_norm(self) -> float:
-        return self.fused.norm
-
-    def destroy(self) -> None:
-        self.fused.remove()
 
 
 def train(name: str) -> dict[str, Any]:

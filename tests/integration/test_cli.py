@@ -16,7 +16,7 @@ import transformers
 import ds_ext
 from ds_ext.commands.cli import main
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import cached_norms, fsdp2, memory, models
+from ds_ext.planner import fsdp2, memory, models
 from ds_ext.rules import REGISTRY
 from tests.common.cli import refused
 
@@ -109,7 +109,7 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     expected = {}
     for stage in (None, *range(4)):
         ours = memory.ours(rule, SHAPES, stage, 3, torch.float32, 100)
-        noted = cached_norms.num_bytes(rule, SHAPES, stage, 3, torch.float32)
+        noted = memory.cached_norms(rule, SHAPES, stage, 3, torch.float32)
         how = "plain step()" if stage is None else f"ZeRO-{stage}"
         expected[f"{kind}, {how}"] = replace(ours, state=ours.state + noted)
     for stage in range(4):

@@ -63,7 +63,7 @@ def test_pieces_may_overlap_and_come_in_any_order(first, second):
     for start in range(9):
         for stop in range(start, 10):
             part = Part.of(slice(start, stop), 9)
-            assert not Pieces(saved).lacks(part, "x")
+            assert not Pieces(saved).is_incomplete(part, "x")
             assert torch.equal(Pieces(saved).read(part, "x"), whole[start:stop])
 
 
@@ -71,9 +71,9 @@ def test_a_gap_between_pieces_is_seen():
     whole = torch.arange(9.0)
     saved = [{"x": piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in ((0, 4), (5, 9))]
     pieces = Pieces(saved)
-    assert pieces.lacks(Part.of(slice(3, 6), 9), "x")
-    assert not pieces.lacks(Part.of(slice(5, 9), 9), "x")
-    assert pieces.lacks(Part.of(slice(0, 4), 8), "x")  # of another total
+    assert pieces.is_incomplete(Part.of(slice(3, 6), 9), "x")
+    assert not pieces.is_incomplete(Part.of(slice(5, 9), 9), "x")
+    assert pieces.is_incomplete(Part.of(slice(0, 4), 8), "x")  # of another total
 
 
 def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
@@ -82,7 +82,7 @@ def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
     def write(path, steps):
         draft = folder.prepare(path)
         (draft.aside / "file.pt").write_bytes(b"content %d" % steps)
-        files = {"file.pt": folder.describe(draft.aside / "file.pt")}
+        files = {"file.pt": folder.size_and_checksum(draft.aside / "file.pt")}
         said = {"ds_ext": folder.VERSION, "tag": path.name, "global_steps": steps, "files": files}
         folder.commit(draft, said, True)
         swap.close(draft)

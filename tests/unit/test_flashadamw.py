@@ -12,7 +12,7 @@ import torch
 
 import ds_ext
 from ds_ext import rules
-from ds_ext.ops import companding, formats
+from ds_ext.ops import companding, formats, schema
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from tests.common import paths, plain, table
@@ -145,8 +145,8 @@ def test_a_step_in_fp32_from_the_same_moments():
 def test_scales_are_those_of_fp16_where_that_is_normal_and_reach_further():
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     scales = companding.scales(bits)
-    assert scales.diff().min() > 0 and scales[0] == companding.LEAST == 2.0**-44
-    assert scales[-1] == companding.MOST
+    assert scales.diff().min() > 0 and scales[0] == schema.MIN_SCALE == 2.0**-44
+    assert scales[-1] == schema.MAX_SCALE
     assert companding.scale_codes(scales).equal(bits)
     x = torch.rand(10**5, generator=torch.Generator().manual_seed(0)) * 60 - 40
     x = torch.cat([x.exp2(), scales[1:] - scales.diff() / 2]).clamp(2.0**-44, 2.0**20 - 2.0**9)
@@ -190,8 +190,8 @@ def root_after(steps):
 
 def test_second_moments_decay(monkeypatch):
     assert 0.6 < root_after(1000) < 1.1
-    monkeypatch.setattr(companding, "CUT", 16)  # scales in bf16
-    monkeypatch.setattr(companding, "FIRST", 83 << 7)
+    monkeypatch.setattr(companding, "SCALE_CUT", 16)  # scales in bf16
+    monkeypatch.setattr(companding, "SCALE_FIRST", 83 << 7)
     assert root_after(1000) > 1.5  # they stay where they were
 
 
@@ -200,7 +200,7 @@ def test_values_beyond_all_scales_are_bounded():
     state = zeros(companding.MOMENT.state_spec(slice(0, 32), 32), x)
     block, run = next(Shard.whole((32,)).blocks()), companding.MOMENT.opened(state)
     run.write_(block, x.view(1, 1, 32))
-    assert run.block(block).view(-1)[:2].tolist() == [companding.MOST, -companding.MOST]
+    assert run.block(block).view(-1)[:2].tolist() == [schema.MAX_SCALE, -schema.MAX_SCALE]
     state = zeros(companding.SQUARES.state_spec(slice(0, 32), 32), x)
     run = companding.SQUARES.opened(state)
     run.write_(block, x.square().view(1, 1, 32))

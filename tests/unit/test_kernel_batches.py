@@ -19,7 +19,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
-from ds_ext.planner import cached_norms
+from ds_ext.planner import memory
 from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
@@ -125,7 +125,7 @@ def test_the_plan_counts_what_is_noted_of_weights(name, monkeypatch):
     batches = [batch for plan in optimizer._plans._made.values() for batch in plan.batches]
     caches = [batch.norm_cache for batch in batches if batch.norm_cache is not None]
     made = (x for cache in caches for x in cache.columns.values())
-    planned = cached_norms.num_bytes(optimizer.hypers(), shapes, 3, 3, torch.float32)
+    planned = memory.cached_norms(optimizer.hypers(), shapes, 3, 3, torch.float32)
     held = sum(x.values.nbytes for x in made)
     assert held == planned if name != "lamb" else 0.7 * planned < held <= planned
     assert (planned == 0) == (name == "came")

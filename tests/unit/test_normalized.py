@@ -159,10 +159,3 @@ def test_nothing_is_kept_but_the_momentum_of_the_head():
     shard = Shard.of_rank((64, 32), 0, 4)
     assert rules.SinkGD().state_spec(shard) == rules.SCALE().state_spec(shard) == {}
     assert set(rules.SCALE(momentum=0.9).state_spec(shard)) == {"m"}
-
-
-def test_ill_values_are_refused():
-    with pytest.raises(ValueError, match=r"SCALE: norm_axis is 'col'; allowed: \"row\" or \"col"):
-        ds_ext.SCALE([torch.zeros(2, 2)], norm_axis="col")
-    with pytest.raises(ValueError, match=r"SinkGD: iterations is 0; allowed: a whole number > 0"):
-        ds_ext.SinkGD([torch.zeros(2, 2)], iterations=0)

@@ -316,6 +316,32 @@ REFUSED = [
     ("lomo", {"seed": -1}, ["LOMO: optimizer.params.seed is -1", "a whole number >= 0"]),
     ("lomo", {"seed": 1.5}, ["optimizer.params.seed is 1.5", "a whole number >= 0"]),
     ("lomo", {"seed": True}, ["optimizer.params.seed is True", "a whole number >= 0"]),
+    ("lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, ["min_coeff=2.0 is larger than max_coeff=1.0"]),
+    ("lamb", {"max_coeff": 0}, ["max_coeff is 0; allowed: a number > 0"]),
+    ("scale", {"norm_axis": "col"}, ["SCALE: ", "norm_axis is 'col'", '"row" or "column"']),
+    ("sinkgd", {"iterations": 0}, ["SinkGD: ", "iterations is 0; allowed: a whole number > 0"]),
+    ("muon", {"momentum": 1.0}, ["momentum is 1.0; allowed: a number in [0, 1)"]),
+    ("muon", {"ns_steps": 0}, ["ns_steps is 0; allowed: a whole number > 0"]),
+    ("muon", {"ns_coefficients": (1.0, 2.0)}, ["ns_coefficients is (1.0, 2.0)", "a list of 3"]),
+    ("muon", {"adjust_lr_fn": "rms"}, ["adjust_lr_fn is 'rms'", '"original" or "match_rms_adamw"']),
+    *(
+        row
+        for name in ("apollo", "apollomini")
+        for row in (
+            (name, {"rank": 0}, ["rank is 0; allowed: a whole number > 0"]),
+            (name, {"rank": None}, ["rank is None; allowed: a whole number > 0"]),
+            (name, {"scale_type": "row"}, ["scale_type is 'row'", '"channel" or "tensor"']),
+            (name, {"scale": 0.0}, ["scale is 0.0; allowed: a number > 0"]),
+            (name, {"update_proj_gap": 0.5}, ["update_proj_gap is 0.5", "a whole number > 0"]),
+        )
+    ),
+    ("galoreadamw", {"rank": 0}, ["rank is 0; allowed: a whole number > 0 or null"]),
+    ("galoreadamw", {"rank": 2.5}, ["rank is 2.5; allowed: a whole number > 0"]),
+    ("galoreadamw", {"rank": True}, ["rank is True; allowed: a whole number > 0"]),
+    ("galoreadamw", {"proj_type": "full"}, ["proj_type is 'full'", '"std", "reverse_std", "left"']),
+    ("galoreadamw", {"nbits": 4}, ["nbits is 4; allowed: 8 or 32"]),
+    ("galoreadamw", {"update_proj_gap": 0}, ["update_proj_gap is 0; allowed: a whole number > 0"]),
+    ("galoreadamw", {"min_8bit_size": -1}, ["min_8bit_size is -1", "a whole number >= 0"]),
 ]
 
 

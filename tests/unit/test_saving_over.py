@@ -28,7 +28,7 @@ def save(root: Path, tag: str, steps: int, ranks: int = 2) -> None:
     names = [f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(ranks)]
     for name in names:
         (draft.aside / name).write_text(f"{tag} {steps}")
-    files = {name: folder.describe(draft.aside / name) for name in names}
+    files = {name: folder.size_and_checksum(draft.aside / name) for name in names}
     said = {"ds_ext": folder.VERSION, "tag": tag, "global_steps": steps, "files": files}
     folder.commit(draft, said, True)
     swap.close(draft)
@@ -98,13 +98,13 @@ def test_a_file_is_not_replaced_by_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("tag", ["", ".", "../run", "/run", "a/../../b", "latest", ".replaced-a"])
 def test_a_tag_names_a_folder_inside(tmp_path, tag):
     with pytest.raises(ValueError, match="tag"):
-        folder.path_of(tmp_path, tag)
+        folder.checkpoint_path(tmp_path, tag)
 
 
 def test_tags_need_not_be_texts(tmp_path):
-    assert folder.path_of(tmp_path, 0).name == "0"
-    assert folder.path_of(tmp_path, False).name == "False"
-    assert folder.path_of(tmp_path, "run/step1") == tmp_path / "run/step1"
+    assert folder.checkpoint_path(tmp_path, 0).name == "0"
+    assert folder.checkpoint_path(tmp_path, False).name == "False"
+    assert folder.checkpoint_path(tmp_path, "run/step1") == tmp_path / "run/step1"
 
 
 MOVES = ("rename", "replace", "unlink", "rmdir", "mkdir")
@@ -214,7 +214,7 @@ def test_another_job_does_not_touch_what_a_job_writes(tmp_path, tag):
     first = folder.prepare(tmp_path / "first")
     (first.aside / "file.pt").write_text("first")
     save(tmp_path, tag, 2)
-    files = {"file.pt": folder.describe(first.aside / "file.pt")}
+    files = {"file.pt": folder.size_and_checksum(first.aside / "file.pt")}
     said = {"ds_ext": folder.VERSION, "tag": "first", "global_steps": 1, "files": files}
     folder.commit(first, said, True)
     swap.close(first)

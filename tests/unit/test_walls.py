@@ -11,8 +11,8 @@ from tests.common.choose import params
 
 PACKAGE = next(up for up in Path(__file__).parents if (up / "ds_ext").is_dir()) / "ds_ext"
 
-# What each room may import beside itself and the foundation (errors, logs, hyperparams, rates, …),
-# which imports nothing of the package.
+# The other packages that each package may import. All may import the foundation (errors, logs,
+# hyperparams, rates, …), which imports nothing else of ds_ext.
 WALLS = {
     "ops": "",
     "rules": "ops",
@@ -50,12 +50,12 @@ WITHOUT_TORCH = {
     "checkpoint/folder.py",
     "checkpoint/swap.py",
 }
-# What DeepSpeed sets on parameters and modules: read and written in the engine's room only.
+# What DeepSpeed sets on parameters and modules: read and written in the package engine only.
 DEEPSPEED_ATTRIBUTES = ("ds_", "_ds_", "allreduce", "group_name", "tensor_model_parallel")
 
 
-def room_of(path: str) -> str:
-    """The room of a file (relative to ds_ext/)."""
+def package_of(path: str) -> str:
+    """The package of a file (relative to ds_ext/)."""
     first = Path(path).parts[0].removesuffix(".py")
     if first in FOUNDATION:
         return "foundation"
@@ -103,32 +103,32 @@ def deepspeed_attributes(source: str) -> set[str]:
 
 def violations(source: str, path: str) -> list[str]:
     """What the source of ``path`` (relative to ds_ext/) breaks of the walls, in words."""
-    room = room_of(path)
+    package = package_of(path)
     found = []
     for name in imports(source, "ds_ext." + path.removesuffix(".py").replace("/", ".")):
         if name == "a computed name":
-            found.append(f"{room} imports by a computed name")
+            found.append(f"{package} imports by a computed name")
         if name.split(".")[0] == "torch" and path in WITHOUT_TORCH:
             found.append(f"{path} imports torch")
-        for package, allowed in ONLY.items():
+        for module, allowed in ONLY.items():
             inside = any(path.startswith(where) for where in allowed.split())
-            if f"{name}.".startswith(f"{package}.") and not inside:
-                found.append(f"{path} imports {package}")
+            if f"{name}.".startswith(f"{module}.") and not inside:
+                found.append(f"{path} imports {module}")
         if name.split(".")[0] == "ds_ext":
-            found += _own_import(room, name)
-    if room != "engine":
+            found += _own_import(package, name)
+    if package != "engine":
         found += [f"{path} reads {name}" for name in deepspeed_attributes(source)]
     return sorted(set(found))
 
 
-def _own_import(room: str, name: str) -> list[str]:
+def _own_import(package: str, name: str) -> list[str]:
     """What an import of the package's own breaks."""
     first = (name.split(".") + [""])[1]
     files = (PACKAGE / f"{first}.py", PACKAGE / first / "__init__.py")
     is_module = bool(first) and any(file.is_file() for file in files)
-    target = room_of(f"{first}.py") if is_module else "__init__"  # a name of the package's own
-    allowed = {room, "foundation", *WALLS.get(room, "").split()}
-    return [] if target in allowed else [f"{room} imports {target}"]
+    target = package_of(f"{first}.py") if is_module else "__init__"  # a name of the package's own
+    allowed = {package, "foundation", *WALLS.get(package, "").split()}
+    return [] if target in allowed else [f"{package} imports {target}"]
 
 
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))

@@ -22,9 +22,9 @@ from ds_ext.ops.expressions import (
     Writable,
     accumulator,
     is_part,
+    output_buffer,
     part,
     read,
-    room,
     times,
     write_,
 )
@@ -200,7 +200,7 @@ def own_run(v: Tensor, shard: Shard) -> Tensor:
 def squared(x: Readable, b: Block) -> Tensor:
     """The squares of a block; the caller may overwrite them."""
     values = read(x, b)
-    return torch.mul(values, values, out=room(values, x))
+    return torch.mul(values, values, out=output_buffer(values, x))
 
 
 @_makers.makes(passes.Lerp)
@@ -290,7 +290,7 @@ def normalize_whole_rows(
     ones = row.new_ones(shard.cols)
     for b in scratch.blocks(shard):
         values = read(x.x, b)
-        square = torch.mul(values, x.col[b.mats], out=room(values, x.x)).square_()
+        square = torch.mul(values, x.col[b.mats], out=output_buffer(values, x.x)).square_()
         before = x.row[b.mats, b.rows].squeeze(-1)
         norms = before * torch.matmul(square, ones).sqrt_()
         new = (before * (root / norms.clamp(min=least))).clamp_(max=LARGEST)

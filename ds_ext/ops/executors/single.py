@@ -80,20 +80,13 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, shard: Shard) -> Any:
 
 
 @_makers.makes(passes.Factors)
-def factors_(
-    row: Tensor,
-    col: Tensor,
-    sums: tuple[Tensor, ...],
-    eps: float,
-    beta: float,
-    clip: float,
-    shard: Shard,
-) -> Any:
-    """The pass ``ops.factors_``."""
+def factors_(row: Tensor, col: Tensor, *more: Any) -> Any:
+    """The pass ``ops.factors_``; ``more`` are its further arguments."""
+    sums, eps, beta, clip, shard = more
     if not _takes_matrices(row, shard) or not shard.numel:
         return NotImplemented
-    statistics, batch = (Runs([row]), Runs([col])), _alone(shard, row.device)
-    found = batched.factors_(*statistics, sums, eps, beta, clip, batch)
+    batch = _alone(shard, row.device)
+    found = batched.factors_(Runs([row]), Runs([col]), sums, eps, beta, clip, batch)
     by_row, by_col = (factors.values.view(shard.mats, -1) for factors in found)
     return by_row.unsqueeze(-1), by_col.unsqueeze(-2)
 

@@ -79,11 +79,11 @@ def _source() -> str:
 def _source_of(library: ctypes.CDLL) -> str:
     """The hash of the source that a library was built from; empty if it exports none."""
     try:
-        tell = library.passes_source
+        source = library.passes_source
     except AttributeError:
         return ""
-    tell.restype = ctypes.c_char_p
-    return str(tell().decode())
+    source.restype = ctypes.c_char_p
+    return str(source().decode())
 
 
 def _built() -> Path:

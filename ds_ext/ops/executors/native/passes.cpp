@@ -142,25 +142,23 @@ inline uint32_t as_bits(float x) {
     return bits;
 }
 
-// rounding._hash: "lowbias32" of C. Wellons.
+// rounding.hash_
 inline uint32_t hashed(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7FEB352Du;
-    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    x = (x ^ (x >> 16)) * LOWBIAS1;
+    x = (x ^ (x >> 15)) * LOWBIAS2;
     return x ^ (x >> 16);
 }
 
-// rounding._noise: a permutation of the numbers below PERMUTED, twice, so that reads may run past its
+// rounding._noise: a permutation of the numbers below NOISE_CHUNK, twice, so that reads may run past its
 // end. It stays in the cache, so reading it is faster than computing it.
-const int64_t PERMUTED = 1 << 16;
-
 const uint16_t *permutation() {
     static const std::vector<uint16_t> made = [] {
-        std::vector<uint16_t> table(2 * PERMUTED);
+        std::vector<uint16_t> table(2 * NOISE_CHUNK);
         for (size_t k = 0; k < table.size(); ++k) {
-            uint32_t h = k % PERMUTED;
-            h = (h ^ (h >> 7)) * 0x2993u & 0xFFFFu;
-            h = (h ^ (h >> 5)) * 0xE877u & 0xFFFFu;
-            h = (h ^ (h >> 9)) * 0x0235u & 0xFFFFu;
+            uint32_t h = k % NOISE_CHUNK;
+            h = (h ^ (h >> 7)) * NOISE1 & 0xFFFFu;
+            h = (h ^ (h >> 5)) * NOISE2 & 0xFFFFu;
+            h = (h ^ (h >> 9)) * NOISE3 & 0xFFFFu;
             table[k] = static_cast<uint16_t>(h ^ (h >> 10));
         }
         return table;
@@ -388,8 +386,8 @@ INLINE Correction correction(bool is_bf16) {
     return is_bf16 ? Correction{0x1p-7f, 0x00800000u} : Correction{0x1p-10f, 0x38800000u};
 }
 
-// Returns x as fp32: x itself, or a copy in ``room``.
-static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float *__restrict room) {
+// Returns x as fp32: x itself, or a copy in ``buffer``.
+static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float *__restrict buffer) {
     if (dtype == FP32) {
         prefetch(static_cast<const float *>(x) + i, n);
         return static_cast<const float *>(x) + i;
@@ -397,11 +395,11 @@ static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float
     const uint16_t *__restrict from = static_cast<const uint16_t *>(x) + i;
     prefetch(from, n);
     if (dtype == BF16) {
-        for (int64_t j = 0; j < n; ++j) room[j] = bf16_to_float(from[j]);
+        for (int64_t j = 0; j < n; ++j) buffer[j] = bf16_to_float(from[j]);
     } else {
-        for (int64_t j = 0; j < n; ++j) room[j] = half_to_float(from[j]);
+        for (int64_t j = 0; j < n; ++j) buffer[j] = half_to_float(from[j]);
     }
-    return room;
+    return buffer;
 }
 
 // Calls ``task`` with the gradient from element i on: x · factor clamped to ± bound.
@@ -416,70 +414,70 @@ template <class Task> INLINE void with_gradient(const Entry &e, int dtype, int64
     }
 }
 
-// Returns the gradient as fp32: in place, or a copy in ``room``.
-static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype, int64_t i, int64_t n, float *__restrict room) {
-    const float *found = room;
+// Returns the gradient as fp32: in place, or a copy in ``buffer``.
+static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype, int64_t i, int64_t n, float *__restrict buffer) {
+    const float *found = buffer;
     with_gradient(e, dtype, i, [&](auto x) {
         x.prefetch(n);
         if constexpr (std::is_same_v<decltype(x), Fp32>)
             found = x.at;
         else
-            for (int64_t j = 0; j < n; ++j) room[j] = x[j];
+            for (int64_t j = 0; j < n; ++j) buffer[j] = x[j];
     });
     return found;
 }
 
-static __attribute__((noinline)) const float *weight(const Entry &e, int storage, int64_t i, int64_t n, float *__restrict room) {
+static __attribute__((noinline)) const float *weight(const Entry &e, int storage, int64_t i, int64_t n, float *__restrict buffer) {
     switch (storage) {
-    case PLAIN_FP32: return loaded(e.w, FP32, i, n, room);
+    case PLAIN_FP32: return loaded(e.w, FP32, i, n, buffer);
     case PLAIN_BF16:
-    case STOCHASTIC_BF16: return loaded(e.w, BF16, i, n, room);
+    case STOCHASTIC_BF16: return loaded(e.w, BF16, i, n, buffer);
     case PLAIN_FP16:
-    case STOCHASTIC_FP16: return loaded(e.w, FP16, i, n, room);
+    case STOCHASTIC_FP16: return loaded(e.w, FP16, i, n, buffer);
     case SPLIT_BF16: {
         const uint16_t *__restrict w = static_cast<const uint16_t *>(e.w) + i;
         const int16_t *__restrict rest = static_cast<const int16_t *>(e.aux) + i;
         for (int64_t j = 0; j < n; ++j)
-            room[j] = as_float((static_cast<uint32_t>(w[j]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(rest[j])));
-        return room;
+            buffer[j] = as_float((static_cast<uint32_t>(w[j]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(rest[j])));
+        return buffer;
     }
     case CORRECTED_BF16:
     case CORRECTED_FP16: {
         bool is_bf16 = storage == CORRECTED_BF16;
         const Correction c = correction(is_bf16);
         const int8_t *__restrict parts = static_cast<const int8_t *>(e.aux) + i;
-        loaded(e.w, is_bf16 ? BF16 : FP16, i, n, room);
+        loaded(e.w, is_bf16 ? BF16 : FP16, i, n, buffer);
         prefetch(parts, n);
-        for (int64_t j = 0; j < n; ++j) room[j] = c.read(room[j], parts[j]);
-        return room;
+        for (int64_t j = 0; j < n; ++j) buffer[j] = c.read(buffer[j], parts[j]);
+        return buffer;
     }
     default: {  // COPIED_FP16: uses the copy while it still rounds to the run's weight
         const uint16_t *__restrict w = static_cast<const uint16_t *>(e.w) + i;
         const float *__restrict copy = static_cast<const float *>(e.aux) + i;
         for (int64_t j = 0; j < n; ++j) {
             float now = half_to_float(w[j]), then = half_to_float(float_to_half(copy[j]));
-            room[j] = then == now ? copy[j] : now;
+            buffer[j] = then == now ? copy[j] : now;
         }
-        return room;
+        return buffer;
     }
     }
 }
 
 // rounding.add_noise_: 16 random bits for each of n elements, from element ``at`` on. Returns a
-// pointer into the permutation, or a copy in ``room`` if the elements cross two chunks.
-static const uint16_t *noise(uint32_t key, int64_t at, int64_t n, uint16_t *__restrict room) {
+// pointer into the permutation, or a copy in ``buffer`` if the elements cross two chunks.
+static const uint16_t *noise(uint32_t key, int64_t at, int64_t n, uint16_t *__restrict buffer) {
     const uint16_t *table = permutation();
     for (int64_t j = 0; j < n;) {
-        int64_t chunk = (at + j) / PERMUTED, element = (at + j) % PERMUTED;
-        int64_t stop = j + PERMUTED - element;
-        uint32_t place = hashed(key + static_cast<uint32_t>(chunk) * 0xC2B2AE3Du);
-        const uint16_t *from = table + (place + static_cast<uint32_t>(element)) % PERMUTED;
+        int64_t chunk = (at + j) / NOISE_CHUNK, element = (at + j) % NOISE_CHUNK;
+        int64_t stop = j + NOISE_CHUNK - element;
+        uint32_t place = hashed(key + static_cast<uint32_t>(chunk) * PRIME3);
+        const uint16_t *from = table + (place + static_cast<uint32_t>(element)) % NOISE_CHUNK;
         if (j == 0 && stop >= n) return from;
         if (stop > n) stop = n;
-        std::memcpy(room + j, from, sizeof(uint16_t) * static_cast<size_t>(stop - j));
+        std::memcpy(buffer + j, from, sizeof(uint16_t) * static_cast<size_t>(stop - j));
         j = stop;
     }
-    return room;
+    return buffer;
 }
 
 // Rounds numbers that may exceed the largest bf16, which they become, or may be non-finite.
@@ -611,11 +609,11 @@ INLINE double square_sum(const float *x, int64_t n) { return square_sum_of(Fp32{
 
 // The largest magnitude of a strip; infinity if there is a NaN.
 static void largest(const Call &call, const Entry &e, const Strip &s, double *partial) {
-    alignas(ALIGNED) float room[CHUNK];
+    alignas(ALIGNED) float buffer[CHUNK];
     uint32_t most[WIDTH] = {};
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK, j = 0;
-        const float *x = loaded(e.x, call.dtype, i, n, room);
+        const float *x = loaded(e.x, call.dtype, i, n, buffer);
         for (; j + WIDTH <= n; j += WIDTH)
             for (int l = 0; l < WIDTH; ++l) {
                 uint32_t a = as_bits(x[j + l]) & 0x7FFFFFFFu;  // has the order of the magnitudes
@@ -720,16 +718,11 @@ static void gradient_times_factors(const Call &call, const Entry &e, int64_t i, 
 
 // 8-bit moments: companding.py. A chunk has whole groups, except for the last group of a parameter.
 
-const int64_t FEW = 32;         // elements that share a scale: companding.SIZE
-const int CUT = 13;             // low mantissa bits that a scale drops
-const uint32_t FIRST = 83 << 10;
-const float LEAST_SCALE = 0x1p-44f, MOST_SCALE = 0x1p20f - 0x1p9f;
-
-INLINE float scale_of(uint16_t code) { return as_float((code + FIRST) << CUT); }
+INLINE float scale_of(uint16_t code) { return as_float((code + SCALE_FIRST) << SCALE_CUT); }
 
 INLINE uint16_t code_of(float scale) {
     uint32_t bits = as_bits(scale);
-    return static_cast<uint16_t>(((bits + ((1u << (CUT - 1)) - 1) + ((bits >> CUT) & 1u)) >> CUT) - FIRST);
+    return static_cast<uint16_t>(((bits + ((1u << (SCALE_CUT - 1)) - 1) + ((bits >> SCALE_CUT) & 1u)) >> SCALE_CUT) - SCALE_FIRST);
 }
 
 INLINE float within(float low, float x, float high) {
@@ -744,7 +737,7 @@ INLINE float largest_of(const float *x, int64_t n) {
         uint32_t a = as_bits(x[k]) & 0x7FFFFFFFu;
         most = a > most ? a : most;
     }
-    return within(LEAST_SCALE, as_float(most), MOST_SCALE);
+    return within(MIN_SCALE, as_float(most), MAX_SCALE);
 }
 
 INLINE void read_signed_group(const int8_t *code, float scale, int64_t n, float *__restrict m) {
@@ -777,44 +770,44 @@ INLINE void write_root_group(const float *root, float scale, int64_t n, uint8_t 
 
 static __attribute__((noinline)) void read_signed(const Entry &e, int64_t i, int64_t n, float *__restrict m) {
     const int8_t *code = reinterpret_cast<const int8_t *>(e.m) + i;
-    const uint16_t *scale = e.m_scale + i / FEW;
+    const uint16_t *scale = e.m_scale + i / SCALE_GROUP;
     prefetch(code, n);
     int64_t j = 0;
-    for (; j + FEW <= n; j += FEW) read_signed_group(code + j, scale_of(scale[j / FEW]), FEW, m + j);
-    if (j < n) read_signed_group(code + j, scale_of(scale[j / FEW]), n - j, m + j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) read_signed_group(code + j, scale_of(scale[j / SCALE_GROUP]), SCALE_GROUP, m + j);
+    if (j < n) read_signed_group(code + j, scale_of(scale[j / SCALE_GROUP]), n - j, m + j);
 }
 
 static __attribute__((noinline)) void write_signed(const Entry &e, int64_t i, int64_t n, const float *m) {
     int8_t *code = reinterpret_cast<int8_t *>(e.m) + i;
-    uint16_t *scale = e.m_scale + i / FEW;
-    float most[CHUNK / FEW + 1];
+    uint16_t *scale = e.m_scale + i / SCALE_GROUP;
+    float most[CHUNK / SCALE_GROUP + 1];
     int64_t j = 0;
-    for (; j + FEW <= n; j += FEW) most[j / FEW] = largest_of(m + j, FEW);
-    if (j < n) most[j / FEW] = largest_of(m + j, n - j);
-    for (j = 0; j < n; j += FEW) scale[j / FEW] = code_of(most[j / FEW]);
-    for (j = 0; j + FEW <= n; j += FEW) write_signed_group(m + j, most[j / FEW], FEW, code + j);
-    if (j < n) write_signed_group(m + j, most[j / FEW], n - j, code + j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(m + j, SCALE_GROUP);
+    if (j < n) most[j / SCALE_GROUP] = largest_of(m + j, n - j);
+    for (j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
+    for (j = 0; j + SCALE_GROUP <= n; j += SCALE_GROUP) write_signed_group(m + j, most[j / SCALE_GROUP], SCALE_GROUP, code + j);
+    if (j < n) write_signed_group(m + j, most[j / SCALE_GROUP], n - j, code + j);
 }
 
 static __attribute__((noinline)) void read_squares(const Entry &e, int64_t i, int64_t n, float *__restrict v) {
     const uint8_t *code = reinterpret_cast<const uint8_t *>(e.v) + i;
-    const uint16_t *scale = e.v_scale + i / FEW;
+    const uint16_t *scale = e.v_scale + i / SCALE_GROUP;
     prefetch(code, n);
     int64_t j = 0;
-    for (; j + FEW <= n; j += FEW) read_square_group(code + j, scale_of(scale[j / FEW]), FEW, v + j);
-    if (j < n) read_square_group(code + j, scale_of(scale[j / FEW]), n - j, v + j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) read_square_group(code + j, scale_of(scale[j / SCALE_GROUP]), SCALE_GROUP, v + j);
+    if (j < n) read_square_group(code + j, scale_of(scale[j / SCALE_GROUP]), n - j, v + j);
 }
 
 static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int64_t n, const float *root) {
     uint8_t *code = reinterpret_cast<uint8_t *>(e.v) + i;
-    uint16_t *scale = e.v_scale + i / FEW;
-    float most[CHUNK / FEW + 1];
+    uint16_t *scale = e.v_scale + i / SCALE_GROUP;
+    float most[CHUNK / SCALE_GROUP + 1];
     int64_t j = 0;
-    for (; j + FEW <= n; j += FEW) most[j / FEW] = largest_of(root + j, FEW);
-    if (j < n) most[j / FEW] = largest_of(root + j, n - j);
-    for (j = 0; j < n; j += FEW) scale[j / FEW] = code_of(most[j / FEW]);
-    for (j = 0; j + FEW <= n; j += FEW) write_root_group(root + j, most[j / FEW], FEW, code + j);
-    if (j < n) write_root_group(root + j, most[j / FEW], n - j, code + j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(root + j, SCALE_GROUP);
+    if (j < n) most[j / SCALE_GROUP] = largest_of(root + j, n - j);
+    for (j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
+    for (j = 0; j + SCALE_GROUP <= n; j += SCALE_GROUP) write_root_group(root + j, most[j / SCALE_GROUP], SCALE_GROUP, code + j);
+    if (j < n) write_root_group(root + j, most[j / SCALE_GROUP], n - j, code + j);
 }
 
 // Adam's update with 8-bit moments; the update uses them before they are rounded.
@@ -852,37 +845,37 @@ static __attribute__((noinline)) void sign_step(const Entry &e, bool is_8bit, in
     if (is_8bit) write_signed(e, i, n, m);
 }
 
-// Returns the input of a pass: up to CHUNK elements, in ``room`` or in place. Advances moments.
-static __attribute__((noinline)) const float *value(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict room) {
-    const float *u = room;
-    if (call.form == IS_WEIGHT) return weight(e, call.storage, i, n, room);
+// Returns the input of a pass: up to CHUNK elements, in ``buffer`` or in place. Advances moments.
+static __attribute__((noinline)) const float *value(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict buffer) {
+    const float *u = buffer;
+    if (call.form == IS_WEIGHT) return weight(e, call.storage, i, n, buffer);
     bool is_by_factors = call.form == IS_QUOTIENT || call.form == IS_RESIDUAL;
     if (is_by_factors)
-        gradient_times_factors(call, e, i, n, room);
+        gradient_times_factors(call, e, i, n, buffer);
     else if (call.form != IS_ADAM)
-        u = gradient(e, call.dtype, i, n, room);
+        u = gradient(e, call.dtype, i, n, buffer);
     float scale = e.scale;
     switch (call.form) {
     case IS_VECTOR_RESIDUAL:
     case IS_RESIDUAL: {
         if (call.form == IS_VECTOR_RESIDUAL) {
             const float *__restrict v = e.v + i;
-            for (int64_t j = 0; j < n; ++j) room[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
+            for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
         }
         float *__restrict m = e.m + i, weight = e.lerp1;
         prefetch(m, n);
         for (int64_t j = 0; j < n; ++j) {
-            float now = moved(m[j], room[j], weight);
+            float now = moved(m[j], buffer[j], weight);
             m[j] = now;
-            room[j] -= now;
+            buffer[j] -= now;
         }
-        u = room;
+        u = buffer;
         break;
     }
     case IS_VECTOR: {
         const float *__restrict v = e.v + i;
-        for (int64_t j = 0; j < n; ++j) room[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
-        u = room;
+        for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
+        u = buffer;
         break;
     }
     case IS_ADAM: {
@@ -892,7 +885,7 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
             int64_t end = n - k < FEW_LINES ? n : k + FEW_LINES;
             prefetch(m + k, end - k);
             prefetch(v + k, end - k);
-            for (int64_t j = k; j < end; ++j) room[j] = m[j] / (std::sqrt(v[j]) * a + b) * scale;
+            for (int64_t j = k; j < end; ++j) buffer[j] = m[j] / (std::sqrt(v[j]) * a + b) * scale;
         }
         break;
     }
@@ -907,19 +900,19 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
                 float g = u[j], now = moved(m[j], g, lerp1), square = moved(v[j], g * g, lerp2);
                 m[j] = now;
                 v[j] = square;
-                room[j] = now / (std::sqrt(square) * a + b) * scale;
+                buffer[j] = now / (std::sqrt(square) * a + b) * scale;
             }
         }
-        u = room;
+        u = buffer;
         break;
     }
     case IS_ADAM8_STEP:
-        adam8_step(e, i, n, u, room);
-        return room;
+        adam8_step(e, i, n, u, buffer);
+        return buffer;
     case IS_SIGN_STEP:
     case IS_SIGN8_STEP:
-        sign_step(e, call.form == IS_SIGN8_STEP, i, n, u, room);
-        return room;
+        sign_step(e, call.form == IS_SIGN8_STEP, i, n, u, buffer);
+        return buffer;
     default: break;
     }
     return u;
@@ -931,17 +924,17 @@ INLINE void add_decayed(const float *u, const float *__restrict w, float decay, 
 
 // Sums of squares of the input, and of the weights if ``out2`` is set.
 static void square_sums(const Call &call, const Entry &e, const Strip &s, double *partial) {
-    alignas(ALIGNED) float room[CHUNK], other[CHUNK];
+    alignas(ALIGNED) float buffer[CHUNK], other[CHUNK];
     double sum = 0, of_weights = 0;
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
-        const float *u = value(call, e, i, n, room);
+        const float *u = value(call, e, i, n, buffer);
         if (call.decays || e.out2) {
             const float *w = weight(e, call.storage, i, n, other);
             if (e.out2) of_weights += square_sum(w, n);
             if (call.decays) {
-                add_decayed(u, w, e.decay, n, room);
-                u = room;
+                add_decayed(u, w, e.decay, n, buffer);
+                u = buffer;
             }
         }
         sum += square_sum(u, n);
@@ -966,9 +959,9 @@ const int64_t NARROW = 64;
 
 // If ``notes``, stores the probes of a weight; else compares them, and returns whether all match.
 static bool probed(const Call &call, const Entry &e, bool notes) {
-    float room[1];
+    float buffer[1];
     for (int64_t k = 0; k < PROBES && e.n; ++k) {
-        float x = *weight(e, call.storage, (2 * k + 1) * e.n / (2 * PROBES), 1, room);
+        float x = *weight(e, call.storage, (2 * k + 1) * e.n / (2 * PROBES), 1, buffer);
         if (notes)
             e.norm_cache[1 + k] = x;
         else if (as_bits(e.norm_cache[1 + k]) != as_bits(x))
@@ -1033,13 +1026,13 @@ INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_3x3)
 // Adds row sums of squares to out, and column sums to ``col``: [cols] if the strip lies in one large
 // matrix, or [mats, cols] if it has small matrices. Sums of 3 x 3 matrices are overwritten.
 static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
-    alignas(ALIGNED) float room[CHUNK];
+    alignas(ALIGNED) float buffer[CHUNK];
     if (e.cols <= NARROW) {
         for (int64_t i = s.begin; i < s.end;) {
             bool is_3x3;
             int64_t n = narrow_part(e, i, s.end, is_3x3);
             int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
-            const float *x = value(call, e, i, n, room);
+            const float *x = value(call, e, i, n, buffer);
             float *to = is_one ? col - line / e.rows * e.cols : col;
             if (is_3x3)
                 row_col_sums_3x3(x, n, e.out + line, to + line);
@@ -1055,7 +1048,7 @@ static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float
         double sum = 0;
         for (int64_t k = 0; k < l.n; k += CHUNK) {
             int64_t n = l.n - k < CHUNK ? l.n - k : CHUNK;
-            const float *x = value(call, e, i + k, n, room);
+            const float *x = value(call, e, i + k, n, buffer);
             float *__restrict at = to + k;
             for (int64_t j = 0; j < n; ++j) at[j] += x[j] * x[j];
             sum += square_sum(x, n);
@@ -1076,13 +1069,13 @@ struct RowWeights {
 
 // row_col_sums of whole narrow rows, and column sums of squares divided by the row's new statistic.
 static void weighted_sums_narrow(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
-    alignas(ALIGNED) float room[CHUNK];
+    alignas(ALIGNED) float buffer[CHUNK];
     const RowWeights weight(e);
     for (int64_t i = s.begin; i < s.end;) {
         bool is_3x3;
         int64_t n = narrow_part(e, i, s.end, is_3x3) / e.cols * e.cols;
         int64_t line = (e.start + i) / e.cols;
-        const float *x = gradient(e, call.dtype, i, n, room);
+        const float *x = gradient(e, call.dtype, i, n, buffer);
         if (is_3x3)
             weighted_sums_3x3(x, n, e.before + line, weight.rest, weight.least, weight.share, e.out + line,
                                        col + line, by_weight + line);
@@ -1219,7 +1212,7 @@ static __attribute__((noinline)) void add_weighted_squares(const float *const *x
 // out ← factors that give whole rows of x · col the norm √cols. Adds the column sums of squares of the
 // normalized rows to ``col``.
 static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
-    alignas(ALIGNED) float room[4][CHUNK];
+    alignas(ALIGNED) float buffer[4][CHUNK];
     float root = std::sqrt(static_cast<float>(e.cols));
     for (int64_t i = s.begin; i < s.end;) {
         int64_t line = (e.start + i) / e.cols, mat = line / e.rows;
@@ -1232,7 +1225,7 @@ static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &
             double sum = 0;
             for (int64_t k = 0; k < e.cols; k += CHUNK) {
                 int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
-                sum += square_sum_of_product(gradient(e, call.dtype, i + r * e.cols + k, n, room[0]), by_col + k, n);
+                sum += square_sum_of_product(gradient(e, call.dtype, i + r * e.cols + k, n, buffer[0]), by_col + k, n);
             }
             e.out[line + r] = normalized(e.row[line + r], static_cast<float>(sum), e.eps, root);
             weight[r] = e.out[line + r];
@@ -1240,7 +1233,7 @@ static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &
         for (int64_t k = 0; k < e.cols; k += CHUNK) {
             int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
             const float *x[4];
-            for (int64_t r = 0; r < rows; ++r) x[r] = gradient(e, call.dtype, i + r * e.cols + k, n, room[r]);
+            for (int64_t r = 0; r < rows; ++r) x[r] = gradient(e, call.dtype, i + r * e.cols + k, n, buffer[r]);
             add_weighted_squares(x, weight, rows, by_col + k, n, to + k);
         }
         i += rows * e.cols;
@@ -1342,10 +1335,10 @@ static void advance_1x1(const Entry &e, const Strip &s, double *partial) {
 }
 
 static void advance(const Call &call, const Entry &e, const Strip &s) {
-    alignas(ALIGNED) float room[CHUNK];
+    alignas(ALIGNED) float buffer[CHUNK];
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
-        const float *u = value(call, e, i, n, room);
+        const float *u = value(call, e, i, n, buffer);
         float *__restrict m = e.out + i, weight = e.lerp, eps = e.eps;
         if (call.pass == SCATTERED_SQUARES)
             for (int64_t j = 0; j < n; ++j) m[j] = u[j] * u[j];
@@ -1407,12 +1400,12 @@ static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int6
 
 // w ← w − lr · (u + decay · w)
 static void apply(const Call &call, const Entry &e, const Strip &s, double *partial) {
-    alignas(ALIGNED) float room[CHUNK], old[CHUNK], now[CHUNK];
+    alignas(ALIGNED) float buffer[CHUNK], old[CHUNK], now[CHUNK];
     double changes = 0, weights = 0;
     const Stepped stepped{e.lr, e.decay, call.decays != 0};
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
-        const float *u = value(call, e, i, n, room);
+        const float *u = value(call, e, i, n, buffer);
         double squares = 0;
         if (!e.update_sums && step_at_once(call, e, stepped, i, n, u, squares)) {
             weights += squares;
@@ -1433,8 +1426,8 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
 
 // fingerprints._factors: an odd number for each element of a group.
 INLINE int32_t odd_number(int64_t k) {
-    uint32_t h = static_cast<uint32_t>(k + 1) * 0x9E3779B1u;
-    h = (h ^ (h >> 15)) * 0x85EBCA77u;
+    uint32_t h = static_cast<uint32_t>(k + 1) * PRIME1;
+    h = (h ^ (h >> 15)) * PRIME2;
     return static_cast<int32_t>(h | 1u);
 }
 
@@ -1494,11 +1487,11 @@ static void marks(const Call &call, const Entry &e, const Strip &s) {
 // The work of a call: its strips, and memory for their partial sums.
 struct Work {
     std::vector<Strip> strips;
-    std::vector<Aligned> room;   // column sums of strips of large matrices, [2, cols] each
+    std::vector<Aligned> buffer;   // column sums of strips of large matrices, [2, cols] each
     std::vector<double> sums;    // [2] per strip
     int64_t elements = 0;
 
-    float *columns() { return reinterpret_cast<float *>(room.data()); }
+    float *columns() { return reinterpret_cast<float *>(buffer.data()); }
 };
 
 // Whether each strip lies in one large matrix, and has partial column sums of it.
@@ -1533,7 +1526,7 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
             floats += (2 * e.cols + WIDTH - 1) / WIDTH * WIDTH;
         }
     }
-    work.room.resize(static_cast<size_t>(floats / WIDTH), Aligned{});
+    work.buffer.resize(static_cast<size_t>(floats / WIDTH), Aligned{});
     work.sums.resize(2 * work.strips.size(), 0.0);
     return work;
 }

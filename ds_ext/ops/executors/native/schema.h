@@ -99,5 +99,21 @@ enum Pass {
 };
 
 const int64_t GROUP = 256;
+const int64_t SCALE_GROUP = 32;
+const int64_t NOISE_CHUNK = 65536;
 const int PROBES = 31;
-const float PARTS = 127.0f, MOST = 126.75f, HALF = 0.49999f;
+const int SCALE_CUT = 13;
+const float PARTS = 127.0f;
+const float MOST = 126.75f;
+const float HALF = 0.49999f;
+const float MIN_SCALE = 5.684341886080802e-14f;
+const float MAX_SCALE = 1048064.0f;
+const uint32_t SCALE_FIRST = 0x14c00u;
+const uint32_t NOISE1 = 0x2993u;
+const uint32_t NOISE2 = 0xe877u;
+const uint32_t NOISE3 = 0x235u;
+const uint32_t LOWBIAS1 = 0x7feb352du;
+const uint32_t LOWBIAS2 = 0x846ca68bu;
+const uint32_t PRIME1 = 0x9e3779b1u;
+const uint32_t PRIME2 = 0x85ebca77u;
+const uint32_t PRIME3 = 0xc2b2ae3du;

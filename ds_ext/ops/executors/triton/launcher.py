@@ -100,10 +100,10 @@ class Launcher:
         self.enqueue((), [launch])
         return total
 
-    def tell(self, limits: GradLimits, out: Addresses) -> None:
+    def copy_checked_values(self, limits: GradLimits, out: Addresses) -> None:
         """Queues a copy of each parameter's ``limits.found`` to ``out``."""
         columns = {"found": limits.found, "out": out}
-        self.enqueue(self.launches("tell", (), self.by_parameter, columns))
+        self.enqueue(self.launches("copy_checked_values", (), self.by_parameter, columns))
 
     def scratch(self, n: int) -> Tensor:
         """Returns uninitialized memory, [n] in fp32."""

@@ -53,7 +53,7 @@ MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
 BY_ELEMENT = {"square_sums", "row_col_sums", "lerp", "square_lerp"}
 BY_ELEMENT |= {"apply", "noting_apply", "measured_apply"}
 # Passes whose bits do not depend on the number of warps.
-ANY_WARPS = {"lerp", "square_lerp", "apply", "tell"}
+ANY_WARPS = {"lerp", "square_lerp", "apply", "copy_checked_values"}
 
 
 @dataclass(frozen=True, eq=False)

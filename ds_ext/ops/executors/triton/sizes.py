@@ -89,5 +89,5 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
     "mend_unmarked": _of_groups,
     "fold": _of_sums,
     "recall": _of_recalled,
-    "tell": _of_numbers,
+    "copy_checked_values": _of_numbers,
 }

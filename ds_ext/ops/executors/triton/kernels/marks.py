@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ds_ext.ops import schema
 from ds_ext.ops.executors.triton.kernels.table import (
     AUX,
     MARKS,
@@ -12,6 +13,8 @@ from ds_ext.ops.executors.triton.kernels.table import (
     pointer,
     vectors,
 )
+
+PRIME1, PRIME2 = tl.constexpr(schema.PRIME1), tl.constexpr(schema.PRIME2)
 
 
 @triton.jit
@@ -81,8 +84,8 @@ def _hashed(t, table_tile, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.const
 @triton.jit
 def _factor(k):
     """fingerprints._factors: an odd number for each element of a group."""
-    h = (k + 1).to(tl.uint32) * 0x9E3779B1
-    h = (h ^ (h >> 15)) * 0x85EBCA77
+    h = (k + 1).to(tl.uint32) * PRIME1
+    h = (h ^ (h >> 15)) * PRIME2
     return (h | 1).to(tl.int32)
 
 

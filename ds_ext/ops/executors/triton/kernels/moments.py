@@ -6,7 +6,7 @@ As there, every operation is rounded separately, so codes have the same bits on 
 import triton
 import triton.language as tl
 
-from ds_ext.ops import companding
+from ds_ext.ops import schema
 from ds_ext.ops.executors.triton.kernels.table import (
     LERP1,
     LERP2,
@@ -21,10 +21,10 @@ from ds_ext.ops.executors.triton.kernels.table import (
     vectors,
 )
 
-FEW = tl.constexpr(companding.SIZE)  # elements that share a scale
-CUT, FIRST = tl.constexpr(companding.CUT), tl.constexpr(companding.FIRST)
-BELOW = tl.constexpr(2 ** (companding.CUT - 1) - 1)  # just below half of the bits that are dropped
-LEAST, MOST = tl.constexpr(companding.LEAST), tl.constexpr(companding.MOST)
+FEW = tl.constexpr(schema.SCALE_GROUP)  # elements that share a scale
+CUT, FIRST = tl.constexpr(schema.SCALE_CUT), tl.constexpr(schema.SCALE_FIRST)
+BELOW = tl.constexpr(2 ** (schema.SCALE_CUT - 1) - 1)  # just below half of the dropped bits
+LEAST, MOST = tl.constexpr(schema.MIN_SCALE), tl.constexpr(schema.MAX_SCALE)
 
 
 @triton.jit

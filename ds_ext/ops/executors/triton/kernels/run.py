@@ -19,11 +19,11 @@ from ds_ext.ops.executors.triton.kernels.elementwise import (
 from ds_ext.ops.executors.triton.kernels.factored import clipped_factors, factors
 from ds_ext.ops.executors.triton.kernels.marks import mark, mend, mend_unmarked
 from ds_ext.ops.executors.triton.kernels.sums import (
+    copy_checked_values,
     fold,
     normalize,
     normalize_whole_rows,
     row_col_sums,
-    tell,
     weighted_sums,
 )
 from ds_ext.ops.executors.triton.kernels.table import (
@@ -105,8 +105,8 @@ def _pass(t, tile, P: tl.constexpr):
         measured_apply(t, tile, P)
     elif P.name == "fold":
         fold(t, tile, P)
-    elif P.name == "tell":
-        tell(t, tile, P)
+    elif P.name == "copy_checked_values":
+        copy_checked_values(t, tile, P)
     elif P.name == "mark":
         mark(t, tile, P)
     elif P.name == "mend":

@@ -166,7 +166,7 @@ def normalize(t, tile, P: tl.constexpr):
 
 
 @triton.jit
-def tell(t, tile, P: tl.constexpr):
+def copy_checked_values(t, tile, P: tl.constexpr):
     """out ← found, one number."""
     tl.store(pointer(t, OUT, tl.float32), number(t, FOUND))
 

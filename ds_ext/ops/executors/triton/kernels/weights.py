@@ -14,6 +14,9 @@ MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
 MOST_PARTS, HALF = tl.constexpr(schema.MOST), tl.constexpr(schema.HALF)
 PARTS = tl.constexpr(schema.PARTS)
+NOISE1, NOISE2 = tl.constexpr(schema.NOISE1), tl.constexpr(schema.NOISE2)
+NOISE3, PRIME3 = tl.constexpr(schema.NOISE3), tl.constexpr(schema.PRIME3)
+LOWBIAS1, LOWBIAS2 = tl.constexpr(schema.LOWBIAS1), tl.constexpr(schema.LOWBIAS2)
 
 
 @triton.jit
@@ -115,18 +118,18 @@ def _mixed(x):
 
     Higher bits are masked only before a shift could move them down, not after each multiplication.
     """
-    x = (x ^ ((x >> 7) & 0x1FF)) * 0x2993
-    x = (x ^ ((x >> 5) & 0x7FF)) * 0xE877
-    x = (x ^ ((x >> 9) & 0x7F)) * 0x0235
+    x = (x ^ ((x >> 7) & 0x1FF)) * NOISE1
+    x = (x ^ ((x >> 5) & 0x7FF)) * NOISE2
+    x = (x ^ ((x >> 9) & 0x7F)) * NOISE3
     return (x ^ ((x >> 10) & 0x3F)) & 0xFFFF
 
 
 @triton.jit
 def _place(t, chunk):
     """rounding.place: the position in the permutation at which a chunk's noise starts."""
-    h = (tl.load(t + KEY) + chunk * 0xC2B2AE3D).to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = (tl.load(t + KEY) + chunk * PRIME3).to(tl.uint32)
+    h = (h ^ (h >> 16)) * LOWBIAS1
+    h = (h ^ (h >> 15)) * LOWBIAS2
     return h ^ (h >> 16)
 
 
