@@ -17,7 +17,7 @@ from benchmarks.giants import Counted, Giant
 from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
 from benchmarks.outlook import Given
 from benchmarks.train import Job
-from ds_ext.backward.settings import BUCKET_SIZE, bucket_size_alone
+from ds_ext.backward.settings import BUCKET_SIZE, BUCKET_SIZE_ALONE
 from ds_ext.planner import activations
 from ds_ext.planner import memory as planner
 from ds_ext.planner.live_memory import LiveMemory
@@ -170,7 +170,7 @@ def planned(model: str, length: int, dtype: torch.dtype) -> dict[str, int]:
     state = {name: memory.planned_state(sizes, name) for name in KEPT if name in memory.OURS}
     state |= {memory.NONE: 0, memory.ADAMW: 2 * weights}
     # A gradient is freed at once, waits in a bucket of ds_ext, or is kept until the step.
-    ours = bucket_size_alone(max(map(math.prod, shapes_of(sizes).values())))
+    ours = min(BUCKET_SIZE_ALONE, max(map(math.prod, shapes_of(sizes).values())))
     buckets = dict.fromkeys(KEPT, ours) | {memory.NONE: 1, memory.ADAMW: None}
     found = {}
     for name in KEPT:
