@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
-from ds_ext.distributed.layout import Agreement, Layout
+from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Sharded
 from ds_ext.engine.zero3 import Zero3Placement
 from ds_ext.ops import accumulator
@@ -135,8 +135,8 @@ class Stage3(Stage2):
 
     kind = Unpublished
 
-    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Agreement:
-        return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Callable[[], Agreement]:
+        return lambda: complete(waiting)
 
 
 def reduced(
