@@ -84,10 +84,11 @@ class Pretended:
     def get_world_size(self, group: "Pretended") -> int:
         return group.world
 
-    def all_reduce(self, x: Tensor, group: "Pretended") -> None:
+    def all_reduce(self, x: Tensor, group: "Pretended", async_op: bool = False) -> "Pretended":
         group.allreduce_coalesced([x])
         if not x.is_meta:
             x.mul_(group.world)
+        return group
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor]) -> "Pretended":
         return self._note(ALL_REDUCE, tensors)
