@@ -26,7 +26,7 @@ SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number 
 
 def gpu_bucket_size(itemsize: int, free: float = math.inf) -> int:
     """Returns the default elements, of ``itemsize`` bytes, of a bucket on GPUs with free bytes."""
-    return int(min(GPU_BUCKET_BYTES, GPU_SHARE * free)) // itemsize
+    return max(1, int(min(GPU_BUCKET_BYTES, GPU_SHARE * free)) // itemsize)
 
 
 @dataclass(frozen=True)

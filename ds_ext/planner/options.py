@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ds_ext.backward.settings import GPU_BUCKET_BYTES, gpu_bucket_size
+from ds_ext.backward.settings import GPU_BUCKET_BYTES, GPU_SHARE, gpu_bucket_size
 from ds_ext.config import parsing, validation
 from ds_ext.config.parsing import without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
@@ -119,7 +120,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=_positive, metavar="ROWS", help="rows a rank computes at once (default 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
     add("--lora", type=_positive, metavar="RANK", help="also LoRA of this rank with AdamW")
-    size = f"{GPU_BUCKET_BYTES // 2**20} MiB"
+    size = f"{GPU_BUCKET_BYTES // 2**20} MiB, at most {GPU_SHARE} of the smallest --memory"
     add("--bucket", type=_positive, help=f"reduce_bucket_size, in elements (default: {size})")
     add(
         "--accumulate",
@@ -155,6 +156,7 @@ def read(options: argparse.Namespace) -> PlanOptions:
     params = given.get("params", {}) if options.params is None else _object(options.params)
     optimizer = pick("optimizer", ALL)
     dtype = pick("dtype", "bf16")
+    smallest = min(options.memory, default=math.inf) * 2**30
     asked = PlanOptions(
         model=options.model,
         ranks=options.ranks,
@@ -164,7 +166,7 @@ def read(options: argparse.Namespace) -> PlanOptions:
         params=params,
         stage=pick("stage", None),
         dtype=dtype,
-        bucket=pick("bucket", gpu_bucket_size(DTYPES[dtype].itemsize)),
+        bucket=pick("bucket", gpu_bucket_size(DTYPES[dtype].itemsize, smallest)),
         accumulates=pick("accumulate", False) or options.pipeline_stages > 1,
         offload_param=pick("offload_param", False),
         offload_optimizer=pick("offload_optimizer", False),

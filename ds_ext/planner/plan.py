@@ -18,7 +18,7 @@ def run(given: argparse.Namespace) -> None:
     """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
     asked = options.read(given)
     if asked.model is None:
-        print("\n".join(_largest_models(asked)))
+        print("\n".join(_largest_models(given, asked)))
         return
     plan = MemoryPlan(asked, asked.model)
     table = {row.label: plan.total(row, asked.batch) for row in plan.rows}
@@ -100,21 +100,24 @@ def _not_counted(asked: PlanOptions, n: int, unit: str) -> str:
     )
 
 
-def _largest_models(asked: PlanOptions) -> list[str]:
+def _largest_models(given: argparse.Namespace, asked: PlanOptions) -> list[str]:
     """The lines of a table: the largest model of ``models.KNOWN`` that fits each card."""
-    plans = sorted((MemoryPlan(asked, name) for name in models.KNOWN), key=lambda plan: -plan.n)
-    rows = [{row.label: row for row in plan.rows} for plan in plans]
+    columns = []
+    for card in asked.cards:  # each has buckets of its own size
+        one = options.read(argparse.Namespace(**vars(given) | {"memory": (card,)}))
+        columns.append(_largest_by_label(one, card * GIB))
     lines = [["", *(f"in {card:g} GiB" for card in asked.cards)]]
-    for label in rows[0]:
-        found = []
-        for card in asked.cards:
-            fits = (
-                plan.name
-                for plan, of in zip(plans, rows, strict=True)
-                if of[label].held.total <= card * GIB
-                and plan.total(of[label], asked.batch).total <= card * GIB
-            )
-            found.append(next(fits, "none"))
-        lines.append([label, *found])
+    lines += [[label, *(column[label] for column in columns)] for label in columns[0]]
     heading = f"The largest known model that fits, in {_where(asked)}"
     return [heading, "", *_aligned(lines), "", _not_counted(asked, 10**9, "GiB")]
+
+
+def _largest_by_label(asked: PlanOptions, available: float) -> dict[str, str]:
+    """The name of the largest model that fits the available bytes, for each row of a plan."""
+    found: dict[str, str] = {}
+    for plan in sorted((MemoryPlan(asked, k) for k in models.KNOWN), key=lambda plan: plan.n):
+        for row in plan.rows:
+            found.setdefault(row.label, "none")
+            if row.held.total <= available and plan.total(row, asked.batch).total <= available:
+                found[row.label] = plan.name
+    return found
