@@ -7,6 +7,7 @@ from ds_ext import versions as versions  # first: reports an old torch in one se
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
+from ds_ext.forward.batch_splits import split_batch
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.registration import register
 
@@ -16,6 +17,7 @@ __all__ = [
     "RuleOptimizer",
     "fuse_into_backward",
     "newest_checkpoint",
+    "split_batch",
     "Checkpoint",
     "CheckpointError",
     "LostRankError",

@@ -19,15 +19,16 @@ WALLS = {
     "distributed": "ops",
     "optimizer": "ops rules distributed",
     "backward": "ops distributed optimizer",
+    "forward": "",
     "checkpoint": "ops optimizer",
     "config": "ops backward",
-    "engine": "ops rules distributed optimizer backward checkpoint config",
+    "engine": "ops rules distributed optimizer forward backward checkpoint config",
     "commands": "__init__ rules optimizer config planner engine",
     "planner": "__init__ ops distributed optimizer backward config",
     "axolotl": "",
     "ms_swift": "optimizer engine",
     "hf": "distributed backward",
-    "__init__": "ops distributed optimizer backward checkpoint registration hf",
+    "__init__": "ops distributed optimizer forward backward checkpoint registration hf",
     "registration": "engine",
 }
 FOUNDATION = {"errors", "logs", "hyperparams", "rates", "versions"}
