@@ -8,6 +8,7 @@ from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
 from ds_ext.forward.batch_splits import split_batch
+from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.registration import register
 
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     *(optimizer.__name__ for optimizer in OPTIMIZERS.values()),
     "RuleOptimizer",
+    "chunk_loss",
     "fuse_into_backward",
     "newest_checkpoint",
     "split_batch",

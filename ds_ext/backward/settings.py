@@ -21,6 +21,7 @@ GPU_BUCKET_BYTES, GPU_SHARE = 2**29, 1 / 32  # the share is of free memory
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
+Chunks = Annotated[bool | Count, Field(description="true, false or a whole number > 0")]
 SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
 
 
@@ -40,6 +41,7 @@ class Section:
     shard_size: Size = 0  # ranks that hold one replica under ZeRO; 0: all ranks
     sum_group_size: SumGroups = 0  # ranks of a group that adds up sums first; 0: all at once
     batch_splits: Count = 1  # pieces of a batch that each layer runs one after another
+    chunked_loss: Chunks = False  # computes the loss in chunks: true, or how many
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine import (
     deepspeed_config,
     expert_parallel,
+    forward,
     hook_cleanup,
     messages,
     optimizers,
@@ -31,7 +32,6 @@ from ds_ext.engine import (
     save_load,
     schedulers,
     sequence_parallel,
-    split_layers,
     tiled,
     trainer_checks,
     unsupported_api,
@@ -113,7 +113,7 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
     if optimizers.is_ours(engine):
         with messages.traceback_once():
             sequence_parallel.add_groups(engine, engine._ds_ext_mpu)
-            split_layers.apply(engine, model)
+            forward.apply(engine, model)
     owners.check_finished(model.parameters())
     with explained():
         original(engine, model)

@@ -15,7 +15,7 @@ once. Of all pieces, only the inputs of the layers are kept.
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ds_ext import logs
+from ds_ext.forward.replaced import Forward, restore
 
 
 def split_batch(model: nn.Module, splits: int, layers: str | None = None) -> list[str]:
@@ -58,14 +59,9 @@ def split_batch(model: nn.Module, splits: int, layers: str | None = None) -> lis
     for name, layer in found.items():
         _refuse(name, layer, found)
     for name, layer in found.items():
-        inner = vars(layer).get("forward")
-        if isinstance(inner, InPieces):
-            inner = inner.inner
-            del layer.forward
+        inner = restore(layer, InPieces)
         if splits > 1:
-            layer.forward = InPieces(layer, name, splits, inner)  # type: ignore[method-assign]
-        elif inner is not None:
-            layer.forward = inner  # type: ignore[method-assign]
+            layer.forward = InPieces(layer, inner, name, splits)
     return list(found)
 
 
@@ -75,19 +71,18 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 @dataclass
-class InPieces:
+class InPieces(Forward):
     """A layer's ``forward`` in pieces along the first dimension."""
 
-    layer: nn.Module
     name: str
     splits: int
-    inner: Callable[..., Any] | None  # a ``forward`` that another package had set
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the pieces and joins their results."""
         if not torch.is_grad_enabled():
             return self.whole(*args, **kwargs)
-        if getattr(self.layer, "gradient_checkpointing", False):  # transformers' own
-            self.layer.gradient_checkpointing = False
+        if getattr(self.module, "gradient_checkpointing", False):  # transformers' own
+            setattr(self.module, "gradient_checkpointing", False)  # noqa: B010  no module or tensor
             _tell_checkpointing()
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
@@ -96,7 +91,7 @@ class InPieces:
         if hidden is None or hidden.ndim < 2:
             raise ValueError(f"split_batch: layer {self.name!r} gets no tensor with a batch.")
         rows = hidden.shape[0]
-        sizes = [len(x) for x in torch.arange(rows).tensor_split(min(rows, self.splits))]
+        sizes = [len(x) for x in torch.arange(rows).tensor_split(min(max(rows, 1), self.splits))]
         divided = [self._divided(x, hidden, sizes) for x in leaves]
         results = []
         with _recorded_in_pieces(len(sizes)):
@@ -105,12 +100,6 @@ class InPieces:
                 run = functools.partial(self.whole, **some)
                 results.append(checkpoint(run, *some_args, use_reentrant=False))
         return self._joined(results, sizes)
-
-    def whole(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer's own ``forward``."""
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def _without_cache(self, x: Any) -> Any:
         """An argument; None for an empty cache of keys and values, as under checkpointing."""
@@ -126,7 +115,7 @@ class InPieces:
     def _divided(self, x: Any, hidden: Tensor, sizes: Sequence[int]) -> Sequence[Any]:
         """An argument for each piece."""
         rows = hidden.shape[0]
-        shape = getattr(x, "shape", ())
+        shape: Sequence[int] = getattr(x, "shape", ())
         if len(shape) == 0 or shape[0] != rows or rows == 1:
             return [x] * len(sizes)
         if not isinstance(x, Tensor):  # flex attention's BlockMask
@@ -142,7 +131,7 @@ class InPieces:
                 f"batch of shape {tuple(hidden.shape)}, so its first dimension may be the batch or "
                 "another one. Choose another number of rows."
             )
-        return x.split(list(sizes))
+        return torch.split(x, list(sizes))
 
     def _joined(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
         """The results of all pieces as those of the whole batch."""

@@ -1,4 +1,4 @@
-"""Layers that run their batch in pieces: jobs on real ranks, and the whole batch in one process."""
+"""Layers in pieces and a loss in chunks: jobs on real ranks, and the whole batch in one process."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ class Case:
     rule: str = "adalomo"
     max_norm: float = 0.0
     model: str = "llama"  # or "mixtral", "lora"
+    chunks: int = 0
 
 
 def make(kind: str) -> nn.Module:
@@ -81,6 +82,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
     hypers = {"lr": 0.02}
     if case.stage == "fsdp2":
         ds_ext.split_batch(model, case.splits)
+        ds_ext.chunk_loss(model, case.chunks)
         mesh = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
         for layer in model.model.layers:
             fully_shard(layer, **mesh)
@@ -105,7 +107,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
         },
-        "ds_ext": {"batch_splits": case.splits},
+        "ds_ext": {"batch_splits": case.splits, "chunked_loss": case.chunks or False},
     }
     engine = deepspeed.initialize(model=model, config=config)[0]
     gather = "_PartitionedParameterCoordinator__all_gather_params"
@@ -130,6 +132,7 @@ def refusals(rank_rows: int) -> list[str]:
         (layers, {}),
         (nn.Linear(4, 4), {}),
         (make("llama"), {"batch_splits": 0}),
+        (nn.Linear(4, 4), {"batch_splits": 1, "chunked_loss": True}),
     ):
         config = {
             "train_micro_batch_size_per_gpu": rank_rows,

@@ -1,4 +1,4 @@
-"""``split_batch``: gradients are those of the whole batch, each is delivered once, and less is kept."""
+"""``split_batch``: the whole batch's gradients, each delivered once, in less memory."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Layers that run their batch in pieces, under an engine: ``"ds_ext": {"batch_splits": n}``."""
+"""Settings of the forward pass under an engine: ``"ds_ext": {"batch_splits": n}`` and others."""
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -6,22 +6,24 @@ from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 from torch import nn
 
 from ds_ext.config.parsing import lookup, section
-from ds_ext.forward import batch_splits
+from ds_ext.forward import batch_splits, chunked_loss
 
 
 def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
-    """Splits the layers of an engine's model, before DeepSpeed adds its hooks.
+    """Changes an engine's model as its config says, before DeepSpeed adds its hooks.
 
-    At ZeRO-3 each layer becomes a leaf module: DeepSpeed gathers all its weights once a pass, not
-    once for each piece.
+    If a layer runs its batch in pieces at ZeRO-3 it becomes a leaf module: DeepSpeed gathers its
+    weights once a pass, not once for each piece.
 
     Raises:
-        ValueError: the model cannot be split.
+        ValueError: the model does not support a setting.
     """
-    splits = section(engine._config._param_dict).batch_splits
-    if splits > 1:
+    own = section(engine._config._param_dict)
+    if own.chunked_loss:
+        chunked_loss.chunk_loss(model, None if own.chunked_loss is True else own.chunked_loss)
+    if own.batch_splits > 1:
         _refuse(engine, model)
-        batch_splits.split_batch(model, splits)
+        batch_splits.split_batch(model, own.batch_splits)
     if engine.zero_optimization_stage() == 3:
         for layer in batch_splits.layers_of(model):
             set_z3_leaf_module(layer, True)
