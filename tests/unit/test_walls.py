@@ -24,7 +24,7 @@ WALLS = {
     "config": "ops backward",
     "engine": "ops rules distributed optimizer forward backward checkpoint config",
     "commands": "__init__ rules optimizer config planner engine",
-    "planner": "__init__ ops distributed optimizer backward config",
+    "planner": "__init__ ops distributed optimizer forward backward config",
     "axolotl": "",
     "ms_swift": "optimizer engine",
     "hf": "distributed backward",
