@@ -7,6 +7,8 @@ from ds_ext import versions as versions  # first: reports an old torch in one se
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
+from ds_ext.forward.batch_splits import split_batch
+from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.registration import register
 
@@ -14,8 +16,10 @@ __version__ = "0.1.0"
 __all__ = [
     *(optimizer.__name__ for optimizer in OPTIMIZERS.values()),
     "RuleOptimizer",
+    "chunk_loss",
     "fuse_into_backward",
     "newest_checkpoint",
+    "split_batch",
     "Checkpoint",
     "CheckpointError",
     "LostRankError",

@@ -10,7 +10,7 @@ from pydantic import Field
 from ds_ext import hyperparams
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
-from ds_ext.hyperparams import NonNegative, Size
+from ds_ext.hyperparams import Count, NonNegative, Size
 
 BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
 BUCKET_SIZE_ALONE = 2**21  # of one process: larger buckets save little time
@@ -21,6 +21,7 @@ GPU_BUCKET_BYTES, GPU_SHARE = 2**29, 1 / 32  # the share is of free memory
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
+Chunks = Annotated[bool | Count, Field(description="true, false or a whole number > 0")]
 SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
 
 
@@ -39,6 +40,8 @@ class Section:
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
     shard_size: Size = 0  # ranks that hold one replica under ZeRO; 0: all ranks
     sum_group_size: SumGroups = 0  # ranks of a group that adds up sums first; 0: all at once
+    batch_splits: Count = 1  # pieces of a batch that each layer runs one after another
+    chunked_loss: Chunks = False  # computes the loss in chunks: true, or how many
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine import (
     deepspeed_config,
     expert_parallel,
+    forward,
     hook_cleanup,
     messages,
     optimizers,
@@ -112,6 +113,7 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
     if optimizers.is_ours(engine):
         with messages.traceback_once():
             sequence_parallel.add_groups(engine, engine._ds_ext_mpu)
+            forward.apply(engine, model)
     owners.check_finished(model.parameters())
     with explained():
         original(engine, model)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from ds_ext.forward.batch_splits import split_batch
+from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.planner import models
 from ds_ext.planner.live_memory import LiveMemory
 
@@ -29,6 +31,8 @@ class MicroBatch:
     rows: int  # train_micro_batch_size_per_gpu
     tokens: int  # per row
     checkpointing: bool  # whether layers are recomputed in backward
+    splits: int = 1  # pieces in which each layer runs: ds_ext.batch_splits
+    chunked_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,9 @@ def peak(
                 adapt(model)
             if batch.checkpointing:
                 _checkpoint(model)
+            split_batch(model, batch.splits)
+            if batch.chunked_loss:
+                chunk_loss(model)
             tokens = torch.zeros(batch.rows, batch.tokens, dtype=torch.long, device="cpu")
             return _peak(model, tokens, gradients)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:

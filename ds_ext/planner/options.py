@@ -119,6 +119,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
     add("--batch", type=_positive, metavar="ROWS", help="rows a rank computes at once (default 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
+    add("--batch-splits", type=_positive, metavar="N", help="ds_ext.batch_splits: layers in pieces")
+    add("--chunked-loss", action="store_true", help="ds_ext.chunked_loss: the loss in chunks")
     add("--lora", type=_positive, metavar="RANK", help="also LoRA of this rank with AdamW")
     size = f"{GPU_BUCKET_BYTES // 2**20} MiB, at most {GPU_SHARE} of the smallest --memory"
     add("--bucket", type=_positive, help=f"reduce_bucket_size, in elements (default: {size})")
@@ -150,9 +152,12 @@ def read(options: argparse.Namespace) -> PlanOptions:
     if options.model is None and not options.memory:
         raise ValueError("--model is missing; or give --memory to get the largest that fits.")
     rows, tokens = pick("batch", None), options.seq
-    if tokens is None and (options.batch or options.checkpointing):
-        raise ValueError("--batch and --checkpointing are for activations: add --seq TOKENS.")
-    batch = None if tokens is None else MicroBatch(rows or 1, tokens, options.checkpointing)
+    of_activations = ("batch", "checkpointing", "batch_splits", "chunked_loss")
+    if tokens is None and any(map(is_flag, of_activations)):
+        names = ", ".join("--" + name.replace("_", "-") for name in of_activations)
+        raise ValueError(f"{names} are for activations: add --seq TOKENS.")
+    how = options.checkpointing, pick("batch_splits", 1), pick("chunked_loss", False)
+    batch = None if tokens is None else MicroBatch(rows or 1, tokens, *how)
     params = given.get("params", {}) if options.params is None else _object(options.params)
     optimizer = pick("optimizer", ALL)
     dtype = pick("dtype", "bf16")
@@ -230,13 +235,15 @@ def _of_config(path: Path) -> dict[str, Any]:
     optimizer, zero = config.get("optimizer") or {}, config.get("zero_optimization") or {}
     try:
         _check_values(config)
-        how = parsing.gradients(config)
+        how, own = parsing.gradients(config), parsing.section(config)
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
     found = {
         "stage": str(zero.get("stage", 0)),
         "bucket": how.bucket_size,
-        "shard_size": parsing.section(config).shard_size,
+        "shard_size": own.shard_size,
+        "batch_splits": own.batch_splits,
+        "chunked_loss": bool(own.chunked_loss),
         "accumulate": how.policy == "sharded",
         "batch": config.get("train_micro_batch_size_per_gpu"),
         "dtype": _dtype(config),

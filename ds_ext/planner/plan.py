@@ -51,7 +51,9 @@ def _where(asked: PlanOptions) -> str:
         return where
     rows, tokens = asked.batch.rows, asked.batch.tokens
     where += f", {rows} row{'s'[: rows > 1]} of {tokens:,} tokens each"
-    return where + (", checkpointing" if asked.batch.checkpointing else "")
+    where += ", checkpointing" if asked.batch.checkpointing else ""
+    where += f", layers in {asked.batch.splits} pieces" if asked.batch.splits > 1 else ""
+    return where + (", chunked loss" if asked.batch.chunked_loss else "")
 
 
 def _cells(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str) -> list[list[str]]:

@@ -85,12 +85,19 @@ class MemoryPlan:
         return self._peaks[key]
 
     def largest_batch(self, row: Row, batch: MicroBatch, card: float) -> int:
-        """Returns how many batch rows fit ``card`` GiB, extrapolated from one and two rows."""
+        """Returns how many batch rows fit ``card`` GiB, by a line through the peaks of two.
+
+        The two have one and two rows in each piece.
+        """
         if row.held.total > card * GIB:  # the step does not fit
             return 0
         available = card * GIB - (row.held.total - row.held.gradients) - row.kept
-        one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (1, 2))
-        return 0 if one > available else 1 + int((available - one) / (two - one))
+        each = batch.splits
+        one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (each, 2 * each))
+        most = each + int((available - one) // ((two - one) / each))
+        if most >= each or each == 1:
+            return max(0, most)
+        return self.largest_batch(row, replace(batch, splits=1), card)
 
     def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[Row]:
         asked = self.asked

@@ -98,21 +98,31 @@ def small(**changed):
 
 
 @pytest.mark.parametrize(
-    "name, checkpointing",
+    "name, how",
     params(
-        itertools.product(["adalomo", "flashadamw", "came"], [False, True]),
-        [("adalomo", True), ("flashadamw", False)],
+        itertools.product(
+            ["adalomo", "flashadamw", "came"],
+            ["", "--checkpointing", "--batch-splits 2", "--batch-splits 4 --chunked-loss"],
+        ),
+        [
+            ("adalomo", "--checkpointing"),
+            ("flashadamw", ""),
+            ("adalomo", "--batch-splits 4 --chunked-loss"),
+        ],
     ),
 )
-def test_the_total_is_that_of_a_real_step(name, checkpointing, folder, capsys):
+def test_the_total_is_that_of_a_real_step(name, how, folder, capsys):
     def measure():
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(CONFIG).train()
-        if checkpointing:
+        if how == "--checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif how:
+            ds_ext.split_batch(model, int(how.split()[1]))
+            ds_ext.chunk_loss(model, None if "chunked" in how else 0)
         optimizer = OPTIMIZERS[name](model.parameters())
         ds_ext.fuse_into_backward(model, optimizer)
-        tokens = torch.randint(0, 3001, (2, 96))
+        tokens = torch.randint(0, 3001, (4, 96))
 
         def step():
             model(tokens, labels=tokens, use_cache=False).loss.backward()
@@ -123,7 +133,7 @@ def test_the_total_is_that_of_a_real_step(name, checkpointing, folder, capsys):
     measure()  # makes the scratch memory of this process, which is not counted
     real = measure()
     asked = ["--model", folder, "--dtype", "fp32", "--optimizer", name, "--stage", 0]
-    asked += ["--seq", 96, "--batch", 2, *(["--checkpointing"] if checkpointing else [])]
+    asked += ["--seq", 96, "--batch", 4, *how.split()]
     row = plan(capsys, *asked)[1][f"{OPTIMIZERS[name].__name__}, ZeRO-0"]
     assert float(row["total"]) == pytest.approx(real / 2**20, rel=0.02)
     assert float(row["activations"]) > 0.1 * float(row["total"])
@@ -138,6 +148,17 @@ def test_checkpointing_computes_again_what_it_does_not_keep():
     kept, again = of(9, False) - of(5, False), of(9, True) - of(5, True)
     assert again == 4 * 64 * 64 * 4  # its input alone of each layer
     assert kept > 5 * again
+
+
+def test_a_loss_in_chunks_keeps_no_logits():
+    def of(**how):
+        batch = MicroBatch(8, 64, True, **how)
+        return activations.peak(
+            small(vocab_size=200_000), torch.bfloat16, batch, GradientLifetime(0)
+        )
+
+    logits = 4 * 8 * 64 * 200_000
+    assert of() > 2 * logits and of() - of(chunked_loss=True) > logits / 2
 
 
 def test_gradients_that_wait_count():

@@ -1,0 +1,43 @@
+"""Settings of the forward pass under an engine: ``"ds_ext": {"batch_splits": n}`` and others."""
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+from torch import nn
+
+from ds_ext.config.parsing import lookup, section
+from ds_ext.forward import batch_splits, chunked_loss
+
+
+def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
+    """Changes an engine's model as its config says, before DeepSpeed adds its hooks.
+
+    If a layer runs its batch in pieces at ZeRO-3 it becomes a leaf module: DeepSpeed gathers its
+    weights once a pass, not once for each piece.
+
+    Raises:
+        ValueError: the model does not support a setting.
+    """
+    own = section(engine._config._param_dict)
+    if own.chunked_loss:
+        chunked_loss.chunk_loss(model, None if own.chunked_loss is True else own.chunked_loss)
+    if own.batch_splits > 1:
+        _refuse(engine, model)
+        batch_splits.split_batch(model, own.batch_splits)
+    if engine.zero_optimization_stage() == 3:
+        for layer in batch_splits.layers_of(model):
+            set_z3_leaf_module(layer, True)
+
+
+def _refuse(engine: DeepSpeedEngine, model: nn.Module) -> None:
+    """Raises ValueError for models whose pieces would not be those of one batch."""
+    config = engine._config._param_dict
+    if isinstance(model, PipelineModule):
+        reason = "a PipelineModule runs micro-batches itself: raise gradient_accumulation_steps"
+    elif lookup(config, "expert_parallel.enabled"):
+        reason = "with expert_parallel, ranks exchange tokens in each piece: remove one of them"
+    elif any(hasattr(module, "deepspeed_moe") for module in model.modules()):
+        reason = "deepspeed.moe computes capacities and its loss from whole batches: remove it"
+    else:
+        return
+    raise ValueError(f"ds_ext.batch_splits = {section(config).batch_splits}: {reason}.")

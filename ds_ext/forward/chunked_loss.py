@@ -1,0 +1,204 @@
+"""The loss of a causal language model in chunks, so that its logits never exist as a whole.
+
+The logits of 2,048 tokens and a vocabulary of 128,256 take 1 GiB in fp32, and their gradient as
+much again. Here each chunk of tokens is a checkpointed segment: its logits exist while its loss is
+computed, and once more in backward.
+
+The chunks run inside the ``forward`` of the output head, so that ZeRO-3 and FSDP2 gather its weight
+once. The graph can be run backward twice, as exact clipping does, because nothing that it saved is
+overwritten.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ds_ext import logs
+from ds_ext.forward.replaced import Forward, restore
+
+CHUNK_LOGITS = 2**26  # logits of a chunk by default: 256 MiB in fp32
+# What models do with logits after their head, by keys of transformers' configs.
+SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def chunk_loss(model: nn.Module, chunks: int | None = None, label_smoothing: float = 0.0) -> None:
+    """Makes a causal language model of transformers compute its loss in chunks of tokens.
+
+    It applies if the model gets ``labels`` and gradients are enabled. The output's ``logits`` are
+    then None. Without ``labels``, as for HF Trainer's ``label_smoothing_factor``, or without
+    gradients, the model computes its logits as before. In bf16, autograd adds up the chunks'
+    gradients of the head's weight in bf16.
+
+    Args:
+        model: the model, or one that contains it, before ``fully_shard`` or
+            ``deepspeed.initialize``.
+        chunks: the number of chunks; by default so many that a chunk has at most 2^26 logits. 0
+            undoes an earlier call.
+        label_smoothing: as of ``torch.nn.functional.cross_entropy``.
+
+    Raises:
+        ValueError: a value is invalid, the model is not a causal language model of transformers
+            with its default loss, or it scales its logits after the head.
+    """
+    if chunks is not None and (not isinstance(chunks, int) or chunks < 0):
+        raise ValueError(f"chunk_loss: chunks is {chunks!r}; allowed: a whole number >= 0.")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"chunk_loss: label_smoothing is {label_smoothing!r}; allowed: a number in [0, 1]."
+        )
+    causal, head = _causal(model)
+    if isinstance(getattr(causal, "_loss_function", None), ChunkedLoss):
+        del causal._loss_function
+    inner_head, inner = restore(head, ChunkedHead), restore(causal, Labelled)
+    if chunks == 0:
+        return
+    _refuse(causal)
+    head_forward = ChunkedHead(head, inner_head, chunks, label_smoothing)
+    head.forward = head_forward
+    causal.forward = Labelled(causal, inner, head_forward)
+    causal._loss_function = ChunkedLoss()
+
+
+@dataclass
+class ChunkedHead(Forward):
+    """The ``forward`` of an output head: sums of the loss if targets are set, else logits."""
+
+    chunks: int | None
+    label_smoothing: float
+    targets: Tensor | None = None  # [batch, tokens]; those of a forward pass in progress
+    ignore_index: int = -100
+
+    def __call__(self, hidden: Tensor) -> Any:
+        """Returns logits; or ``(sums,)``, [chunks] in fp32, of the loss of each chunk's tokens.
+
+        The sums are in a tuple because a model that computes with its logits then raises an error.
+        """
+        if self.targets is None:
+            return self.whole(hidden)
+        tokens, targets = hidden.flatten(0, -2), self.targets.flatten()
+        if len(tokens) != len(targets):
+            raise ValueError(
+                f"chunk_loss: the head gets {len(tokens)} tokens for {len(targets)} labels; do not "
+                "set logits_to_keep with labels."
+            )
+        width = cast(int, self.module.out_features)  # of nn.Linear, and of adapters around it
+        count = self.chunks or -(-len(tokens) * width // CHUNK_LOGITS)
+        pieces = zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
+        sums = [checkpoint(self.total, *piece, use_reentrant=False) for piece in pieces]
+        return (torch.stack(sums),)
+
+    def total(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Returns the sum of the loss of some tokens, in fp32 (fp64 for fp64 models)."""
+        logits = self.whole(tokens)
+        return F.cross_entropy(
+            logits if logits.dtype == torch.float64 else logits.float(),
+            targets.to(logits.device),
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction="sum",
+        )
+
+
+@dataclass
+class Labelled(Forward):
+    """The ``forward`` of a causal model, which tells its head the targets."""
+
+    head: ChunkedHead
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model; with labels and gradients, without logits."""
+        given = inspect.signature(self).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        labels = given.get("labels")
+        if labels is None or not torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.module.training:
+                _tell_unused()
+            return self.whole(*args, **kwargs)
+        self.head.ignore_index = given.get("ignore_index", -100)
+        shifted = given.get("shift_labels")
+        if shifted is None:
+            shifted = F.pad(labels, (0, 1), value=self.head.ignore_index)[..., 1:]
+        self.head.targets = shifted
+        try:
+            output = self.whole(*args, **kwargs)
+        finally:
+            self.head.targets = None
+        if isinstance(output, tuple):  # return_dict=False: the loss, the logits, and others
+            return (output[0], None, *output[2:])
+        output["logits"] = None
+        return output
+
+
+class ChunkedLoss:
+    """Stands for transformers' ``ForCausalLMLoss``: the mean of sums that the head has computed."""
+
+    def __call__(
+        self,
+        logits: Any,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Returns the loss of a batch."""
+        if not isinstance(logits, tuple):  # without gradients
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
+            return ForCausalLMLoss(  # type: ignore[no-any-return]
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+        (sums,) = logits
+        if num_items_in_batch is None:
+            targets = labels[..., 1:] if shift_labels is None else shift_labels
+            num_items_in_batch = (targets != ignore_index).sum()
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(sums.device)
+        total: Tensor = sums.sum()
+        return total / num_items_in_batch
+
+
+def _causal(model: nn.Module) -> tuple[Any, nn.Module]:
+    """The causal language model inside a module, and its output head. ValueError if none."""
+    for module in model.modules():
+        # By class: PEFT's models have the attributes of the model that they wrap.
+        if hasattr(type(module), "get_output_embeddings") and hasattr(
+            type(module), "loss_function"
+        ):
+            head = cast(Any, module).get_output_embeddings()
+            if isinstance(head, nn.Module):
+                return module, head
+    raise ValueError(
+        f"chunk_loss: {type(model).__name__} contains no language model of transformers with an "
+        "output head. Use it for AutoModelForCausalLM models."
+    )
+
+
+def _refuse(causal: Any) -> None:
+    """Raises ValueError for a model whose loss is not the mean of its head's cross entropies."""
+    name = getattr(causal.loss_function, "__name__", type(causal.loss_function).__name__)
+    if name != "ForCausalLMLoss":
+        raise ValueError(
+            f"chunk_loss: the loss of {type(causal).__name__} is {name}; only ForCausalLMLoss, the "
+            "default of causal language models, can be computed in chunks."
+        )
+    config = causal.config.get_text_config()
+    scaled = [key for key in SCALED if getattr(config, key, None) not in (None, 1, 1.0)]
+    if scaled:
+        raise ValueError(
+            f"chunk_loss: {type(causal).__name__} changes its logits after the head ({scaled[0]} = "
+            f"{getattr(config, scaled[0])}), which chunk_loss does not support."
+        )
+
+
+@functools.cache
+def _tell_unused() -> None:
+    """Logs once that a training step computes its logits as a whole."""
+    logs.show("chunk_loss has no effect without labels: the model computes all logits")
