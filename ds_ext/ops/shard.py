@@ -320,7 +320,8 @@ class Section(NamedTuple):
         return Place(low - start, 1, high - low, high - low)
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """``count`` times ``width`` consecutive elements of a run, ``step`` apart."""
 
     first: int

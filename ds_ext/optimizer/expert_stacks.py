@@ -64,8 +64,9 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
     parts = []
     for i in range(count if n else 0):
         expert = Section(tuple(own), i * n, n, shard.numel)
-        at = [slice(x.first, x.first + x.width) for x in expert.places(shard)] or [slice(0, 0)]
-        parts.append((*at, expert.shard(shard, i)))
+        places = expert.places(shard)
+        at = slice(places[0].first, places[0].first + places[0].width) if places else slice(0, 0)
+        parts.append((at, expert.shard(shard, i)))
     return tuple(parts)
 
 
