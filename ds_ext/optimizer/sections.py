@@ -26,10 +26,9 @@ Shape = tuple[int, ...]
 class SplitConfig:
     """The hyper-parameters that name the sections of matrices, for rules that step sections."""
 
-    # rows of each matrix in a fused matrix, such as [q, k, v]; "auto": from the model's config
-    split: Sizes | None = None
-    heads: Count | None = None  # steps each head alone; with `split`, whose sizes repeat per head
-    split_dim: Dim = 0  # 1: the sizes and heads are columns, as in GPT-2's Conv1D
+    split: Sizes | None = None  # rows of each part; "auto": from the model's config
+    heads: Count | None = None  # steps each head alone; with `split`, joins its parts of all heads
+    split_dim: Dim = 0  # 1: columns instead of rows
 
 
 def are_set(rule: Any) -> bool:
