@@ -19,6 +19,8 @@ Keys = dict[str, Any]  # of a param group: "split", "heads" and "split_dim"
 
 # q, k and v of one head lie together
 PER_HEAD = {"bloom", "gpt_neox", "persimmon"}
+# several heads of q may share one of k and v, by the config
+GROUPED = {"chatglm", "dbrx", "falcon", "gpt_bigcode", "phi3"}
 THIRDS = {"modernbert", "mpt"}  # q, k, v of equal size
 CONV1D = {"gpt2", "imagegpt", "openai-gpt"}  # weights are transposed
 _FUSED = re.compile("qkv|query_key_value|c_attn|gate_up", re.IGNORECASE)
@@ -118,6 +120,8 @@ def _qkv(config: Any, shape: tuple[int, ...]) -> Sizes | None:
         return [size // 3] * 3, None, 0
     if kind == "codegen":  # four blocks of q, v and k, whatever the number of heads
         return [size // 12] * 3, 4, 0
+    if kind not in PER_HEAD | GROUPED:
+        return None
     heads = getattr(config, "num_attention_heads", None) or config.n_heads
     hidden = getattr(config, "hidden_size", None) or config.d_model
     dim = getattr(config, "head_dim", None) or hidden // heads
@@ -134,8 +138,6 @@ def _qkv(config: Any, shape: tuple[int, ...]) -> Sizes | None:
     elif kind == "chatglm":
         dim = config.kv_channels
         groups = config.multi_query_group_num if config.multi_query_attention else None
-    elif kind not in PER_HEAD:
-        return None
     if groups is None:
         return [dim] * 3, heads, 0
     return [heads * dim, groups * dim, groups * dim], None, 0

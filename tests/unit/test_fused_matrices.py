@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 import transformers
+from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 
 import ds_ext
@@ -222,6 +223,13 @@ def test_chatglms_own_code(multi):
     assert split_keys(model, "dense_h_to_4h")["split"] == (20, 20)
 
 
+def test_a_model_of_an_unknown_kind_is_stepped_as_a_whole():
+    model = ChatGLM(True)
+    model.config = types.SimpleNamespace(model_type="a later one")
+    optimizer = ds_ext.Muon.for_model(model, split="auto")
+    assert not any(sections.are_set(optimizer.rule_of(p)) for p in model.parameters())
+
+
 def test_the_log_tells_what_was_found_and_what_is_unknown(caplog):
     model = made(*ATTENTION["gpt_neox"][:2])
     model.extra = nn.ModuleDict({"qkv": nn.Linear(8, 24)})
@@ -236,6 +244,24 @@ def test_the_log_tells_what_was_found_and_what_is_unknown(caplog):
     of = {p: group for group in optimizer.param_groups for p in group["params"]}
     assert not sections.are_set(optimizer.rule_of(model.extra["qkv"].weight))
     assert "split" not in of[model.extra["qkv"].bias]
+
+
+def test_accelerate_leaves_auto_in_an_entry_as_it_is():
+    """HF Trainer's engine, too, fills in "auto" by this function: at the top it knows no split."""
+    entry = {"match": "qkv_proj|gate_up_proj", "split": "auto"}
+    for params in ({"param_groups": [entry]}, {"split": "auto"}):
+        config = {"zero_optimization": {"stage": 3}, "optimizer": {"params": params}}
+        plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
+        if "split" in params:
+            with pytest.raises(ValueError, match="`optimizer.params.split` not found"):
+                plugin.deepspeed_config_process(must_match=False)
+        else:
+            plugin.deepspeed_config_process(must_match=False)
+            assert plugin.deepspeed_config["optimizer"]["params"] == {"param_groups": [entry]}
+    model = made(*ATTENTION["phi3"][:2])
+    optimizer = ds_ext.Muon.for_model(model, param_groups=[entry])
+    splits = {optimizer.group_of[p].get("split") for p in model.parameters()}
+    assert splits == {None, (24, 12, 12), (20, 20)}
 
 
 def test_auto_without_a_config_is_refused():
