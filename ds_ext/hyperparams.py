@@ -32,6 +32,11 @@ Number = Annotated[float, Field(description="a number", **_NUMBER)]
 Adjustment = Annotated[
     Literal["original", "match_rms_adamw"], Field(description='"original" or "match_rms_adamw"')
 ]
+Sizes = Annotated[
+    Annotated[tuple[Count, ...], Field(min_length=1)] | Literal["auto"],
+    Field(description='a list of whole numbers > 0, or "auto"'),
+]
+Dim = Annotated[Literal[0, 1], Field(description="0 or 1")]
 Scaling = Annotated[Literal["channel", "tensor"], Field(description='"channel" or "tensor"')]
 
 

@@ -11,6 +11,7 @@ from ds_ext import hyperparams
 from ds_ext.backward.settings import Section
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.sections import SplitConfig
 from ds_ext.rules import REGISTRY
 
 # The meaning of keys whose fields have no comment.
@@ -44,6 +45,9 @@ def keys() -> str:
     lines = ['## The section `"ds_ext"`', "", *(k.line() for k in _keys(Section)), ""]
     lines += ["## `optimizer.params` of every optimizer", ""]
     lines += [*(k.line() for k in _keys(RoundingConfig)), ""]
+    splitting = [entry.spelling for entry in REGISTRY.values() if entry.has_sections]
+    lines += [f"## Sections of matrices: {', '.join(splitting)}", ""]
+    lines += [*(k.line() for k in _keys(SplitConfig)), ""]
     own = {
         rule: [k for k in _keys(rule) if k.name == "seed" or k.name not in _WRITING]
         for rule in (entry.rule for entry in REGISTRY.values())

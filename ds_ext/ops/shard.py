@@ -102,7 +102,7 @@ class Shard:
     stop: int
     size: int  # of a full run: the parameter is cut at multiples of it, unless it is split
     split: Split | None = None  # if given, elements count box by box, not row by row
-    before: int = 0  # its offset in a stack; multiples of ``size`` count from the stack's start
+    cut_at: tuple[int, ...] | None = None  # if given, the elements at which runs start
     turn: int = 0  # the parameter's number, by which ranks take turns
 
     def __post_init__(self) -> None:
@@ -147,8 +147,9 @@ class Shard:
         """The elements at which runs start."""
         if self.split is not None:
             return self.split.cuts
-        size = self.size or 1
-        return (range(-self.before % size, self.numel, size),)
+        if self.cut_at is not None:
+            return tuple(range(at, at + 1) for at in self.cut_at)
+        return (range(0, self.numel, self.size or 1),)
 
     @functools.cached_property
     def flat(self) -> "Shard":
@@ -269,3 +270,61 @@ class Shard:
                     slice(box.col + col, box.col + col + cols),
                 )
                 at, done = at + n, done + n
+
+
+class Section(NamedTuple):
+    """A matrix within a parameter: ``width`` elements of each ``period`` of elements.
+
+    An expert of a stack, or some rows of a matrix, are one run of elements: the period is the whole
+    parameter. Some columns are one run per row.
+    """
+
+    shape: tuple[int, ...]
+    first: int  # in each period
+    width: int
+    period: int
+
+    def before(self, at: int) -> int:
+        """Returns how many of the parameter's first ``at`` elements lie in the section."""
+        periods, rest = divmod(at, self.period or 1)
+        return periods * self.width + min(max(rest - self.first, 0), self.width)
+
+    def shard(self, whole: Shard, turn: int = 0) -> Shard:
+        """Returns which elements of the section lie in a run of the parameter.
+
+        Args:
+            whole: the run. Tensor parallelism has not divided the parameter.
+            turn: the number of the section in its parameter.
+        """
+        assert whole.split is None, "a section of boxes"
+        cuts = {self.before(at) for cuts in whole.cuts for at in cuts}
+        cut_at = tuple(sorted(at for at in cuts if at < math.prod(self.shape)))
+        start, stop = self.before(whole.start), self.before(whole.stop)
+        return Shard(self.shape, start, stop, whole.size, cut_at=cut_at, turn=whole.turn + turn)
+
+    def places(self, whole: Shard) -> tuple["Place", ...]:
+        """Returns where the section's elements lie in a run of the parameter, in order."""
+        start, stop, size = whole.start, whole.stop, self.period or 1
+        low, high = -(-start // size) * size, stop // size * size  # the whole periods
+        found = [self._place(start, min(low, stop), start)]
+        if low < high:
+            n = (high - low) // size
+            found.append(Place(low + self.first - start, n, size, self.width))
+        found.append(self._place(max(low, high), stop, start))
+        return tuple(place for place in found if place.width > 0)
+
+    def _place(self, low: int, high: int, start: int) -> "Place":
+        """The place of elements [low, high) of one period, counted from ``start``."""
+        begin = low // (self.period or 1) * self.period + self.first
+        low, high = max(low, begin), min(high, begin + self.width)
+        return Place(low - start, 1, high - low, high - low)
+
+
+@dataclass(frozen=True)
+class Place:
+    """``count`` times ``width`` consecutive elements of a run, ``step`` apart."""
+
+    first: int
+    count: int
+    step: int
+    width: int

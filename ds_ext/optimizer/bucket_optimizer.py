@@ -15,7 +15,7 @@ from ds_ext.ops.executors.native import table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
-from ds_ext.optimizer import dtensor_state, validation
+from ds_ext.optimizer import dtensor_state, sections, validation
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
 from ds_ext.optimizer.group_index import GroupIndex
 from ds_ext.optimizer.nonfinite import GradCheck
@@ -44,7 +44,9 @@ class BucketOptimizer(ParamTable):
         self.follow_groups()
         self.index.refuse_repeated()
         for i, group in enumerate(self.index.groups):
-            self._rules.of(i, group)
+            if sections.are_set(self._rules.of(i, group)):
+                for p in (p for p in group["params"] if p.requires_grad):
+                    validation.refuse_shape(self, p, self.shard(p))
 
     def follow_groups(self) -> None:
         """Indexes ``param_groups`` again if they were edited since the last call.
@@ -179,7 +181,8 @@ class BucketOptimizer(ParamTable):
         """
         found = set()
         for p, rule in self._rules_of(shards).items():
-            if p not in self.stacks and rules.entry_of(type(rule)).sums_first(rule, shards[p]):
+            is_one = p not in self.stacks and not sections.are_set(rule)
+            if is_one and rules.entry_of(type(rule)).sums_first(rule, shards[p]):
                 found.add(p)
         return found
 

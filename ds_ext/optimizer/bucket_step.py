@@ -19,7 +19,7 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import expert_stacks, nonfinite, state_checks
+from ds_ext.optimizer import expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, Plan
@@ -247,7 +247,7 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
         state: the run's state, if it is a copy of that in ``table.state``; written in place.
 
     Returns:
-        The generators to run to their end: one, or one for each expert of a stack.
+        The generators to run to their end: one, or one for each expert and section.
     """
     state = table.state[u.param] if state is None else state
     rule = table.rule_of(u.param)
@@ -257,24 +257,23 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     t, number = state["step"], table.number_of[u.param]
     before = table.elements_before(u.param, u.shard)
     p = weight_update.weight(u.p, state, rule, number, u.shard, before)
+
+    def measured(p: weight_update.Weight) -> ops.Writable:
+        """A weight, wrapped if updates are measured."""
+        if table.update_stats is None:
+            return p
+        run = p if isinstance(p, Tensor) else p.run
+        return table.update_stats.wrap(p, number, group_index, run, u.num_replicas)
+
+    group_index = table.group_index_of[u.param]
     if u.param not in table.stacks:
-        return [rule.step(_measured(table, p, u, u.p), u.g, state, t, u.shard)]
+        return sections.steps(rule, p, u.g, state, t, u.shard, measured)
     begun = []
     experts = state[expert_stacks.EXPERTS].values()
     for s, (run, shard) in zip(experts, expert_stacks.split(u.shard), strict=True):
-        own = _measured(table, weight_update.part(p, run), u, u.p[run])
-        begun.append(rule.step(own, expert_stacks.part(u.g, run), s, t, shard))
+        own, g = weight_update.part(p, run), expert_stacks.part(u.g, run)
+        begun += sections.steps(rule, own, g, s, t, shard, measured)
     return begun
-
-
-def _measured(
-    table: ParamTable, p: weight_update.Weight, u: RunUpdate, run: Tensor
-) -> ops.Writable:
-    """The weight stored in ``run``, wrapped if updates are measured."""
-    if table.update_stats is None:
-        return p
-    number, group_index = table.number_of[u.param], table.group_index_of[u.param]
-    return table.update_stats.wrap(p, number, group_index, run, u.num_replicas)
 
 
 def _queue(plan: Plan | None, staged: Sequence[StagedRun]) -> LaunchQueue | None:

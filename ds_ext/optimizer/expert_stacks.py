@@ -6,6 +6,7 @@ run that lies in the expert, which may be empty. Its state is kept under its num
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_ext import ops
 from ds_ext.ops import Gradient
-from ds_ext.ops.shard import Shard
+from ds_ext.ops.shard import Section, Shard
 from ds_ext.ops.state import Parts, State
 
 EXPERTS = "experts"  # the key of their states in the state of the parameter
@@ -58,16 +59,14 @@ def _holds_experts(name: str, owner: nn.Module, size: int) -> bool:
 @functools.lru_cache(4096)
 def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
     """Returns, for each expert, the slice of its elements in a run of the stack, and its shard."""
-    assert shard.split is None, "experts that tensor parallelism divides"
     count, *own = shard.shape
-    n = shard.numel // count if count else 0
+    n = math.prod(own)
     parts = []
-    for i, first in enumerate(range(0, shard.numel, n or 1)):
-        start, stop = (min(max(at - first, 0), n) for at in (shard.start, shard.stop))
-        at = min(max(first - shard.start, 0), len(shard))
-        before, turn = shard.before + first, shard.turn + i
-        piece = Shard(tuple(own), start, stop, shard.size, before=before, turn=turn)
-        parts.append((slice(at, at + stop - start), piece))
+    for i in range(count if n else 0):
+        expert = Section(tuple(own), i * n, n, shard.numel)
+        places = expert.places(shard)
+        at = slice(places[0].first, places[0].first + places[0].width) if places else slice(0, 0)
+        parts.append((at, expert.shard(shard, i)))
     return tuple(parts)
 
 

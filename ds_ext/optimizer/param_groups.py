@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_ext import hyperparams
+from ds_ext.optimizer import fused_matrices, sections
 from ds_ext.optimizer.group_index import ParamGroup
 from ds_ext.optimizer.group_rules import hypers_of
 from ds_ext.optimizer.model_view import ModelView, finds, summary
+from ds_ext.optimizer.sections import SplitConfig
 from ds_ext.rules import Entry, named
 
 Keys: TypeAlias = Mapping[str, Any]  # of a group: a "type" and hyper-parameters of that
@@ -60,8 +62,8 @@ def of_config(
         groups = matched_groups(entry, model, groups, entries, where)
     if entry.roles:
         groups = role_groups(entry, model, groups, **of_roles, where=where)
-    made = [group for group in groups if group["params"]]
-    return Grouped(_named(entry, made, hypers["weight_decay"]), hypers)
+    groups = _section_groups(entry, model, groups, hypers, entries or (), where)
+    return Grouped(_named(entry, groups, hypers["weight_decay"]), hypers)
 
 
 def problems(entry: Entry, given: Keys) -> list[str]:
@@ -196,6 +198,51 @@ def role_groups(
         return rest if own == entry.roles["other"] else own
 
     return [part for g in groups for part in ([g] if "type" in g else _split([g], keys))]
+
+
+def _section_groups(
+    entry: Entry,
+    model: ModelView,
+    groups: Sequence[ParamGroup],
+    hypers: dict[str, Any],
+    entries: Sequence[Keys],
+    where: str,
+) -> list[ParamGroup]:
+    """Splits groups by the sizes that "split" "auto" means, and checks the sizes of all groups.
+
+    Removes "auto" from ``hypers``, and the keys of sections from groups whose rule has none: those
+    of the biases that an entry matches together with a matrix.
+    """
+    keys = hyperparams.names(SplitConfig)
+    is_own = [(named(g["type"]) if "type" in g else entry).has_sections for g in groups]
+    groups = [
+        group if own else {k: v for k, v in group.items() if k not in keys}
+        for own, group in zip(is_own, groups, strict=True)
+    ]
+
+    def value(group: ParamGroup, key: str) -> Any:
+        return group.get(key, None if "type" in group else hypers.get(key))
+
+    autos = [p for g in groups if value(g, "split") == "auto" for p in g["params"]]
+    known = fused_matrices.found(model, autos, where) if autos else {}
+    unknown = dict.fromkeys(autos, {"split": None})
+    groups = _split(groups, lambda p: known.get(p) or unknown.get(p, {}))
+    hypers |= {"split": None} if hypers.get("split") == "auto" else {}
+    of_entries = {given["match"]: i for i, given in enumerate(entries) if {*keys} & given.keys()}
+    for group in groups:
+        i = of_entries.get(group.get("name", ""))
+        at = where if i is None else _entry(i, where)
+        how = SplitConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
+        for p in (p for p in group["params"] if p in model.owners):
+            shape = model.shape(p)[p in model.stacked :]
+            sections.refuse(how, shape, model.owners[p][0], hyperparams.joined(at, ""))
+    used = {g.get("name") for g in groups if any(key in g for key in keys)}
+    for match in of_entries.keys() - used:
+        raise ValueError(
+            f"{_entry(of_entries[match], where)}: {match!r} matches no matrix whose optimizer "
+            "splits matrices, so split, heads and split_dim would be ignored: remove them."
+        )
+    return groups
 
 
 def _as_groups(params: Sequence[Any]) -> list[ParamGroup]:

@@ -24,7 +24,7 @@ from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
-from ds_ext.optimizer import expert_stacks, state_checks
+from ds_ext.optimizer import expert_stacks, sections, state_checks
 from ds_ext.optimizer.group_rules import structure
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.state_checks import State
@@ -344,6 +344,8 @@ def are_batched(
         device: of the gradient.
     """
     if not may_join(shard) or not all(dtype in DTYPES for dtype in dtypes):
+        return False
+    if sections.are_set(rule):
         return False
     shards = [shard]
     if param in table.stacks:

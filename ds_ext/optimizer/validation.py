@@ -9,7 +9,7 @@ from ds_ext import hyperparams, rules
 from ds_ext.distributed.unsupported_wrappers import refuse_flat
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State
-from ds_ext.optimizer import expert_stacks
+from ds_ext.optimizer import expert_stacks, sections
 from ds_ext.optimizer.group_rules import names_of_all_rules
 from ds_ext.optimizer.param_table import ParamTable
 
@@ -40,13 +40,20 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
     """Raises ValueError if the rule of ``param`` cannot step the shape of ``shard``."""
     rule = table.hypers_of(table.group_of[param])
     entry = rules.entry_of(rule)
-    if param in table.stacks and shard.split is not None:
+    how, is_stack = table.rule_of(param), param in table.stacks
+    sections.refuse(how, shard.shape[is_stack:], table.name(param))
+    if sections.are_set(how) and shard.split is not None:
+        raise ValueError(
+            f"split and heads need ranks that hold whole rows of {table.name(param)}, of shape "
+            f"{list(shard.shape)}: shard only its first dimension, or remove the keys."
+        )
+    if is_stack and shard.split is not None:
         raise ValueError(
             f"a parameter of shape {list(shard.shape)} stacks experts, but ranks hold parts of "
             "experts: shard only its first dimension (Shard(0) of fully_shard), or distribute "
             "whole experts over ranks."
         )
-    dims = len(shard.shape) - (param in table.stacks)
+    dims = len(shard.shape) - is_stack
     if not entry.any_shape and dims != 2:
         name, own = rule.__name__, type(table).__name__
         raise ValueError(

@@ -65,6 +65,7 @@ class Entry:
     any_shape: bool = True  # whether ``step`` is defined for more than matrices
     relative: Callable[[Any], bool] | bool = False  # see ``relative`` of ``register``
     spelling: str = ""  # the name as papers and configs spell it
+    has_sections: bool = False  # see ``register``
 
     @property
     def is_batched(self) -> bool:
@@ -115,6 +116,7 @@ def register(
     any_shape: bool | None = None,
     relative: Callable[[Any], bool] | bool = False,
     spelling: str | None = None,
+    has_sections: bool = False,
 ) -> Callable[[R], R]:
     """Registers a rule as an optimizer: a ``"type"`` in DeepSpeed configs, and a row in tables.
 
@@ -138,6 +140,8 @@ def register(
         relative: whether updates are proportional to the size of the weights. ``lr`` is then
             relative to this size, and a matrix of zeros hardly moves. Or a function of a rule.
         spelling: the name in papers, if it contains dashes. Configs accept both names.
+        has_sections: whether sections of a matrix may be stepped as separate matrices, named by the
+            keys ``split`` and ``heads``. The state must have one number per element.
 
     Raises:
         ValueError: another rule has this name.
@@ -154,7 +158,8 @@ def register(
         is_for_all = "type" not in (others or {}) if any_shape is None else any_shape
         spelled = spelling or rule.__name__
         REGISTRY[name] = Entry(
-            rule, paper, state, rounds, is_batched, sums_first, roles, is_for_all, relative, spelled
+            *(rule, paper, state, rounds, is_batched, sums_first, roles, is_for_all, relative),
+            *(spelled, has_sections),
         )
         for subscriber in _subscribers:
             subscriber(name)

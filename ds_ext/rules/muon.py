@@ -42,6 +42,7 @@ from ds_ext.rules.lowrank import Product
     state="4/d",
     rounds="2, 3 where a cut goes through a row",
     others={"type": "AdamW"},
+    has_sections=True,
 )
 @dataclass(frozen=True)
 class Muon:

@@ -37,6 +37,7 @@ from ds_ext.rules.base import Rounds, State, register
     any_shape=True,
     embedding={"norm_axis": "column"},
     head={"momentum": 0.9},
+    has_sections=True,
 )
 @dataclass(frozen=True)
 class SCALE:

@@ -37,6 +37,7 @@ from ds_ext.rules.base import Rounds, State, register
     sums_first=True,
     others={"type": "FlashAdamW"},
     any_shape=True,
+    has_sections=True,
 )
 @dataclass(frozen=True)
 class SinkGD:

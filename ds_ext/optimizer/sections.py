@@ -1,0 +1,213 @@
+"""Matrices that hold several: fused QKV, gate and up projections, attention heads.
+
+Each section is stepped as a separate matrix, by the part of the rank's run that lies in it. The
+state has one number per element of the whole parameter, so it does not depend on the sections.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.distributed.lockstep import StepGenerator
+from ds_ext.hyperparams import Count, Dim, Sizes
+from ds_ext.ops.shard import Place, Section, Shard
+from ds_ext.ops.weight_storage import StochasticWeight
+from ds_ext.ops.weight_update import Weight
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """The hyper-parameters that name the sections of matrices, for rules that step sections."""
+
+    split: Sizes | None = None  # rows of each part; "auto": from the model's config
+    heads: Count | None = None  # steps each head alone; with `split`, joins its parts of all heads
+    split_dim: Dim = 0  # 1: columns instead of rows
+
+
+def are_set(rule: Any) -> bool:
+    """Returns whether a rule's hyper-parameters name sections."""
+    return isinstance(rule, SplitConfig) and (rule.split, rule.heads, rule.split_dim) != (
+        None,
+        None,
+        0,
+    )
+
+
+def of(rule: Any, shape: Shape) -> tuple[Section, ...]:
+    """Returns the sections of a matrix; () if it is stepped as a whole.
+
+    Args:
+        rule: its rule, with hyper-parameters that ``refuse`` accepts.
+        shape: its shape, [rows, cols].
+    """
+    if not are_set(rule):
+        return ()
+    return _sections(rule.split, rule.heads, rule.split_dim, shape)
+
+
+def refuse(rule: Any, shape: Shape, name: str, where: str = "") -> None:
+    """Raises ValueError if a rule's sections are not those of a matrix.
+
+    Args:
+        rule: the rule of the matrix.
+        shape: the shape of the matrix, or of an expert if it stacks experts.
+        name: the name of the parameter.
+        where: the config's section that has the keys, with a point at its end.
+    """
+    if not are_set(rule):
+        return
+    key = "split" if rule.split else "heads" if rule.heads else "split_dim"
+    given = {"split": rule.split, "heads": rule.heads, "split_dim": rule.split_dim}[key]
+    given = list(given) if isinstance(given, tuple) else given
+    if why := _problem(rule, shape):
+        raise ValueError(
+            f"{where}{key} is {given!r}, but {name} has the shape {list(shape)}: {why}."
+        )
+
+
+def _problem(rule: SplitConfig, shape: Shape) -> str:
+    """Why a matrix does not have the sections; "" if it has them."""
+    if rule.split == "auto":
+        return '"auto" needs a model: create the optimizer with for_model, or list the sizes'
+    if not rule.split and not rule.heads:
+        return 'set "split" or "heads" too, or remove the key'
+    if len(shape) != 2:
+        return "only a matrix can be split"
+    rows = "rows" if rule.split_dim == 0 else "columns"
+    size = shape[rule.split_dim]
+    if not rule.split:
+        assert rule.heads is not None
+        return "" if size % rule.heads == 0 else f"heads must divide its {size} {rows}"
+    total, heads = sum(rule.split), rule.heads or 1
+    if total * heads == size:
+        return ""
+    found = f"{total} x {heads} heads" if rule.heads else f"{total}"
+    other = shape[1 - rule.split_dim] == total * heads
+    hint = f' (for its {"columns" if rows == "rows" else "rows"}, set "split_dim")' * other
+    return f"the sizes must add up to its {size} {rows}, but add up to {found}{hint}"
+
+
+@functools.lru_cache(4096)
+def _sections(
+    sizes: Shape | None, heads: int | None, dim: int, shape: Shape
+) -> tuple[Section, ...]:
+    """Of a matrix of ``shape``, whose rows or columns consist of ``sizes``, again for each head."""
+    if sizes is None:
+        sizes, heads = (shape[dim] // (heads or 1),) * (heads or 1), None
+    unit = shape[1] if dim == 0 else 1
+    found, first = [], 0
+    for size in sizes:
+        own = size * (heads or 1)
+        section_shape = (own, shape[1]) if dim == 0 else (shape[0], own)
+        found.append(Section(section_shape, first * unit, size * unit, sum(sizes) * unit))
+        first += size
+    return tuple(found)
+
+
+def steps(
+    rule: Any,
+    p: Weight,
+    g: ops.Gradient,
+    s: dict[str, Any],
+    t: int,
+    whole: Shard,
+    wrap: Callable[[Weight], ops.Writable],
+) -> list[StepGenerator]:
+    """Returns the generators that step a run: one, or one for each section.
+
+    Args:
+        rule: the rule, whose state has one number per element if it has sections.
+        p: the run of the weight.
+        g: the run of the gradient.
+        s: the state of the run.
+        t: the number of this step.
+        whole: which elements the run is.
+        wrap: returns what the rule gets instead of a weight.
+    """
+    sections = of(rule, whole.shape)
+    if not sections:
+        return [rule.step(wrap(p), g, s, t, whole)]
+    made = []
+    for shift, places, shard in _divided(sections, whole):
+        own = _Copies(places)
+        kept = {key: own.of(s[key]) for key in rule.state_spec(shard)}
+        part = wrap(_weight(p, own, shift))
+        made.append(own.step(rule.step(part, _gradient(g, own), kept, t, shard)))
+    return made
+
+
+@functools.lru_cache(4096)
+def _divided(
+    sections: Sequence[Section], whole: Shard
+) -> tuple[tuple[int, tuple[Place, ...], Shard], ...]:
+    """The places of each section in a run, its shard, and what its random bits count on by."""
+    found, first = [], 0
+    for turn, section in enumerate(sections):
+        shard = section.shard(whole, turn)
+        found.append((first + shard.start - whole.start, section.places(whole), shard))
+        first += shard.numel
+    return tuple(found)
+
+
+class _Copies:
+    """A section's elements of a run's tensors: a view if they are consecutive, else a copy."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = places
+        self.are_consecutive = len(places) < 2 and all(place.count == 1 for place in places)
+        self.made: list[tuple[Tensor, Tensor]] = []  # runs, and copies to write back
+
+    def read(self, run: Tensor) -> Tensor:
+        """Returns the elements, [n]."""
+        if self.are_consecutive:
+            at = self.places[0] if self.places else Place(0, 0, 0, 0)
+            return run[at.first : at.first + at.width]
+        return torch.cat([x.flatten() for x in self._views(run)])
+
+    def of(self, run: Tensor) -> Tensor:
+        """Returns the elements, [n]. What is written to them is in the run when the step ends."""
+        own = self.read(run)
+        if not self.are_consecutive:
+            self.made.append((run, own))
+        return own
+
+    def step(self, steps: StepGenerator) -> StepGenerator:
+        """Yields from a rule's step, then writes the copies back."""
+        yield from steps
+        for run, own in self.made:
+            views = self._views(run)
+            for view, new in zip(views, own.split([x.numel() for x in views]), strict=True):
+                view.copy_(new.view_as(view))
+
+    def _views(self, run: Tensor) -> list[Tensor]:
+        """The elements in the memory of a run, [count, width] for each place."""
+        assert run.is_contiguous()
+        return [
+            run.as_strided((x.count, x.width), (x.step, 1), run.storage_offset() + x.first)
+            for x in self.places
+        ]
+
+
+def _weight(p: Weight, own: _Copies, shift: int) -> Weight:
+    """A section's elements of a weight, whose random bits count on by ``shift``."""
+    if isinstance(p, Tensor):
+        return own.of(p)
+    new: dict[str, Any] = {k: own.of(x) for k, x in vars(p).items() if isinstance(x, Tensor)}
+    if isinstance(p, StochasticWeight):
+        new["start"] = p.start + shift
+    return replace(p, **new)
+
+
+def _gradient(g: ops.Gradient, own: _Copies) -> ops.Gradient:
+    """A section's elements of a gradient."""
+    if isinstance(g, Tensor):
+        return own.read(g)
+    assert isinstance(g.x, Tensor)
+    return ops.Scaled(own.read(g.x), g.factor, g.bound)
