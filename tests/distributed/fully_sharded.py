@@ -109,12 +109,7 @@ def train(case: Case) -> dict[str, Any]:
         "norms": norms,
         "moved in backward": moved,
         "steps": {names[p]: state["step"] for p, state in optimizer.state.items()},
-        "streams": by_role.streams_of(optimizer, names),
-        "groups": {
-            names[p]: (group.get("type"), group["lr"], group["weight_decay"])
-            for group in optimizer.param_groups
-            for p in group["params"]
-        },
+        **by_role.told(optimizer, model),
     }
 
 

@@ -83,9 +83,19 @@ ROLES = {
     for name, hypers in TYPES.items()
     for how in ("fused", "plain")
 }
+for kind in ("reentrant", "non-reentrant"):
+    muon = TYPES["ds_ext.Muon"]
+    ROLES[f"ds_ext.Muon-{kind}"] = Case("ds_ext.Muon", muon, checkpointing=kind, by_role=True)
 
 
-@pytest.mark.supports(AUTHORS, stage="fsdp2", optimizer=lambda name: key_of(ROLES[name].rule))
+def shown_by_role(name: str) -> list[str]:
+    """The same of rules of matrices."""
+    if (kind := ROLES[name].checkpointing) is not None:
+        return [f"{kind} activation checkpointing"]
+    return [AUTHORS, "tied, shared, unused weights; 0 to 4 dimensions"]
+
+
+@pytest.mark.supports(shown_by_role, stage="fsdp2", optimizer=lambda name: key_of(ROLES[name].rule))
 @pytest.mark.parametrize(
     "ranks, name",
     params(

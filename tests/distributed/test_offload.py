@@ -30,6 +30,9 @@ CASES: list[Case] = [
     *((name, 3, "bf16", ("both",)) for name in WITH_STATE),
     *(("came", stage, "bf16", ("state",)) for stage in (0, 1, 2)),
     ("lomo", 1, "bf16 master", ("state",)),
+    *(("muon", stage, "fp32", ("state",)) for stage in (0, 1, 2)),
+    *(("muon", 3, how, ("both",)) for how in ("fp32", "clipped", "accumulated", "zero init")),
+    *((name, 3, "fp32", ("both",)) for name in ("apollo", "apollo mini")),
 ]
 SAVED = [("came", "bf16 master"), ("galore", "fp32")]
 WEIGHTS, STATES = "weights offloaded to the host", "states offloaded to the host"
@@ -50,6 +53,7 @@ SLOW = ("adafactor", "adafactor beta1", "galore right", "lamb")
 OTHERS = [("came", 0, "bf16", ("state",)), ("came", 1, "bf16", ("state",))]
 OTHERS += [case for case in CASES if "bf16 master" in case[2] or case[2] == "clipped"]
 OTHERS += [case for case in CASES if case[0] in SLOW]
+OTHERS += [c for c in CASES if c[0][:4] in ("muon", "apol") and c[:3] != ("muon", 3, "zero init")]
 QUICK = [case for case in CASES if case not in OTHERS]
 
 
