@@ -125,12 +125,12 @@ BY_STEP: dict[str, dict[str, Any]] = {
 
 
 def accumulate(
-    name: str, by_fsdp: bool, micro: int, checkpointing: str | None = None
+    name: str, by_fsdp: bool, micro: int, checkpointing: str | None, rule: str
 ) -> dict[str, Any]:
     """Steps of several micro-batches, or of one; when weights moved, and the norms."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = shard(apart(checkpointing))
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.05)
+    optimizer = by_role.made(rule, model, {"lr": 0.05})
     fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=300, **BY_STEP[name])
     before, norms, moved, twice = whole(model), [], [], False
     for step in range(STEPS):
@@ -150,6 +150,7 @@ def accumulate(
         "norms": norms,
         "moved in backward": moved,
         "identical": identical(after),
+        "told": by_role.told(optimizer, model),
     }
     return {"before": before, "after": after, **told}
 

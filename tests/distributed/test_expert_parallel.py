@@ -19,7 +19,8 @@ QUICK = [
 ]
 
 
-CLOSE = hypers.CLOSE | {"flashadamw": 1e-3}
+# APOLLO divides by the norms of rows and columns, and a router's are of few tokens.
+CLOSE = hypers.CLOSE | {"flashadamw": 1e-3, "apollo": 1e-4}
 
 
 def _feature(name):

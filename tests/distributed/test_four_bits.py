@@ -24,7 +24,8 @@ def test_a_step_is_that_of_the_gradients_that_numpy_rounds(case):
         for n, update in expected["moved"].items():
             error = (found["moved"][n] - update).norm() / update.norm()
             assert error < CLOSE.get(case[0], 1e-5), (n, float(error))
-        assert found["bytes"] < 0.4 * expected["bytes"]
+        most = 0.6 if case[0] == "muon" else 0.4  # it sums products of matrices, too
+        assert found["bytes"] < most * expected["bytes"]
     (told,) = worlds.once(hosts * size, four_bits.both, *case)[0]["found"]["said"]
     assert "3 of 5 parameters are summed in 4 bits, inside hosts of 2 ranks" in told
 

@@ -123,7 +123,9 @@ def test_bytes_that_travel(optimizer, stage, how, kinds):
         for kind in kinds:
             ours, without = runs[kind], runs["none"]["copied"]
             more = {way: ours["copied"][way] - without[way] for way in ("in", "out")}
-            assert more["out"] == offloading.STEPS * (ours["stepped"] + ours["states"]) > 0
+            left = offloading.STEPS * (ours["stepped"] + ours["states"])
+            scalars = offloading.SLACK * offloading.STEPS if "apollo" in optimizer else 0
+            assert more["out"] == pytest.approx(left, abs=scalars) and left > 0
             stepped = offloading.STEPS * ours["stepped"] + (offloading.STEPS - 1) * ours["states"]
             gathered = more["in"] - stepped  # by DeepSpeed
             assert gathered > 0 if ours["stepped"] else gathered == 0
