@@ -50,7 +50,7 @@ class SCALE:
     momentum: Fraction = 0.0  # of the output head 0.9
     eps: Positive = 1e-8  # least RMS of a row or column
     weight_decay: NonNegative = 0.0  # decoupled, times lr
-    base_width: Size = 0  # the columns for which lr is meant; 0: lr does not depend on columns
+    base_width: Size = 0  # columns that lr is meant for; 0: any
     width_exponent: NonNegative = 1.0  # of base_width / columns
 
     def state_spec(self, shard: Shard) -> Parts:

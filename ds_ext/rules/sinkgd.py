@@ -61,10 +61,10 @@ class SinkGD:
     iterations: Count = 5  # of bringing rows, then columns, to their norm
     alpha: NonNegative = 0.05  # times lr: x has an RMS of 1, larger than Adam's update
     eps: Positive = 1e-8  # least norm of a row or column
-    weight_decay: NonNegative = 0.0  # decoupled, times the update's factor a
-    base_width: Size = 0  # the columns for which lr is meant; 0: lr does not depend on columns
+    weight_decay: NonNegative = 0.0  # decoupled, times a
+    base_width: Size = 0  # columns that lr is meant for; 0: any
     width_exponent: NonNegative = 1.0  # of base_width / columns
-    spectral: Spectrum = "none"  # what x's largest singular value is scaled to
+    spectral: Spectrum = "none"  # the largest singular value of x
     spectral_iterations: Count = 1  # power iterations in a step
 
     def __post_init__(self) -> None:
