@@ -1,19 +1,23 @@
-"""Loss of fine-tuning with fp32 weights, and with bf16 weights in each ``weight_update``.
+"""Loss of fine-tuning with fp32 weights, with bf16 weights in each ``weight_update``, and with
+AdamW's moments in bf16 or 8 bits.
 
-It trains a byte-level Llama in fp32 on one half of a text. From these weights it fine-tunes with
-AdaLomo on the other half, at the learning rate of AdaLomo's authors, with the same batches in each
-run. Run ``python -m benchmarks.rounding``. It takes about five minutes on one core.
+It trains a byte-level Llama in fp32 on one half of a text. From these weights it fine-tunes on the
+other half with the same batches in each run: with AdaLomo, at the learning rate of its authors, and
+with AdamW. Run ``python -m benchmarks.rounding``. It takes about ten minutes on one core.
 """
 
 import copy
 import datetime
+import itertools
 import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -22,21 +26,85 @@ from torch import Tensor
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 transformers.logging.set_verbosity_error()
 
-from ds_ext import AdaLomo  # noqa: E402
+from ds_ext import AdaLomo, AdamW, FlashAdamW  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "examples" / "data"
 RESULTS = Path(__file__).parent / "results"
 BATCH, LENGTH = 4, 64
 FIRST_STEPS, FIRST_LR = 1000, 1e-2
-STEPS, LR = 1000, 5e-4
+LR, ADAM_LR = 5e-4, 1e-4
+STEPS = {"AdaLomo": 1000, "AdamW": 500}
 LAST = 100  # the number of last steps whose training loss is averaged
 SEEDS = (1, 2, 3)
-WAYS = {
-    "fp32": (torch.float32, "nearest"),
-    "bf16 stochastic": (torch.bfloat16, "stochastic"),
-    "bf16 nearest": (torch.bfloat16, "nearest"),
-    "bf16 master": (torch.bfloat16, "master"),
+Make = Callable[[Iterable[Tensor], int], torch.optim.Optimizer]  # of parameters and a seed
+
+
+class NearestAdamW(torch.optim.Optimizer):
+    """AdamW with bf16 weights and moments, computed in fp32 and rounded to nearest.
+
+    DeepSpeed's ``bf16_optimizer_states`` stores the same: it requires
+    ``bf16_master_weights_and_grads``, so the weights have no master in fp32, and its fused AdamW
+    computes in fp32. torch's own AdamW would also round between the operations of a step.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "decay": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                s = self.state[p]
+                t = s["t"] = s.get("t", 0) + 1
+                g, c = p.grad.float(), [1 - beta**t for beta in group["betas"]]
+                m, v = (
+                    (beta * s[key].float() if key in s else 0) + (1 - beta) * x
+                    for key, beta, x in zip("mv", group["betas"], (g, g.square()), strict=True)
+                )
+                u = m / c[0] / ((v / c[1]).sqrt() + group["eps"])
+                lr = group["lr"]
+                p.copy_(p.float() * (1 - lr * group["decay"]) - lr * u)
+                s["m"], s["v"] = m.to(p.dtype), v.to(p.dtype)
+
+
+def adalomo(weight_update: str, lr: float = LR) -> Make:
+    return lambda params, seed: AdaLomo(params, lr=lr, weight_update=weight_update, seed=seed)
+
+
+def of_adam(kind: type, **hypers: Any) -> Make:
+    return lambda params, seed: kind(params, lr=ADAM_LR, seed=seed, **hypers)
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+# By optimizer, ways to store weights and moments: the first is exact.
+WAYS: dict[str, dict[str, tuple[torch.dtype, Make]]] = {
+    "AdaLomo": {
+        "fp32": (FP32, adalomo("nearest")),
+        "bf16 stochastic": (BF16, adalomo("stochastic")),
+        "bf16 nearest": (BF16, adalomo("nearest")),
+        "bf16 master": (BF16, adalomo("master")),
+    },
+    "AdamW": {
+        "fp32, moments fp32: 12 bytes": (FP32, of_adam(AdamW)),
+        "bf16 nearest, moments bf16 nearest, as DeepSpeed: 6 bytes": (
+            BF16,
+            lambda params, seed: NearestAdamW(params, ADAM_LR),
+        ),
+        "bf16 stochastic, moments fp32: 10 bytes": (
+            BF16,
+            of_adam(AdamW, weight_update="stochastic"),
+        ),
+        "bf16 stochastic, FlashAdamW: 4.1 bytes": (
+            BF16,
+            of_adam(FlashAdamW, weight_update="stochastic"),
+        ),
+        "bf16 master24, FlashAdamW: 5.1 bytes": (
+            BF16,
+            of_adam(FlashAdamW, weight_update="master24"),
+        ),
+    },
 }
+PLOTS = {"AdaLomo": "", "AdamW": "_adamw"}
 
 
 @dataclass(frozen=True)
@@ -52,26 +120,35 @@ class Run:
 
 
 def main() -> None:
-    """Trains each model, and writes the table and the plot."""
+    """Fine-tunes with the optimizers that the command line names, or with all; writes tables."""
     torch.set_num_threads(1)
-    began = time.perf_counter()
     train, test = text("devil_train.jsonl"), text("devil_test.jsonl")
     start = model()
-    fit(start, train[: len(train) // 2], FIRST_STEPS, FIRST_LR, "nearest", seed=0)
+    fit(start, train[: len(train) // 2], FIRST_STEPS, adalomo("nearest", FIRST_LR), seed=0)
     start.bfloat16().float()  # all runs start from values that bf16 can represent
     before = held_out(start, test)
-    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
-    for seed in SEEDS:
-        for way, (dtype, weight_update) in WAYS.items():
+    RESULTS.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or WAYS:
+        began = time.perf_counter()
+        runs: dict[str, list[Run]] = {way: [] for way in WAYS[name]}
+        for seed, (way, (dtype, make)) in itertools.product(SEEDS, WAYS[name].items()):
             tuned = copy.deepcopy(start).to(dtype)
-            losses = fit(tuned, train[len(train) // 2 :], STEPS, LR, weight_update, seed)
+            losses = fit(tuned, train[len(train) // 2 :], STEPS[name], make, seed)
             runs[way].append(Run(losses, held_out(tuned, test)))
             print(f"seed {seed}, {way}: {runs[way][-1].train:.4f}, {runs[way][-1].held_out:.4f}")
-    RESULTS.mkdir(exist_ok=True)
-    minutes = (time.perf_counter() - began) / 60
-    size = sum(p.numel() for p in start.parameters())
-    (RESULTS / "rounding.md").write_text(report(runs, before, size, minutes))
-    plot(runs, RESULTS / "rounding.png", "fp32", LAST, None)
+        minutes = (time.perf_counter() - began) / 60
+        size = sum(p.numel() for p in start.parameters())
+        write(RESULTS / "rounding.md", introduction(before, size), name, section(runs, minutes))
+        plot(runs, RESULTS / f"rounding{PLOTS[name]}.png", next(iter(runs)), LAST, None)
+
+
+def write(path: Path, first: str, name: str, own: str) -> None:
+    """Replaces the section of one optimizer in a report, and its introduction."""
+    kept = path.read_text().split("\n## ")[1:] if path.exists() else []
+    sections = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in kept}
+    sections[name] = own.strip()
+    found = [f"## {key}\n\n{sections[key]}\n" for key in WAYS if key in sections]
+    path.write_text("\n".join([first, *found]))
 
 
 def text(name: str) -> Tensor:
@@ -89,11 +166,9 @@ def model() -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(config)
 
 
-def fit(
-    module: torch.nn.Module, data: Tensor, steps: int, lr: float, weight_update: str, seed: int
-) -> list[float]:
+def fit(module: torch.nn.Module, data: Tensor, steps: int, make: Make, seed: int) -> list[float]:
     """Trains on random pieces of ``data`` chosen by ``seed``; returns the loss of each step."""
-    optimizer = AdaLomo(module.parameters(), lr=lr, weight_update=weight_update, seed=seed)
+    optimizer = make(module.parameters(), seed)
     generator = torch.Generator().manual_seed(seed)
     pieces = data.unfold(0, LENGTH, 1)
     losses = []
@@ -118,27 +193,38 @@ def spread(values: list[float], sign: str = "") -> str:
     return f"{statistics.mean(values):{sign}.4f} ± {statistics.stdev(values):.4f}"
 
 
-def report(runs: dict[str, list[Run]], before: float, size: int, minutes: float) -> str:
-    """Returns the table in Markdown: means over seeds, and differences from fp32."""
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"""# What rounding bf16 weights costs
+def introduction(before: float, size: int) -> str:
+    """Returns the report's first part in Markdown."""
+    return f"""# What rounding bf16 weights and moments costs
 
 A byte-level Llama of {size:,} parameters is trained in fp32 on one half of *The Devil's Dictionary*
 for {FIRST_STEPS:,} steps (AdaLomo, lr {FIRST_LR:g}). From these weights it is fine-tuned on the
-other half for {STEPS:,} steps at lr {LR:g}. A step has {BATCH} × {LENGTH} bytes. Forward and
-backward use the weights' dtype. Losses are in nats per byte. ± is the standard deviation over
+other half: for {STEPS["AdaLomo"]:,} steps with AdaLomo at lr {LR:g}, and for {STEPS["AdamW"]:,}
+steps with AdamW at lr {ADAM_LR:g}. A step has {BATCH} × {LENGTH} bytes. Forward and backward use
+the weights' dtype. Losses are in nats per byte. ± is the standard deviation over
 {len(SEEDS)} seeds of the order of the data and of rounding. Differences are relative to the fp32
 run with the same seed and therefore the same batches. The held-out loss is computed in fp32 from
 the stored weights. It was {before:.4f} before fine-tuning.
 
-| weights | training loss, last {LAST} steps | difference | held-out loss | difference |
+For AdamW, the row "as DeepSpeed" stores what DeepSpeed's `bf16_optimizer_states` stores: weights
+and moments in bf16, rounded to nearest, without a master. Bytes are those of a parameter's weight
+and moments.
+"""
+
+
+def section(runs: dict[str, list[Run]], minutes: float) -> str:
+    """Returns the table in Markdown: means over seeds, and differences from the first row."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    name = next(name for name, ways in WAYS.items() if ways.keys() == runs.keys())
+    last = f"training loss, last {LAST} steps"
+    return f"""| stored | {last} | difference | held-out loss | difference |
 |---|---|---|---|---|
-{table(runs, "fp32", LAST)}
+{table(runs, next(iter(runs)), LAST)}
 
 2 CPU cores, one thread, {minutes:.1f} minutes in all; {datetime.date.today()}; {versions}.
-Made by `python -m benchmarks.rounding`. Losses over steps:
+Made by `python -m benchmarks.rounding {name}`. Losses over steps:
 
-![training losses](rounding.png)
+![training losses](rounding{PLOTS[name]}.png)
 """
 
 

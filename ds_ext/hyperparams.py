@@ -28,6 +28,8 @@ Side = Annotated[
 ]
 Axis = Annotated[Literal["row", "column"], Field(description='"row" or "column"')]
 
+Spectrum = Annotated[Literal["none", "unit", "muon"], Field(description='"none", "unit" or "muon"')]
+
 Number = Annotated[float, Field(description="a number", **_NUMBER)]
 Adjustment = Annotated[
     Literal["original", "match_rms_adamw"], Field(description='"original" or "match_rms_adamw"')

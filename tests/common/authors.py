@@ -10,9 +10,11 @@ import lomo_optim
 import torch
 import transformers
 
+from ds_ext.ops import rounding
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.companded import rounded
+from tests.common.reference import normal_numbers
 from tests.distributed.zero import Case
 
 
@@ -87,20 +89,66 @@ def lamb(p, g, s, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0):
     return p - lr * ratio * u
 
 
-def sinkgd(p, g, s, lr=1e-3, iterations=5, alpha=0.05, eps=1e-8, weight_decay=0.0):
-    """Algorithms 3 and 4 of arXiv 2502.06742 -> the parameter after a step by ``g``."""
+def sinkgd(
+    p,
+    g,
+    s,
+    lr=1e-3,
+    iterations=5,
+    alpha=0.05,
+    eps=1e-8,
+    weight_decay=0.0,
+    base_width=0,
+    width_exponent=1.0,
+    spectral="none",
+    spectral_iterations=1,
+):
+    """Algorithms 3 and 4 of arXiv 2502.06742 -> the parameter after a step by ``g``.
+
+    With what axolotl's optimizer adds: a rate for the width, and an estimate of each matrix's norm
+    by a power iteration that begins with the last step's vector.
+    """
     x = g.view(1, -1) if g.dim() < 2 else g
     rows, cols = x.shape[-2:]
     for _ in range(iterations):
         x = x * (cols**0.5 / x.norm(dim=-1, keepdim=True).clamp(min=eps))
         x = x * (rows**0.5 / x.norm(dim=-2, keepdim=True).clamp(min=eps))
-    return p * (1 - lr * alpha * weight_decay) - lr * alpha * x.view(p.shape)
+    a = lr * alpha * ((base_width / cols) ** width_exponent if base_width else 1)
+    x = x.reshape(-1, rows, cols)
+    if spectral != "none":
+        count = len(x) * cols
+        first = torch.from_numpy(normal_numbers(0, rounding.key(0, 0, 0), 0, count))
+        u = s.get("u", first.to(torch.float32).double().view(len(x), cols, 1))
+        for _ in range(spectral_iterations):
+            v = x @ u
+            v = v / v.norm(dim=1, keepdim=True)
+            z = x.mT @ v
+            sigma = z.norm(dim=1, keepdim=True)
+            u = z / sigma
+        s["u"] = u
+        x = x / sigma * ((rows / cols) ** 0.5 if spectral == "muon" else 1)
+    return p * (1 - a * weight_decay) - a * x.view(p.shape)
 
 
-def scale(p, g, s, lr=1e-3, norm_axis="row", momentum=0.0, eps=1e-8, weight_decay=0.0):
-    """Algorithm 1 of arXiv 2506.16659, with the layouts and the floor of its authors' code."""
+def scale(
+    p,
+    g,
+    s,
+    lr=1e-3,
+    norm_axis="row",
+    momentum=0.0,
+    eps=1e-8,
+    weight_decay=0.0,
+    base_width=0,
+    width_exponent=1.0,
+):
+    """Algorithm 1 of arXiv 2506.16659, with the layouts and the floor of its authors' code.
+
+    With a rate for the width, as ``sinkgd``.
+    """
     m = s["m"] = momentum * s.get("m", 0) + (1 - momentum) * g
     x = m.view(1, -1) if m.dim() < 2 else m
+    lr = lr * ((base_width / x.shape[-1]) ** width_exponent if base_width else 1)
     rms = x.square().mean(dim=-1 if norm_axis == "row" else -2, keepdim=True).sqrt()
     return p * (1 - lr * weight_decay) - lr * (x / rms.clamp(min=eps)).view(p.shape)
 

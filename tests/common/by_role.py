@@ -2,12 +2,14 @@
 other parameters those that a JSON config then takes."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import REGISTRY
 from tests.common import low_rank
 from tests.common.authors import ordinary
 
@@ -28,6 +30,10 @@ APOLLOS: dict[str, Group] = {
     "apollo": {"rank": 256, "scale": 1.0, "scale_type": "channel"},
     "apollomini": {"rank": 1, "scale": 128.0, "scale_type": "tensor"},
 }
+
+
+# Rules that are for matrices alone; the others step parameters of any shape.
+MATRICES = tuple(name for name, entry in REGISTRY.items() if not entry.any_shape)
 
 
 class Several(torch.optim.Optimizer):
@@ -91,6 +97,65 @@ def optimizer(
         return low_rank.APOLLO(drawn, weight_decay=group["weight_decay"], **own)
 
     return make
+
+
+def made(rule: str, model: nn.Module, hypers: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """ds_ext's optimizer of a model, in which rules of matrices leave the rest to another rule."""
+    kind = OPTIMIZERS[rule]
+    if rule in MATRICES:
+        return kind.for_model(model, **hypers)
+    return kind(model.parameters(), **hypers)
+
+
+def of_shapes(rule: str, params: Iterable[Tensor], hypers: Group) -> torch.optim.Optimizer:
+    """The same of parameters without a model: AdamW steps those that are no matrices."""
+    params = list(params)
+    if rule not in MATRICES:
+        return OPTIMIZERS[rule](params, **hypers)
+    matrices = {"params": [p for p in params if p.ndim == 2]}
+    others = {"params": [p for p in params if p.ndim != 2], "type": "AdamW"}
+    return OPTIMIZERS[rule]([matrices, others], **hypers)
+
+
+Told = Mapping[str, Mapping[str, Any]]
+
+
+def told(optimizer: Any, model: nn.Module) -> Told:
+    """How ds_ext's optimizer steps a model: the group and the stream of each parameter, by name."""
+    names = {p: n for n, p in model.named_parameters()}
+    groups = {
+        names[p]: (group.get("type"), group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    return {"groups": groups, "streams": streams_of(optimizer, names)}
+
+
+def as_told(
+    rule: str, hypers: Group, said: Told, named: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
+    """The authors' optimizer of the matrices and torch's AdamW of the rest, in the told groups.
+
+    Args:
+        rule: One of ``MATRICES``.
+        hypers: What ds_ext's optimizer was given.
+        said: What ``told`` returned.
+        named: The parameters of one process.
+    """
+    own = OPTIMIZERS[rule].hypers(**hypers)
+    each = []
+    for n, (kind, lr, decay) in said["groups"].items():
+        p = named[n]
+        if kind == "AdamW":
+            each.append(torch.optim.AdamW([p], lr=lr, weight_decay=decay))
+        elif rule == "muon":
+            each.append(low_rank.Muon([p], lr=lr, weight_decay=decay))
+        elif p.requires_grad:
+            low = {"rank": own.rank, "scale": own.scale, "scale_type": own.scale_type}
+            stream = {p: said["streams"].get(n, 0)}
+            gap = own.update_proj_gap
+            each.append(low_rank.APOLLO(stream, gap=gap, lr=lr, weight_decay=decay, **low))
+    return Several(each)
 
 
 # A name that says what a parameter is; a tied embedding is a head.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ext.ops import fingerprints, quantize, rounding, scratch
+from ds_ext.ops import fingerprints, normal, quantize, rounding, scratch
 from tests.common.states import tensors
 
 HOST = torch.device("cpu")
@@ -159,3 +159,4 @@ def _forget() -> None:
     fingerprints._factors.cache_clear()
     rounding._noise.cache_clear()
     quantize._book.cache_clear()
+    normal._quantiles.cache_clear()

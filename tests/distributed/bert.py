@@ -8,8 +8,7 @@ import torch.distributed as dist
 import transformers
 from transformers import BertConfig
 
-from ds_ext.optimizer import OPTIMIZERS
-from tests.common import updates
+from tests.common import by_role, updates
 from tests.common.hypers import NEEDED, changed
 from tests.common.plain import mean_step
 from tests.common.ranks import whole
@@ -58,7 +57,7 @@ def loss_of(model, name: str, step: int, rank: int) -> torch.Tensor:
 
 
 def optimizer_of(rule: str, model: torch.nn.Module):
-    return OPTIMIZERS[rule](model.parameters(), **HYPERS[rule])
+    return by_role.made(rule, model, HYPERS[rule])
 
 
 @functools.cache

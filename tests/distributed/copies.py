@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_ext.checkpoint import folder as checkpoint_folder
 from ds_ext.distributed.placement import size_of
-from tests.common import models, updates
+from tests.common import by_role, models, updates
 from tests.common.ranks import identical, message, shared_folder, whole
 from tests.distributed import resuming, training
 from tests.distributed.training import Training
@@ -33,6 +33,11 @@ RUNS: dict[str, tuple[int, Training]] = {
     "lamb": (2, Training("lamb", 3, extra=cut(2))),
     "adafactor-stage1": (2, Training("adafactor", 1, max_norm=0.5, extra=cut(2))),
     "adamw-stage2": (2, Training("adamw", 2, extra=cut(2))),
+    "muon": (2, Training("muon", 3, max_norm=0.3, extra=cut(2))),
+    "apollo-stage2": (2, Training("apollo", 2, extra=cut(2))),
+    "apollomini-stage1": (2, Training("apollomini", 1, extra=cut(2))),
+    "muon-stage1": (2, Training("muon", 1, extra=cut(2))),
+    "muon-levels": (0, Training("muon", 3, extra=cut(0, sum_group_size=2))),
     "adalomo-alone": (1, Training("adalomo", 3, max_norm=0.3, extra=cut(1))),
     "adalomo-stage1-alone": (1, Training("adalomo", 1, extra=cut(1))),
     "adalomo-one": (0, Training("adalomo", 3, extra=cut(4))),
@@ -101,6 +106,7 @@ def train(name: str) -> dict[str, Any]:
         "shards": {p.num_shards for p in layout.placements},
         "held": sum(t.numel() for t in layout.stored()),
         "identical": identical(after),
+        "told": by_role.told(engine.optimizer, model),
     }
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
 from torch import Tensor, nn
 
-from ds_ext.optimizer import OPTIMIZERS
+from tests.common import by_role
 from tests.common.hypers import TRAINED
 from tests.common.ranks import identical, logged, whole
 
@@ -67,7 +67,7 @@ def config(quantized: bool, persist: int = 30, **more: Any) -> dict[str, Any]:
 def train(rule: str, quantized: bool, **more: Any) -> dict[str, Any]:
     """Steps by given gradients -> the weights, and how far from them those of forward were."""
     model = Given()
-    optimizer = OPTIMIZERS[rule](model.parameters(), **TRAINED[rule])
+    optimizer = by_role.of_shapes(rule, model.parameters(), TRAINED[rule])
     engine = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config(quantized, **more)
     )[0]

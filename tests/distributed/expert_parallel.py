@@ -59,7 +59,13 @@ def _runs() -> dict[str, Run]:
     for rule in ("flashadamw", "lion"):
         made[f"{rule}-ranks2-ep2"] = Run(rule, 2, 2, 2)
     made["json"] = Run("adalomo", 1, 2, 2, json=True)
-    made["json-muon"] = Run("muon", 2, 2, 2, json=True)
+    for i, rule in enumerate(("apollo", "apollomini", "muon")):
+        made[f"json-{rule}"] = Run(rule, i, 2, 2, json=True)
+        made[f"tensor-{rule}"] = Run(rule, 2 - i, 4, 2, tensor=2, json=True)
+        made[f"sequence-{rule}"] = Run(rule, i, 4, 2, sequence=2, json=True)
+    for stage in (0, 1):
+        made[f"json-muon-{stage}"] = Run("muon", stage, 4, 2, max_norm=0.05, json=True)
+    made["json-muon-resumed"] = Run("muon", 1, 2, 2, then=(0, 2), json=True)
     made["resumed"] = Run("came", 1, 2, 2, then=(1, 2))
     made["resumed-ep4"] = Run("came", 2, 4, 2, then=(0, 4))
     made["resumed-ep1"] = Run("lamb", 0, 4, 4, then=(1, 1))

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
 from ds_ext.engine import expert_parallel, parameters
-from ds_ext.optimizer import OPTIMIZERS, expert_stacks
+from ds_ext.optimizer import expert_stacks
 from tests.common import authors, by_role
 from tests.common.hypers import FOR_ALL
 from tests.common.ranks import message, shared_folder, whole
@@ -102,7 +102,15 @@ def _runs() -> dict[str, Run]:
     for rule in ("lomo", "adalomo", "lamb"):
         made[f"autoep-{rule}"] = Run("mixtral", rule, 3, ep=2, max_norm=0.5 * (rule == "lomo"))
     made["autoep-scale"] = Run("mixtral", "scale", 3, ep=2)
-    made["autoep-json-apollo"] = Run("mixtral", "apollo", 1, ep=2, json=True)
+    for i, rule in enumerate(("apollo", "apollomini", "muon")):  # of which a config says the rest
+        made[f"qwen3-{rule}-stage3"] = Run("qwen3", rule, 3, json=True)
+        made[f"autoep-json-{rule}"] = Run("mixtral", rule, 1 + i, ep=2, json=True)
+        made[f"autoep-tensor-{rule}"] = Run("divided", rule, 1 + i, 4, ep=2, tensor=2, json=True)
+        made[f"autoep-sequence-{rule}"] = Run("mixtral", rule, i, 4, ep=2, sequence=2, json=True)
+    for stage in (None, 0, 1, 2):
+        made[f"qwen3-muon-{stage}"] = Run("qwen3", "muon", stage, max_norm=0.5, json=True)
+    made["qwen3-muon-None"] = Run("qwen3", "muon", None, json=True)
+    made["autoep-muon-resumed"] = Run("mixtral", "muon", 2, ep=2, then=(0, 1), json=True)
     made["autoep-qwen3"] = Run("qwen3", "adalomo", 2, ep=2)
     made["autoep-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded", ep=2)
     made["autoep-resumed"] = Run("mixtral", "came", 3, ep=2, then=(1, 1))
@@ -149,7 +157,8 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def start(run: Run, model: nn.Module, stage: int | None, ep: int):
-    optimizer = None if run.json else OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
+    is_json = run.json and stage is not None
+    optimizer = None if is_json else by_role.made(run.rule, model, run.hypers)
     if stage is None:
         return ds_ext.fuse_into_backward(model, optimizer, bucket_size=700)
     if run.leaves:
@@ -164,7 +173,7 @@ def start(run: Run, model: nn.Module, stage: int | None, ep: int):
         },
         "ds_ext": {"gradient_policy": run.policy},
     }
-    if run.json:
+    if is_json:
         made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
     if ep:
         made["expert_parallel"] = {

@@ -12,7 +12,7 @@ from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.utils import groups
 from torch import Tensor
 
-from ds_ext.optimizer import OPTIMIZERS
+from tests.common import by_role
 from tests.common.hypers import TRAINED
 from tests.common.ranks import identical, logged, message, whole
 from tests.distributed import eight_bits
@@ -77,7 +77,7 @@ def rounded(x: Any) -> Any:
 
 def engine_of(model: Given, rule: str, host_size: int, zero: dict[str, Any], **top: Any) -> Any:
     """DeepSpeed's engine where this rank's host has so many ranks."""
-    optimizer = OPTIMIZERS[rule](model.parameters(), **TRAINED[rule])
+    optimizer = by_role.of_shapes(rule, model.parameters(), TRAINED[rule])
     config = eight_bits.config(False, **top)
     config["zero_optimization"] |= zero
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(host_size)):

@@ -109,12 +109,7 @@ def train(case: Case) -> dict[str, Any]:
         "norms": norms,
         "moved in backward": moved,
         "steps": {names[p]: state["step"] for p, state in optimizer.state.items()},
-        "streams": by_role.streams_of(optimizer, names),
-        "groups": {
-            names[p]: (group.get("type"), group["lr"], group["weight_decay"])
-            for group in optimizer.param_groups
-            for p in group["params"]
-        },
+        **by_role.told(optimizer, model),
     }
 
 
@@ -130,12 +125,12 @@ BY_STEP: dict[str, dict[str, Any]] = {
 
 
 def accumulate(
-    name: str, by_fsdp: bool, micro: int, checkpointing: str | None = None
+    name: str, by_fsdp: bool, micro: int, checkpointing: str | None, rule: str
 ) -> dict[str, Any]:
     """Steps of several micro-batches, or of one; when weights moved, and the norms."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = shard(apart(checkpointing))
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.05)
+    optimizer = by_role.made(rule, model, {"lr": 0.05})
     fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=300, **BY_STEP[name])
     before, norms, moved, twice = whole(model), [], [], False
     for step in range(STEPS):
@@ -155,6 +150,7 @@ def accumulate(
         "norms": norms,
         "moved in backward": moved,
         "identical": identical(after),
+        "told": by_role.told(optimizer, model),
     }
     return {"before": before, "after": after, **told}
 

@@ -11,7 +11,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules.base import key_of
 from tests.common import by_role, models
 from tests.common.ranks import identical, logged, whole
-from tests.distributed import resuming
+from tests.distributed import resuming, zero
 
 STEPS = 8
 # By what a config says; a projection is renewed in step 4 and 7.
@@ -19,6 +19,15 @@ TYPES: dict[str, dict[str, Any]] = {
     "APOLLO": {"lr": 0.02, "rank": 3, "update_proj_gap": 3, "weight_decay": 0.1},
     "APOLLO-Mini": {"lr": 0.005, "update_proj_gap": 3, "weight_decay": 0.1},
     "ds_ext.Muon": {"lr": 0.02, "weight_decay": 0.1},
+}
+
+
+# How a model is made and used.
+HOW: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "zero.Init": {"zero_init": True},
+    "reentrant": {"checkpointing": "reentrant"},
+    "nonreentrant": {"checkpointing": "nonreentrant"},
 }
 
 
@@ -35,15 +44,21 @@ def start(name: str, stage: int, model: torch.nn.Module, **more: Any) -> deepspe
     return deepspeed.initialize(model=model, config=config)[0]
 
 
-def accumulate(name: str, stage: int, weight_update: str) -> dict[str, Any]:
-    """Weights before and after steps in bf16 of two micro-batches each, clipped by their norm."""
+def accumulate(name: str, stage: int, weight_update: str | None) -> dict[str, Any]:
+    """Weights before and after steps of two micro-batches each, clipped by their norm.
+
+    In bf16, or in fp32 if ``weight_update`` is None.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": name, "params": TYPES[name] | {"weight_update": weight_update}},
+        "bf16": {"enabled": weight_update is not None},
+        "optimizer": {
+            "type": name,
+            "params": TYPES[name] | {"weight_update": weight_update or "nearest"},
+        },
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 300},
     }
     engine = deepspeed.initialize(model=models.make(), config=config)[0]
@@ -55,18 +70,17 @@ def accumulate(name: str, stage: int, weight_update: str) -> dict[str, Any]:
     return {"before": before, "after": after, "identical": identical(after)}
 
 
-def train(name: str, stage: int | None) -> dict[str, Any]:
+def train(name: str, stage: int | None, how: str = "as it is") -> dict[str, Any]:
     """The weights before and after, and how each parameter was stepped; without an engine: None."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = models.make()
-    names = {p: n for n, p in model.named_parameters()}
+    model = zero.build(zero.Case("lomo", {}, **HOW[how]))
     with logged() as said:
         if stage is None:
             optimizer = OPTIMIZERS[key_of(name)].for_model(model, **TYPES[name])
             ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
         else:
             engine = start(name, stage, model)
-            names, optimizer = engine.param_names, engine.optimizer
+            optimizer = engine.optimizer
     before = whole(model)
     for step in range(STEPS):
         batch = models.batch(step, world)[rank]
@@ -82,12 +96,7 @@ def train(name: str, stage: int | None) -> dict[str, Any]:
         "after": after,
         "identical": identical(after),
         "said": said,
-        "groups": {
-            names[p]: (group.get("type"), group["lr"], group["weight_decay"])
-            for group in optimizer.param_groups
-            for p in group["params"]
-        },
-        "streams": by_role.streams_of(optimizer, names),
+        **by_role.told(optimizer, model),
     }
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext.ops import fingerprints, quantize, rounding, scratch
+from ds_ext.ops import fingerprints, normal, quantize, rounding, scratch
 from ds_ext.optimizer import OPTIMIZERS, host_offload
-from tests.common import pretend
+from tests.common import by_role, pretend
 from tests.common.ranks import message, shared_folder, whole
 from tests.common.states import tensors
 
@@ -28,6 +28,9 @@ HYPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "came": ("came", {"lr": 2e-3}),
     "lamb": ("lamb", {"lr": 0.05}),
     "flash": ("flashadamw", {"lr": 0.05}),
+    "muon": ("muon", {"lr": 0.05}),
+    "apollo": ("apollo", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
+    "apollo mini": ("apollomini", {"lr": 0.01, "update_proj_gap": 2}),
     "galore": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
     "galore right": ("galoreadamw", {"lr": 0.05, "rank": 3, "proj_type": "right"}),
     "galore 8-bit": ("galoreadamw", {"lr": 0.05, "rank": 3, "nbits": 8, "min_8bit_size": 100}),
@@ -73,8 +76,8 @@ def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, A
     torch.manual_seed(5)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
         model = Tower()
-    if is_json:
-        config["optimizer"] = {"type": name, "params": hypers}
+    if is_json or name in by_role.MATRICES:
+        config["optimizer"] = {"type": f"ds_ext.{name}", "params": hypers}
         return deepspeed.initialize(model=model, config=config)[0]
     made = OPTIMIZERS[name](model.parameters(), **hypers)
     return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
@@ -134,6 +137,7 @@ def place(pretended: bool) -> Iterator[pretend.Memory | None]:
         if memory is not None:  # constants that the first run would make
             rounding._noise(pretend.DEVICE)
             fingerprints._factors(pretend.DEVICE)
+            normal._quantiles(pretend.DEVICE)
             for signed in (True, False):
                 quantize._book(signed, pretend.DEVICE)
         yield memory

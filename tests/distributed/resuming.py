@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 import ds_ext
 from ds_ext.engine.checkpoint_contents import owned
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models, ranks
+from tests.common import by_role, models, ranks
 from tests.common.hypers import FOR_ALL, TRAINED
 from tests.common.ranks import logged, shared_folder
 from tests.integration import trainer_jobs
@@ -36,6 +36,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"lr": 0.05, "rank": 30, "nbits": 8, "min_8bit_size": 100, "update_proj_gap": 2},
     ),
 }
+KINDS |= {rule: (rule, {"lr": 0.02}) for rule in by_role.MATRICES}
+KINDS["apollo"][1].update(rank=3, update_proj_gap=2)
 _KNOWN = {name for name, _ in KINDS.values()}
 KINDS |= {rule: (rule, hypers) for rule, hypers in TRAINED.items() if rule in {*FOR_ALL} - _KNOWN}
 STAGES = (0, 1, 2, 3)
@@ -99,9 +101,12 @@ def start(
             },
         },
     } | more
-    groups = [{"params": list(model.parameters())[::2]}, {"params": list(model.parameters())[1::2]}]
-    groups[1]["weight_decay"] = 0.1
-    optimizer = OPTIMIZERS[name](groups, **own, **(hypers or {}))
+    if name in by_role.MATRICES:
+        optimizer = OPTIMIZERS[name].for_model(model, **own, **(hypers or {}))
+    else:
+        params = list(model.parameters())
+        groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.1}]
+        optimizer = OPTIMIZERS[name](groups, **own, **(hypers or {}))
     return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
 
 
@@ -222,7 +227,7 @@ def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
 PASSES = {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 1}
 
 
-def accumulate(folder: str, stage: int, way: str) -> dict[str, Any]:
+def accumulate(folder: str, kind: str, stage: int, way: str) -> dict[str, Any]:
     """Saved between the micro-batches of a step, with gradients kept."""
     more = PASSES if dist.get_world_size() == 2 else PASSES | {"gradient_accumulation_steps": 6}
     passes = more["gradient_accumulation_steps"]
@@ -239,20 +244,20 @@ def accumulate(folder: str, stage: int, way: str) -> dict[str, Any]:
 
     clip = {"gradient_clipping": 0.5}
     results = {}
-    first = start("came", stage, 7, **(more | clip))
+    first = start(kind, stage, 7, **(more | clip))
     before = whole(first)
     if way == "write":
         advance(first, 0, 4)
         first.save_checkpoint(folder)
         results["kept"] = len(first.optimizer.fused.state.kept)
         advance(first, 4, 9)
-    second = start("came", stage, 8, **(more | clip))
+    second = start(kind, stage, 8, **(more | clip))
     second.load_checkpoint(folder)
     advance(second, 4, 9)
     results |= {"before": before, "after": whole(second), "micro": second.micro_steps / passes}
     results["same"] = same(whole(first), whole(second))
     if way == "write":  # 4 of 9 thirds of a step are no whole number of halves
-        third = start("came", stage, 8, **(more | clip | {"gradient_accumulation_steps": 2}))
+        third = start(kind, stage, 8, **(more | clip | {"gradient_accumulation_steps": 2}))
         results["message"] = message(lambda: third.load_checkpoint(folder))
     return results
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from ds_ext.optimizer import OPTIMIZERS
+from tests.common import by_role
+from tests.common.authors import ordinary
 from tests.common.ranks import identical, whole
 from tests.distributed.training import HYPERS
 
@@ -91,6 +92,9 @@ def _runs() -> dict[str, Routing]:
         made[f"{at}-nonreentrant"] = Routing("adalomo", stage, "nonreentrant", idle=stage != 3)
         made[f"{at}-clip"] = Routing("came", stage, max_norm=0.1)
         made[f"{at}-clip-sharded"] = Routing("came", stage, None, "sharded", 0.1)
+        made[f"{at}-muon"] = Routing("muon", stage, max_norm=0.1)
+    made["stage3-apollo"] = Routing("apollo", 3)
+    made["stage1-apollomini"] = Routing("apollomini", 1)
     return made
 
 
@@ -98,7 +102,7 @@ RUNS = _runs()
 
 
 def start(run: Routing, model: nn.Module):
-    optimizer = OPTIMIZERS[run.rule](model.parameters(), **HYPERS[run.rule], weight_decay=0.1)
+    optimizer = by_role.made(run.rule, model, HYPERS[run.rule] | {"weight_decay": 0.1})
     if run.stage is None:
         return ds_ext.fuse_into_backward(
             model,
@@ -136,15 +140,21 @@ def train(run: Routing) -> dict[str, Any]:
         (engine.optimizer if run.stage is None else engine).step()
     steps = {names[p]: s["step"] for p, s in engine.optimizer.state.items()}
     after = whole(model)
+    made = {"before": before, "after": after, "steps": steps, "identical": identical(after)}
+    made["told"] = by_role.told(engine.optimizer, model)
     (engine.remove if run.stage is None else engine.destroy)()
-    return {"before": before, "after": after, "steps": steps, "identical": identical(after)}
+    return made
 
 
-def reference(run: Routing, world: int, optimizer_of) -> tuple[nn.Module, dict[str, int]]:
+def reference(run: Routing, world: int, told: by_role.Told) -> tuple[nn.Module, dict[str, int]]:
     """The same in one process -> the model, and how often each parameter had a gradient."""
     model = make()
-    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
-    optimizer = optimizer_of(run.rule, groups, HYPERS[run.rule])
+    if run.rule in by_role.MATRICES:
+        named = dict(model.named_parameters())
+        optimizer = by_role.as_told(run.rule, HYPERS[run.rule], told, named)
+    else:
+        groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
+        optimizer = ordinary(run.rule, groups, HYPERS[run.rule])
     steps = dict.fromkeys(dict(model.named_parameters()), 0)
     for step in range(STEPS):
         optimizer.zero_grad()

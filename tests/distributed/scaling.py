@@ -11,7 +11,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-import ds_ext
+from tests.common import by_role
+from tests.common.authors import ordinary
 from tests.common.ranks import message, whole
 
 STEPS = 8
@@ -28,6 +29,7 @@ class Scaled:
     static: float = 0.0  # 0: dynamic
     planted: bool = True
     how: str = "engine"
+    rule: str = "lomo"
 
 
 class Net(nn.Module):
@@ -49,6 +51,9 @@ def _runs() -> dict[str, Scaled]:
         for static, planted in itertools.product((0.0, 64.0), (True, False)):
             name = f"stage{stage}-{policy}-{norm}-{static or 'dynamic'}-{planted}"
             made[name] = Scaled(stage, policy, norm, static, planted)
+    for stage, static, planted in itertools.product(range(4), (0.0, 64.0), (True, False)):
+        name = f"muon-stage{stage}-{static or 'dynamic'}-{planted}"
+        made[name] = Scaled(stage, "sharded", 0.1, static, planted, rule="muon")
     made["scale"] = Scaled(3, "fused", 0.1, 64.0, how="scale")
 
     return made
@@ -67,7 +72,7 @@ def start(run: Scaled, model: nn.Module):
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.1}},
         "ds_ext": {"gradient_policy": run.policy},
     }
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1, weight_update="master")
+    optimizer = by_role.made(run.rule, model, {"lr": 0.1, "weight_update": "master"})
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
         return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
 
@@ -115,7 +120,7 @@ def unscaled() -> str:
     return told if same else "weights moved"
 
 
-def autocast(stage: int, dtype: str) -> dict[str, Any]:
+def autocast(stage: int, dtype: str, rule: str) -> dict[str, Any]:
     """fp32 weights under torch autocast as DeepSpeed configures it."""
     rank = dist.get_rank()
     torch.manual_seed(2)
@@ -126,7 +131,7 @@ def autocast(stage: int, dtype: str) -> dict[str, Any]:
         "torch_autocast": {"enabled": True, "dtype": dtype},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.01)
+    optimizer = by_role.made(rule, model, {"lr": 0.01})
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
     before = whole(model)
     for step in range(STEPS):
@@ -136,14 +141,18 @@ def autocast(stage: int, dtype: str) -> dict[str, Any]:
     dtypes = {str(p.dtype) for p in whole(model).values()}
     comm = {engine.optimizer._comm_dtype(p) for p in engine.module.parameters()}
     found = {"before": before, "after": whole(model), "dtypes": dtypes, "comm": comm}
-    return found | {"scale": engine.optimizer.loss_scale}
+    told = by_role.told(engine.optimizer, model)
+    return found | {"scale": engine.optimizer.loss_scale, "told": told}
 
 
-def autocast_reference(world: int, dtype: torch.dtype, optimizer_of) -> nn.Module:
+def autocast_reference(world: int, dtype: torch.dtype, rule: str, told: by_role.Told) -> nn.Module:
     torch.manual_seed(2)
     model = Net()
-    groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
-    optimizer = optimizer_of("adalomo", groups, {"lr": 0.01})
+    if rule in by_role.MATRICES:
+        optimizer = by_role.as_told(rule, {"lr": 0.01}, told, dict(model.named_parameters()))
+    else:
+        groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+        optimizer = ordinary(rule, groups, {"lr": 0.01})
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0

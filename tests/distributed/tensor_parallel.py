@@ -23,8 +23,7 @@ from transformers import (
 )
 
 import ds_ext  # noqa: F401
-from tests.common import updates
-from tests.common.authors import ordinary
+from tests.common import by_role, updates
 from tests.common.ranks import shared_folder, whole
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +37,12 @@ HYPERS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 5e-3},
     "lion": {"lr": 5e-4},
     "galoreadamw": {"lr": 5e-3, "rank": 4},
+    "apollo": {"lr": 5e-3, "rank": 4},
+    "apollomini": {"lr": 1e-3},
+    "muon": {"lr": 5e-3},
+    "scale": {"lr": 5e-3},
+    "sinkgd": {"lr": 0.1},
+    "flashadamw": {"lr": 5e-3},
 }
 OURS: dict[str, dict[str, Any]] = {
     "adafactor": {"relative_step": False},
@@ -84,7 +89,14 @@ CASES |= {f"llama-lomo-{stage}": Case("llama", "lomo", stage) for stage in (0, 3
 SHIPPED = json.loads((ROOT / "configs" / "adalomo_zero1_tp2.json").read_text())
 SHIPPED = {key: SHIPPED[key] for key in ("tensor_parallel", "zero_optimization")}
 CASES["shipped-config"] = Case("llama", "adalomo", 1, SHIPPED)
+CASES |= {f"llama-muon-{stage}": Case("llama", "muon", stage) for stage in range(4)}
+for i, rule in enumerate(("apollo", "apollomini", "scale", "sinkgd", "flashadamw")):
+    CASES |= {f"llama-{rule}-{stage}": Case("llama", rule, stage) for stage in {i % 3, 3}}
+CASES["fused-muon"] = Case("fused", "muon", 1, FUSED)
 CLIP = {"gradient_clipping": 0.1}
+CASES |= {f"clip-muon-{s}": Case("llama", "muon", s, CLIP, steps=6) for s in range(4)}
+CASES["accumulate-muon"] = Case("llama", "muon", 2, CLIP, steps=6, gas=2)
+CASES["resume-muon"] = Case("llama", "muon", 1, steps=6, saved=True)
 CASES |= {f"clip-{s}": Case("bert", "adalomo", s, CLIP, steps=6) for s in range(4)}
 CASES |= {f"accumulate-{s}": Case("llama", "came", s, CLIP, steps=6, gas=2) for s in (0, 2, 3)}
 CASES |= {f"resume-{s}": Case("llama", "came", s, steps=6, saved=True) for s in range(4)}
@@ -144,24 +156,31 @@ def loss_of(model, kind: str, step: int, rank: int) -> torch.Tensor:
     return (model(input_ids=tokens).logits - target).square().mean()
 
 
-def reference(case: Case) -> tuple[dict, dict, float]:
+def reference(case: Case, told: by_role.Told) -> tuple[dict, dict, float]:
     """Weights before and after, and the last norm of the gradients, in one process with all data:
     the same at every stage.
     """
     key = repr(replace(case, stage=0, saved=False))
     if key not in known:
-        known[key] = alone(case)
+        known[key] = alone(case, told)
     return known[key]
 
 
 known: dict[str, tuple[dict, dict, float]] = {}
 
 
-def alone(case: Case) -> tuple[dict, dict, float]:
+def alone(case: Case, told: by_role.Told) -> tuple[dict, dict, float]:
     model = make(case.model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     params = [p for p in model.parameters()]
-    optimizer = ordinary(case.rule, [{"params": params, "weight_decay": 0.0}], HYPERS[case.rule])
+    named = dict(model.named_parameters())
+    if case.rule in by_role.MATRICES:
+        optimizer = by_role.as_told(case.rule, HYPERS[case.rule], told, named)
+    else:
+        groups = [{"params": params, "weight_decay": 0.0}]
+        names = {p: n for n, p in named.items()}
+        optimizer_of = by_role.optimizer(names, "_proj", {})
+        optimizer = optimizer_of(case.rule, groups, HYPERS[case.rule])
     for step in range(case.steps):
         optimizer.zero_grad()
         passes = [
@@ -245,14 +264,14 @@ def error(name: str) -> dict[str, Any]:
         for p, h in d.tensor_parallel_shards.items()
     }
     after, alike = weights(engine)
-    norm = engine.get_global_grad_norm()
+    norm, told = engine.get_global_grad_norm(), by_role.told(engine.optimizer, engine.module)
     waiting = dist.group.WORLD, groups.get_tensor_model_parallel_group()
     limits = {g._get_backend(torch.device("cpu")).options._timeout for g in waiting}
     engine.destroy()
     assert groups.get_tensor_model_parallel_world_size() == 2
     result = {"alike": alike, "norm": norm, "held": held, "time limits": limits}
     if not case.dropout and dist.get_rank() == 0:
-        before, expected, result["expected norm"] = reference(case)
+        before, expected, result["expected norm"] = reference(case, told)
         counted = {n: p for n, p in expected.items() if not n.endswith("attention.self.key.bias")}
         result["error"] = updates.error(after, counted, before)
         result["worst"] = max((updates.error(after, {n: p}, before), n) for n, p in counted.items())

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests import worlds
+from tests.common.by_role import MATRICES
 from tests.common.choose import params
 from tests.distributed import eight_bits
 
 BF16 = {"bf16": {"enabled": True}}
 CASES = [(2, "adalomo", {}), (2, "came", BF16), (4, "lamb", {"ds_ext": {"shard_size": 2}})]
+CASES += [(2, rule, {}) for rule in MATRICES]
 
 
 @pytest.mark.supports(

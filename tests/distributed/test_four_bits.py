@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from tests import worlds
+from tests.common.by_role import MATRICES
 from tests.common.choose import params
+from tests.common.hypers import CLOSE
 from tests.distributed import four_bits
 
 # A rule, the norm that gradients are clipped to, hosts and their ranks.
 CASES = [("lomo", 0.0, 2, 2), ("adalomo", 0.0, 2, 2), ("came", 20.0, 2, 2), ("lamb", 0.0, 2, 2)]
+CASES += [(rule, 20.0, 2, 2) for rule in MATRICES]
 
 
 @pytest.mark.supports("ZeRO++ quantized gradients", stage=3, optimizer=lambda case: case[0])
@@ -20,8 +23,9 @@ def test_a_step_is_that_of_the_gradients_that_numpy_rounds(case):
         assert found["identical"]
         for n, update in expected["moved"].items():
             error = (found["moved"][n] - update).norm() / update.norm()
-            assert error < 1e-5, (n, float(error))
-        assert found["bytes"] < 0.4 * expected["bytes"]
+            assert error < CLOSE.get(case[0], 1e-5), (n, float(error))
+        most = 0.6 if case[0] == "muon" else 0.4  # it sums products of matrices, too
+        assert found["bytes"] < most * expected["bytes"]
     (told,) = worlds.once(hosts * size, four_bits.both, *case)[0]["found"]["said"]
     assert "3 of 5 parameters are summed in 4 bits, inside hosts of 2 ranks" in told
 

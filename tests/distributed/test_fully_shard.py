@@ -7,7 +7,7 @@ import torch
 
 from ds_ext.rules.base import key_of
 from tests import worlds
-from tests.common import models, updates
+from tests.common import by_role, hypers, models, updates
 from tests.common.authors import INDEPENDENT, Reference
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, TRAINED, changed
@@ -83,9 +83,19 @@ ROLES = {
     for name, hypers in TYPES.items()
     for how in ("fused", "plain")
 }
+for kind in ("reentrant", "non-reentrant"):
+    muon = TYPES["ds_ext.Muon"]
+    ROLES[f"ds_ext.Muon-{kind}"] = Case("ds_ext.Muon", muon, checkpointing=kind, by_role=True)
 
 
-@pytest.mark.supports(AUTHORS, stage="fsdp2", optimizer=lambda name: key_of(ROLES[name].rule))
+def shown_by_role(name: str) -> list[str]:
+    """The same of rules of matrices."""
+    if (kind := ROLES[name].checkpointing) is not None:
+        return [f"{kind} activation checkpointing"]
+    return [AUTHORS, "tied, shared, unused weights; 0 to 4 dimensions"]
+
+
+@pytest.mark.supports(shown_by_role, stage="fsdp2", optimizer=lambda name: key_of(ROLES[name].rule))
 @pytest.mark.parametrize(
     "ranks, name",
     params(
@@ -109,6 +119,7 @@ ACCUMULATED += [(name, False, 1) for name in BY_STEP]
 SEGMENTS = [(*c, None) for c in ACCUMULATED]
 SEGMENTS += [("clipped", False, 1, "reentrant"), ("fused", True, 2, "reentrant")]
 SEGMENTS += [("sharded", False, 2, "reentrant"), ("clipped", False, 1, "non-reentrant")]
+SEGMENTS = [(*c, "lomo") for c in SEGMENTS] + [(*c, None, "muon") for c in ACCUMULATED]
 
 
 def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
@@ -125,24 +136,30 @@ def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
     return ["gradient accumulation" + (" with clipping" if name in ("clipped", "sharded") else "")]
 
 
-@pytest.mark.supports(means, stage="fsdp2", optimizer="LOMO")
+@pytest.mark.supports(means, stage="fsdp2", optimizer="rule")
 @pytest.mark.parametrize(
-    "name, by_fsdp, micro, checkpointing",
+    "name, by_fsdp, micro, checkpointing, rule",
     params(
         SEGMENTS,
         {
-            ("fused", True, 2, "reentrant"),
-            ("clipped", True, 2, None),
-            ("sharded", False, 2, None),
-            ("clipped", False, 1, "reentrant"),
+            ("fused", True, 2, "reentrant", "lomo"),
+            ("clipped", True, 2, None, "lomo"),
+            ("sharded", False, 2, None, "lomo"),
+            ("clipped", False, 1, "reentrant", "lomo"),
+            ("clipped", True, 2, None, "muon"),
         },
     ),
 )
-def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro, checkpointing):
+def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro, checkpointing, rule):
     ranks, how = 2, BY_STEP[name]
-    got = worlds.run(ranks, fully_sharded.accumulate, name, by_fsdp, micro, checkpointing)[0]
+    case = name, by_fsdp, micro, checkpointing, rule
+    got = worlds.run(ranks, fully_sharded.accumulate, *case)[0]
     model, norms = fully_sharded.apart(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    if rule == "muon":
+        named = dict(model.named_parameters())
+        optimizer = by_role.as_told(rule, {}, got["told"], named)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(STEPS):
         tokens = [x for i in range(micro) for x in models.batch(micro * step + i, ranks)]
         optimizer.zero_grad()
@@ -153,8 +170,9 @@ def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro, ch
         if "clip_value" in how:
             torch.nn.utils.clip_grad_value_(model.parameters(), how["clip_value"])
         optimizer.step()
-    check(got, dict(model.named_parameters()), 1e-5, UNTOUCHED | {"offsets"})
-    assert got["norms"] == pytest.approx(norms, rel=1e-5) and got["identical"]
+    close = hypers.CLOSE.get(rule, 1e-5)
+    check(got, dict(model.named_parameters()), close, UNTOUCHED | {"offsets"})
+    assert got["norms"] == pytest.approx(norms, rel=close) and got["identical"]
     assert sum(norm > 0.3 for norm in norms) > 1 and not got["held twice"]
     # what FSDP2 has kept cannot be measured first, so it waits for the step to be clipped
     waits = name == "sharded" or (name == "clipped" and micro > 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.common import authors, updates
+from tests.common import updates
 from tests.common.choose import params
 from tests.distributed import hosts, training
 from tests.distributed.hosts import RUNS
@@ -72,7 +72,7 @@ def seen(tmp_path_factory):
 
 def error(got, run, world: int) -> float:
     """‖difference‖ / ‖update‖ to one process with the global batch."""
-    expected = training.Reference(run, authors.ordinary).train(world)
+    expected = training.Reference(run).train(world)
     return updates.error(got["after"], expected, got["before"])
 
 

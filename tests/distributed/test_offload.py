@@ -30,6 +30,9 @@ CASES: list[Case] = [
     *((name, 3, "bf16", ("both",)) for name in WITH_STATE),
     *(("came", stage, "bf16", ("state",)) for stage in (0, 1, 2)),
     ("lomo", 1, "bf16 master", ("state",)),
+    *(("muon", stage, "fp32", ("state",)) for stage in (0, 1, 2)),
+    *(("muon", 3, how, ("both",)) for how in ("fp32", "clipped", "accumulated", "zero init")),
+    *((name, 3, "fp32", ("both",)) for name in ("apollo", "apollo mini")),
 ]
 SAVED = [("came", "bf16 master"), ("galore", "fp32")]
 WEIGHTS, STATES = "weights offloaded to the host", "states offloaded to the host"
@@ -50,6 +53,7 @@ SLOW = ("adafactor", "adafactor beta1", "galore right", "lamb")
 OTHERS = [("came", 0, "bf16", ("state",)), ("came", 1, "bf16", ("state",))]
 OTHERS += [case for case in CASES if "bf16 master" in case[2] or case[2] == "clipped"]
 OTHERS += [case for case in CASES if case[0] in SLOW]
+OTHERS += [c for c in CASES if c[0][:4] in ("muon", "apol") and c[:3] != ("muon", 3, "zero init")]
 QUICK = [case for case in CASES if case not in OTHERS]
 
 
@@ -119,7 +123,9 @@ def test_bytes_that_travel(optimizer, stage, how, kinds):
         for kind in kinds:
             ours, without = runs[kind], runs["none"]["copied"]
             more = {way: ours["copied"][way] - without[way] for way in ("in", "out")}
-            assert more["out"] == offloading.STEPS * (ours["stepped"] + ours["states"]) > 0
+            left = offloading.STEPS * (ours["stepped"] + ours["states"])
+            scalars = offloading.SLACK * offloading.STEPS if "apollo" in optimizer else 0
+            assert more["out"] == pytest.approx(left, abs=scalars) and left > 0
             stepped = offloading.STEPS * ours["stepped"] + (offloading.STEPS - 1) * ours["states"]
             gathered = more["in"] - stepped  # by DeepSpeed
             assert gathered > 0 if ours["stepped"] else gathered == 0

@@ -9,6 +9,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
 from tests.common.authors import INDEPENDENT, ordinary
+from tests.common.by_role import MATRICES
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.plain import mean_step
@@ -266,12 +267,12 @@ def test_what_is_told_is_of_the_whole_model():
 
 
 BY_ROLE = [(rule, *way) for rule, *way in spread([r for r in REGISTRY if REGISTRY[r].roles], WAYS)]
+QUICK_BY_ROLE = [c for c in BY_ROLE if c[0] in ("apollo", "muon")]
+BY_ROLE += [c for rule in MATRICES for z in (0, 1) if (c := (rule, 2, 2, z)) not in BY_ROLE]
 
 
 @pytest.mark.supports("pipeline parallelism", stage="zero", optimizer="rule")
-@pytest.mark.parametrize(
-    "rule, ranks, stages, zero", params(BY_ROLE, [c for c in BY_ROLE if c[0] in ("apollo", "muon")])
-)
+@pytest.mark.parametrize("rule, ranks, stages, zero", params(BY_ROLE, QUICK_BY_ROLE))
 def test_a_config_steps_the_layers_of_all_stages_by_their_roles(rule, ranks, stages, zero):
     """As ``for_model`` does in one process, which other tests hold against the authors."""
     run = run_of(rule, stages, zero, gradient_clipping=0)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.common import authors
 from tests.common.choose import params
 from tests.common.updates import check_each
 from tests.distributed import scaling
 from tests.distributed.scaling import PLANTED, RUNS, STEPS
+from tests.support import of
 
 RANKS = (1, 2, 3)
 ON_THREE = "-64"  # what is run on three ranks: those with a static loss scale
@@ -16,6 +16,7 @@ TRAINED = [name for name, run in RUNS.items() if run.planted and run.how == "eng
 
 
 ALL = [(n, name) for n in RANKS for name in TRAINED if n < 3 or ON_THREE in name]
+ALL = [(n, name) for n, name in ALL if n == 2 or RUNS[name].rule == "lomo"]
 # Static and dynamic scales, both policies, all stages.
 QUICK = [
     (2, "stage0-fused-0.1-dynamic-True"),
@@ -35,8 +36,7 @@ def results_of(ranks, name):
 
 @pytest.mark.supports(
     lambda name: f"fp16, {'static' if RUNS[name].static else 'dynamic'} loss scale",
-    stage=lambda name: RUNS[name].stage,
-    optimizer="LOMO",
+    **of(RUNS),
 )
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
 def test_a_step_that_overflows_is_as_if_it_had_not_been(ranks, name):
@@ -70,7 +70,7 @@ def test_all_ways_end_at_the_same_weights(ranks):
     """Policy, stage and the way backward is called change nothing where gradients are clipped."""
     first = results_of(ranks, "stage2-fused-0.1-64.0-True")
     for name, how in RUNS.items():
-        if how.max_norm and how.static and how.planted:
+        if how.rule == "lomo" and how.max_norm and how.static and how.planted:
             for n, p in results_of(ranks, name)["after"].items():
                 assert (p - first["after"][n]).norm() <= 1e-3 * p.norm(), (name, n)
             assert results_of(ranks, name)["norm"] > how.max_norm
@@ -82,17 +82,18 @@ def test_a_loss_that_is_not_scaled_is_an_error_before_anything_moves(ranks):
     assert "engine.backward(loss)" in message and "current scale 64" in message
 
 
-AUTOCAST = [(n, stage) for n in (1, 2) for stage in range(4)] + [(3, 3)]
-QUICK_AUTOCAST = [(2, stage) for stage in range(4)]
+AUTOCAST = [(n, stage, "adalomo") for n in (1, 2) for stage in range(4)] + [(3, 3, "adalomo")]
+AUTOCAST += [(2, stage, "muon") for stage in range(4)]
+QUICK_AUTOCAST = [(2, stage, "adalomo") for stage in range(4)]
 
 
-@pytest.mark.supports("`torch_autocast`", stage="stage", optimizer="AdaLomo")
+@pytest.mark.supports("`torch_autocast`", stage="stage", optimizer="rule")
 @pytest.mark.parametrize("dtype, error", [("bfloat16", 1e-2), ("float16", 2e-3)])
-@pytest.mark.parametrize("ranks, stage", params(AUTOCAST, QUICK_AUTOCAST))
-def test_autocast_follows_torch_in_one_process(ranks, stage, dtype, error):
-    got = worlds.once(ranks, scaling.autocast, stage, dtype)[0]
+@pytest.mark.parametrize("ranks, stage, rule", params(AUTOCAST, QUICK_AUTOCAST))
+def test_autocast_follows_torch_in_one_process(ranks, stage, rule, dtype, error):
+    got = worlds.once(ranks, scaling.autocast, stage, dtype, rule)[0]
     assert got["dtypes"] == {"torch.float32"} and got["comm"] == {getattr(torch, dtype)}
     assert got["scale"] == (2**16 if dtype == "float16" else 1)
-    model = scaling.autocast_reference(ranks, getattr(torch, dtype), authors.ordinary)
+    model = scaling.autocast_reference(ranks, getattr(torch, dtype), rule, got["told"])
     # gradients are rounded once more to be sent
     check_each(got["after"], dict(model.named_parameters()), got["before"], close=error)

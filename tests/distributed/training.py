@@ -12,8 +12,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models
+from tests.common import by_role, models
+from tests.common.authors import ordinary
+from tests.common.by_role import MATRICES
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.plain import FusedEngine
 from tests.common.ranks import whole
@@ -70,6 +71,22 @@ def _runs() -> dict[str, Training]:
         made[f"previous-{name}"] = Training(stage=stage, max_norm=0.5, clip_mode="previous")
     for rule in FOR_ALL:
         made[f"{rule}-clip"] = Training(rule, 3, "fused", 0.3)
+    # Rules of matrices: Muon in all ways at all stages, the others in each way at one.
+    ways: dict[str, dict[str, Any]] = {
+        "fused": {"policy": "fused", "max_norm": 0.3},
+        "sharded": {"policy": "sharded", "max_norm": 0.3},
+        "previous": {"max_norm": 0.3, "clip_mode": "previous"},
+        "value": {"clip_value": 0.02},
+        "accumulation2": {"accumulation": 2},
+        "accumulation2-clip": {"policy": "sharded", "accumulation": 2, "max_norm": 0.3},
+    }
+    stages = (3, 0, 1, 2, None)
+    for i, (way, more) in enumerate(ways.items()):
+        for stage in stages:
+            if stage is not None or way != "accumulation2":
+                made[f"muon-{way}-{stage}"] = Training("muon", stage, **more)
+        for rule, stage in (("apollo", stages[i % 4]), ("apollomini", stages[(i + 1) % 4])):
+            made[f"{rule}-{way}-{stage}"] = Training(rule, stage, **more)
     made["scale"] = Training(max_norm=0.5, how="scale")
     made["tensor backward"] = Training(max_norm=0.5, how="tensor", policy="sharded")
     made["tensor backward of many"] = Training("came", accumulation=3, how="tensor")
@@ -136,7 +153,7 @@ class Plain(FusedEngine):
 
 
 def start(run: Training, model: torch.nn.Module):
-    optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
+    optimizer = by_role.made(run.rule, model, run.hypers)
     if run.stage is None:
         return Plain(model, optimizer, run)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config(run))[0]
@@ -176,22 +193,29 @@ def train(run: Training) -> dict[str, Any]:
     after = whole(model)
     fused = engine.fused if run.stage is None else engine.optimizer.fused
     result = {"before": before, "after": after, "norms": norms, "metrics": fused.metrics}
+    result["told"] = by_role.told(engine.optimizer, model)
     engine.destroy()
     return result
 
 
 class Reference:
-    """One process with the whole model and the global batch, and torch's clipping."""
+    """One process with the whole model and the global batch, and torch's clipping.
 
-    def __init__(self, run: Training, optimizer_of) -> None:
+    Rules of matrices have the groups that ``told`` names.
+    """
+
+    def __init__(self, run: Training, told: by_role.Told | None = None) -> None:
         self.run = run
         self.model = models.make(dropout=0.3)
         self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         hypers = dict(run.hypers)
-        groups = [
-            {"params": list(self.model.parameters()), "weight_decay": hypers.pop("weight_decay")}
-        ]
-        self.optimizer = optimizer_of(run.rule, groups, hypers)
+        if run.rule in MATRICES:
+            named = dict(self.model.named_parameters())
+            self.optimizer = by_role.as_told(run.rule, hypers, told, named)
+        else:
+            decay = hypers.pop("weight_decay")
+            groups = [{"params": list(self.model.parameters()), "weight_decay": decay}]
+            self.optimizer = ordinary(run.rule, groups, hypers)
         self.norms: list[float] = []
 
     def train(self, world: int) -> dict[str, torch.Tensor]:

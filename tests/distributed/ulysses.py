@@ -1,7 +1,6 @@
 """Four ranks, sequences divided over two of them by DeepSpeed's Ulysses: two such pairs, or one
 whose layers are divided over two ranks too."""
 
-import functools
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -29,6 +28,9 @@ HYPERS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 5e-3},
     "sinkgd": {"lr": 0.05},
     "galoreadamw": {"lr": 5e-3, "rank": 4},
+    "apollo": {"lr": 5e-3, "rank": 4},
+    "apollomini": {"lr": 1e-3},
+    "muon": {"lr": 5e-3},
 }
 OURS = {"galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": ["."]}}
 
@@ -56,6 +58,10 @@ def _cases() -> dict[str, Case]:
         made += [Case(*c, told) for c in some]
         made += [Case("adalomo", stage, told, saved=True) for stage in (1, 3)]
     made += [Case("came", 1, "config"), Case("lomo", 3, "config")]
+    made += [Case("muon", stage) for stage in range(4)] + [Case("muon", 1, saved=True)]
+    made += [Case("apollo", 2), Case("apollomini", 3)]
+    made += [Case("muon", stage, "tensor") for stage in (0, 1, 3)]
+    made += [Case("apollo", 3, "tensor"), Case("apollomini", 2, "tensor")]
     return {"-".join([*map(str, astuple(c)[:3])] + ["saved"] * c.saved): c for c in made}
 
 
@@ -125,14 +131,13 @@ def clip_of(rule: str) -> float:
     return CLIPS.get(rule, 0.05)
 
 
-@functools.cache
-def whole(rule: str, pairs: int) -> dict[str, Any]:
+def whole(rule: str, pairs: int, told: by_role.Told) -> dict[str, Any]:
     """Weights before and after in one process that has whole sequences, and gradients' norms."""
     model = make()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     params = list(model.parameters())
     names = {p: n for n, p in model.named_parameters()}
-    optimizer_of = by_role.optimizer(names, r"(qkv|out|up|down)\.weight", {})
+    optimizer_of = by_role.optimizer(names, r"(qkv|out|up|down)\.weight", told["streams"])
     optimizer = optimizer_of(rule, [{"params": params, "weight_decay": 0.0}], HYPERS[rule])
     norms = []
     for step in range(STEPS):
@@ -181,9 +186,10 @@ def train(case: Case) -> dict[str, Any]:
         engine.step()
         norms.append(engine.get_global_grad_norm())
     assert groups._get_sequence_parallel_world_size() == 2
+    told = by_role.told(engine.optimizer, engine.module)
     after, alike = weights(engine)
     engine.destroy()
-    return {"after": after, "alike": alike, "norms": norms}
+    return {"after": after, "alike": alike, "norms": norms, "told": told}
 
 
 def not_finite(told: str) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ds_ext
-from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models
+from tests.common import by_role, models
 from tests.common.ranks import whole
 from tests.distributed import training
 from tests.distributed.training import Training
@@ -27,7 +26,7 @@ def second_copies(rule: str, persist: int, inside: int = 0) -> dict[str, Any]:
         "stage3_param_persistence_threshold": persist,
     }
     config["ds_ext"] |= {"sum_group_size": inside}
-    optimizer = OPTIMIZERS[rule](model.parameters(), **run.hypers)
+    optimizer = by_role.made(rule, model, run.hypers)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     before, copies = whole(model), []
     for step in range(training.STEPS):
@@ -44,7 +43,8 @@ def second_copies(rule: str, persist: int, inside: int = 0) -> dict[str, Any]:
         copies.append(
             (sum(held), halves, left, model.frozen.weight.ds_secondary_tensor is not None)
         )
-    return {"before": before, "after": whole(model), "copies": copies}
+    told = by_role.told(engine.optimizer, model)
+    return {"before": before, "after": whole(model), "copies": copies, "told": told}
 
 
 class Net(nn.Module):

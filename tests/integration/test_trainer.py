@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import ds_ext
 from tests import worlds
-from tests.common import authors, by_role
+from tests.common import authors, by_role, hypers
 from tests.common.choose import params
 from tests.integration import own_loops, trainer, trainer_jobs
 from tests.integration.own_loops import GROUPED, LOOPS
@@ -61,6 +61,9 @@ def split(model, decay):
     return [group for group in (decayed, others) if group["params"]]
 
 
+CONFIGURED = {"muon": {"adjust_lr_fn": "match_rms_adamw"}}  # by the shipped config
+
+
 @functools.cache  # runs that differ in accumulation, checkpointing or stage have the same reference
 def reference(config, max_norm, lora, streams=(), vocab=67):
     """The same training by HF Trainer in one process, of whole batches -> (weights, log)."""
@@ -70,7 +73,8 @@ def reference(config, max_norm, lora, streams=(), vocab=67):
     # The last name of a tied matrix, which is the head's.
     names = {p: n for n, p in model.named_parameters(remove_duplicate=False)}
     optimizer_of = by_role.optimizer(names, r"_proj\.", dict(streams))
-    optimizer = optimizer_of(config, groups, {"lr": job.all_arguments["learning_rate"]})
+    given = {"lr": job.all_arguments["learning_rate"]} | CONFIGURED.get(config, {})
+    optimizer = optimizer_of(config, groups, given)
     with tempfile.TemporaryDirectory() as folder:
         sequential = trainer_jobs.Sequential(
             model=model,
@@ -84,8 +88,7 @@ def reference(config, max_norm, lora, streams=(), vocab=67):
     return weights(model), sequential.state.log_history
 
 
-# Codes of 8 bits jump where gradients differ in their last bits.
-CLOSE = {"flashadamw": 1e-3}
+CLOSE = hypers.CLOSE | {"flashadamw": 1e-3}
 
 
 def compare(got, expected, before, steps, close=1e-5):

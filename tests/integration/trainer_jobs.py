@@ -58,7 +58,7 @@ ARGUMENTS: dict[str, Any] = {
     "disable_tqdm": True,
 }
 RATES = {"came": {"learning_rate": 1e-3}, "lomo": {"learning_rate": 0.1}}
-RATES |= {"flashadamw": {"learning_rate": 1e-3}, "apollomini": {"learning_rate": 1e-3}}
+RATES |= {name: {"learning_rate": 1e-3} for name in ("flashadamw", "apollomini", "muon")}
 FREE = {"max_grad_norm": 0.0}
 TIGHT = {"max_grad_norm": 0.1}
 TIGHTER = {"max_grad_norm": 0.03}  # the norm of adapters' gradients is small
@@ -78,6 +78,9 @@ def _jobs() -> dict[str, Job]:
     made = {name: Job(name, FREE) for name in ("adalomo", "adafactor", "came", "lomo")}
     made["flashadamw"] = Job("flashadamw", FREE)
     made["apollomini-clip"] = Job("apollomini", TIGHT)
+    made["apollo"] = Job("apollo", FREE)
+    made["muon-both"] = Job("muon", TIGHT | TWICE)
+    made["lora-muon-stage3"] = Job("muon", TIGHTER, lora=True)
     for name in ("adalomo", "lomo"):
         made[f"{name}-clip"] = Job(name)  # to the Trainer's default, 1.0
     made["came-clip"] = Job("came", TIGHT)

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models
+from ds_ext.rules import REGISTRY
+from tests.common import by_role, models
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, NEEDED, changed
 from tests.common.states import same
@@ -22,7 +23,7 @@ WAYS = list(itertools.product([None, "reentrant", "nonreentrant"], [None, 300, 1
 
 
 def optimizer_of(name, model):
-    return OPTIMIZERS[name](model.parameters(), **HYPERS[name])
+    return by_role.made(name, model, HYPERS[name])
 
 
 def weights(model):
@@ -40,7 +41,7 @@ def weights(model):
 )
 @pytest.mark.parametrize(
     "name, checkpointing, bucket",
-    params([(name, *way) for name in FOR_ALL for way in WAYS], [*spread(FOR_ALL, WAYS)]),
+    params([(name, *way) for name in REGISTRY for way in WAYS], [*spread(REGISTRY, WAYS)]),
 )
 def test_the_weights_have_the_bits_of_an_ordinary_step(name, checkpointing, bucket):
     plain, model = models.make(checkpointing), models.make(checkpointing)

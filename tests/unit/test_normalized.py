@@ -8,7 +8,7 @@ import torch
 import ds_ext
 from ds_ext import rules
 from ds_ext.ops.shard import Shard
-from tests.common import authors, paths, plain, table
+from tests.common import authors, needs, paths, plain, table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.table import MANY, WORLDS
@@ -24,7 +24,11 @@ SETTINGS = {
     "sinkgd decay": ({"lr": 0.3, "alpha": 0.5, "weight_decay": 0.3}, 10, 5),
     "sinkgd iterations": ({"iterations": 2}, 4, 2),
     "sinkgd eps": ({"eps": 4.0}, 10, 5),
+    "sinkgd width": ({"base_width": 8, "width_exponent": 0.5, "weight_decay": 0.3}, 10, 5),
+    "sinkgd unit": ({"spectral": "unit", "base_width": 8, "weight_decay": 0.3}, 12, 6),
+    "sinkgd muon": ({"spectral": "muon", "spectral_iterations": 3}, 16, 8),
     "scale defaults": ({}, 1, 0),
+    "scale width": ({"base_width": 8, "width_exponent": 2.0}, 1, 0),
     "scale decay": ({"lr": 0.02, "weight_decay": 0.3}, 1, 0),
     "scale embedding": ({"norm_axis": "column", "weight_decay": 0.3}, 1, 1),
     "scale head": ({"momentum": 0.9}, 1, 0),
@@ -85,7 +89,7 @@ def test_whole_rows_take_fewer_rounds(case):
 
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12)], ids=["whole rows", "cut rows"])
-@pytest.mark.parametrize("case", ["sinkgd decay", "scale embedding", "scale decay"])
+@pytest.mark.parametrize("case", ["sinkgd decay", "sinkgd unit", "scale embedding", "scale decay"])
 def test_a_missing_reduction_is_seen(case, shape):
     _, cut, whole = SETTINGS[case]
     rounds = whole if shape == (12, 5) else cut
@@ -118,6 +122,25 @@ def test_fp32_equals_the_paper(name, factor, path, monkeypatch):
     doubles = [p.double() for p in before], [[g.double() for g in gs] for gs in steps]
     exact = by_paper(name, *doubles, **LARGE[name])
     assert max(errors(weights, exact, before)) <= 1e-5
+
+
+OPTIONS = ("sinkgd width", "sinkgd unit", "sinkgd muon", "scale width")
+
+
+@pytest.mark.parametrize(
+    "path", ["native", "ops", pytest.param("kernels", marks=[needs.triton, pytest.mark.slow])]
+)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_in_fp32_equal_the_formulas(case, path, monkeypatch):
+    """On every path; wide, tall and stacked matrices of one bucket have rates of their own."""
+    paths.use(monkeypatch, path)
+    name, hypers = case.split()[0], SETTINGS[case][0]
+    before = table.weights(SHAPES, torch.float32)
+    steps = table.gradients(3, SHAPES, torch.float32)
+    ours = getattr(ds_ext, PAPERS[name][0].__name__)
+    weights, _ = plain.stepped(lambda params: ours(params, **hypers), before, steps)
+    doubles = [p.double() for p in before], [[g.double() for g in gs] for gs in steps]
+    assert max(errors(weights, by_paper(name, *doubles, **hypers), before)) <= 1e-4
 
 
 @pytest.mark.parametrize("path", ["native", "ops"])
@@ -153,6 +176,35 @@ def test_rounding_is_seen_where_a_row_has_nothing_else(name):
     assert moved(g, noise) < 1e-5
     assert moved(g * rows, noise * rows) < 1e-5
     assert moved(g * rows, noise) > 0.5
+
+
+def test_the_largest_singular_value_comes_to_the_target():
+    """By many iterations at once, or by one in each of many steps with the same gradient."""
+    g = torch.randn(48, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for many in ({"spectral_iterations": 200}, {}):
+        for spectral, target in (("unit", 1.0), ("muon", (48 / 20) ** 0.5)):
+            rule = rules.SinkGD(lr=1.0, alpha=1.0, spectral=spectral, **many)
+            ranks = Ranks(rule, [torch.zeros_like(g)], 3)
+            for _ in range(1 if many else 200):
+                before = ranks.params[0].clone()
+                ranks.step([g])
+            update = before - ranks.params[0]
+            assert torch.linalg.matrix_norm(update, 2) == pytest.approx(target, rel=1e-3)
+
+
+def test_a_gradient_of_zeros_is_no_step_and_does_not_spoil_the_next():
+    """axolotl's vector would become 0, and later updates 1e8 times too large."""
+    g = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    ranks = Ranks(rules.SinkGD(lr=1.0, spectral="unit"), [torch.zeros_like(g)], 3)
+    ranks.step([0 * g])
+    assert not ranks.params[0].any()
+    ranks.step([g])
+    assert 0 < torch.linalg.matrix_norm(ranks.params[0], 2) <= 0.05 * 2
+
+
+def test_two_corrections_for_the_width_exclude_each_other():
+    with pytest.raises(ValueError, match='base_width=64 and spectral="muon" both correct'):
+        ds_ext.SinkGD([torch.nn.Parameter(torch.ones(2, 2))], base_width=64, spectral="muon")
 
 
 def test_nothing_is_kept_but_the_momentum_of_the_head():
