@@ -174,7 +174,7 @@ def label(kind: Kind) -> str:
     for one in launches.passes_of(kind):
         forms = {x.value: name for name, x in kernels.FORM.items()}
         shape = [forms[one.FORM]] if "FORM" in one.fields else []
-        shape += [str(one.TC)] if "STRIP" in one.fields else []
+        shape += [str(one.TC)] if "STAGES" in one.fields else []
         names.append(" ".join([one.name, *shape]))
     return ", ".join(names)
 
