@@ -6,6 +6,7 @@ the SASS, NVIDIA's machine code, as Triton's own cuobjdump prints it.
 """
 
 import argparse
+import datetime
 import functools
 import math
 import re
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,7 +28,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks import report
+from benchmarks import report, traffic
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import settings
 from ds_ext.ops import Scaled
@@ -39,6 +41,9 @@ from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+MARK = "<!-- roofline: written by `python -m benchmarks sass` -->"
+END = "<!-- end of roofline -->"
 BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 # Instructions by the unit of a multiprocessor that makes them, which has so many lanes on an H100.
 # "alu" is the half-rate pipe of integers, logic, comparisons, selections and packing conversions.
@@ -62,6 +67,10 @@ ALU |= {"FMNMX3", "VIMNMX3", "FCHK", "CS2R", "P2R", "R2P"}
 SLOW = {"MUFU", "I2F", "F2I", "F2F", "I2I", "FRND", "POPC", "FLO", "BREV"}
 FP32 = {"FADD", "FMUL", "FFMA", "FSWZADD", "HFMA2", "HADD2", "HMUL2"}
 LANES = {"all": 128, "alu": 64, "imad": 64, "slow": 16}
+# Multiprocessors, clock under load in Hz (assumed), bytes per second (of the data sheet).
+CARDS = {"H100": (132, 1.7e9, 3.35e12), "H200": (132, 1.7e9, 4.8e12)}
+REACHED = 0.9  # the share of these bytes that a copy reaches (assumed)
+FUSED_ADAMW = 14  # bytes per element of torch's, with bf16 moments: g, and p, m, v in and out
 LOADS, STORES = ("LDG", "LDGSTS"), ("STG",)
 WIDE = ("128", "64")  # bits of an access that count as a vector
 TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
@@ -83,13 +92,31 @@ def main(args: argparse.Namespace) -> None:
         tables[f"{title}: launches"] = launch_rows(name)
         print(f"{title}\n{report.table(tables[title])}", flush=True)
         print(report.table(tables[f"{title}: launches"]), flush=True)
+    tables = {"Roofline": [times(name) for name in args.optimizers], **tables}
+    print(report.table(tables["Roofline"]), flush=True)
     if not args.only_print:
         report.write("sass", "Instructions of the kernels of a 7B step", TEXT, tables, None)
+        write_page(tables["Roofline"])
+
+
+def write_page(rows: Sequence[Mapping[str, object]]) -> None:
+    """Writes the roofline and its date into docs/gpu.md."""
+    made = f"{report.table(rows)}\n\nTriton {triton.__version__}, {datetime.date.today()}."
+    begin, _, rest = PAGE.read_text().partition(MARK)
+    PAGE.write_text(f"{begin}{MARK}\n{made}\n{END}{rest.partition(END)[2]}")
 
 
 TEXT = """
 A step of Llama-7B's bf16 weights inside backward, in one process, the third; weights are rounded
-stochastically. Kernels are compiled for sm_90 and have not run. The first table of an optimizer has
+stochastically. Kernels are compiled for sm_90 and have not run.
+
+The roofline, in milliseconds, is a lower bound by arithmetic, not a measurement. `bytes` is the
+time of the memory traffic alone, partial sums included, at 0.9 of the data sheet's rate. `kernels`
+adds up, over passes, the longer of this time and of the instructions' time, if every issue slot of
+132 multiprocessors at 1.7 GHz were used. Launches, tails and latencies are not in it. `fused AdamW`
+is the memory traffic of torch's with bf16 moments, 14 bytes per element.
+
+The first table of an optimizer has
 its passes, compiled one by one: `elements` are those of all programs of a step, in millions;
 registers of a thread; `spilled`, loads and stores of registers in memory; instructions that a
 thread makes for an element. Where a pass loops, they are those of its first inner loop. `alu` are
@@ -110,6 +137,7 @@ class Asked(NamedTuple):
     programs: int  # of a step
     most: int  # of a launch
     elements: int  # that all programs of a step read, where the pass is one over runs
+    padded: int  # elements of their tiles
 
 
 @dataclass
@@ -188,6 +216,46 @@ def elements_of_thread(kind: Kind, warps: int) -> float:
     return float(max(size / (32 * warps), 1))
 
 
+def times(name: str) -> dict[str, object]:
+    """Returns milliseconds of a step by bytes, and by bytes or instructions of each pass."""
+    found: dict[str, object] = {"optimizer": OPTIMIZERS[name].__name__}
+    passes = passes_of_step(name)
+    elements = sum(math.prod(shape) for shape in shapes_of(LLAMAS["7B"]).values())
+    for card, (count, clock, rate) in CARDS.items():
+        in_memory = [bytes_of(one) / (REACHED * rate) for one in passes]
+        issued = [cycles_of(one) / (count * clock) for one in passes]
+        found[f"bytes, {card}"] = sum(in_memory) * 1e3
+        found[f"kernels, {card}"] = sum(map(max, in_memory, issued)) * 1e3
+        found[f"fused AdamW, {card}"] = FUSED_ADAMW * elements / (REACHED * rate) * 1e3
+    return found
+
+
+def bytes_of(asked: Asked) -> float:
+    """Returns the bytes that a pass of a step reads and writes, without single numbers."""
+    forms = {x.value: name for name, x in kernels.FORM.items()}
+    each = 0.0
+    for one in launches.passes_of(asked.kind):
+        form = forms[one.FORM] if "FORM" in one.fields else "IS_RUN"
+        if one.name == "fold":
+            return 8.0 * asked.elements  # partial sums, as they are written and read
+        if one.name in ("factors", "clipped_factors"):
+            return 20.0 * asked.elements  # statistics in and out, sums, factors
+        if one.name in ("recall", "copy_checked_values"):
+            return 8.0 * asked.elements
+        each += sum(traffic.STATE.get(form, (0, 0))) + 2 * traffic.MOMENTS.get(one.name, 0)
+        is_apply = one.name.endswith("apply")
+        reads_weights = is_apply or form == "IS_WEIGHT" or one.fields.get("DECAYS")
+        each += 2 * ((form not in ("IS_WEIGHT", "IS_ADAM")) + bool(reads_weights) + is_apply)
+    return each * asked.elements
+
+
+def cycles_of(asked: Asked) -> float:
+    """Returns the cycles of a multiprocessor for a pass of a step, by its busiest unit."""
+    each = counted(asked.kind, asked.warps).of_element(elements_of_thread(asked.kind, asked.warps))
+    elements = max(asked.padded, asked.elements)
+    return elements * max(each[unit] / lanes for unit, lanes in LANES.items())
+
+
 # The launches of a step.
 
 
@@ -226,10 +294,12 @@ def passes_of_step(name: str, model: str = "7B") -> list[Asked]:
         for chain, number in zip(one.chains, one.of_each, strict=True):
             kind = one.kinds[number]
             rows, programs = chain[0].rows, int(chain[0].programs.sum())
-            own = found.setdefault((kind, one.warps), [0, 0, 0])
+            own = found.setdefault((kind, one.warps), [0, 0, 0, 0])
             own[0] += programs
             own[1] = max(own[1], programs)
-            own[2] += _elements(launches.passes_of(kind)[0].name, rows)
+            first = launches.passes_of(kind)[0]
+            own[2] += _elements(first.name, rows)
+            own[3] += _padded(first.fields, rows, chain[0].programs)
     return [Asked(kind, warps, *own) for (kind, warps), own in found.items()]
 
 
@@ -242,6 +312,14 @@ def _elements(name: str, rows: Any) -> int:
     if name == "recall":
         return int(rows[:, AT["total"]].sum())
     return int(rows[:, AT["n"]].sum())
+
+
+def _padded(one: Mapping[str, Any], rows: Any, programs: Any) -> int:
+    """The elements of the tiles of a pass over runs: 0 for others."""
+    if "XD" not in one or "LONG" in one:
+        return 0
+    height = rows[:, AT["height"]] if {"STAGES", "STRIP"} & one.keys() else one["TR"]
+    return int((programs * height * one["TC"]).sum())
 
 
 @contextmanager
