@@ -121,6 +121,32 @@ def step(name, dtype, mode, shapes, meter=None):
             optimizer.commit_weight_norms()
 
 
+COUNTS = """
+import json
+from benchmarks import sass
+passes = [sass.row(x) for x in sass.passes_of_step("adalomo")]
+print(json.dumps([passes, sass.launch_rows("adalomo")]))
+"""
+
+
+def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
+    """Of AdaLomo: without calls for divisions of 64 bits, and without spilled registers."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    told = subprocess.run([sys.executable, "-c", COUNTS], cwd=root, env=env, stdout=subprocess.PIPE)
+    passes, launched = json.loads(told.stdout.splitlines()[-1])
+    assert not any(row["spilled"] for row in passes + launched)
+    of = {row["pass"]: row for row in passes}
+    recall, applied = of["recall IS_WEIGHT"], of["noting_apply IS_QUOTIENT"]
+    assert recall["calls"] == 0 and recall["registers"] <= 80
+    # two calls are slow paths of the learning rate's quotient and root
+    assert applied["calls"] <= 2 and applied["registers"] <= 100
+    assert applied["per element"] <= 44 and applied["alu"] <= 21
+    # vectors are launched apart, so that matrices have their own registers
+    most = max(row["registers"] for row in launched if "noting_apply IS_QUOTIENT" in row["launch"])
+    assert most <= 100 < of["noting_apply IS_VECTOR"]["registers"]
+
+
 @pytest.mark.parametrize("which", params(["one", "every"], []))
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypatch, tmp_path):
     """Every variant of every kernel, or one of each, where there is one of aligned runs."""

@@ -3,6 +3,9 @@
 That they step as the ops do is in test_kernels.py.
 """
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,7 @@ from benchmarks.host_gpu import Calls
 from ds_ext import ops
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.executors.table_batch import TableBatch
-from ds_ext.ops.executors.triton import devices, launches
+from ds_ext.ops.executors.triton import devices, launches, sizes, tiles
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.formulas import Formula
@@ -90,9 +93,10 @@ def test_the_host_reads_nothing_and_copies_once_a_round(name, monkeypatch):
     assert 0 < len(copies) <= len(rounds) + 1
 
 
-# Launches of a step of matrices of several widths, and vectors; most operations of torch.
-FEW = {"lomo": (1, 3), "adamw": (1, 3), "adalomo": (4, 5), "adafactor": (4, 5), "lamb": (3, 5)}
-FEW |= {"came": (7, 6)}
+# Launches of a step of matrices of several widths, and vectors, of which some are updated apart;
+# most operations of torch.
+FEW = {"lomo": (1, 3), "adamw": (1, 3), "adalomo": (5, 5), "adafactor": (5, 5), "lamb": (3, 5)}
+FEW |= {"came": (8, 6)}
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -111,6 +115,24 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, monkeypatch):
             optimizer.update(updates, lambda total: None)
             optimizer.commit_weight_norms()
     assert (len(launched), calls.made) == FEW[name], launched
+
+
+def test_runs_of_few_rows_have_low_strips():
+    """Two programs for a multiprocessor where rows allow it, by the run's own geometry."""
+    shapes = ((4096, 4096), (4096, 11008), (11008, 4096), (32000, 4096), (512, 4096), (40, 20000))
+    columns = ([0, math.prod(s), 1, *s, 0] for s in shapes)
+    at = tiles.by_strip(tiles.Geometry(*map(np.array, zip(*columns, strict=True))))
+    heights = [16, 16, 32, 64, 16, 16]
+    assert at.of("height").tolist() == heights
+    assert at.programs.tolist() == [-(-s[0] // h) for s, h in zip(shapes, heights, strict=True)]
+    assert (at.programs[:4] >= 256).all()
+    for width, dtype, stages in (
+        (2**14, "bfloat16", 3),
+        (2**14, "float32", 2),
+        (2**12, "float32", 3),
+    ):
+        named = {"TC": width, "XD": dtype, "ALIGNED": True}
+        assert sizes.shape_of("weighted_sums", named)[0]["STAGES"] == stages
 
 
 @pytest.mark.parametrize("name", ["adalomo", "lamb", "came"])

@@ -52,6 +52,9 @@ MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
 # Passes in which an element depends on no other element that an earlier pass has written.
 BY_ELEMENT = {"square_sums", "row_col_sums", "lerp", "square_lerp"}
 BY_ELEMENT |= {"apply", "noting_apply", "measured_apply"}
+# Forms whose quotients of roots need more registers than any form of a matrix: a kernel has the
+# registers of its hungriest pass, so that these few elements are launched apart.
+OF_VECTORS = {"IS_VECTOR", "IS_VECTOR_RESIDUAL"}
 # Passes whose bits do not depend on the number of warps.
 ANY_WARPS = {"lerp", "square_lerp", "apply", "copy_checked_values"}
 
@@ -129,10 +132,18 @@ class MergedLaunch:
 
 
 def merge_launches(chains: Iterable[Chain]) -> list[MergedLaunch]:
-    """Merges independent chains on one device into one launch per number of warps."""
+    """Merges independent chains on one device into one launch per number of warps.
+
+    Updates of vectors have their own launch, unless there are only vectors.
+    """
+    found = [*chains]
+    apart = [x for x in found if dict(x[0].constants).get("FORM") in OF_VECTORS]
+    if apart and len(apart) < len(found):
+        rest = [x for x in found if not any(x is y for y in apart)]
+        return [*merge_launches(rest), *merge_launches(apart)]
     by_warps: dict[int, list[tuple[Chain, Kind]]] = {}
     others: list[tuple[Chain, Kind, int]] = []  # may use any number of warps
-    for chain in chains:
+    for chain in found:
         kind, warps = _kind(tuple((one.kernel, one.constants) for one in chain))
         if all(one.kernel in ANY_WARPS for one in chain):
             others.append((chain, kind, warps))

@@ -12,12 +12,14 @@ TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
 ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
 # A program of ``weighted_sums`` reads STRIP rows, TR <= WIDE_ROWS at a time, in a tile whose width
 # is the next power of two. Each warp has WIDE_COLS columns or more, so that a thread adds up whole
-# columns. The pass writes 8 / STRIP bytes of partial sums per element, which ``fold`` reads again.
-# STRIP = 64 adds 2.5 % to the 10 bytes of AdaLomo's step, and 2**28 elements still have 1024
-# programs for 132 multiprocessors. With WIDE_ELEMENTS of 16 bits and STAGES = 3, a multiprocessor
-# has 64 KiB of loads in flight while it adds up other rows; its share of 4.8 TB/s is 36 KiB per
-# microsecond. Rows wider than WIDEST are read twice, in tiles of STRIP x TC.
-STRIP, STAGES = 64, 3
+# columns. The pass writes 8 / STRIP bytes of partial sums per element, which ``fold`` reads again:
+# STRIPS are the largest and smallest heights of a strip, which add 3 and 12 % to the 8 bytes of
+# AdaLomo's step. The height is the largest power of two with which a run has PROGRAMS programs, two
+# for nearly all of 132 multiprocessors. With WIDE_ELEMENTS of 16 bits and STAGES = 3, a
+# multiprocessor has 64 KiB of loads in flight while it adds up other rows; its share of 4.8 TB/s is
+# 36 KiB per microsecond. Rows wider than WIDEST are read twice, in tiles of STRIP x TC.
+STRIPS, PROGRAMS, STAGES = (64, 16), 256, 3
+STRIP, WIDE_TC = 16, 512  # of rows wider than WIDEST
 NARROWEST, WIDEST = 2**10, 2**14
 WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
 LONG, LONG_WARPS = 2**12, 8  # ``factors``: rows or columns per iteration
@@ -64,16 +66,15 @@ def _of_statistics(named: Mapping[str, Any]) -> Shape:
 def _of_strips(named: Mapping[str, Any]) -> Shape:
     """For rows as wide as a tile, which are loaded while earlier rows are added up."""
     wide = named["TC"]
-    # two stages if three would not fit into registers, one without vectors
-    fits = named["XD"] != "float32" and wide < WIDEST
+    # two stages if three would not fit into memory, one without vectors
+    fits = named["XD"] != "float32" or wide < WIDEST
     stages = min(STAGES, 3 if fits else 2) if named["ALIGNED"] else 1
-    shape = {"TR": min(WIDE_ROWS, WIDE_ELEMENTS // wide), "TC": wide}
-    shape |= {"STRIP": STRIP, "STAGES": stages}
+    shape = {"TR": min(WIDE_ROWS, WIDE_ELEMENTS // wide), "TC": wide, "STAGES": stages}
     return shape, min(WIDE_WARPS, wide // WIDE_COLS)
 
 
 def _of_wide_strips(named: Mapping[str, Any]) -> Shape:
-    return {"TC": TC, "STRIP": STRIP}, LONG_WARPS
+    return {"TC": WIDE_TC, "STRIP": STRIP}, LONG_WARPS
 
 
 _SHAPES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {

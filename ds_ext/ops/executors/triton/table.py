@@ -30,7 +30,7 @@ class Read:
     @property
     def numbers(self) -> Columns:
         """The columns, with defaults of optional numbers."""
-        return {"factor": 1.0, "scale": 1.0, **self.columns}
+        return {"factor": 1.0, **self.columns}
 
     @property
     def run(self) -> Constants:
@@ -42,6 +42,8 @@ class Read:
         """The constants for reading any form: see ``value_of`` in kernels/values.py."""
         how, dtype = self.storage or ("PLAIN", None)
         more: Constants = (("DECAYS", self.decays), ("WD", _name(dtype)), ("STORAGE", how))
+        scale = self.columns.get("scale", 1.0)
+        more = (*more, ("SCALES", not (isinstance(scale, float) and scale == 1.0)))
         more = (*more, ("SCALED", None), ("DECAYED", None))
         return (("FORM", self.form), *self.run, *more)
 
@@ -120,7 +122,7 @@ def _over_strips(
             folded.append(table.reduction_launch(how, part, value))
         else:
             columns[name] = value
-    del columns["scale"]
+    columns.pop("scale", None)
     made = table.launches(kernel, read.run, table.by_strip, columns)
     table.enqueue(made, folded, only_sums)
 

@@ -85,7 +85,7 @@ def made(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int
         rows[:, AT[name]] = column
     if not {"start", "n", "cols"} <= columns.keys():
         return Tiles(rows, programs)
-    ends = [rows[:, AT[name]] for name in ("start", "n", "cols")]
+    ends = [rows[:, AT[name]] for name in ("start", "n", "cols", "origin")]
     aligned = np.bitwise_or.reduce(ends) % sizes.ALIGNMENT == 0
     return Tiles(rows, programs, aligned, widths)
 
@@ -106,10 +106,21 @@ def by_matrix(g: Geometry) -> Tiles:
 
 def by_strip(g: Geometry) -> Tiles:
     """Runs as strips of whole rows of the matrices they touch."""
-    at = _by_rows(g, sizes.STRIP)
+    strip = np.where(g.cols > sizes.WIDEST, sizes.STRIP, _strips(g))
+    at = _by_rows(g, strip)
     widths = [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
     widths = [n if n <= sizes.WIDEST else 0 for n in widths]
-    return made(touched(g) * at["down"], np.array(widths), **at)
+    return made(touched(g) * at["down"], np.array(widths), **at, height=strip)
+
+
+def _strips(g: Geometry) -> Int64s:
+    """The height of each run's strips: lower where a run has few rows."""
+    largest, smallest = sizes.STRIPS
+    strip = np.full_like(g.n, largest)
+    for _ in range((largest // smallest).bit_length() - 1):
+        few = touched(g) * _by_rows(g, strip)["down"] < sizes.PROGRAMS
+        strip = np.where(few & (strip > smallest), strip // 2, strip)
+    return strip
 
 
 def by_group(g: Geometry) -> Tiles:
@@ -123,7 +134,7 @@ def by_parameter(g: Geometry) -> Tiles:
     return made(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
 
 
-def _by_rows(g: Geometry, height: int) -> dict[str, Int64s]:
+def _by_rows(g: Geometry, height: Int64s | int) -> dict[str, Int64s]:
     """The geometry of tiles that are ``height`` rows high."""
     first, last = g.start // g.cols, (g.start + g.n - 1) // g.cols
     is_one = touched(g) == 1  # then tiles only cover the rows of the run

@@ -6,27 +6,25 @@ import triton.language as tl
 from ds_ext.ops.executors.triton.kernels.moments import moved
 from ds_ext.ops.executors.triton.kernels.table import (
     COLS,
-    DOWN,
     EPS,
     LERP,
     LR,
-    MAT0,
     OUT,
     PART,
     PART2,
     PROBE,
-    ROW0,
-    ROWS,
-    START,
     TOTAL,
     N,
     W,
+    divided,
     elements_of,
+    first_of,
     number,
     number_or_formula,
     pointer,
     rows_of,
     run_at,
+    size,
 )
 from ds_ext.ops.executors.triton.kernels.values import value_of
 from ds_ext.ops.executors.triton.kernels.weights import load_weight, store_weight
@@ -34,21 +32,29 @@ from ds_ext.ops.executors.triton.kernels.weights import load_weight, store_weigh
 
 @triton.jit
 def _read(t, tile, P: tl.constexpr):
-    """Reads a tile -> offsets of its rows in the run, mask of the run's elements, values."""
+    """Reads a tile -> offsets of its rows in the run, mask of the run's elements, inputs."""
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
-    across = tl.cdiv(tl.load(t + COLS), TC)
-    mat, r, has_row = rows_of(t, tile // across, TR)
-    e, ok, j = elements_of(t, mat, r, has_row, (tile % across) * TC, TC, P.ALIGNED)
-    u = value_of(t, e, ok, mat, r, has_row, j, P)
+    down, over = divided(tile, tl.cdiv(size(t, COLS), TC))
+    mat, top = rows_of(t, down, TR)
+    c = over * TC
+    e, ok = elements_of(t, mat, top, c, TR, TC, P.ALIGNED)
+    u = value_of(t, e, ok, mat, top, c, P)
     return e, ok, u
 
 
 @triton.jit
 def square_sums(t, tile, P: tl.constexpr):
     """part ← the sum of squares of each tile, [tiles]."""
-    e, ok, u = _read(t, tile, P)
-    tl.store(pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(u * u, axis=1), axis=0))
+    _, ok, u = _read(t, tile, P)
+    tl.store(pointer(t, PART, tl.float32) + tile, _sum_of_squares(ok, u))
+
+
+@triton.jit
+def _sum_of_squares(ok, u):
+    """The sum over the elements of a tile that are in the run."""
+    u = tl.where(ok, u, 0.0)
+    return tl.sum(u * u)
 
 
 @triton.jit
@@ -89,48 +95,46 @@ def noting_apply(t, tile, P: tl.constexpr):
 
     ``recall`` reads the sums in the next step.
     """
-    _, held = _written(t, tile, P)
-    tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(tl.sum(held * held, axis=1), axis=0))
+    _, _, held = _written(t, tile, P)
+    # 0 outside the run, or NaN if elements of the run are NaN too
+    tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(held * held))
     _store_probe(t, tile, P)
 
 
 @triton.jit
 def measured_apply(t, tile, P: tl.constexpr):
     """``apply``; part, part2 ← sums of squares of changes and of stored weights, [tiles] each."""
-    change, held = _written(t, tile, P)
-    tl.store(pointer(t, PART, tl.float32) + tile, tl.sum(tl.sum(change * change, axis=1), axis=0))
-    tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(tl.sum(held * held, axis=1), axis=0))
+    ok, old, held = _written(t, tile, P)
+    tl.store(pointer(t, PART, tl.float32) + tile, _sum_of_squares(ok, held - old))
+    tl.store(pointer(t, PART2, tl.float32) + tile, _sum_of_squares(ok, held))
     if P.NOTED:
         _store_probe(t, tile, P)
 
 
 @triton.jit
 def _written(t, tile, P: tl.constexpr):
-    """Applies an update -> changes of the stored weights, stored weights; 0 outside the run."""
+    """Applies an update -> mask of the run's elements, weights before and after."""
     e, ok, u = _read(t, tile, P)
     old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
     rate: tl.constexpr = P.RATE
     new = old - number_or_formula(t, LR, rate) * u
-    store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
-    tl.debug_barrier()  # other threads may have stored the values loaded below
-    held = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
-    return tl.where(ok, held - old, 0.0), tl.where(ok, held, 0.0)
+    held = store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
+    return ok, old, held
 
 
 @triton.jit
-def _first_of(t, tile, P: tl.constexpr):
+def _first_of_tile(t, tile, P: tl.constexpr):
     """The index in the run of a tile's first element; outside [0, n) if the run lacks it."""
-    rows, cols, down = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + DOWN)
-    across = tl.cdiv(cols, P.TC)
-    high = tile // across
-    row = (tl.load(t + MAT0) + high // down) * rows + tl.load(t + ROW0) + (high % down) * P.TR
-    return row * cols + (tile % across) * P.TC - tl.load(t + START)
+    down, over = divided(tile, tl.cdiv(size(t, COLS), P.TC))
+    mat, top = rows_of(t, down, P.TR)
+    return first_of(t, mat, top, over * P.TC)
 
 
 @triton.jit
 def _store_probe(t, tile, P: tl.constexpr):
     """probe ← the first weight of a tile."""
-    at = _first_of(t, tile, P)
+    tl.debug_barrier()  # another thread may have stored it
+    at = _first_of_tile(t, tile, P)
     has = (at >= 0) & (at < tl.load(t + N))
     w = tl.load(pointer(t, W, P.WD) + at, mask=has, other=0.0)
     tl.store(pointer(t, PROBE, tl.float32) + tile, w.to(tl.float32))
@@ -143,12 +147,12 @@ def recall(t, tile, P: tl.constexpr):
     If a probed weight has changed since they were written, reads all weights instead.
     """
     LONG: tl.constexpr = P.LONG
-    total, n = tl.load(t + TOTAL), tl.load(t + N)
+    total, n = size(t, TOTAL), tl.load(t + N)
     sums = tl.zeros([LONG], dtype=tl.float32)
     changed = tl.zeros([LONG], dtype=tl.int32)
     for k in range(0, total, LONG):
         i = k + tl.arange(0, LONG)
-        at = _first_of(t, i, P)
+        at = _first_of_tile(t, i, P)
         has = (i < total) & (at >= 0) & (at < n)
         w = tl.load(pointer(t, W, P.WD) + at, mask=has, other=0.0).to(tl.float32)
         probe = tl.load(pointer(t, PROBE, tl.float32) + i, mask=has, other=0.0)
@@ -157,7 +161,7 @@ def recall(t, tile, P: tl.constexpr):
     has_changed = tl.sum(changed, axis=0) > 0
     again = tl.sum(tl.zeros([LONG], dtype=tl.float32), axis=0)
     for i in range(0, tl.where(has_changed, total, 0)):
-        _, _, u = _read(t, i, P)
-        again += tl.sum(tl.sum(u * u, axis=1), axis=0)
+        _, ok, u = _read(t, i, P)
+        again += _sum_of_squares(ok, u)
     found = tl.where(has_changed, again, tl.sum(sums, axis=0))
     tl.store(pointer(t, OUT, tl.float32), found)

@@ -70,7 +70,7 @@ def _hashed(t, table_tile, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.const
     fingerprints.
     """
     n = tl.load(t + N)
-    group = table_tile * TR + tl.arange(0, TR)
+    group = table_tile.to(tl.int64) * TR + tl.arange(0, TR)
     begin = group * TC
     high = tl.minimum(tl.maximum(n - begin, 0), TC).to(tl.int32)
     k = tl.arange(0, TC)

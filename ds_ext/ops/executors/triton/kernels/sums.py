@@ -11,30 +11,29 @@ from ds_ext.ops.executors.triton.kernels.table import (
     BEFORE,
     COL,
     COLS,
-    DOWN,
     EPS,
     FOUND,
     HEIGHT,
     IN,
     IN2,
     LERP,
-    MAT0,
     OUT,
     PART,
     PART2,
     ROW,
-    ROW0,
     ROWS,
     START,
     TOTAL,
     A,
     N,
     X,
+    divided,
     elements_of,
     hinted,
     number,
     pointer,
     rows_of,
+    size,
     vectors,
 )
 from ds_ext.ops.executors.triton.kernels.values import factor_and_bound, scaled, value_of
@@ -52,11 +51,12 @@ def row_col_sums(t, tile, P: tl.constexpr):
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
     cols = hinted(tl.load(t + COLS), ALIGNED)
-    across = tl.cdiv(cols, TC)
-    down, over = tile // across, tile % across
-    mat, r, has_row = rows_of(t, down, TR)
-    e, ok, j = elements_of(t, mat, r, has_row, over * TC, TC, ALIGNED)
-    u = value_of(t, e, ok, mat, r, has_row, j, P)
+    down, over = divided(tile, tl.cdiv(size(t, COLS), TC))
+    mat, top = rows_of(t, down, TR)
+    e, ok = elements_of(t, mat, top, over * TC, TR, TC, ALIGNED)
+    u = value_of(t, e, ok, mat, top, over * TC, P)
+    j = over * TC + tl.arange(0, TC)
+    u = tl.where(ok, u, 0.0)
     square = u * u
     row = pointer(t, PART, tl.float32) + over * tl.load(t + HEIGHT) + down * TR + tl.arange(0, TR)
     tl.store(row, tl.sum(square, axis=1))
@@ -79,18 +79,16 @@ def weighted_sums(t, tile, P: tl.constexpr):
     ALIGNED: tl.constexpr = P.ALIGNED
     XD: tl.constexpr = P.XD
     BOUNDED: tl.constexpr = P.BOUNDED
-    STRIP: tl.constexpr = P.STRIP
     STAGES: tl.constexpr = P.STAGES
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
-    down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
+    strip, start, n = size(t, HEIGHT), tl.load(t + START), tl.load(t + N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
     before, lerp, eps = pointer(t, BEFORE, tl.float32), number(t, LERP), number(t, EPS)
     factor, most = factor_and_bound(t, BOUNDED)
-    mat = tl.load(t + MAT0) + tile // down
-    top = tl.load(t + ROW0) + (tile % down) * STRIP
+    mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, TC)
     plain, divided = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
-    for i in tl.range(0, STRIP, TR, num_stages=STAGES):
+    for i in tl.range(0, strip, TR, num_stages=STAGES):
         r = top + i + tl.arange(0, TR)
         row = mat * rows + r
         begin = row * cols - start
@@ -122,19 +120,17 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     ALIGNED: tl.constexpr = P.ALIGNED
     XD: tl.constexpr = P.XD
     BOUNDED: tl.constexpr = P.BOUNDED
-    STRIP: tl.constexpr = P.STRIP
     STAGES: tl.constexpr = P.STAGES
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
-    down, start, n = tl.load(t + DOWN), tl.load(t + START), tl.load(t + N)
+    strip, start, n = size(t, HEIGHT), tl.load(t + START), tl.load(t + N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
     by_row, root, least = pointer(t, ROW, tl.float32), number(t, A), number(t, EPS)
     factor, most = factor_and_bound(t, BOUNDED)
-    mat = tl.load(t + MAT0) + tile // down
-    top = tl.load(t + ROW0) + (tile % down) * STRIP
+    mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, TC)
     by_col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
     sums = tl.zeros([TC], dtype=tl.float32)
-    for i in tl.range(0, STRIP, TR, num_stages=STAGES):
+    for i in tl.range(0, strip, TR, num_stages=STAGES):
         r = top + i + tl.arange(0, TR)
         row = mat * rows + r
         begin = row * cols - start

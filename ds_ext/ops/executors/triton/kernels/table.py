@@ -36,14 +36,28 @@ GIVEN = tl.constexpr(FIELD["given0"])
 def parameter_of(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr):
     """Finds this program's parameter -> the first of its table rows, the program's tile.
 
-    A parameter has one row for each pass.
+    A parameter has one row for each pass. Numbers of programs and tiles have 32 bits: a division of
+    64 bits is a call of a hundred instructions.
     """
     i = tl.arange(0, COUNT)
     first = tl.load(table + i * (PASSES * FIELDS) + PROGRAM, mask=i < count, other=2**62)
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     at = tl.sum((first <= program).to(tl.int32), axis=0) - 1
     t = table + at * (PASSES * FIELDS)
-    return t, program - tl.load(t + PROGRAM)
+    return t, program - size(t, PROGRAM)
+
+
+@triton.jit
+def size(t, FIELD: tl.constexpr):
+    """The integer of a column that has 32 bits: of programs, tiles, rows or columns."""
+    return tl.load(t + FIELD).to(tl.int32)
+
+
+@triton.jit
+def divided(a, b):
+    """The quotient and the rest of numbers of tiles, none of which is negative."""
+    quotient = (tl.cast(a, tl.uint32) // tl.cast(b, tl.uint32)).to(tl.int32)
+    return quotient, a - quotient * b
 
 
 @triton.jit
@@ -103,30 +117,36 @@ def _evaluated(t, F: tl.constexpr):
 
 
 @triton.jit
-def rows_of(t, tile, TR: tl.constexpr):
-    """A row tile -> its matrix, its rows in the matrix [TR], mask of existing rows [TR]."""
-    down = tl.load(t + DOWN)
-    mat = tl.load(t + MAT0) + tile // down
-    r = tl.load(t + ROW0) + (tile % down) * TR + tl.arange(0, TR)
-    return mat, r, r < tl.load(t + ROWS)
+def rows_of(t, tile, height):
+    """A row tile of so many rows -> its matrix, the first of its rows in the matrix."""
+    mat, high = divided(tile, size(t, DOWN))
+    return tl.load(t + MAT0) + mat, size(t, ROW0) + high * height
 
 
 @triton.jit
-def elements_of(t, mat, r, has_row, c, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements [TR, TC] of rows r and columns [c, c + TC).
+def elements_of(t, mat, top, c, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements [TR, TC] of rows [top, top + TR) of a matrix and columns [c, c + TC).
 
-    Returns the offsets of the rows in the run [TR, 1], the mask of the run's elements [TR, TC], the
-    columns [TC]. The mask compares with bounds per row, so that it is constant within a vector.
+    Returns the offsets of the rows in the run [TR, 1] and the mask of the run's elements [TR, TC].
+    The mask of aligned runs compares numbers of vectors, which have 32 bits, so that it is computed
+    once for a vector.
     """
-    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
-    begin = (mat * rows + r) * cols + c - tl.load(t + START)
-    low = tl.minimum(tl.maximum(-begin, 0), TC).to(tl.int32)
-    high = tl.minimum(tl.load(t + N) - begin, cols - c)
-    high = tl.where(has_row, tl.minimum(tl.maximum(high, 0), TC), 0).to(tl.int32)
-    k = tl.arange(0, TC)
-    low, high = hinted(low, ALIGNED)[:, None], hinted(high, ALIGNED)[:, None]
-    ok = (k[None, :] >= low) & (k[None, :] < high)
-    return hinted(begin, ALIGNED)[:, None], ok, c + k
+    i, k = tl.arange(0, TR), tl.arange(0, TC)
+    begin = first_of(t, mat, top, c) + (i.to(tl.uint64) * size(t, COLS).to(tl.uint32)).to(tl.int64)
+    n, left = tl.load(t + N), size(t, COLS) - c
+    if ALIGNED:
+        vector = (begin >> 4).to(tl.int32)[:, None] + (k // 16)[None, :]
+        ok = (vector >= 0) & (vector < (n >> 4).to(tl.int32)) & (k // 16 < left // 16)[None, :]
+    else:
+        e = begin[:, None] + k[None, :]
+        ok = (e >= 0) & (e < n) & (k < left)[None, :]
+    return hinted(begin, ALIGNED)[:, None], ok & (i < size(t, ROWS) - top)[:, None]
+
+
+@triton.jit
+def first_of(t, mat, top, c):
+    """The index in the run of the element at row ``top`` and column c; outside [0, n) if none."""
+    return (mat * tl.load(t + ROWS) + top) * tl.load(t + COLS) + c - tl.load(t + START)
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
     number_or_formula,
     pointer,
     run_at,
+    size,
 )
 from ds_ext.ops.executors.triton.kernels.weights import load_weight
 from ds_ext.ops.schema import FORMS
@@ -62,11 +63,12 @@ def scaled(x, factor, most, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
-    """The input of a pass, [TR, TC] in fp32; 0 outside the run. Some forms advance moments.
+def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
+    """The input of a pass, [TR, TC] in fp32; undefined outside the run. Some forms advance moments.
 
-    FORM is one of ``schema.FORMS``. DECAYS adds decay · weights. SCALED and DECAYED are formulas of
-    scale and decay, or None.
+    The tile begins at row ``top`` and column c of a matrix. FORM is one of ``schema.FORMS``. SCALES
+    multiplies by scale, DECAYS adds decay · weights. SCALED and DECAYED are formulas of scale and
+    decay, or None.
     """
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
@@ -85,7 +87,7 @@ def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
             factor, most = factor_and_bound(t, BOUNDED)
             u = scaled(x, factor, most, BOUNDED)
         if FORM == IS_QUOTIENT or FORM == IS_RESIDUAL:
-            u = _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED)
+            u = _by_row_and_column(t, u, mat, top, c, TR, TC, ALIGNED)
         if FORM == IS_VECTOR or FORM == IS_VECTOR_RESIDUAL:
             v = tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0)
             u = u * tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
@@ -97,22 +99,29 @@ def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
             u = adam8_step(t, e, ok, u, TR, TC, ALIGNED)
         if FORM == IS_SIGN8_STEP:
             u = sign8_step(t, e, ok, u, TR, TC, ALIGNED)
-        u = u * number_or_formula(t, SCALE, SCALED)
+        if P.SCALES:
+            u = u * number_or_formula(t, SCALE, SCALED)
         if FORM == IS_RESIDUAL or FORM == IS_VECTOR_RESIDUAL:
             u = _less_momentum(t, e, ok, u, TC, ALIGNED)
         if P.DECAYS:
             decay = number_or_formula(t, DECAY, DECAYED)
             u = u + decay * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
-    return tl.where(ok, u, 0.0)
+    return u
 
 
 @triton.jit
-def _by_row_and_column(t, u, mat, r, has_row, j, ALIGNED: tl.constexpr):
-    """u · row · col for rows r and columns j of a matrix."""
-    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
-    row = tl.load(pointer(t, ROW, tl.float32) + mat * rows + r, mask=has_row, other=0.0)
+def _by_row_and_column(
+    t, u, mat, top, c, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """u · row · col for rows [top, top + TR) and columns [c, c + TC) of a matrix."""
+    i, k = tl.arange(0, TR), tl.arange(0, TC)
+    first = mat * tl.load(t + ROWS) + top
+    has = i < size(t, ROWS) - top
+    row = tl.load(pointer(t, ROW, tl.float32) + first + i, mask=has, other=0.0)
     # without vectors: the factors' alignment depends on other parameters of the batch
-    col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
+    first = mat * tl.load(t + COLS) + c
+    has = hinted(k, ALIGNED) < size(t, COLS) - c
+    col = tl.load(pointer(t, COL, tl.float32) + first + k, mask=has, other=0.0)
     return u * col[None, :] * row[:, None]
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton.kernels.table import AUX, KEY, ORIGIN, W, run_at
+from ds_ext.ops.executors.triton.kernels.table import AUX, KEY, ORIGIN, W, hinted, run_at
 
 # Storage formats of weights.
 HOW = {name: tl.constexpr(i) for i, name in enumerate(schema.STORAGE)}
@@ -36,17 +36,26 @@ def load_weight(
             x = tl.where(copy.to(WD) == run, copy, x)
         if STORAGE == CORRECTED:
             parts = tl.load(run_at(t, AUX, tl.int8, e, TC, ALIGNED), mask=ok, other=0)
-            parts = tl.minimum(tl.maximum(parts.to(tl.float32), -MOST_PARTS), MOST_PARTS)
-            epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
-            x += parts * (epsilon / (2 * PARTS)) * _power(x, WD).to(tl.float32, bitcast=True)
+            x = _corrected(x, parts, WD)
     return x
+
+
+@triton.jit
+def _corrected(x, parts, WD: tl.constexpr):
+    """The value of a weight x, in fp32, and its rounding error in int8."""
+    parts = tl.minimum(tl.maximum(parts.to(tl.float32), -MOST_PARTS), MOST_PARTS)
+    epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
+    return x + parts * (epsilon / (2 * PARTS)) * _power(x, WD).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_weight(
     t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
 ):
-    """Stores fp32 weights: see weight_storage.py and rounding.py."""
+    """Stores fp32 weights: see weight_storage.py and rounding.py.
+
+    Returns what ``load_weight`` would load.
+    """
     w = run_at(t, W, WD, e, TC, ALIGNED)
     if STORAGE == SPLIT:
         bits = new.to(tl.int32, bitcast=True)
@@ -54,22 +63,29 @@ def store_weight(
         upper = ((bits + 0x8000) >> 16).to(tl.int16)
         tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16), mask=ok)
         tl.store(w, upper.to(WD, bitcast=True), mask=ok)
+        held = new
     elif STORAGE == CORRECTED:
-        held = _to_nearest(new, WD)
-        tl.store(run_at(t, AUX, tl.int8, e, TC, ALIGNED), _parts(new, held, WD), mask=ok)
-        tl.store(w, held, mask=ok)
+        near = _to_nearest(new, WD)
+        parts = _parts(new, near, WD)
+        tl.store(run_at(t, AUX, tl.int8, e, TC, ALIGNED), parts, mask=ok)
+        tl.store(w, near, mask=ok)
+        held = _corrected(near.to(tl.float32), parts, WD)
     elif STORAGE == COPIED:
         tl.store(run_at(t, AUX, tl.float32, e, TC, ALIGNED), new, mask=ok)
         tl.store(w, new.to(WD), mask=ok)
+        held = new
     elif STORAGE == STOCHASTIC:
-        noise = _noise(t, e, TC)
+        noise = _noise(t, e, TC, ALIGNED)
         if WD == tl.bfloat16:
-            rounded = _to_bf16(new, noise)
+            held = _to_bf16(new, noise)
         else:
-            rounded = _to_fp16(new, noise)
-        tl.store(w, tl.where(_is_finite(new), rounded, new).to(WD), mask=ok)
+            held = tl.where(_is_finite(new), _to_fp16(new, noise), new)
+        tl.store(w, held.to(WD), mask=ok)
     else:
-        tl.store(w, _to_nearest(new, WD), mask=ok)
+        near = _to_nearest(new, WD)
+        tl.store(w, near, mask=ok)
+        held = near.to(tl.float32)
+    return held
 
 
 @triton.jit
@@ -93,9 +109,13 @@ def _power(near, WD: tl.constexpr):
 
 @triton.jit
 def _to_bf16(x, noise):
-    """Rounds fp32 up or down to bf16 by noise in [0, 2**16)."""
-    bounded = tl.minimum(tl.maximum(x, -MOST_BF16), MOST_BF16)
-    bits = (bounded.to(tl.int32, bitcast=True) + noise) & -0x10000
+    """Rounds fp32 up or down to bf16 by noise in [0, 2**16).
+
+    Cutting off is right for numbers beyond the largest bf16, and for NaNs, whose upper half has a
+    bit of the fraction set if an operation made them.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(tl.abs(x) <= MOST_BF16, bits + noise, bits) & -0x10000
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -116,12 +136,13 @@ def _to_fp16(x, noise):
 def _mixed(x):
     """The permutation of the numbers below 2**16 that rounding.py reads its noise from.
 
-    Higher bits are masked only before a shift could move them down, not after each multiplication.
+    x has them in its upper half, and zeros below: products overflow there, so only what a shift
+    moves into the lower half needs a mask.
     """
-    x = (x ^ ((x >> 7) & 0x1FF)) * NOISE1
-    x = (x ^ ((x >> 5) & 0x7FF)) * NOISE2
-    x = (x ^ ((x >> 9) & 0x7F)) * NOISE3
-    return (x ^ ((x >> 10) & 0x3F)) & 0xFFFF
+    x = ((x ^ (x >> 7)) & 0xFFFF0000) * NOISE1
+    x = ((x ^ (x >> 5)) & 0xFFFF0000) * NOISE2
+    x = ((x ^ (x >> 9)) & 0xFFFF0000) * NOISE3
+    return (x ^ (x >> 10)) >> 16
 
 
 @triton.jit
@@ -134,16 +155,19 @@ def _place(t, chunk):
 
 
 @triton.jit
-def _noise(t, e, TC: tl.constexpr):
+def _noise(t, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """The noise of rounding.add_noise_: numbers in [0, 2**16) that depend on (key, element) alone.
 
     A row of a tile touches at most two chunks of 2**16 elements; their places are computed once.
+    All elements of a vector are in one chunk, because runs count as aligned only if their origins
+    are.
     """
-    first = e + tl.load(t + ORIGIN)
+    first = hinted(e + tl.load(t + ORIGIN), ALIGNED)
     chunk, low = first >> 16, (first & 0xFFFF).to(tl.uint32)
-    here, beyond = _place(t, chunk) + low, _place(t, chunk + 1) + low
+    here, beyond = (_place(t, chunk) + low) << 16, (_place(t, chunk + 1) + low) << 16
     k = tl.arange(0, TC)[None, :].to(tl.uint32)
-    return _mixed(tl.where(k < 0x10000 - low, here, beyond) + k).to(tl.int32)
+    place = tl.where(hinted(k, ALIGNED) < 0x10000 - low, here, beyond) + (k << 16)
+    return _mixed(place).to(tl.int32)
 
 
 @triton.jit

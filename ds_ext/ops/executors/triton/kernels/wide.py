@@ -11,15 +11,12 @@ from ds_ext.ops.executors.triton.kernels.table import (
     BEFORE,
     COL,
     COLS,
-    DOWN,
     EPS,
     LERP,
-    MAT0,
     OUT,
     PART,
     PART2,
     ROW,
-    ROW0,
     ROWS,
     START,
     A,
@@ -28,6 +25,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
     hinted,
     number,
     pointer,
+    rows_of,
     vectors,
 )
 from ds_ext.ops.executors.triton.kernels.values import factor_and_bound, scaled
@@ -94,9 +92,8 @@ def _rows(t, tile, STRIP: tl.constexpr, ALIGNED: tl.constexpr):
     the run, the mask of the run's rows, their matrix.
     """
     rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
-    down = tl.load(t + DOWN)
-    mat = tl.load(t + MAT0) + tile // down
-    r = tl.load(t + ROW0) + (tile % down) * STRIP + tl.arange(0, STRIP)
+    mat, top = rows_of(t, tile, STRIP)
+    r = top + tl.arange(0, STRIP)
     row = mat * rows + r
     begin = row * cols - tl.load(t + START)
     return cols, row, begin, (r < rows) & (begin >= 0) & (begin < tl.load(t + N)), mat
