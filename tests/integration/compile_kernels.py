@@ -8,25 +8,17 @@ import re
 import sys
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.gpu.compiling import given
 from ds_ext.ops.executors.triton import kernels, launches
 from ds_ext.ops.executors.triton.launches import Spec
 
-TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
 ARGUMENTS = {"table": "*i64", "count": "i32"}
 DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}
 DIVIDES |= {"normalize", "normalize_whole_rows", "normalize_wide_rows"}
-
-
-def given(value):
-    """A constant as it was before it was written as JSON."""
-    if isinstance(value, dict):
-        return Spec(**{name: given(x) for name, x in value.items()})
-    return TYPES.get(value, value)
 
 
 def compiled(constants: dict, warps: int):
