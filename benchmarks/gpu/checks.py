@@ -8,7 +8,7 @@ of the first. A gradient with NaN must change no bit of its weight and state, no
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,8 +135,8 @@ class Stepped:
     def bits(self, param: int) -> list[Any]:
         """Copies of a parameter's whole weight and state, in their order."""
         p = self.params[param]
-        state = self.optimizers[0].state.get(p, {})
-        return [x.clone() if isinstance(x, Tensor) else x for x in (p.detach(), *state.values())]
+        leaves = _leaves([p.detach(), self.optimizers[0].state.get(p, {})])
+        return [x.clone() if isinstance(x, Tensor) else x for x in leaves]
 
 
 def _judge(optimizer: RuleOptimizer, updates: Sequence[RunUpdate]) -> GradCheck:
@@ -236,6 +236,15 @@ def with_nan(
 def storage_with_nan(dtype: str) -> str:
     """The way to store weights of the checks with a NaN: with the most state that may change."""
     return "nearest" if dtype == "fp32" else "master24"
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    """The tensors and numbers in nested lists and dicts."""
+    if isinstance(x, (Mapping, list, tuple)):
+        for one in x.values() if isinstance(x, Mapping) else x:
+            yield from _leaves(one)
+    else:
+        yield x
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -4,6 +4,7 @@ The stages' own steps run first, with launches that do nothing but note their co
 compiles a second per kernel, so 16 of them save the other stages minutes.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -77,6 +78,7 @@ def asked_for(on: Setting) -> list[Asked]:
         ):
             for name in on.some(names):
                 _in_backward(name, sizes, on.device)
+                gc.collect()  # two models of 7B and their states may not fit
     return found
 
 

@@ -11,38 +11,34 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting
 
 ROOT = Path(__file__).parents[2]
-FILES = ("test_kernels", "test_kernel_batches", "test_device_nonfinite", "test_apply")
-# Those that use kernels, in files with other tests too.
-MORE = {
-    "test_unseen_rule": "kernels or bad_gradients or advance_once",
-    "test_edits": "kernels",
-    "test_split": "kernels",
-    "test_convolutions": "launch",
-}
+FILES = ("kernels", "kernel_batches", "device_nonfinite", "apply")
+FILES += ("unseen_rule", "edits", "split", "convolutions")
+# Those that use kernels, by words in their names. The other tests of these files do not need a GPU.
+CHOSEN = "kernel or device_nonfinite or apply or bad_gradients or advance_once or launch"
 SANITIZED = "test_a_step_is_that_of_the_ops or test_16_bits"
-WORKERS = 8
+WORKERS = 14
+PATIENCE = 90  # seconds for compute-sanitizer
 
 
 def rows(on: Setting) -> Rows:
-    """Runs the files of tests, all cases; of a rehearsal one test."""
+    """Runs the tests of kernels, all cases; of a rehearsal, those of one file."""
     if on.is_rehearsal:
-        yield "pytest", pytest("test_apply", [*tests("test_apply"), "-k", "kernels"])
+        yield "pytest", pytest("test_apply", [*tests(["apply"]), "-k", "kernels"])
         return
     parallel = ["-n", str(WORKERS)] if importlib.util.find_spec("xdist") else []
-    yield "pytest", pytest(", ".join(FILES), [*(x for f in FILES for x in tests(f)), *parallel])
-    for file, chosen in MORE.items():
-        yield "pytest", pytest(file, [*tests(file), "-k", chosen])
+    yield "pytest", pytest("of kernels", [*tests(FILES), "-k", CHOSEN, *parallel])
     yield "compute-sanitizer", sanitized()
 
 
-def tests(file: str) -> list[str]:
-    return [f"tests/unit/{file}.py"]
+def tests(names: Iterable[str]) -> list[str]:
+    """Paths of files of tests."""
+    return [f"tests/unit/test_{name}.py" for name in names]
 
 
 def sanitized() -> Row:
@@ -51,13 +47,13 @@ def sanitized() -> Row:
     if tool is None:
         return {"tests": SANITIZED, "verdict": "compute-sanitizer is not installed"}
     chosen = ["tests/unit/test_kernels.py", "-k", SANITIZED, "-m", "not slow"]
-    return pytest(
-        SANITIZED,
-        chosen,
-        [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"],
-        # Each tensor in an allocation of its own, whose bounds the tool knows.
-        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    )
+    under = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
+    # Each tensor in an allocation of its own, whose bounds the tool knows.
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        return pytest(SANITIZED, chosen, under, env, PATIENCE)
+    except subprocess.TimeoutExpired:
+        return {"tests": SANITIZED, "verdict": f"not ended in {PATIENCE} s"}
 
 
 def pytest(
@@ -65,6 +61,7 @@ def pytest(
     options: Sequence[str],
     under: Sequence[str] = (),
     env: Mapping[str, str] = {},
+    limit: float | None = None,
 ) -> Row:
     """Runs pytest; returns the numbers of tests, and the first failure."""
     done = subprocess.run(
@@ -74,6 +71,7 @@ def pytest(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=limit,
     )
     sys.stdout.write(done.stdout[-20_000:])
     lines = done.stdout.splitlines()
@@ -85,6 +83,7 @@ def pytest(
         "tests": label,
         "passed": int(passed[-1]) if passed else 0,
         "skipped": int(skipped[-1]) if skipped else 0,
-        "failed": failed[0][:200] if failed else None,
+        "failed": len(failed),
+        "first": failed[0][:200] if failed else None,
         "verdict": RIGHT if good else WRONG,
     }

@@ -120,7 +120,7 @@ REHEARSAL = Setting(
     check_shapes=((6, 20), (9,)),
     sides=(16,),
     bucket_sizes=(1, 2**20),
-    processes=2,
+    processes=1,
     kernels=2,
 )
 
