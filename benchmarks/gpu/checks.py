@@ -1,8 +1,9 @@
-"""Checks of kernels by a judge: torch's operations on the same device, from the same gradients.
+"""Compares kernels with torch's operations on the same device, from the same gradients.
 
-The judge steps each parameter by the rule's text, without a kernel. Two more equalities need no
-tolerance: a parameter in a batch has the bits of the parameter alone, and a second run has the bits
-of the first. A gradient with NaN must change no bit of its weight and state, nor of others.
+Torch's operations step each parameter by the rule's text, without a kernel. Two more equalities
+need no tolerance: a parameter in a batch has the bits of the parameter alone, and a second run has
+the bits of the first. A gradient with NaN must change no bit of its weight and state, and must not
+keep other parameters from their step.
 """
 
 import functools
