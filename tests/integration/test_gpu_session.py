@@ -299,9 +299,9 @@ from ds_ext.ops.executors.triton import launches
 triton.runtime.driver.set_active(Driver(90))
 class Stop(Exception): pass
 def stop(*args, **kwargs): raise Stop
+def hit(*args, **kwargs): print("cached"); raise Stop
 compiler.ASTSource.make_ir = stop  # which a compilation begins with
-compiler.CompiledKernel.__getitem__ = compiler.CompiledKernel.launch_metadata = stop
-compiler.CompiledKernel._init_handles = lambda self: print("cached") or stop()
+compiler.CompiledKernel.launch_metadata = compiler.CompiledKernel._init_handles = hit
 for count, warps, named in json.load(sys.stdin):
     table = torch.zeros(64, dtype=torch.int64)
     try:
