@@ -10,7 +10,7 @@ import torch
 BENCHMARKS = {
     "step": "time of the optimizers' update",
     "host": "time of the host in a step",
-    "gpu": "first steps on a GPU: whether kernels are right, then times",
+    "gpu": "first session on a GPU: whether it is right, its memory, its speed",
     "traffic": "bytes of memory that a step passes over",
     "sass": "instructions of the kernels of a 7B step, without a GPU",
     "memory": "peak memory of a fine-tuning step",

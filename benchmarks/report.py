@@ -132,18 +132,23 @@ def write(
     """
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    name += f"_{_gpu().lower().replace(' ', '-')}" if _gpu() else ""
+    path = path_of(name, folder)
     parts = [f"# {title}", text.strip()]
     for heading, rows in tables.items():
         parts += [f"## {heading}", table(rows)]
     if draw is not None:
-        _plot(draw, folder / f"{name}.png")
-        parts.append(f"![{title}]({name}.png)")
+        _plot(draw, path.with_suffix(".png"))
+        parts.append(f"![{title}]({path.stem}.png)")
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     parts.append(made or f"{machine()}.\nMade by `{command}`.")
-    path = folder / f"{name}.md"
     path.write_text("\n\n".join(parts) + "\n")
     print(os.path.relpath(path))
+
+
+def path_of(name: str, folder: Path | None = None) -> Path:
+    """Returns the path of a result file on this machine; see ``write``."""
+    suffix = f"_{_gpu().lower().replace(' ', '-')}" if _gpu() else ""
+    return (folder or RESULTS) / f"{name}{suffix}.md"
 
 
 def _plot(draw: "Callable[[Figure], None]", path: Path) -> None:

@@ -24,6 +24,10 @@ def pytest_configure(config):
     config.pluginmanager.register(cpu.Meter(config))
 
 
+def pytest_runtest_teardown():
+    torch.set_default_device(None)  # paths.use may have set it
+
+
 def pytest_addoption(parser):
     parser.addoption("--cpu", type=int, default=0, help="show so many tests by their CPU time")
     parser.addoption("--kills", type=int, default=4, help="ranks killed in the soak")

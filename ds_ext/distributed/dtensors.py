@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.distributed import groups
-from ds_ext.distributed.placement import Group, Placement, flat
+from ds_ext.distributed.placement import Group, Placement, communicates, flat
 from ds_ext.ops.shard import Box, Shard, Split
 
 if TYPE_CHECKING:
@@ -245,6 +245,7 @@ class Placements:
 def _group(param: "DTensor", lies: DTensorLocation) -> Group:
     """The group over which the sums of a parameter's parts are added up."""
     if len(lies.ranks) == 1:
-        return None
+        alone = groups.alone()
+        return groups.with_own_queue(alone, param.device) if communicates(alone) else None
     # Torch may return an older mesh, whose groups were destroyed with the process group.
     return groups.with_own_queue(groups.of_ranks(lies.ranks), param.device)

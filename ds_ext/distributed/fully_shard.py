@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import dtensors, groups
 from ds_ext.distributed.layout import Agreement, Layout, complete
-from ds_ext.distributed.placement import Group, size_of
+from ds_ext.distributed.placement import Group, communicates, size_of
 from ds_ext.distributed.rank_failure import explained
 
 
@@ -114,7 +114,7 @@ class FSDP2Layout(Layout):
     ) -> tuple[dict[Tensor, Tensor], Tensor | None, Callable[[], None]]:
         """Returns the reduced gradients unchanged, and begins to add up votes on them."""
         group = self.placements[0].statistics_group if self.is_uniform else self.group
-        if votes is None or size_of(group) == 1:
+        if votes is None or not communicates(group):
             return dict(flats), votes, lambda: None
         self.bytes_sent += votes.nbytes
         with explained():

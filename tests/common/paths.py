@@ -1,14 +1,25 @@
-"""By what the passes over memory are made: native code, kernels in their interpreter, torch ops."""
+"""By what the passes over memory are made: native code, kernels, torch ops; and on which device."""
 
 import pytest
+import torch
 
 from ds_ext.ops.executors.native import library, table
 from ds_ext.ops.executors.triton import devices
 
+# Where kernels run: on a GPU if there is one, else in Triton's interpreter on the CPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HOST = torch.device("cpu")
 
-def use(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Makes "native", "kernels" or "ops" step tensors of the CPU, of optimizers made from now."""
+
+def use(monkeypatch: pytest.MonkeyPatch, path: str, is_default: bool = True) -> None:
+    """Makes "native", "kernels" or "ops" step the tensors of optimizers made from now on.
+
+    Native code steps tensors of the CPU; kernels, and the ops that they are compared with, those of
+    ``DEVICE``. It becomes torch's default device until the test ends, unless not ``is_default``.
+    """
     is_native = path == "native"
     assert not is_native or library.load() is not None, "no C++ compiler"
-    monkeypatch.setattr(devices, "DEVICES", {"cpu"} if path == "kernels" else set())
+    monkeypatch.setattr(devices, "DEVICES", {DEVICE.type} if path == "kernels" else set())
     monkeypatch.setattr(table, "is_available", lambda: is_native)
+    if is_default and DEVICE != HOST:
+        torch.set_default_device(HOST if is_native else DEVICE)

@@ -104,11 +104,13 @@ MANY = 1024  # ranks: more than most parameters have elements
 
 
 def weights(shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Parameters whose RMS differ, from a fixed seed."""
+    """Parameters whose RMS differ, from a fixed seed, on the default device."""
     generator = torch.Generator().manual_seed(1)
     scales = [2.0 ** (i % 5 - 2) for i in range(len(shapes))]
     return [
-        (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+        (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * scale).to(
+            torch.get_default_device(), dtype
+        )
         for shape, scale in zip(shapes, scales, strict=True)
     ]
 
@@ -118,7 +120,7 @@ def gradients(steps: int, shapes=SHAPES, dtype: torch.dtype = torch.float64) -> 
     generator = torch.Generator().manual_seed(2)
 
     def normal(shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
     means = [normal(shape) for shape in shapes]
     scales = [
@@ -129,7 +131,7 @@ def gradients(steps: int, shapes=SHAPES, dtype: torch.dtype = torch.float64) -> 
     ]
     return [
         [
-            ((mean + normal(mean.shape)) * scale).to(dtype)
+            ((mean + normal(mean.shape)) * scale).to(torch.get_default_device(), dtype)
             for mean, scale in zip(means, scales, strict=True)
         ]
         for _ in range(steps)

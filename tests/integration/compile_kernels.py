@@ -7,20 +7,14 @@ import json
 import re
 import sys
 
-from benchmarks.sass import TYPES, compiled
+from benchmarks.gpu.compiling import given
+from benchmarks.sass import compiled
 from ds_ext.ops.executors.triton import kernels, launches
 from ds_ext.ops.executors.triton.launches import Spec
 
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
 DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}
 DIVIDES |= {"normalize", "normalize_whole_rows", "normalize_wide_rows"}
-
-
-def given(value):
-    """A constant as it was before it was written as JSON."""
-    if isinstance(value, dict):
-        return Spec(**{name: given(x) for name, x in value.items()})
-    return TYPES.get(value, value)
 
 
 def faults(code: str, passes: list[Spec]) -> list[str]:

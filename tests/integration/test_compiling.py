@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu.compiling import plain
 from ds_ext import ops
 from ds_ext.ops import passes
 from ds_ext.ops.executors.triton import launches, sizes
@@ -74,13 +75,6 @@ def pairs_of(one):
     named = {key: repr(x) for key, x in one.fields.items() if key not in ("name", "then")}
     pairs = [(key, key) for key in named] + [("FORM", "ALIGNED"), ("WD", "STORAGE")]
     return [(one.name, a, named.get(a), named.get(b)) for a, b in pairs]
-
-
-def plain(value):
-    """A constant as JSON may have it: a dtype by its name."""
-    if isinstance(value, Spec):
-        return {name: plain(x) for name, x in value.fields.items()}
-    return getattr(value, "name", value)
 
 
 def one_of_each(asked):

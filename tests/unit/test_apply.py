@@ -5,7 +5,7 @@ import torch
 
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
-from tests.common import needs, paths
+from tests.common import needs, paths, table
 
 
 @pytest.mark.parametrize("path", ["ops", pytest.param("kernels", marks=needs.triton)])
@@ -13,7 +13,7 @@ from tests.common import needs, paths
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_decay_is_a_share_of_the_weight_times_lr(path, as_tensor, weight_decay, monkeypatch):
     paths.use(monkeypatch, path)
-    p, u = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    p, u = table.weights([(300,)] * 2, torch.float32)
     lr = torch.tensor(0.125) if as_tensor else 0.125
     new, shard = p.clone(), Shard.whole((300,))
     ops.apply_(new, u, shard, lr=lr, weight_decay=weight_decay)

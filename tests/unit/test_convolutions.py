@@ -132,5 +132,6 @@ def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatc
     monkeypatch.setattr(launches, "launch_kernel", lambda *args: launched.append(args[3]))
     count = launches.MAX_PARAMETERS + 5
     x = Runs([torch.ones(8)] * count)
-    ops.apply_(Weights(x), x, TableBatch([Shard.whole((8,))] * count), lr=0.1)
+    batch = TableBatch([Shard.whole((8,))] * count, device=paths.DEVICE)
+    ops.apply_(Weights(x), x, batch, lr=0.1)
     assert launched == [launches.MAX_PARAMETERS, 5]

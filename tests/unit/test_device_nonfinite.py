@@ -38,7 +38,7 @@ class Member(test_nonfinite.Member):
         updates = map(RunUpdate, self.params, self.runs, self.cut(grads), self.shards)
         bucket = [u for i, u in enumerate(updates) if i not in without]
         shards = {u.param: u.shard for u in bucket}
-        assert self.optimizer.in_kernels(shards, torch.device("cpu")) == shards.keys()
+        assert self.optimizer.in_kernels(shards, paths.DEVICE) == shards.keys()
         first = self.optimizer.first_round_checks(shards)
         votes = {
             p: torch.tensor(1.0 if g.double().square().sum() < 3e38 / g.numel() else BAD_VOTE)
@@ -114,7 +114,9 @@ def trained(name, path, monkeypatch):
     """A model after some steps, in two of which gradients were bad, and what these told."""
     paths.use(monkeypatch, path)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 18), nn.Tanh(), nn.LayerNorm(18), nn.Linear(18, 9))
+    with torch.device("cpu"):  # the same weights for both paths
+        model = nn.Sequential(nn.Linear(20, 18), nn.Tanh(), nn.LayerNorm(18), nn.Linear(18, 9))
+    model.to(torch.get_default_device())
     optimizer = ds_ext.optimizer.OPTIMIZERS[name](model.parameters(), lr=1e-3)
     fused = ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=0.0)
     poisons = [{}, {"0.weight", "2.bias"}, {}, {"3.weight", "3.bias", "2.weight"}, {}]
@@ -124,14 +126,16 @@ def trained(name, path, monkeypatch):
     told = []
     for step, bad in enumerate(poisons):
         scale |= dict.fromkeys(bad, math.nan)
-        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(step))
+        (x,) = table.weights([(4, 20)], torch.float32)
+        x = x + step
         model(x).square().sum().backward()
         optimizer.step()
         scale.clear()
         told.append({k: fused.metrics[k] for k in ("skipped_parameters", "skipped_steps")})
         told[-1]["norm"] = fused.metrics["grad_norm"]
     steps = {key: optimizer.state[p]["step"] for key, p in model.named_parameters()}
-    return model.state_dict(), told, steps, fused.skipped
+    weights = {key: x.cpu() for key, x in model.state_dict().items()}
+    return weights, told, steps, fused.skipped
 
 
 @pytest.mark.parametrize("name", params(["adalomo", "lamb", "lomo"], ["adalomo"]))

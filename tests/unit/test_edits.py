@@ -54,7 +54,7 @@ def negate_nothing_to_zero(p):
 
 
 def load(p):
-    p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(7)))
+    p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(7), device="cpu"))
 
 
 EDITS = {f.__name__: f for f in (zero_rows, prune, negate_nothing_to_zero, load)}
@@ -105,12 +105,13 @@ def test_24_bits_are_taken_as_they_were_set(path, edit, half, monkeypatch):
 def test_kernels_mark_and_mend_as_the_ops_do(path, size, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     for n in (1, 255, 256, 257, 9001):
-        bits = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16)
-        rest = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(size)
+        numbers = torch.randint(-(2**15), 2**15, (2, n), generator=generator, device="cpu")
+        bits, rest = numbers.to(paths.DEVICE)
+        bits, rest = bits.to(torch.int16), rest.to(size)
         run = bits.view(torch.bfloat16)
         marked = weight_update.marks(run)
         changed = run.clone()
-        changed[: n // 3] = torch.randn(n // 3, generator=generator).bfloat16()
+        changed[: n // 3] = torch.randn(n // 3, generator=generator, device="cpu").bfloat16()
         changed[n // 3 : n // 2 : 7] = 0
         found = [rest.clone() for _ in range(3)]
         before = copy.deepcopy(found)

@@ -209,7 +209,8 @@ def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
 def test_what_waits_keeps_its_memory(monkeypatch):
     """A factor that nobody holds any more is read by a launch that is still to come."""
     paths.use(monkeypatch, "kernels")
-    p, batch = torch.ones(24), TableBatch([Shard.whole((4, 6))])
+    p = torch.ones(24)
+    batch = TableBatch([Shard.whole((4, 6))], device=p.device)
     queue = LaunchQueue(Memory(p.device))
     batch.attach(queue)
     u = ops.unit_quotient(Runs([torch.ones(24)]), batch, p)

@@ -13,7 +13,7 @@ from ds_ext.ops import rounding, scratch, weight_update
 from ds_ext.ops.batch import Runs
 from ds_ext.ops.executors import single
 from ds_ext.ops.executors.table_batch import TableBatch
-from ds_ext.ops.executors.triton import devices, launches, sizes
+from ds_ext.ops.executors.triton import launches, sizes
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
@@ -27,7 +27,7 @@ from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.simulated import cut
 
 pytestmark = needs.triton
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = paths.DEVICE
 SHAPES = ((), (5,), (300,), (1, 7), (7, 1), (40, 150), (3, 33, 20), (70, 17))
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5}, galoreadamw={"rank": None})
 # Triton's interpreter is slow: `make test` runs rules that ask for different kernels.
@@ -57,8 +57,7 @@ def kernels(monkeypatch):
     """Turns the kernels on and off on this machine's device."""
 
     def turn(on):
-        paths.use(monkeypatch, "kernels" if on else "ops")
-        monkeypatch.setattr(devices, "DEVICES", {DEVICE.type} if on else set())
+        paths.use(monkeypatch, "kernels" if on else "ops", is_default=False)
 
     turn(True)
     return turn

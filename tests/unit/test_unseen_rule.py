@@ -96,7 +96,8 @@ def test_a_parameter_of_bad_gradients_is_left_as_it_is(monkeypatch):
     paths.use(monkeypatch, "kernels")
     weights, moments = [torch.ones(6), torch.ones(4)], [torch.zeros(6), torch.zeros(4)]
     g = Runs([torch.ones(6), torch.full((4,), torch.inf)])
-    batch = table_batch.TableBatch([Shard.whole((6,)), Shard.whole((4,))])
+    shards = [Shard.whole((6,)), Shard.whole((4,))]
+    batch = table_batch.TableBatch(shards, device=paths.DEVICE)
     found = Flat(torch.tensor([6.0, torch.inf]), np.arange(2))
     u = ops.Sum(ops.Sum(g, Runs(moments), 2.0), g, 1.0)  # no kernel reads a sum of sums
     batch.attach(None, GradLimits(found, np.full(2, 1e30, dtype=np.float32)))
@@ -111,7 +112,7 @@ def test_a_parameter_of_bad_gradients_is_left_as_it_is(monkeypatch):
 def test_moments_advance_once_where_only_a_later_run_is_unsupported(monkeypatch):
     paths.use(monkeypatch, "kernels")
     g, m, v = (Runs([torch.full((6,), x)]) for x in (1.0, 0.0, 0.0))
-    batch = table_batch.TableBatch([Shard.whole((6,))])
+    batch = table_batch.TableBatch([Shard.whole((6,))], device=paths.DEVICE)
     step = ops.AdamStep(ops.RootQuotient(m, v, 1e-8), g, 0.9, 0.99)
     scaled = ops.Scaled(g, batch.as_scalars(torch.tensor([2.0])))  # no kernel reads such a factor
     _, total = ops.square_sums((step, scaled), batch, g)
@@ -179,13 +180,13 @@ def test_a_sum_may_stand_anywhere_in_an_update(make, path, is_batch, monkeypatch
     found = {}
     for way in ("ops", path):
         paths.use(monkeypatch, way)
-        gen = torch.Generator().manual_seed(3)
-        x, p, m = (torch.rand(42, generator=gen) + 0.5 for _ in range(3))
+        x, p, m = (w.abs() + 0.5 for w in table.weights([(42,)] * 3, torch.float32))
         given, at = (x, p, m), Shard.whole((6, 7))
         if is_batch and way == path:
-            at, given = table_batch.TableBatch([at]), (Runs([x]), Weights(Runs([p])), Runs([m]))
+            at = table_batch.TableBatch([at], device=p.device)
+            given = Runs([x]), Weights(Runs([p])), Runs([m])
         make(*given, at)
-        found[way] = torch.cat([p, m])
+        found[way] = torch.cat([p, m]).cpu()
     assert torch.allclose(*found.values(), rtol=1e-5, atol=1e-6)
 
 

@@ -1,0 +1,248 @@
+"""The stages of a session on a GPU: each in a process with a time limit, with a result file.
+
+A stage that fails, crashes or takes too long does not stop the others. A stage whose result file
+says that it passed is not run again. Stages can therefore run in several commands, and a session
+that was cut off goes on where it ended.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.gpu import wheels
+
+ROOT = Path(__file__).parents[2]
+PASSED, FAILED, SKIPPED, DONE, LEFT = "passed", "failed", "skipped", "passed before", "left"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module of this package, whose ``rows`` yields what it finds.
+
+    Attributes:
+        name: of the module.
+        proves: one sentence for the reader of its result.
+        limit: seconds after which it is ended.
+        is_kept: whether a result file is a reason not to run it again.
+    """
+
+    name: str
+    proves: str
+    limit: int
+    is_kept: bool = True
+
+
+STAGES = (
+    Stage(
+        "compiling",
+        "The kernels of all later stages compile for this GPU. Triton's cache holds them, so that "
+        "later stages do not wait for its compiler.",
+        150,
+        is_kept=False,  # the cache may be gone
+    ),
+    Stage(
+        "kernel_tests",
+        "The tests of kernels pass on this GPU, with tensors in its memory. Where there is "
+        "compute-sanitizer, it finds no access out of bounds in a step of some optimizers.",
+        240,
+    ),
+    Stage(
+        "checks",
+        "Steps of every batched optimizer equal those of torch's operations on this GPU, for each "
+        "dtype and way to store weights, for whole parameters and the runs of a first and a "
+        "middle rank. A gradient with NaN changes no bit of its weight and state.",
+        240,
+    ),
+    Stage(
+        "launch_order",
+        "Training has the same bits if each kernel launch waits for the one before "
+        "(CUDA_LAUNCH_BLOCKING=1), so no kernel reads memory that another stream still writes.",
+        150,
+    ),
+    Stage(
+        "training_memory",
+        "The memory and speed of fine-tuning a model of 7B on this GPU.",
+        330,
+    ),
+    Stage(
+        "timing",
+        "The time of the GPU for a step, without the time of the host: steps are queued behind "
+        "a long kernel.",
+        90,
+    ),
+    Stage(
+        "profile",
+        "How much of a backward pass the GPU is idle, how much its streams overlap, and what the "
+        "host takes for a bucket.",
+        90,
+    ),
+    Stage(
+        "one_rank",
+        "Training on one rank with NCCL's collectives equals training without a process group.",
+        60,
+    ),
+    Stage(
+        "deepspeed_one_rank",
+        "DeepSpeed's ZeRO-3 and HF Trainer train on this GPU, as plain PyTorch does.",
+        90,
+    ),
+    Stage(
+        "two_ranks",
+        "Two ranks on two GPUs train as one process does on the batches of both.",
+        60,
+    ),
+)
+
+
+@dataclass
+class Outcome:
+    """What became of a stage."""
+
+    stage: Stage
+    result: str
+    why: str = ""
+    seconds: float | None = None
+    tables: dict[str, list[Mapping[str, object]]] = field(default_factory=dict)
+
+    def row(self) -> dict[str, object]:
+        """A row of the table at the end."""
+        return {
+            "stage": self.stage.name,
+            "result": self.result,
+            "s": self.seconds,
+            "why": self.why.replace("|", "/")[:160],
+        }
+
+
+@dataclass
+class Runner:
+    """Runs stages.
+
+    Args:
+        is_rehearsal: whether the CPU stands in for a GPU.
+        folder: of result files; None: benchmarks/results, of a rehearsal build/rehearsal.
+        is_fresh: whether to repeat stages that have passed.
+        minutes: for all stages; a stage whose limit is longer than what is left is not begun.
+    """
+
+    is_rehearsal: bool = False
+    folder: Path | None = None
+    is_fresh: bool = False
+    minutes: float | None = None
+    stages: Sequence[Stage] = STAGES
+
+    def __post_init__(self) -> None:
+        default = ROOT / "build" / "rehearsal" if self.is_rehearsal else report.RESULTS
+        self.folder = self.folder or default
+        self.began = time.monotonic()
+
+    def run(self, names: Iterable[str]) -> bool:
+        """Runs the named stages in their order, prints a table, and returns whether none failed."""
+        chosen = [stage for stage in self.stages if stage.name in set(names)]
+        outcomes = []
+        for stage in chosen:
+            # Nothing needs the compiled kernels if nothing else is left to do.
+            rest = [other for other in chosen if other.is_kept]
+            if not stage.is_kept and rest and all(map(self.has_passed, rest)):
+                outcomes.append(Outcome(stage, SKIPPED, "the stages that need it have passed"))
+                continue
+            outcomes.append(self._outcome(stage))
+            last = outcomes[-1]
+            print(f"{stage.name}: {last.result} {last.why}".rstrip(), flush=True)
+            if last.result in (PASSED, FAILED):
+                self._write(last)
+        print(report.table([outcome.row() for outcome in outcomes]), flush=True)
+        return not any(outcome.result == FAILED for outcome in outcomes)
+
+    def path(self, stage: Stage) -> Path:
+        """Returns the path of a stage's result file."""
+        assert self.folder is not None
+        return report.path_of(f"gpu_{stage.name}", self.folder)
+
+    def has_passed(self, stage: Stage) -> bool:
+        """Returns whether a result file says that the stage has passed."""
+        path = self.path(stage)
+        return not self.is_fresh and path.exists() and f"**{PASSED}**" in path.read_text()
+
+    def _outcome(self, stage: Stage) -> Outcome:
+        if stage.is_kept and self.has_passed(stage):
+            return Outcome(stage, DONE, f"see {self.path(stage).name}; --fresh repeats it")
+        if self.minutes is not None:
+            left = 60 * self.minutes - (time.monotonic() - self.began)
+            if stage.limit > left:
+                return Outcome(stage, LEFT, f"may take {stage.limit} s, and {left:.0f} s are left")
+        return run(stage, self.is_rehearsal)
+
+    def _write(self, outcome: Outcome) -> None:
+        verdict = f"**{outcome.result}** in {outcome.seconds:.0f} s."
+        if outcome.why:
+            verdict += f" {outcome.why}"
+        title = f"On a GPU: {outcome.stage.name.replace('_', ' ')}"
+        text = f"{outcome.stage.proves}\n\nThis stage {verdict}"
+        report.write(
+            f"gpu_{outcome.stage.name}", title, text, outcome.tables, None, folder=self.folder
+        )
+
+
+def run(stage: Stage, is_rehearsal: bool) -> Outcome:
+    """Runs a stage in a process of its own, which is ended with its children after its limit."""
+    rows = ROOT / "build" / f"rows_of_{stage.name}_{os.getpid()}"
+    rows.parent.mkdir(exist_ok=True)
+    rows.unlink(missing_ok=True)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "benchmarks.gpu", stage.name, str(rows)]
+    process = subprocess.Popen(
+        [*command, "--rehearse"] if is_rehearsal else command,
+        cwd=ROOT,
+        env=environment(is_rehearsal),
+        start_new_session=True,
+    )
+    try:
+        status: int | None = process.wait(stage.limit)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        try:  # with processes that it has started
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    outcome = read(stage, rows, status)
+    outcome.seconds = time.monotonic() - began
+    rows.unlink(missing_ok=True)
+    return outcome
+
+
+def environment(is_rehearsal: bool) -> dict[str, str]:
+    """The environment of a stage: carried wheels can be imported, if there are any."""
+    env = dict(os.environ)
+    site = wheels.installed(ROOT / wheels.FOLDER, ROOT / "build" / "wheels")
+    paths = [str(ROOT), *([str(site)] if site else []), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if is_rehearsal:
+        env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return env
+
+
+def read(stage: Stage, path: Path, status: int | None) -> Outcome:
+    """What a stage has noted before it ended with an exit status; None: by its limit."""
+    outcome = Outcome(stage, PASSED if status == 0 else FAILED)
+    for line in path.read_text().splitlines() if path.exists() else []:
+        kind, what = json.loads(line)
+        if kind == "row":
+            heading, row = what
+            outcome.tables.setdefault(heading, []).append(row)
+        else:
+            outcome.result, outcome.why = kind, what.strip().splitlines()[0]
+    if status is None:
+        outcome.result, outcome.why = FAILED, f"it took longer than {stage.limit} s"
+    elif status and not outcome.why:
+        outcome.why = f"its process ended with status {status} and no message"
+    return outcome

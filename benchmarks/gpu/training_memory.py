@@ -1,0 +1,75 @@
+"""Memory and speed of fine-tuning a model of 7B: random bf16 weights, activation checkpointing.
+
+Each optimizer trains in a process of its own. "active" is the peak of memory that a tensor or a
+stream still uses. It includes tensors that were freed while another stream may read them, which
+``max_memory_allocated`` leaves out. "reserved" is what torch took from the GPU.
+"""
+
+import math
+import time
+
+import torch
+
+from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting, separately
+from benchmarks.memory import ADAMW, fine_tuning, llama
+
+OPTIMIZERS = ("LOMO", "AdaLomo", "CAME", "Adafactor", "FlashAdamW")
+PAPER = {"LOMO": 14.6, ADAMW: 102.2}  # GB, LOMO's table 1: 7B, 8 rows of 512 tokens, checkpointing
+WARM_UP = 2  # steps before the time is taken
+
+
+def rows(on: Setting) -> Rows:
+    """Trains with each optimizer, and with LOMO on the batch of its paper."""
+    whole = (1, on.length)
+    runs = [(name, whole) for name in (*on.some(OPTIMIZERS), ADAMW)]
+    runs.append(("LOMO", (8, max(1, on.length // 4))))
+    for name, shape in runs:
+        row = separately(on, measured, on, name, shape)
+        paper = PAPER.get(name) if shape != whole else None
+        yield "Training", row | {"paper, GB": paper}
+
+
+def measured(on: Setting, name: str, shape: tuple[int, int]) -> Row:
+    """Trains, and returns memory in GB (10^9 bytes), tokens per second, and losses."""
+    row: Row = {"optimizer": name, "rows × tokens": f"{shape[0]} × {shape[1]}"}
+    columns = ("weights, GB", "active, GB", "allocated, GB", "reserved, GB", "tokens/s", "losses")
+    try:
+        found = trained(on, name, shape)
+    except torch.OutOfMemoryError:
+        return row | dict.fromkeys(columns) | {"losses": "does not fit", "verdict": RIGHT}
+    return row | found
+
+
+def trained(on: Setting, name: str, shape: tuple[int, int]) -> Row:
+    """The same, if it fits."""
+    model = llama(on.large, torch.bfloat16, on.device)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    tokens = torch.randint(0, on.large[0], shape, device=on.device)
+    weights = sum(p.nbytes for p in model.parameters())
+    losses: list[torch.Tensor] = []
+    model.register_forward_hook(lambda module, args, out: losses.append(out.loss.detach()))
+    step = fine_tuning(model, name, tokens)
+    for _ in range(WARM_UP):
+        step()
+    on.sync()
+    if not on.is_rehearsal:
+        torch.cuda.reset_peak_memory_stats(on.device)
+    began = time.perf_counter()
+    for _ in range(on.steps):
+        step()
+    on.sync()
+    seconds = time.perf_counter() - began
+    first, last = float(losses[0]), float(losses[-1])
+    stats = {} if on.is_rehearsal else torch.cuda.memory_stats(on.device)
+    peaks = {
+        f"{kind}, GB": stats[f"{kind}_bytes.all.peak"] / 1e9 if stats else None
+        for kind in ("active", "allocated", "reserved")
+    }
+    return {
+        "weights, GB": weights / 1e9,
+        **peaks,
+        "tokens/s": math.prod(shape) * on.steps / seconds,
+        "losses": f"{first:.2f} → {last:.2f}",
+        "verdict": RIGHT if math.isfinite(last) and last != first else WRONG,
+    }
