@@ -12,6 +12,7 @@ BENCHMARKS = {
     "host": "time of the host in a step",
     "gpu": "first steps on a GPU: whether kernels are right, then times",
     "traffic": "bytes of memory that a step passes over",
+    "sass": "instructions of the kernels of a 7B step, without a GPU",
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",
     "scale": "bytes that 64 to 4,096 simulated ranks send, and predicted times",

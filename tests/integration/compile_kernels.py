@@ -7,17 +7,11 @@ import json
 import re
 import sys
 
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from benchmarks.sass import TYPES, compiled
 from ds_ext.ops.executors.triton import kernels, launches
 from ds_ext.ops.executors.triton.launches import Spec
 
-TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
-ARGUMENTS = {"table": "*i64", "count": "i32"}
 DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}
 DIVIDES |= {"normalize", "normalize_whole_rows", "normalize_wide_rows"}
 
@@ -27,16 +21,6 @@ def given(value):
     if isinstance(value, dict):
         return Spec(**{name: given(x) for name, x in value.items()})
     return TYPES.get(value, value)
-
-
-def compiled(constants: dict, warps: int):
-    """A launch's kernel for sm_90."""
-    function = kernels.run
-    values = {(function.arg_names.index(name),): x for name, x in constants.items()}
-    signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(function, {name: signature[name] for name in function.arg_names}, values)
-    target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options=launches.options(warps))
 
 
 def faults(code: str, passes: list[Spec]) -> list[str]:

@@ -1,0 +1,389 @@
+"""Counts the instructions of the kernels of a 7B step, compiled for an H100 that need not be here.
+
+A step of Llama-7B's bf16 weights on torch's device "meta" asks for launches, which do nothing.
+Triton compiles each pass of each launch alone, and each launch as it is, for sm_90. Counts are of
+the SASS, NVIDIA's machine code, as Triton's own cuobjdump prints it.
+"""
+
+import argparse
+import functools
+import math
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks import report
+from benchmarks.memory import LLAMAS, shapes_of
+from ds_ext.backward import settings
+from ds_ext.ops import Scaled
+from ds_ext.ops.executors.triton import devices, kernels, launches
+from ds_ext.ops.executors.triton.columns import AT
+from ds_ext.ops.executors.triton.launches import Kind, MergedLaunch
+from ds_ext.ops.shard import Shard
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.updates import RunUpdate
+from ds_ext.rules import REGISTRY
+
+BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
+# Instructions by the unit of a multiprocessor that makes them, which has so many lanes on an H100.
+# "alu" is the half-rate pipe of integers, logic, comparisons, selections and packing conversions.
+# "imad", on half of the lanes for fp32, counts a product of 64 bits twice. Others are "fp32" if
+# they begin with F or HF, else "rest": branches, barriers, loads, stores, shuffles.
+ALU = {"IADD3", "IADD", "LOP3", "PLOP3", "SHF", "LEA", "ISETP", "FSETP", "FSEL", "SEL", "FMNMX"}
+ALU |= {
+    "IMNMX",
+    "VIMNMX",
+    "PRMT",
+    "IABS",
+    "F2FP",
+    "I2FP",
+    "F2IP",
+    "VABSDIFF",
+    "MOV",
+    "SGXT",
+    "BMSK",
+}
+ALU |= {"FMNMX3", "VIMNMX3", "FCHK", "CS2R", "P2R", "R2P"}
+SLOW = {"MUFU", "I2F", "F2I", "F2F", "I2I", "FRND", "POPC", "FLO", "BREV"}
+FP32 = {"FADD", "FMUL", "FFMA", "FSWZADD", "HFMA2", "HADD2", "HMUL2"}
+LANES = {"all": 128, "alu": 64, "imad": 64, "slow": 16}
+LOADS, STORES = ("LDG", "LDGSTS"), ("STG",)
+WIDE = ("128", "64")  # bits of an access that count as a vector
+TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
+ARGUMENTS = {"table": "*i64", "count": "i32"}
+LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--optimizers", nargs="+", choices=BATCHED, default=BATCHED)
+    parser.add_argument("--only-print", action="store_true", help="print, and write no file")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Counts each optimizer's passes, and writes the tables."""
+    tables = {}
+    for name in args.optimizers:
+        title = OPTIMIZERS[name].__name__
+        tables[title] = [row(one) for one in passes_of_step(name)]
+        tables[f"{title}: launches"] = launch_rows(name)
+        print(f"{title}\n{report.table(tables[title])}", flush=True)
+        print(report.table(tables[f"{title}: launches"]), flush=True)
+    if not args.only_print:
+        report.write("sass", "Instructions of the kernels of a 7B step", TEXT, tables, None)
+
+
+TEXT = """
+A step of Llama-7B's bf16 weights inside backward, in one process, the third; weights are rounded
+stochastically. Kernels are compiled for sm_90 and have not run. The first table of an optimizer has
+its passes, compiled one by one: `elements` are those of all programs of a step, in millions;
+registers of a thread; `spilled`, loads and stores of registers in memory; instructions that a
+thread makes for an element. Where a pass loops, they are those of its first inner loop. `alu` are
+integer, logic, comparison, selection and packing instructions, `imad` integer products (of 64 bits:
+two): each kind has half of the lanes that fp32 sums have. `slow` are roots, reciprocals and
+conversions, which have an eighth. Slow paths of divisions and roots, which few elements take, are
+counted as `calls` only. `vectors` are global loads and stores of 8 or 16 bytes, `scalars` all
+smaller ones, of a thread. The second table has the launches as they are: several kinds of passes in
+one kernel, which has the registers of the hungriest.
+"""
+
+
+class Asked(NamedTuple):
+    """A pass of a step, or a chain of passes that a program makes one after another."""
+
+    kind: Kind
+    warps: int
+    programs: int  # of a step
+    most: int  # of a launch
+    elements: int  # that all programs of a step read, where the pass is one over runs
+
+
+@dataclass
+class Counts:
+    """Instructions of a kernel: all, and by unit; of its hot path and of its first loop."""
+
+    registers: int = 0
+    spilled: int = 0
+    calls: int = 0
+    size: int = 0
+    hot: Counter[str] = field(default_factory=Counter)
+    loop: Counter[str] = field(default_factory=Counter)
+
+    def of_element(self, elements: float) -> Counter[str]:
+        """Returns instructions of an element: ``elements`` are those of a thread or iteration."""
+        found = self.loop or self.hot
+        return Counter({key: n / elements for key, n in found.items()})
+
+
+def row(asked: Asked) -> dict[str, object]:
+    """Returns a pass's counts."""
+    counts = counted(asked.kind, asked.warps)
+    each = counts.of_element(elements_of_thread(asked.kind, asked.warps))
+    return {
+        "pass": label(asked.kind),
+        "programs": asked.programs,
+        "elements, M": asked.elements / 1e6,
+        "warps": asked.warps,
+        "registers": counts.registers,
+        "spilled": counts.spilled,
+        "calls": counts.calls,
+        "per element": each["all"],
+        "alu": each["alu"],
+        "imad": each["imad"],
+        "slow": each["slow"],
+        "vectors": counts.hot["vector"],
+        "scalars": counts.hot["scalar"],
+    }
+
+
+def launch_rows(name: str) -> list[dict[str, object]]:
+    """Returns the registers of an optimizer's launches."""
+    rows: dict[tuple[tuple[Kind, ...], int], dict[str, object]] = {}
+    for one in launches_of_step(name):
+        key = one.kinds, one.warps
+        if key not in rows:
+            counts = compiled_counts(one.kinds, one.warps, one.passes)
+            rows[key] = {
+                "launch": " \\| ".join(map(label, one.kinds)),
+                "launches": 0,
+                "warps": one.warps,
+                "registers": counts.registers,
+                "spilled": counts.spilled,
+            }
+        rows[key]["launches"] += 1  # type: ignore[operator]
+    return [*rows.values()]
+
+
+def label(kind: Kind) -> str:
+    """Returns the names of a kind's passes, and what selects their code."""
+    names = []
+    for one in launches.passes_of(kind):
+        forms = {x.value: name for name, x in kernels.FORM.items()}
+        shape = [forms[one.FORM]] if "FORM" in one.fields else []
+        shape += [str(one.TC)] if "STRIP" in one.fields else []
+        names.append(" ".join([one.name, *shape]))
+    return ", ".join(names)
+
+
+def elements_of_thread(kind: Kind, warps: int) -> float:
+    """Returns the elements of a thread: of a tile, or of an iteration of a loop."""
+    one = launches.passes_of(kind)[0].fields
+    size = one["LONG"] if "LONG" in one else one.get("TR", 1) * one.get("TC", 1)
+    if one["name"] == "wide_weighted_sums" or one["name"] == "normalize_wide_rows":
+        size = one["STRIP"] * one["TC"]
+    return float(max(size / (32 * warps), 1))
+
+
+# The launches of a step.
+
+
+@functools.cache
+def launches_of_step(name: str, model: str = "7B") -> list[MergedLaunch]:
+    """Returns the launches of the third step of an optimizer in backward, of bf16 weights."""
+    found: list[MergedLaunch] = []
+    weights: list[Tensor] = [
+        nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+        for shape in shapes_of(LLAMAS[model]).values()
+    ]
+    with _noted(found):
+        optimizer = OPTIMIZERS[name](weights, **({"lr": 1e-3} if name != "adafactor" else {}))
+        shards = {p: Shard.whole(tuple(p.shape)) for p in weights}
+        first = optimizer.first_round_checks(shards)
+        votes = {p: torch.ones((), device="meta") for p in weights if p not in first}
+        for _ in range(3):
+            found.clear()
+            flags = DeviceGradFlags(len(weights))
+            for bucket in _buckets(weights):
+                updates = []
+                for p in bucket:
+                    run = p.detach().view(-1)
+                    g = Scaled(torch.empty_like(run), torch.ones((), device="meta"))
+                    updates.append(RunUpdate(p, run, g, shards[p]))
+                with torch.no_grad():
+                    optimizer.update(updates, _nothing, GradCheck(first, votes, flags))
+                    optimizer.commit_weight_norms()
+    return found
+
+
+def passes_of_step(name: str, model: str = "7B") -> list[Asked]:
+    """Returns the different passes of such a step."""
+    found: dict[tuple[Kind, int], list[int]] = {}
+    for one in launches_of_step(name, model):
+        for chain, number in zip(one.chains, one.of_each, strict=True):
+            kind = one.kinds[number]
+            rows, programs = chain[0].rows, int(chain[0].programs.sum())
+            own = found.setdefault((kind, one.warps), [0, 0, 0])
+            own[0] += programs
+            own[1] = max(own[1], programs)
+            own[2] += _elements(launches.passes_of(kind)[0].name, rows)
+    return [Asked(kind, warps, *own) for (kind, warps), own in found.items()]
+
+
+def _elements(name: str, rows: Any) -> int:
+    """The elements that programs of a pass read: those of runs, or partial sums."""
+    if name == "fold":
+        return int(rows[:, AT["height"]].sum())
+    if name in ("factors", "clipped_factors"):
+        return int((rows[:, AT["mats"]] * (rows[:, AT["rows"]] + rows[:, AT["cols"]])).sum())
+    if name == "recall":
+        return int(rows[:, AT["total"]].sum())
+    return int(rows[:, AT["n"]].sum())
+
+
+@contextmanager
+def _noted(found: list[MergedLaunch]) -> Iterator[None]:
+    """Context in which tensors of "meta" are those of a GPU, and launches are noted."""
+
+    def run(joints: Sequence[MergedLaunch], memory: Any) -> None:
+        found.extend(joints)
+
+    with (
+        mock.patch.object(devices, "DEVICES", {"meta"}),
+        mock.patch.object(launches, "run", run),
+    ):
+        yield
+
+
+def _buckets(weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The buckets of a backward pass, of the default size on a GPU."""
+    size = settings.gpu_bucket_size(torch.bfloat16.itemsize)
+    bucket: list[Tensor] = []
+    for p in reversed(weights):
+        if bucket and sum(x.numel() for x in bucket) + p.numel() > size:
+            yield bucket
+            bucket = []
+        bucket.append(p)
+    yield bucket
+
+
+def _nothing(total: Tensor) -> None:
+    """Stands for an all-reduce."""
+
+
+# Their code.
+
+
+@functools.cache
+def counted(kind: Kind, warps: int) -> Counts:
+    """Returns the counts of a kind that is compiled alone."""
+    return compiled_counts((kind,), warps, len(launches.passes_of(kind)))
+
+
+def compiled_counts(kinds: tuple[Kind, ...], warps: int, passes: int) -> Counts:
+    """Returns the counts of a launch of these kinds."""
+    return counts_of(compiled(launches.constants(kinds, passes, 4), warps).asm["cubin"])
+
+
+def compiled(constants: Mapping[str, Any], warps: int) -> Any:
+    """Returns a launch's kernel for sm_90, as Triton compiles it."""
+    function = kernels.run
+    values = {(function.arg_names.index(name),): x for name, x in constants.items()}
+    signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
+    # tables are aligned to 16 bytes: see launches.launch_kernel
+    aligned: dict[Any, Any] = {(0,): [["tt.divisibility", 16]]}
+    source = ASTSource(
+        function, {name: signature[name] for name in function.arg_names}, values, aligned
+    )
+    target = GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options=launches.options(warps))
+
+
+def counts_of(cubin: bytes) -> Counts:
+    """Returns the counts of a kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        text = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    lines = [(int(at, 16), name, rest) for at, name, rest in LINE.findall(text)]
+    starts, found = _blocks(lines), Counts()
+    registers = re.search(r"REG:(\d+)", text)
+    assert registers is not None and lines
+    found.registers, found.size = int(registers[1]), len(lines)
+    bodies = [lines[a:b] for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
+    called = {int(_target(rest), 16) for _, name, rest in lines if name.startswith("CALL")}
+    end = min(called, default=math.inf)  # subroutines come last
+    hot = []
+    for body in bodies:
+        has_call = any(name.startswith("CALL") for _, name, _ in body)
+        found.calls += has_call
+        if not has_call and body[0][0] < end:
+            hot += body
+    found.spilled = sum(name.startswith(("STL", "LDL")) for _, name, _ in lines)
+    found.hot = _units(hot)
+    if (loop := _first_loop(lines, hot)) is not None:
+        found.loop = _units([one for one in hot if loop[0] <= one[0] <= loop[1]])
+    return found
+
+
+def _blocks(lines: Sequence[tuple[int, str, str]]) -> list[int]:
+    """The indices at which basic blocks begin."""
+    at = {address: i for i, (address, *_) in enumerate(lines)}
+    starts = {0}
+    for i, (_, name, rest) in enumerate(lines):
+        if name.startswith(("BRA", "EXIT", "RET")):
+            starts.add(i + 1)
+            if name.startswith("BRA"):
+                starts.add(at[int(_target(rest), 16)])
+        if name.startswith("CALL"):
+            starts.add(at[int(_target(rest), 16)])
+    return sorted(starts - {len(lines)})
+
+
+def _target(rest: str) -> str:
+    return rest.split()[-1].strip("`()")
+
+
+def _first_loop(
+    lines: Sequence[tuple[int, str, str]], hot: Sequence[tuple[int, str, str]]
+) -> tuple[int, int] | None:
+    """The addresses of the first loop that has no other in it and loads, or None."""
+    ends = {}
+    for address, name, rest in hot:
+        if name.startswith("BRA") and (target := int(_target(rest), 16)) < address:
+            ends[address] = target
+    loops = sorted((start, end) for end, start in ends.items())
+    for start, end in loops:
+        is_inner = not any(start <= a and b < end for a, b in loops)
+        body = [name for at, name, _ in lines if start <= at <= end]
+        if is_inner and any(name.startswith(("LDG", "LDS")) for name in body):
+            return start, end
+    return None
+
+
+def _units(lines: Sequence[tuple[int, str, str]]) -> Counter[str]:
+    """Instructions by unit, and accesses of global memory."""
+    found: Counter[str] = Counter()
+    for _, name, _ in lines:
+        kind = name.split(".")[0]
+        if kind == "NOP":
+            continue
+        found["all"] += 1
+        if kind in ALU:
+            found["alu"] += 1
+        elif kind in ("IMAD", "IMUL"):
+            found["imad"] += 2 if ".WIDE" in name or ".HI" in name else 1
+        elif kind in SLOW:
+            found["slow"] += 1
+        elif kind in FP32:
+            found["fp32"] += 1
+        else:
+            found["rest"] += 1
+        if kind in (*LOADS, *STORES):
+            is_vector = any(f".{bits}" in name for bits in WIDE)
+            found["vector" if is_vector else "scalar"] += 1
+    return found
