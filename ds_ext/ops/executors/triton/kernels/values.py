@@ -103,7 +103,9 @@ def value_of(t, e, ok, mat, r, has_row, j, P: tl.constexpr):
         if P.DECAYS:
             decay = number_or_formula(t, DECAY, DECAYED)
             u = u + decay * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
-    return tl.where(ok, u, 0.0)
+    if FORM != IS_ADAM8_STEP and FORM != IS_SIGN8_STEP:  # they make 0 of 0
+        u = tl.where(ok, u, 0.0)
+    return u
 
 
 @triton.jit
