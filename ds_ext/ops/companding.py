@@ -3,7 +3,7 @@
 The codes follow arXiv 2602.23349. Signed numbers are companded, so that small ones keep more bits
 than large ones. Squares are stored as their roots.
 
-    m:  x = m / max|m|,  y = 2 x / (1 + |x|),  code = floor(127 y + 1/2), int8
+    m:  x = m / max|m|,  y = 2 x / (1 + |x|),  code = round(127 y), int8
         y = code / 127,  m = y / (2 − |y|) · scale
     v:  x = sqrt(v) / max sqrt(v),  code = floor(255 x + 1/2), uint8
         v = (code / 255 · scale)²
@@ -13,6 +13,11 @@ scales from 2⁻⁴⁴ (6e-14) to 2²⁰. In the normal range of the published f
 holds the same numbers. Below 6e-8 the published fp16 is 0: a gradient of 1e-9 would lose both
 moments, and the next update would be as large as a first one. The mantissa has 10 bits, because at
 beta2 = 0.999 a root decays by 1/2000 per step, which fewer bits would always round away.
+
+Operations are those that a GPU makes fast with the same bits: x multiplies by the rounded 1 / max,
+and ``round`` rounds ties to even. The paper divides, and rounds m as v. An update takes m below
+2⁻¹⁰⁰ for 0, and v for at least 2⁻¹⁰⁰. That root has code 0, because the scales of roots are at
+least 2⁻⁴¹.
 """
 
 from dataclasses import dataclass
@@ -24,7 +29,16 @@ from torch.nn.functional import pad
 
 from ds_ext.ops import expressions, scratch
 from ds_ext.ops.expressions import root
-from ds_ext.ops.schema import MAX_SCALE, MIN_SCALE, SCALE_CUT, SCALE_FIRST, SCALE_GROUP
+from ds_ext.ops.schema import (
+    MAX_SCALE,
+    MIN_MOMENT,
+    MIN_ROOT_SCALE,
+    MIN_SCALE,
+    MIN_SQUARE,
+    SCALE_CUT,
+    SCALE_FIRST,
+    SCALE_GROUP,
+)
 from ds_ext.ops.shard import Block, groups_of
 from ds_ext.ops.state import Part
 
@@ -70,11 +84,11 @@ class _Groups:
         return self.state["code"][b.run], self.state["scale"][groups_of(b.run, SCALE_GROUP)]
 
 
-def _grouped(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as zero-padded groups, [groups, 32], and their scales, [groups, 1]."""
+def _grouped(x: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Values as zero-padded groups, [groups, 32], and scales of at least ``least``, [groups, 1]."""
     x = pad(x.reshape(-1), (0, -x.numel() % SCALE_GROUP)).view(-1, SCALE_GROUP)
     low, high = x.aminmax(dim=1, keepdim=True)
-    return x, torch.maximum(high, -low).clamp_(MIN_SCALE, MAX_SCALE)
+    return x, torch.maximum(high, -low).clamp_(least, MAX_SCALE)
 
 
 def _values(x: Tensor, b: Block) -> Tensor:
@@ -83,7 +97,7 @@ def _values(x: Tensor, b: Block) -> Tensor:
 
 
 class SignedGroups(_Groups):
-    """Companded signed numbers. 127 y = 254 m / (max|m| + |m|) needs only one division."""
+    """Companded signed numbers. 127 y = 254 x / (1 + |x|)."""
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
@@ -91,10 +105,11 @@ class SignedGroups(_Groups):
         return _values(code.div_(254 - code.abs()).mul_(scale), b)
 
     def write_(self, b: Block, new: Tensor) -> None:
-        """Writes a block, [mats, rows, cols]."""
-        m, scale = _grouped(new)
-        y = (m * 254).div_(m.abs().add_(scale))
-        self._write(b, y.add_(0.5).floor_().clamp_(-127, 127), scale)
+        """Writes a block, [mats, rows, cols], whose numbers below ``MIN_MOMENT`` become 0."""
+        new.masked_fill_(new.abs() < MIN_MOMENT, 0)
+        x, scale = _grouped(new, MIN_SCALE)
+        x = (x * scale.reciprocal()).clamp_(-1, 1)
+        self._write(b, (x * 254).div_(x.abs_().add_(1)).round_(), scale)
 
 
 class SquareGroups(_Groups):
@@ -106,10 +121,11 @@ class SquareGroups(_Groups):
         return _values(code.mul_(scale.div_(255)).square_(), b)
 
     def write_(self, b: Block, new: Tensor) -> None:
-        """Writes a block, [mats, rows, cols]."""
-        x, scale = _grouped(root(new, scratch.like(new)))
-        steps = torch.full_like(scale, 255).div_(scale)  # 255 / scale would be rounded twice
-        self._write(b, x.mul_(steps).add_(0.5).floor_().clamp_(0, 255), scale)
+        """Writes a block, [mats, rows, cols], and raises its numbers to ``MIN_SQUARE``."""
+        new.clamp_(min=MIN_SQUARE)
+        x, scale = _grouped(root(new, scratch.like(new)), MIN_ROOT_SCALE)
+        steps = scale.reciprocal().mul_(255)
+        self._write(b, x.mul_(steps).add_(0.5).floor_().clamp_(max=255), scale)
 
 
 @dataclass(frozen=True)

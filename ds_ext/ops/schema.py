@@ -27,6 +27,9 @@ SCALE_GROUP = 32  # elements that share a scale
 SCALE_CUT = 13  # low mantissa bits of an fp32 that a scale drops
 SCALE_FIRST = 83 << 10  # the remaining bits of the smallest scale
 MIN_SCALE, MAX_SCALE = 2.0**-44, 2.0**20 - 2.0**9
+MIN_ROOT_SCALE = 2.0**-41  # of roots, so that the root of MIN_SQUARE has code 0
+# An update takes smaller m for 0, and smaller v for this: then quotients and roots need no branch.
+MIN_MOMENT = MIN_SQUARE = 2.0**-100
 # Random bits and hashes: see rounding.py, normal.py and fingerprints.py.
 NOISE_CHUNK = 2**16  # elements that get each 16-bit random number once
 NOISE1, NOISE2, NOISE3 = 0x2993, 0xE877, 0x0235  # multipliers that permute these numbers
@@ -37,7 +40,10 @@ PRIME1, PRIME2, PRIME3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D  # of xxHash: they s
 CONSTANTS = {
     "int64_t": ("GROUP", "SCALE_GROUP", "NOISE_CHUNK"),
     "int": ("PROBES", "SCALE_CUT"),
-    "float": ("PARTS", "MOST", "HALF", "MIN_SCALE", "MAX_SCALE"),
+    "float": (
+        *("PARTS", "MOST", "HALF", "MIN_SCALE", "MAX_SCALE"),
+        *("MIN_ROOT_SCALE", "MIN_MOMENT", "MIN_SQUARE"),
+    ),
     "uint32_t": (
         *("SCALE_FIRST", "NOISE1", "NOISE2", "NOISE3", "LOWBIAS1", "LOWBIAS2"),
         *("PRIME1", "PRIME2", "PRIME3"),

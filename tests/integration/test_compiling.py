@@ -153,15 +153,37 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypa
     }
     if which == "one":
         asked = one_of_each(asked)
+    written = [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]
+    compiling(tmp_path, "-m", "tests.integration.compile_kernels", given=json.dumps(written))
+
+
+def compiling(cache, *args, given=None):
+    """Runs Python without Triton's interpreter -> what it prints."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.compile_kernels"],
+        [sys.executable, *args],
         cwd=Path(__file__).parents[2],
-        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
-        input=json.dumps(
-            [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]
-        ),
+        env=env | {"TRITON_CACHE_DIR": str(cache)},
+        input=given,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+COUNT = """
+import json, sys
+from benchmarks import sass
+asked = [one for one in sass.passes_of_step(sys.argv[1]) if one.kind.name == "apply"]
+print(json.dumps([(sass.row(one), sass.counted(one.kind, one.warps).size) for one in asked]))
+"""
+
+
+@pytest.mark.parametrize("name, most", [("flashadamw", 115)])
+def test_8_bit_moments_take_few_instructions(name, most, tmp_path):
+    """With what rounds weights stochastically. No root or division calls a function."""
+    ((row, size),) = json.loads(compiling(tmp_path, "-c", COUNT, name))
+    assert row["per element"] <= most and row["registers"] <= 170 and not row["spilled"]
+    # two divisions of addresses
+    assert row["calls"] <= 2 and size <= 1.25 * most * 32, (row, size)

@@ -716,6 +716,11 @@ static void gradient_times_factors(const Call &call, const Entry &e, int64_t i, 
     });
 }
 
+INLINE float within(float low, float x, float high) {
+    x = x > low ? x : low;  // two steps of one instruction each
+    return x < high ? x : high;
+}
+
 // 8-bit moments: companding.py. A chunk has whole groups, except for the last group of a parameter.
 
 INLINE float scale_of(uint16_t code) { return as_float((code + SCALE_FIRST) << SCALE_CUT); }
@@ -725,19 +730,17 @@ INLINE uint16_t code_of(float scale) {
     return static_cast<uint16_t>(((bits + ((1u << (SCALE_CUT - 1)) - 1) + ((bits >> SCALE_CUT) & 1u)) >> SCALE_CUT) - SCALE_FIRST);
 }
 
-INLINE float within(float low, float x, float high) {
-    x = x > low ? x : low;  // two steps of one instruction each
-    return x < high ? x : high;
-}
+// The nearest integer, ties to even, in the low bits, for |x| below 2^22.
+INLINE uint32_t rounded(float x) { return as_bits(x + 12582912.0f); }
 
 // The scale of a group: its largest magnitude, clamped.
-INLINE float largest_of(const float *x, int64_t n) {
+INLINE float largest_of(const float *x, int64_t n, float least) {
     uint32_t most = 0;  // an integer maximum, which the compiler may reorder
     for (int64_t k = 0; k < n; ++k) {
         uint32_t a = as_bits(x[k]) & 0x7FFFFFFFu;
         most = a > most ? a : most;
     }
-    return within(MIN_SCALE, as_float(most), MAX_SCALE);
+    return within(least, as_float(most), MAX_SCALE);
 }
 
 INLINE void read_signed_group(const int8_t *code, float scale, int64_t n, float *__restrict m) {
@@ -748,9 +751,10 @@ INLINE void read_signed_group(const int8_t *code, float scale, int64_t n, float 
 }
 
 INLINE void write_signed_group(const float *m, float scale, int64_t n, int8_t *__restrict code) {
+    float inverse = 1.0f / scale;
     for (int64_t k = 0; k < n; ++k) {
-        float y = m[k] * 254.0f / (std::fabs(m[k]) + scale) + 0.5f;
-        code[k] = static_cast<int8_t>(within(-127.0f, std::floor(y), 127.0f));
+        float x = within(-1.0f, m[k] * inverse, 1.0f);
+        code[k] = static_cast<int8_t>(rounded(x * 254.0f / (1.0f + std::fabs(x))));
     }
 }
 
@@ -763,9 +767,11 @@ INLINE void read_square_group(const uint8_t *code, float scale, int64_t n, float
 }
 
 INLINE void write_root_group(const float *root, float scale, int64_t n, uint8_t *__restrict code) {
-    float steps = 255.0f / scale;
-    for (int64_t k = 0; k < n; ++k)
-        code[k] = static_cast<uint8_t>(within(0.0f, std::floor(root[k] * steps + 0.5f), 255.0f));
+    float steps = 1.0f / scale * 255.0f;
+    for (int64_t k = 0; k < n; ++k) {
+        float x = root[k] * steps;
+        code[k] = static_cast<uint8_t>(static_cast<int>((x < 255.0f ? x : 255.0f) + 0.5f));
+    }
 }
 
 static __attribute__((noinline)) void read_signed(const Entry &e, int64_t i, int64_t n, float *__restrict m) {
@@ -782,8 +788,8 @@ static __attribute__((noinline)) void write_signed(const Entry &e, int64_t i, in
     uint16_t *scale = e.m_scale + i / SCALE_GROUP;
     float most[CHUNK / SCALE_GROUP + 1];
     int64_t j = 0;
-    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(m + j, SCALE_GROUP);
-    if (j < n) most[j / SCALE_GROUP] = largest_of(m + j, n - j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(m + j, SCALE_GROUP, MIN_SCALE);
+    if (j < n) most[j / SCALE_GROUP] = largest_of(m + j, n - j, MIN_SCALE);
     for (j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
     for (j = 0; j + SCALE_GROUP <= n; j += SCALE_GROUP) write_signed_group(m + j, most[j / SCALE_GROUP], SCALE_GROUP, code + j);
     if (j < n) write_signed_group(m + j, most[j / SCALE_GROUP], n - j, code + j);
@@ -803,8 +809,8 @@ static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int
     uint16_t *scale = e.v_scale + i / SCALE_GROUP;
     float most[CHUNK / SCALE_GROUP + 1];
     int64_t j = 0;
-    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(root + j, SCALE_GROUP);
-    if (j < n) most[j / SCALE_GROUP] = largest_of(root + j, n - j);
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(root + j, SCALE_GROUP, MIN_ROOT_SCALE);
+    if (j < n) most[j / SCALE_GROUP] = largest_of(root + j, n - j, MIN_ROOT_SCALE);
     for (j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
     for (j = 0; j + SCALE_GROUP <= n; j += SCALE_GROUP) write_root_group(root + j, most[j / SCALE_GROUP], SCALE_GROUP, code + j);
     if (j < n) write_root_group(root + j, most[j / SCALE_GROUP], n - j, code + j);
@@ -817,8 +823,10 @@ static __attribute__((noinline)) void adam8_step(const Entry &e, int64_t i, int6
     read_signed(e, i, n, m);
     read_squares(e, i, n, v);
     for (int64_t j = 0; j < n; ++j) {
-        m[j] = moved(m[j], g[j], lerp1);
-        v[j] = std::sqrt(moved(v[j], g[j] * g[j], lerp2));
+        float now = moved(m[j], g[j], lerp1);
+        m[j] = std::fabs(now) < MIN_MOMENT ? 0.0f : now;
+        float square = moved(v[j], g[j] * g[j], lerp2);
+        v[j] = std::sqrt(square > MIN_SQUARE ? square : MIN_SQUARE);
     }
     for (int64_t j = 0; j < n; ++j) out[j] = m[j] / (v[j] * a + b) * scale;
     write_signed(e, i, n, m);

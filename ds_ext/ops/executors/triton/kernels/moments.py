@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ds_ext.ops import schema
 from ds_ext.ops.executors.triton.kernels.table import (
+    INTERPRETED,
     LERP1,
     LERP2,
     M_SCALE,
@@ -15,6 +16,7 @@ from ds_ext.ops.executors.triton.kernels.table import (
     A,
     B,
     M,
+    N,
     V,
     number,
     run_at,
@@ -25,13 +27,62 @@ FEW = tl.constexpr(schema.SCALE_GROUP)  # elements that share a scale
 CUT, FIRST = tl.constexpr(schema.SCALE_CUT), tl.constexpr(schema.SCALE_FIRST)
 BELOW = tl.constexpr(2 ** (schema.SCALE_CUT - 1) - 1)  # just below half of the dropped bits
 LEAST, MOST = tl.constexpr(schema.MIN_SCALE), tl.constexpr(schema.MAX_SCALE)
+LEAST_ROOT, LEAST_SQUARE = tl.constexpr(schema.MIN_ROOT_SCALE), tl.constexpr(schema.MIN_SQUARE)
+LEAST_MOMENT = tl.constexpr(schema.MIN_MOMENT)
+MOST_DIVISOR = tl.constexpr(2.0**125)  # of a finite v
 
 
 @triton.jit
 def moved(m, x, weight):
-    """m + weight · (x − m), as ``moments.moved``."""
-    change = x - m
-    return tl.where(weight < 0.5, m + weight * change, x - (1.0 - weight) * change)
+    """m + weight · (x − m), as ``moments.moved``: the nearer end moves."""
+    near = weight < 0.5
+    return tl.where(near, m, x) + tl.where(near, weight, weight - 1.0) * (x - m)
+
+
+@triton.jit
+def _near_reciprocal(x):
+    """1 / x with an error of at most one unit in the last place."""
+    if INTERPRETED:
+        found = 1.0 / x
+    else:
+        found = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x, correctly rounded, for x from 2^-126 to 2^125.
+
+    In this range ``rcp.rn.f32`` has the same instructions; elsewhere it calls a function.
+    """
+    near = _near_reciprocal(x)
+    return tl.fma(tl.fma(-x, near, 1.0), near, near)
+
+
+@triton.jit
+def _root(x):
+    """The root of x, correctly rounded, for x from 2^-101 on; NaN for infinity.
+
+    In this range ``sqrt.rn.f32`` has the same instructions; elsewhere it calls a function.
+    """
+    near = tl.rsqrt(x)
+    root = x * near
+    return tl.fma(tl.fma(-root, root, x), 0.5 * near, root)
+
+
+@triton.jit
+def _quotient(x, y):
+    """x / y; correctly rounded if it is not within 2^-21 ulp of the middle of two numbers."""
+    return _corrected(x, y, _near_reciprocal(y))
+
+
+@triton.jit
+def _corrected(x, y, reciprocal):
+    """x / y: correctly rounded if ``reciprocal`` is 1 / y correctly rounded (Markstein)."""
+    quotient = x * reciprocal
+    return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)
 
 
 @triton.jit
@@ -65,10 +116,13 @@ def adam8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.cons
     """``adam_step`` with 8-bit moments; the update uses them before they are rounded."""
     m = moved(_signed(t, e, ok, TR, TC, ALIGNED), g, number(t, LERP1))
     v = moved(_squares(t, e, ok, TR, TC, ALIGNED), g * g, number(t, LERP2))
-    root = tl.sqrt_rn(v)
+    m = tl.where(tl.abs(m) < LEAST_MOMENT, 0.0, m)
+    v = tl.maximum(v, LEAST_SQUARE)
+    root = _root(v)
     _store_signed(t, e, ok, m, TR, TC, ALIGNED)
-    _store_roots(t, e, ok, root, TR, TC, ALIGNED)
-    return root_quotient(t, m, root)
+    _store_roots(t, e, ok, v, root, TR, TC, ALIGNED)
+    divisor = root * number(t, A) + number(t, B)
+    return tl.where(divisor < MOST_DIVISOR, _corrected(m, divisor, _reciprocal(divisor)), 0.0)
 
 
 @triton.jit
@@ -97,18 +151,19 @@ def _sign(x):
 def _signed(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """Decodes m like companding.SignedGroups; 0 outside the run."""
     code = tl.load(run_at(t, M, tl.int8, e, TC, ALIGNED), mask=ok, other=0).to(tl.float32)
-    at = _scales_at(t, M_SCALE, e, TC, ALIGNED)
-    scale = _of_each(_scale(at, _groups(ok, TR, TC)), TR, TC)
-    return tl.div_rn(code, 254.0 - tl.abs(code)) * scale
+    scale = _of_each(_load_scale(t, M_SCALE, e, TC, ALIGNED), TR, TC)
+    # exact: a quotient of small integers is not near the middle of two numbers
+    return _quotient(code, 254.0 - tl.abs(code)) * scale
 
 
 @triton.jit
 def _store_signed(t, e, ok, m, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """Encodes m like companding.SignedGroups, [TR, TC]; m is 0 outside the run."""
-    most = _largest(m, TR, TC)
-    _store_scale(_scales_at(t, M_SCALE, e, TC, ALIGNED), most, _groups(ok, TR, TC))
-    y = tl.div_rn(m * 254.0, tl.abs(m) + _of_each(most, TR, TC)) + 0.5
-    code = tl.minimum(tl.maximum(tl.floor(y), -127.0), 127.0).to(tl.int8)
+    scale = tl.minimum(tl.maximum(_largest(tl.abs(m), TR, TC), LEAST), MOST)
+    _store_scale(t, M_SCALE, e, scale, TC, ALIGNED)
+    x = tl.minimum(tl.maximum(m * _of_each(_reciprocal(scale), TR, TC), -1.0), 1.0)
+    y = _quotient(254.0 * x, 1.0 + tl.abs(x))
+    code = (y + 1.5 * 2.0**23).to(tl.int32, bitcast=True).to(tl.int8)  # to nearest, ties to even
     tl.store(run_at(t, M, tl.int8, e, TC, ALIGNED), code, mask=ok)
 
 
@@ -116,38 +171,46 @@ def _store_signed(t, e, ok, m, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.c
 def _squares(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """Decodes v like companding.SquareGroups; 0 outside the run."""
     code = tl.load(run_at(t, V, tl.uint8, e, TC, ALIGNED), mask=ok, other=0).to(tl.float32)
-    scale = _scale(_scales_at(t, V_SCALE, e, TC, ALIGNED), _groups(ok, TR, TC))
-    root = code * _of_each(tl.div_rn(scale, tl.full(scale.shape, 255.0, tl.float32)), TR, TC)
+    scale = _load_scale(t, V_SCALE, e, TC, ALIGNED)
+    step = _quotient(scale, tl.full(scale.shape, 255.0, tl.float32))
+    root = code * _of_each(step, TR, TC)
     return root * root
 
 
 @triton.jit
-def _store_roots(t, e, ok, root, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Encodes v from its roots like companding.SquareGroups."""
-    most = _largest(root, TR, TC)
-    _store_scale(_scales_at(t, V_SCALE, e, TC, ALIGNED), most, _groups(ok, TR, TC))
-    steps = _of_each(tl.div_rn(tl.full(most.shape, 255.0, tl.float32), most), TR, TC)
-    code = tl.minimum(tl.maximum(tl.floor(root * steps + 0.5), 0.0), 255.0)
-    tl.store(run_at(t, V, tl.uint8, e, TC, ALIGNED), code.to(tl.uint8), mask=ok)
+def _store_roots(t, e, ok, v, root, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Encodes v like companding.SquareGroups; its roots are NaN for infinity."""
+    most = _largest(v, TR, TC)
+    scale = _root(tl.minimum(tl.maximum(most, LEAST_ROOT * LEAST_ROOT), MOST * MOST))
+    _store_scale(t, V_SCALE, e, scale, TC, ALIGNED)
+    x = root * _of_each(_reciprocal(scale) * 255.0, TR, TC)
+    code = (tl.minimum(x, 255.0) + 0.5).to(tl.int32).to(tl.uint8)  # cut off, as floor
+    tl.store(run_at(t, V, tl.uint8, e, TC, ALIGNED), code, mask=ok)
 
 
 @triton.jit
 def _scales_at(t, FIELD: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to the scales of a tile whose rows begin at e, a multiple of TC: [TR, groups]."""
-    first = e // TC * (TC // FEW)
-    return vectors(t, FIELD, tl.int16, ALIGNED) + first + tl.arange(0, TC // FEW)[None, :]
+    """Pointers to the scales of a flat tile, [TR, groups], and the mask of those of the run.
+
+    The rows of a flat tile begin at e, a multiple of TC, in a run of n elements.
+    """
+    group = tl.arange(0, TC // FEW)[None, :]
+    at = vectors(t, FIELD, tl.int16, ALIGNED) + e // TC * (TC // FEW) + group
+    return at, e + group * FEW < tl.load(t + N)
 
 
 @triton.jit
-def _scale(at, has):
+def _load_scale(t, FIELD: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """Decodes 16-bit scales like companding.scales; the smallest scale where there is no group."""
+    at, has = _scales_at(t, FIELD, e, TC, ALIGNED)
     bits = (tl.load(at, mask=has, other=0).to(tl.int32) & 0xFFFF) + FIRST
     return (bits << CUT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _store_scale(at, scale, has):
+def _store_scale(t, FIELD: tl.constexpr, e, scale, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """Encodes scales like companding.scale_codes: rounded to nearest, ties to even."""
+    at, has = _scales_at(t, FIELD, e, TC, ALIGNED)
     bits = scale.to(tl.int32, bitcast=True)
     rounded = (bits + BELOW + ((bits >> CUT) & 1)) >> CUT
     tl.store(at, (rounded - FIRST).to(tl.int16), mask=has)
@@ -155,15 +218,8 @@ def _store_scale(at, scale, has):
 
 @triton.jit
 def _largest(x, TR: tl.constexpr, TC: tl.constexpr):
-    """The scale of each group: its largest magnitude, clamped."""
-    most = tl.max(tl.reshape(tl.abs(x), [TR, TC // FEW, FEW]), axis=2)
-    return tl.minimum(tl.maximum(most, LEAST), MOST)
-
-
-@triton.jit
-def _groups(ok, TR: tl.constexpr, TC: tl.constexpr):
-    """Mask of the groups that have elements of the run, [TR, groups]."""
-    return tl.max(tl.reshape(ok.to(tl.int32), [TR, TC // FEW, FEW]), axis=2) > 0
+    """The largest number of each group, [TR, TC] -> [TR, groups]."""
+    return tl.max(tl.reshape(x, [TR, TC // FEW, FEW]), axis=2)
 
 
 @triton.jit

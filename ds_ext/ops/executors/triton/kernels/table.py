@@ -72,6 +72,10 @@ def number(t, FIELD: tl.constexpr):
     return tl.load(pointer(t, FIELD, tl.float32))
 
 
+# Triton's interpreter truncates to bf16, and has no instructions of a GPU.
+INTERPRETED = tl.constexpr(not isinstance(number, triton.JITFunction))
+
+
 @triton.jit
 def number_or_formula(t, FIELD: tl.constexpr, FORMULA: tl.constexpr):
     """The number of a column, or the value of its formula, fp32."""

@@ -4,7 +4,15 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton.kernels.table import AUX, KEY, ORIGIN, W, hinted, run_at
+from ds_ext.ops.executors.triton.kernels.table import (
+    AUX,
+    INTERPRETED,
+    KEY,
+    ORIGIN,
+    W,
+    hinted,
+    run_at,
+)
 
 # Storage formats of weights.
 HOW = {name: tl.constexpr(i) for i, name in enumerate(schema.STORAGE)}
@@ -178,7 +186,7 @@ def _is_finite(x):
 @triton.jit
 def _to_nearest(x, WD: tl.constexpr):
     """Rounds fp32 to a weight's dtype, ties to even; Triton's interpreter truncates to bf16."""
-    if WD == tl.bfloat16:
+    if WD == tl.bfloat16 and INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         x = tl.where(x == x, near.to(tl.float32, bitcast=True), x)
