@@ -47,6 +47,29 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     return _product_(out, a, b, terms, adds=True)
 
 
+def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
+    """Returns a · b, [n, n], known to be symmetric, for about 0.6 of a product's operations."""
+    n, dtype = len(a), accumulator(torch.promote_types(a.dtype, b.dtype))
+    a, b = operand(a, terms), operand(b, terms)
+    out = a.new_empty(n, n, dtype=dtype)
+    if a.dtype == b.dtype == BF16 and a.device.type == "cpu" and native.is_available():
+        native.product_(out, a, b, adds=False, mirrors=True)
+        return out
+    for start in range(0, n, step := max(1, n // 4)):
+        stop = min(start + step, n)
+        _product_(out[:stop, start:stop], a[:stop], b[:, start:stop], terms, adds=False)
+        out[start:stop, :start] = out[:start, start:stop].T
+        square = out[start:stop, start:stop]
+        square.copy_(square.triu() + square.triu(1).T)  # its halves differ by rounding errors
+    return out
+
+
+def operand(x: Tensor, terms: int) -> Tensor:
+    """Returns ``x`` in the form that products of ``terms`` terms need, to convert it only once."""
+    is_rounded = x.dtype == torch.float32 and terms == 1 <= most_products(x.device)
+    return x.to(BF16) if is_rounded else x
+
+
 def most_products(device: torch.device) -> int:
     """Returns how many bf16 products take at most the time of one product of fp32 numbers.
 
@@ -92,8 +115,8 @@ def _terms(x: Tensor, count: int) -> list[Tensor]:
     """bf16 matrices whose sum is ``x``, or nearly so."""
     if x.dtype == BF16:
         return [x]
-    terms, rest = [], x
-    for _ in range(count):
-        terms.append(rest.to(BF16))
-        rest = rest - terms[-1]
+    terms = [x.to(BF16)]
+    for _ in range(count - 1):
+        x = x - terms[-1]
+        terms.append(x.to(BF16))
     return terms

@@ -47,7 +47,7 @@ def load() -> ctypes.CDLL | None:
         ctypes.c_int,
     ]
     library.products_run.restype = None
-    library.products_run.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int, ctypes.c_int]
+    library.products_run.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 3]
     return library
 
 

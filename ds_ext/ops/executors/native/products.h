@@ -79,8 +79,8 @@ inline void tiles(const uint16_t *a, int64_t row, int64_t step, const uint32_t *
     }
 }
 
-// c [m, n], rows ``width`` apart, (+)= a [m, k] · b [k, n].
-inline void multiply(Matrix a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, bool adds, int threads) {
+// c [m, n], rows ``width`` apart, (+)= a [m, k] · b [k, n]. If c is symmetric, half of it is computed, and mirrored.
+inline void multiply(Matrix a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, bool adds, bool mirrors, int threads) {
     std::vector<uint32_t> pairs;
     int64_t row = a.row, step = 2;
     if (a.col != 1 || k % 2) {  // pairs of A do not lie in memory: [k / 2, m]
@@ -94,6 +94,8 @@ inline void multiply(Matrix a, const Matrix &b, float *c, int64_t width, int64_t
     parallel(panels * parts, m * k * n < FEW ? 1 : threads, [&](int64_t task) {
         int64_t j = task % panels * PANEL, cols = n - j < PANEL ? n - j : PANEL;
         int64_t first = task / panels * TASK_ROWS, last = first + TASK_ROWS < m ? first + TASK_ROWS : m;
+        if (mirrors && last > j + cols) last = j + cols;
+        if (first >= last) return;
         thread_local std::vector<uint32_t> packed;
         packed.resize(static_cast<size_t>(DEPTH / 2 * PANEL));
         int64_t at = 0;
@@ -103,6 +105,8 @@ inline void multiply(Matrix a, const Matrix &b, float *c, int64_t width, int64_t
             for (int64_t i = first; i < last; i += ROWS)
                 tiles(a.data + i * row + at / 2 * step, row, step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, adds || at > 0);
         } while ((at += DEPTH) < k);
+        for (int64_t q = j; mirrors && q < j + cols; ++q)
+            for (int64_t i = first; i < last && i < q; ++i) c[q * width + i] = c[i * width + q];
     });
 }
 
@@ -123,10 +127,11 @@ extern "C" __attribute__((visibility("default"))) int products_available() {
 }
 
 // Writes a [m, k] · b [k, n], or adds it, to c [m, n]. sizes: m, k, n, the two strides of a and of b, c's stride of rows.
-extern "C" __attribute__((visibility("default"))) void products_run(const uint16_t *a, const uint16_t *b, float *c, const int64_t *sizes, int adds, int threads) {
+// mirrors: c is symmetric.
+extern "C" __attribute__((visibility("default"))) void products_run(const uint16_t *a, const uint16_t *b, float *c, const int64_t *sizes, int adds, int mirrors, int threads) {
 #ifdef DS_EXT_BF16
-    bf16::multiply({a, sizes[3], sizes[4]}, {b, sizes[5], sizes[6]}, c, sizes[7], sizes[0], sizes[1], sizes[2], adds, threads);
+    bf16::multiply({a, sizes[3], sizes[4]}, {b, sizes[5], sizes[6]}, c, sizes[7], sizes[0], sizes[1], sizes[2], adds, mirrors, threads);
 #else
-    (void)a, (void)b, (void)c, (void)sizes, (void)adds, (void)threads;
+    (void)a, (void)b, (void)c, (void)sizes, (void)adds, (void)mirrors, (void)threads;
 #endif
 }

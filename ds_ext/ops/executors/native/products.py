@@ -6,6 +6,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ds_ext.logs import logger
 from ds_ext.ops.executors.native import library
 
 
@@ -13,10 +14,13 @@ from ds_ext.ops.executors.native import library
 def is_available() -> bool:
     """Returns whether this processor has the instructions; may build the library."""
     found = library.load()
-    return found is not None and bool(found.products_available())
+    if found is not None and found.products_available():
+        return True
+    logger.info("no native products with AVX-512 BF16: matrix products are made of fp32 numbers")
+    return False
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
+def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool, mirrors: bool = False) -> None:
     """Writes a · b to ``out``, or adds it.
 
     Args:
@@ -24,6 +28,7 @@ def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
         a: [m, k] in bf16.
         b: [k, n] in bf16.
         adds: whether to add.
+        mirrors: whether the result is symmetric; only one half of it is then computed.
     """
     found = library.load()
     assert (
@@ -33,4 +38,4 @@ def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
     )
     sizes = (ctypes.c_int64 * 8)(*a.shape, b.shape[1], *a.stride(), *b.stride(), out.stride(0))
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    found.products_run(*pointers, sizes, adds, torch.get_num_threads())
+    found.products_run(*pointers, sizes, adds, mirrors, torch.get_num_threads())
