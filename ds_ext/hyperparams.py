@@ -30,6 +30,11 @@ Side = Annotated[
 Axis = Annotated[Literal["row", "column"], Field(description='"row" or "column"')]
 
 Number = Annotated[float, Field(description="a number", **_NUMBER)]
+Triple = tuple[Number, Number, Number]
+Coefficients = Annotated[
+    Triple | tuple[Triple, ...] | Literal["polar_express"],
+    Field(description='a list of 3 numbers, a list of such lists, or "polar_express"'),
+]
 Adjustment = Annotated[
     Literal["original", "match_rms_adamw"], Field(description='"original" or "match_rms_adamw"')
 ]

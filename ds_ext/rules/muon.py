@@ -11,7 +11,13 @@ If one rank holds the whole matrix, it iterates on X. Otherwise every X is a pol
 A, times the first X, so one rank iterates on the short side's Gram matrix A, S x S, and one product
 at the end gives a rank's part of the update.
 
-State: ``m`` is a run like the weight. Communication of a step, with short side S:
+NorMuon (Li et al., arXiv 2510.05491, as in the authors' code) is Muon with ``beta2``:
+
+    v ← EMA, by beta2, of each row's mean of X²,  Y = X with each row divided by sqrt(v)
+    X ← Y · ‖X‖ / ‖Y‖
+
+State: ``m`` is a run like the weight, in fp32 or in 8 bits (``ops.companding``). The update uses m
+before it is rounded. ``v`` is a number per row. Communication of a step, with short side S:
   rows >= cols    One round of S·(S + 1)/2 fp32 sums, because a run consists of whole rows. If cuts
                   split rows, a round before it completes these rows.
   rows < cols     One round of the whole x in fp32, because products of the short side's rows need
@@ -20,6 +26,8 @@ State: ``m`` is a run like the weight. Communication of a step, with short side 
   both            One round of S·(S + 1)/2 numbers, the product of all iterations. One rank computes
                   it with about 1.3·S³·(4·ns_steps − 3) operations. The matrices of a bucket are
                   spread over the ranks.
+  beta2           One round of a number per row.
+  nbits 8         One round where a cut splits 32 elements: ``ops.companding``.
 There is no round if one rank holds a whole matrix. ``newton_schulz`` says why bf16 adds no round.
 
 ``ns_dtype`` is the dtype of products; sums and X are fp32 (all are fp64 for fp64 parameters). With
@@ -37,28 +45,33 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.hyperparams import (
     Adjustment,
+    Bits,
+    Coefficients,
     Count,
     Fraction,
     NonNegative,
-    Number,
     Positive,
     Precision,
 )
+from ds_ext.ops import companding, formats
+from ds_ext.ops.formats import Format
 from ds_ext.ops.products import product, symmetric_product
-from ds_ext.ops.shard import BLOCK, Block, Shard
+from ds_ext.ops.shard import BLOCK, Block, Shard, outward
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Rounds, State, Sums, register
 from ds_ext.rules.lowrank import Product
-from ds_ext.rules.newton_schulz import orthogonalized, pack, polynomial, unpack
+from ds_ext.rules.newton_schulz import orthogonalized, pack, polynomial, steps_of, unpack
 
+TINY = 1e-10  # added to roots that divide
 # By ``ns_dtype``, the bf16 terms of an operand: if one rank has the whole matrix, and if not.
 TERMS = {"bf16": (1, 2), "fp32": (3, 3)}
 
 
 @register(
     paper="2502.16982",
-    state="4/d",
-    rounds="2, 3 where a cut goes through a row",
+    state="4/d; 1.06/d with 8-bit momentum",
+    rounds="2; 1 more each where a cut goes through a row, through 32 elements of 8-bit momentum, "
+    "and with beta2",
     others={"type": "AdamW"},
 )
 @dataclass(frozen=True)
@@ -69,39 +82,60 @@ class Muon:
     momentum: Fraction = 0.95
     nesterov: bool = True
     weight_decay: NonNegative = 0.1  # decoupled, times lr
-    ns_coefficients: tuple[Number, Number, Number] = (3.4445, -4.7750, 2.0315)
+    # of all steps, or a list of triples of which the last is repeated
+    ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315)
     ns_steps: Count = 5  # of the Newton-Schulz iteration
     ns_dtype: Precision = "bf16"  # of its products, whose sums are fp32
     eps: Positive = 1e-7  # the least norm that is divided by
     # of lr: original sqrt(max(1, rows / cols)), match_rms_adamw 0.2 · sqrt(max(rows, cols))
     adjust_lr_fn: Adjustment = "original"
+    beta2: Fraction | None = None  # decay of a row's mean square, by which NorMuon divides; or null
+    nbits: Bits = 32  # of the momentum
 
     def state_spec(self, shard: Shard) -> Parts:
-        return {"m": Part.like(shard)}
+        m = formats.state_spec(self.moment, shard)
+        return {"m": m} if self.beta2 is None else {"m": m, "v": Part.whole(shard.rows)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        ops.lerp_(s["m"], g, 1 - self.momentum, shard)
-        x: ops.Readable = s["m"]
-        if self.nesterov:
-            x = ops.Sum(ops.Scaled(g, 1 - self.momentum), s["m"], self.momentum)
+        size, start = self.moment.size, shard.start
+        _, runs, whole = yield from formats.whole_groups(p, g, shard, size)
+        momentum = _Momentum(self.moment.opened(s["m"]), runs, self.momentum, self.nesterov)
+        x = ops.evaluate(momentum, whole, g)
+        before = start - outward(start, shard.stop, size, shard.numel).start
+        x = x[before : before + len(shard)]
         if not shard.is_cut and not len(shard):
             return  # another rank holds the whole matrix, and needs no sums
         has_rows = shard.is_cut and shard.split is None and shard.cols <= min(shard.rows, BLOCK)
-        u = yield from (self.by_rows if has_rows else self.by_wholes)(x, shard, s["m"])
+        u = yield from (self.by_rows if has_rows else self.by_wholes)(x, shard)
+        if self.beta2 is not None:
+            u = yield from self.normalized(u, s["v"], shard, x)
         ops.apply_(
-            p, ops.Scaled(u, self.scale(shard)), shard, lr=self.lr, weight_decay=self.weight_decay
+            p, ops.times(u, self.scale(shard)), shard, lr=self.lr, weight_decay=self.weight_decay
         )
 
-    def by_rows(
-        self, x: ops.Readable, shard: Shard, like: Tensor
-    ) -> Generator[Sums, Sums, ops.Run]:
+    def normalized(
+        self, u: ops.Readable, v: Tensor, shard: Shard, like: Tensor
+    ) -> Generator[Sums, Sums, ops.Readable]:
+        """Returns an update whose rows are divided by ``v``, scaled to the norm of ``u``."""
+        assert self.beta2 is not None
+        u = ops.evaluate(u, shard, like)
+        sums = ops.row_col_square_sums(u, shard, like)[0].view(-1)
+        if shard.is_cut:
+            (sums,) = yield (sums,)
+        v.lerp_(sums / shard.cols, 1 - self.beta2)
+        row = 1 / (v.sqrt() + TINY)
+        norm = (sums * row.square()).sum().sqrt()
+        row = row * (sums.sum().sqrt() / (norm + TINY))
+        return ops.Quotient(u, row.view(1, -1, 1), row.new_ones(1, 1, shard.cols))
+
+    def by_rows(self, x: Tensor, shard: Shard) -> Generator[Sums, Sums, ops.Readable]:
         """Returns a tall matrix's update, from the rows of a rank: [rows, cols] · [cols, cols]."""
-        edges, terms = _edges(x, shard, like), TERMS[self.ns_dtype][1]
+        edges, terms = _edges(x, shard), TERMS[self.ns_dtype][1]
         if edges:
             (totals,) = yield (torch.stack(tuple(edges.values())),)
             edges = dict(zip(edges, totals, strict=True))
-        gram = like.new_zeros(shard.cols, shard.cols)
-        for b in ops.blocks(shard, like):
+        gram = x.new_zeros(shard.cols, shard.cols)
+        for b in ops.blocks(shard, x):
             if b.rows.start not in edges:
                 rows = ops.read(x, b)[0]
                 gram.add_(symmetric_product(rows.T, rows, terms))
@@ -111,16 +145,15 @@ class Muon:
         (packed,) = yield (pack(gram),)
         return _Rows(x, edges, (yield from self.shared(lambda: unpack(packed), shard, gram)), terms)
 
-    def by_wholes(
-        self, x: ops.Readable, shard: Shard, like: Tensor
-    ) -> Generator[Sums, Sums, ops.Readable]:
+    def by_wholes(self, x: Tensor, shard: Shard) -> Generator[Sums, Sums, ops.Readable]:
         """Returns the update from the whole matrix. A rank may hold any of its elements."""
-        whole = like.new_zeros(shard.rows, shard.cols)
-        for b in ops.blocks(shard, like):
-            whole[b.rows, b.cols] = ops.read(x, b)[0]
         alone, terms = TERMS[self.ns_dtype]
         if not shard.is_cut:
-            return orthogonalized(whole, self.coefficients, self.eps, alone).view(-1)
+            whole = x.view(shard.rows, shard.cols)
+            return orthogonalized(whole, self.coefficients, self.eps, alone).reshape(-1)
+        whole = x.new_zeros(shard.rows, shard.cols)
+        for b in ops.blocks(shard, x):
+            whole[b.rows, b.cols] = ops.read(x, b)[0]
         (whole,) = yield (whole,)
         own, wide = shard.touched, shard.rows < shard.cols
         short = whole if wide else whole.T
@@ -141,7 +174,12 @@ class Muon:
     @property
     def coefficients(self) -> list[tuple[float, float, float]]:
         """The coefficients of each step of the iteration."""
-        return [self.ns_coefficients] * self.ns_steps
+        return steps_of(self.ns_coefficients, self.ns_steps)
+
+    @property
+    def moment(self) -> Format:
+        """The storage format of the momentum."""
+        return companding.MOMENT if self.nbits == 8 else formats.PLAIN
 
     def scale(self, shard: Shard) -> float:
         """Returns the factor of an update for the shape of its matrix."""
@@ -151,10 +189,26 @@ class Muon:
 
 
 @dataclass(frozen=True)
+class _Momentum:
+    """x of a run ``g``. Reading a block, once, advances ``m``, and uses it before it is rounded."""
+
+    m: ops.Writable
+    g: ops.Readable
+    momentum: float
+    nesterov: bool
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols]. The caller may overwrite them."""
+        g = ops.read(self.g, b)
+        m = ops.advance_(self.m, b, g, 1 - self.momentum)
+        return g.lerp(m, self.momentum) if self.nesterov else m.clone()
+
+
+@dataclass(frozen=True)
 class _Rows:
     """x · q, [rows, cols] · [cols, cols], of a run. ``edges`` has the rows that cuts split."""
 
-    x: ops.Readable
+    x: Tensor
     edges: dict[int, Tensor]  # by row number, [cols]
     q: Tensor
     terms: int  # of bf16 in a product's operands
@@ -167,11 +221,11 @@ class _Rows:
         return product(ops.read(self.x, b)[0], self.q, self.terms).unsqueeze(0)
 
 
-def _edges(x: ops.Readable, shard: Shard, like: Tensor) -> dict[int, Tensor]:
+def _edges(x: Tensor, shard: Shard) -> dict[int, Tensor]:
     """A run's elements in rows that cuts split, by row number; [cols], 0 for missing elements."""
     cut = {at // shard.cols for cuts in shard.cuts for at in cuts if at % shard.cols}
-    edges = {row: like.new_zeros(shard.cols) for row in sorted(cut)}
-    for b in ops.blocks(shard, like):
+    edges = {row: x.new_zeros(shard.cols) for row in sorted(cut)}
+    for b in ops.blocks(shard, x):
         if b.rows.start in edges:
             edges[b.rows.start][b.cols] = ops.read(x, b).view(-1)
     return edges

@@ -13,7 +13,7 @@ at least two bf16 terms.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,38 @@ from ds_ext.ops.products import add_product_, operand, symmetric_product
 
 Coefficients: TypeAlias = Sequence[tuple[float, float, float]]  # a, b and c of each step
 
+# Amsel et al., arXiv 2505.16932, algorithm 1: X is divided by 1.01 · ‖X‖ in the first step, and all
+# polynomials but the last allow for singular values of 1.01.
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
 STEEP = 2  # steps after which most singular values are still small
+
+
+def steps_of(given: str | tuple[Any, ...], count: int) -> list[tuple[float, float, float]]:
+    """Returns the coefficients of ``count`` steps; the last given triple is repeated.
+
+    Args:
+        given: a triple, a list of triples, or "polar_express".
+        count: the number of steps.
+    """
+    if given == "polar_express":
+        safe = [_scaled(abc, 1.01) for abc in POLAR_EXPRESS[:-1]]
+        given = (_scaled(safe[0], 1.01), *safe[1:], POLAR_EXPRESS[-1])
+    triples = [tuple(abc) for abc in given] if isinstance(given[0], list | tuple) else [given]
+    return [*triples, *[triples[-1]] * count][:count]
+
+
+def _scaled(abc: tuple[float, float, float], by: float) -> tuple[float, float, float]:
+    """The polynomial of x / by."""
+    return abc[0] / by, abc[1] / by**3, abc[2] / by**5
 
 
 def orthogonalized(x: Tensor, coefficients: Coefficients, eps: float, terms: int) -> Tensor:

@@ -15,6 +15,7 @@ from ds_ext.ops.state import leaves, zeros
 from ds_ext.rules import Muon, muon, newton_schulz
 from tests.common import low_rank, plain, table
 from tests.common.choose import params
+from tests.common.companded import rounded
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.table import MANY, WORLDS
 
@@ -262,3 +263,91 @@ def test_gradients_of_zero_and_of_low_rank_give_finite_updates():
         column, row = table.gradients(1, [(shape[0], 1), (1, shape[1])])[0]
         ranks.step([column @ row])
         assert ranks.params[0].isfinite().all() and not torch.equal(ranks.params[0], p)
+
+
+def iterated(x, coefficients, safety=1.0):
+    """The usual iteration on the whole matrix: [rows, cols] -> the same."""
+    x = x / (x.norm() * safety + 1e-7)
+    turned = x.shape[0] > x.shape[1]
+    x = x.T if turned else x
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if turned else x
+
+
+JORDAN = [(3.4445, -4.7750, 2.0315)]
+# arXiv 2505.16932, algorithm 1.
+EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+]
+SAFE = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in EXPRESS] + [(1.875, -1.25, 0.375)]
+
+
+def normuon(g, s, mu, beta2, iterate):
+    """The update of NorMuon's authors (their normuon_update), whose momentum is s["m"]."""
+    m = s["m"] = mu * s.get("m", 0) + (1 - mu) * g
+    u = iterate(mu * m + (1 - mu) * g)
+    before = u.norm()
+    v = s["v"] = beta2 * s.get("v", 0) + (1 - beta2) * u.square().mean(1, keepdim=True)
+    u = u / (v.sqrt() + 1e-10)
+    return u * before / (u.norm() + 1e-10) * max(1, g.shape[0] / g.shape[1]) ** 0.5
+
+
+def muon8(g, s, mu, beta2, iterate):
+    """Muon whose momentum is rounded to 8 bits after the step."""
+    m = mu * s.get("m", 0) + (1 - mu) * g
+    s["m"] = rounded(m, True)
+    u = iterate(mu * m + (1 - mu) * g)
+    return u * max(1, g.shape[0] / g.shape[1]) ** 0.5
+
+
+VARIANTS = {
+    "NorMuon": (normuon, {"beta2": 0.9}, lambda x: iterated(x, JORDAN * 5)),
+    "Polar Express of 10 steps": (
+        normuon,
+        {"beta2": 0.9, "ns_coefficients": "polar_express", "ns_steps": 10},
+        lambda x: iterated(x, SAFE + [SAFE[-1]] * 2, 1.01),
+    ),
+    "a list": (
+        normuon,
+        {"beta2": 0.5, "ns_coefficients": (*JORDAN, (1.5, -0.5, 0.0)), "ns_steps": 4},
+        lambda x: iterated(x, JORDAN + [(1.5, -0.5, 0.0)] * 3),
+    ),
+    "8 bits": (muon8, {"nbits": 8}, lambda x: iterated(x, JORDAN * 5)),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_is_its_authors_formula(variant, world):
+    update, hypers, iterate = VARIANTS[variant]
+    shapes = ((29, 13), (13, 29), (16, 16), (96, 4), (33, 64))
+    ranks, _ = stepped(Muon(lr=0.02, weight_decay=0.0, **hypers), shapes, world, STEPS)
+    expected, states = table.weights(shapes), [{} for _ in shapes]
+    for grads in table.gradients(STEPS, shapes):
+        for p, g, s in zip(expected, grads, states, strict=True):
+            p -= 0.02 * update(g, s, 0.95, hypers.get("beta2"), iterate)
+    assert max(errors(ranks.params, expected, table.weights(shapes))) <= 1e-6
+
+
+def test_polar_express_of_five_steps():
+    (p,), (g,) = table.weights([(29, 13)]), table.gradients(1, [(29, 13)])[0]
+    ranks = Ranks(Muon(lr=0.1, weight_decay=0.0, ns_coefficients="polar_express"), [p], 2)
+    ranks.step([g])
+    after = p - 0.1 * (29 / 13) ** 0.5 * iterated(g, SAFE[:5], 1.01)
+    assert max(errors(ranks.params, [after], [p])) <= 1e-6
+
+
+def test_bytes_of_the_state_with_8_bits_and_rows():
+    parts = dict(leaves(Muon(nbits=8, beta2=0.9).state_spec(Shard.whole((64, 96)))))
+    sizes = {
+        key: part.total * (part.dtype or torch.float32).itemsize for key, part in parts.items()
+    }
+    assert sizes == {("m", "code"): 6144, ("m", "scale"): 384, ("v",): 256}
