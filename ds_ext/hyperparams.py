@@ -22,6 +22,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1)", 
 Count = Annotated[int, Field(gt=0, strict=True, description="a whole number > 0")]
 Size = Annotated[int, Field(ge=0, strict=True, description="a whole number >= 0")]
 Bits = Annotated[Literal[8, 32], Field(description="8 or 32")]
+Precision = Annotated[Literal["bf16", "fp32"], Field(description='"bf16" or "fp32"')]
 Side = Annotated[
     Literal["std", "reverse_std", "left", "right"],
     Field(description='"std", "reverse_std", "left" or "right"'),
@@ -31,6 +32,11 @@ Axis = Annotated[Literal["row", "column"], Field(description='"row" or "column"'
 Spectrum = Annotated[Literal["none", "unit", "muon"], Field(description='"none", "unit" or "muon"')]
 
 Number = Annotated[float, Field(description="a number", **_NUMBER)]
+Triple = tuple[Number, Number, Number]
+Coefficients = Annotated[
+    Triple | tuple[Triple, ...] | Literal["polar_express"],
+    Field(description='a list of 3 numbers, a list of such lists, or "polar_express"'),
+]
 Adjustment = Annotated[
     Literal["original", "match_rms_adamw"], Field(description='"original" or "match_rms_adamw"')
 ]

@@ -7,20 +7,33 @@ of torch.optim.Muon: weight decay and the two scales of Liu et al., arXiv 2502.1
     X = x / ‖x‖;  ns_steps times, on the short side:  A = X·Xᵀ,  X ← (a·I + b·A + c·A²)·X
     p ← p (1 − lr · weight_decay) − lr · scale · X
 
-Every X is a polynomial of the first A, times the first X. The iteration therefore needs only the
-short side's Gram matrix, S x S. One product at its end gives a rank's part of the update.
+If one rank holds the whole matrix, it iterates on X. Otherwise every X is a polynomial of the first
+A, times the first X, so one rank iterates on the short side's Gram matrix A, S x S, and one product
+at the end gives a rank's part of the update.
 
-State: ``m`` is a run like the weight. Communication of a step, with short side S:
+NorMuon (Li et al., arXiv 2510.05491, as in the authors' code) is Muon with ``beta2``:
+
+    v ← EMA, by beta2, of each row's mean of X²,  Y = X with each row divided by sqrt(v)
+    X ← Y · ‖X‖ / ‖Y‖
+
+State: ``m`` is a run like the weight, in fp32 or in 8 bits (``ops.companding``). The update uses m
+before it is rounded. ``v`` is a number per row. Communication of a step, with short side S:
   rows >= cols    One round of S·(S + 1)/2 fp32 sums, because a run consists of whole rows. If cuts
                   split rows, a round before it completes these rows.
   rows < cols     One round of the whole x in fp32, because products of the short side's rows need
                   all rows: 4·rows·cols bytes on each rank until the step of its bucket ends. The
                   same applies if tensor parallelism splits a matrix.
   both            One round of S·(S + 1)/2 numbers, the product of all iterations. One rank computes
-                  it with 2·S³·(4·ns_steps − 3) operations in fp32 (fp64 for fp64 parameters). The
-                  matrices of a bucket are spread over the ranks.
-There is no round if one rank holds a whole matrix. For the spectra in the tests, the fp32 result is
-within 1e-3 of the fp64 iteration on the whole matrix; in bf16 the error would be 2e-2 to 1.
+                  it with about 1.3·S³·(4·ns_steps − 3) operations. The matrices of a bucket are
+                  spread over the ranks.
+  beta2           One round of a number per row.
+  nbits 8         One round where a cut splits 32 elements: ``ops.companding``.
+There is no round if one rank holds a whole matrix. ``newton_schulz`` says why bf16 adds no round.
+
+``ns_dtype`` is the dtype of products; sums and X are fp32 (all are fp64 for fp64 parameters). With
+"bf16", operands have one bf16 term if a rank holds the whole matrix, else two. For the spectra in
+the tests, the update is within 1e-2 of the fp64 iteration, and within 1e-3 with "fp32". torch's
+bf16 is off by 1e-2 to 1. Processors without fast bf16 products multiply fp32 numbers.
 """
 
 from collections.abc import Callable, Generator
@@ -30,17 +43,35 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.hyperparams import Adjustment, Count, Fraction, NonNegative, Number, Positive
-from ds_ext.ops.shard import BLOCK, Block, Shard
+from ds_ext.hyperparams import (
+    Adjustment,
+    Bits,
+    Coefficients,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Precision,
+)
+from ds_ext.ops import companding, formats
+from ds_ext.ops.formats import Format
+from ds_ext.ops.products import product, symmetric_product
+from ds_ext.ops.shard import BLOCK, Block, Shard, outward
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Rounds, State, Sums, register
 from ds_ext.rules.lowrank import Product
+from ds_ext.rules.newton_schulz import orthogonalized, pack, polynomial, steps_of, unpack
+
+TINY = 1e-10  # added to roots that divide
+# By ``ns_dtype``, the bf16 terms of an operand: if one rank has the whole matrix, and if not.
+TERMS = {"bf16": (1, 2), "fp32": (3, 3)}
 
 
 @register(
     paper="2502.16982",
-    state="4/d",
-    rounds="2, 3 where a cut goes through a row",
+    state="4/d; 1.06/d with 8-bit momentum",
+    rounds="2; 1 more each where a cut goes through a row, through 32 elements of 8-bit momentum, "
+    "and with beta2",
     others={"type": "AdamW"},
     has_sections=True,
 )
@@ -52,87 +83,104 @@ class Muon:
     momentum: Fraction = 0.95
     nesterov: bool = True
     weight_decay: NonNegative = 0.1  # decoupled, times lr
-    ns_coefficients: tuple[Number, Number, Number] = (3.4445, -4.7750, 2.0315)
+    # of all steps, or a list of triples of which the last is repeated
+    ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315)
     ns_steps: Count = 5  # of the Newton-Schulz iteration
+    ns_dtype: Precision = "bf16"  # of its products, whose sums are fp32
     eps: Positive = 1e-7  # the least norm that is divided by
     # of lr: original sqrt(max(1, rows / cols)), match_rms_adamw 0.2 · sqrt(max(rows, cols))
     adjust_lr_fn: Adjustment = "original"
+    beta2: Fraction | None = None  # decay of a row's mean square, by which NorMuon divides; or null
+    nbits: Bits = 32  # of the momentum
 
     def state_spec(self, shard: Shard) -> Parts:
-        return {"m": Part.like(shard)}
+        m = formats.state_spec(self.moment, shard)
+        return {"m": m} if self.beta2 is None else {"m": m, "v": Part.whole(shard.rows)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        ops.lerp_(s["m"], g, 1 - self.momentum, shard)
-        x: ops.Readable = s["m"]
-        if self.nesterov:
-            x = ops.Sum(ops.Scaled(g, 1 - self.momentum), s["m"], self.momentum)
+        size, start = self.moment.size, shard.start
+        _, runs, whole = yield from formats.whole_groups(p, g, shard, size)
+        momentum = _Momentum(self.moment.opened(s["m"]), runs, self.momentum, self.nesterov)
+        x = ops.evaluate(momentum, whole, g)
+        before = start - outward(start, shard.stop, size, shard.numel).start
+        x = x[before : before + len(shard)]
         if not shard.is_cut and not len(shard):
             return  # another rank holds the whole matrix, and needs no sums
-        has_rows = shard.split is None and shard.cols <= min(shard.rows, BLOCK)
-        u = yield from (self.by_rows if has_rows else self.by_wholes)(x, shard, s["m"])
+        has_rows = shard.is_cut and shard.split is None and shard.cols <= min(shard.rows, BLOCK)
+        u = yield from (self.by_rows if has_rows else self.by_wholes)(x, shard)
+        if self.beta2 is not None:
+            u = yield from self.normalized(u, s["v"], shard, x)
         ops.apply_(
-            p, ops.Scaled(u, self.scale(shard)), shard, lr=self.lr, weight_decay=self.weight_decay
+            p, ops.times(u, self.scale(shard)), shard, lr=self.lr, weight_decay=self.weight_decay
         )
 
-    def by_rows(
-        self, x: ops.Readable, shard: Shard, like: Tensor
-    ) -> Generator[Sums, Sums, ops.Run]:
+    def normalized(
+        self, u: ops.Readable, v: Tensor, shard: Shard, like: Tensor
+    ) -> Generator[Sums, Sums, ops.Readable]:
+        """Returns an update whose rows are divided by ``v``, scaled to the norm of ``u``."""
+        assert self.beta2 is not None
+        u = ops.evaluate(u, shard, like)
+        sums = ops.row_col_square_sums(u, shard, like)[0].view(-1)
+        if shard.is_cut:
+            (sums,) = yield (sums,)
+        v.lerp_(sums / shard.cols, 1 - self.beta2)
+        row = 1 / (v.sqrt() + TINY)
+        norm = (sums * row.square()).sum().sqrt()
+        row = row * (sums.sum().sqrt() / (norm + TINY))
+        return ops.Quotient(u, row.view(1, -1, 1), row.new_ones(1, 1, shard.cols))
+
+    def by_rows(self, x: Tensor, shard: Shard) -> Generator[Sums, Sums, ops.Readable]:
         """Returns a tall matrix's update, from the rows of a rank: [rows, cols] · [cols, cols]."""
-        edges = _edges(x, shard, like)
+        edges, terms = _edges(x, shard), TERMS[self.ns_dtype][1]
         if edges:
             (totals,) = yield (torch.stack(tuple(edges.values())),)
             edges = dict(zip(edges, totals, strict=True))
-        gram = like.new_zeros(shard.cols, shard.cols)
-        for b in ops.blocks(shard, like):
+        gram = x.new_zeros(shard.cols, shard.cols)
+        for b in ops.blocks(shard, x):
             if b.rows.start not in edges:
                 rows = ops.read(x, b)[0]
-                gram.addmm_(rows.T, rows)
+                gram.add_(symmetric_product(rows.T, rows, terms))
         for row, values in edges.items():
             if shard.start <= row * shard.cols < shard.stop:  # exactly one rank adds the row
                 gram.addr_(values, values)
-        if shard.is_cut:
-            (packed,) = yield (_pack(gram),)
-            gram = _unpack(packed)
-        return _Rows(x, edges, (yield from self.shared(lambda: gram, shard, gram)))
+        (packed,) = yield (pack(gram),)
+        return _Rows(x, edges, (yield from self.shared(lambda: unpack(packed), shard, gram)), terms)
 
-    def by_wholes(
-        self, x: ops.Readable, shard: Shard, like: Tensor
-    ) -> Generator[Sums, Sums, ops.Run]:
+    def by_wholes(self, x: Tensor, shard: Shard) -> Generator[Sums, Sums, ops.Readable]:
         """Returns the update from the whole matrix. A rank may hold any of its elements."""
-        whole = like.new_zeros(shard.rows, shard.cols)
-        for b in ops.blocks(shard, like):
+        alone, terms = TERMS[self.ns_dtype]
+        if not shard.is_cut:
+            whole = x.view(shard.rows, shard.cols)
+            return orthogonalized(whole, self.coefficients, self.eps, alone).reshape(-1)
+        whole = x.new_zeros(shard.rows, shard.cols)
+        for b in ops.blocks(shard, x):
             whole[b.rows, b.cols] = ops.read(x, b)[0]
-        if shard.is_cut:
-            (whole,) = yield (whole,)
+        (whole,) = yield (whole,)
         own, wide = shard.touched, shard.rows < shard.cols
         short = whole if wide else whole.T
-        q = yield from self.shared(lambda: short @ short.T, shard, short)
+        q = yield from self.shared(lambda: symmetric_product(short, short.T, terms), shard, short)
         return Product(*((q[own], whole) if wide else (whole[own], q)), own.start)
 
     def shared(
         self, gram: Callable[[], Tensor], shard: Shard, like: Tensor
     ) -> Generator[Sums, Sums, Tensor]:
         """Returns the polynomial of a Gram matrix, [short, short], which one rank computes."""
-        if not shard.is_cut:
-            return self.polynomial(gram())
         short = min(shard.rows, shard.cols)
-        q = self.polynomial(gram()) if shard.has_turn else like.new_zeros(short, short)
-        (packed,) = yield (_pack(q),)
-        return _unpack(packed)
+        q = like.new_zeros(short, short)
+        if shard.has_turn:
+            q = polynomial(gram(), self.coefficients, self.eps, TERMS[self.ns_dtype][1])
+        (packed,) = yield (pack(q),)
+        return unpack(packed)
 
-    def polynomial(self, gram: Tensor) -> Tensor:
-        """Returns the factor of x, [short, short], from the Gram matrix of its short side."""
-        a, b, c = self.ns_coefficients
-        norm = gram.trace().sqrt().clamp(min=self.eps)
-        gram, product = gram / norm.square(), None
-        for i in range(self.ns_steps):
-            factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-            factor.diagonal().add_(a)
-            product = factor if product is None else product @ factor
-            if i + 1 < self.ns_steps:
-                gram = factor @ (factor @ gram)
-        assert product is not None
-        return (product + product.T) / (2 * norm)  # removes the asymmetry of rounding errors
+    @property
+    def coefficients(self) -> list[tuple[float, float, float]]:
+        """The coefficients of each step of the iteration."""
+        return steps_of(self.ns_coefficients, self.ns_steps)
+
+    @property
+    def moment(self) -> Format:
+        """The storage format of the momentum."""
+        return companding.MOMENT if self.nbits == 8 else formats.PLAIN
 
     def scale(self, shard: Shard) -> float:
         """Returns the factor of an update for the shape of its matrix."""
@@ -142,47 +190,43 @@ class Muon:
 
 
 @dataclass(frozen=True)
+class _Momentum:
+    """x of a run ``g``. Reading a block, once, advances ``m``, and uses it before it is rounded."""
+
+    m: ops.Writable
+    g: ops.Readable
+    momentum: float
+    nesterov: bool
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols]. The caller may overwrite them."""
+        g = ops.read(self.g, b)
+        m = ops.advance_(self.m, b, g, 1 - self.momentum)
+        return g.lerp(m, self.momentum) if self.nesterov else m.clone()
+
+
+@dataclass(frozen=True)
 class _Rows:
     """x · q, [rows, cols] · [cols, cols], of a run. ``edges`` has the rows that cuts split."""
 
-    x: ops.Readable
+    x: Tensor
     edges: dict[int, Tensor]  # by row number, [cols]
     q: Tensor
+    terms: int  # of bf16 in a product's operands
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols]. The caller may overwrite them."""
         row = self.edges.get(b.rows.start)
         if row is not None:
             return (row @ self.q[:, b.cols]).view(b.shape)
-        return (ops.read(self.x, b)[0] @ self.q).unsqueeze(0)
+        return product(ops.read(self.x, b)[0], self.q, self.terms).unsqueeze(0)
 
 
-def _edges(x: ops.Readable, shard: Shard, like: Tensor) -> dict[int, Tensor]:
+def _edges(x: Tensor, shard: Shard) -> dict[int, Tensor]:
     """A run's elements in rows that cuts split, by row number; [cols], 0 for missing elements."""
     cut = {at // shard.cols for cuts in shard.cuts for at in cuts if at % shard.cols}
-    edges = {row: like.new_zeros(shard.cols) for row in sorted(cut)}
-    for b in ops.blocks(shard, like):
+    edges = {row: x.new_zeros(shard.cols) for row in sorted(cut)}
+    for b in ops.blocks(shard, x):
         if b.rows.start in edges:
             edges[b.rows.start][b.cols] = ops.read(x, b).view(-1)
     return edges
-
-
-def _pack(symmetric: Tensor) -> Tensor:
-    """The upper triangle of a matrix [n, n], packed to [(n + 1) / 2, n + 1].
-
-    The triangle has n - i elements of row i. Packed row i also contains row n - 1 - i.
-    """
-    n, half = len(symmetric), (len(symmetric) + 1) // 2
-    packed = symmetric.new_zeros(half, n + 1)
-    packed[:, :n] = symmetric.flip(0, 1)[:half].tril()
-    packed[:, 1:] += symmetric[:half].triu()
-    return packed
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    """The symmetric matrix that ``_pack`` has packed."""
-    half, n = len(packed), packed.shape[1] - 1
-    upper = packed.new_zeros(n, n)
-    upper[n - half :] = packed[:, :n].tril().flip(0, 1)
-    upper[:half] = packed[:, 1:].triu()
-    return upper.triu() + upper.triu(1).T

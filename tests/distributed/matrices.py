@@ -18,7 +18,7 @@ STEPS = 8
 TYPES: dict[str, dict[str, Any]] = {
     "APOLLO": {"lr": 0.02, "rank": 3, "update_proj_gap": 3, "weight_decay": 0.1},
     "APOLLO-Mini": {"lr": 0.005, "update_proj_gap": 3, "weight_decay": 0.1},
-    "ds_ext.Muon": {"lr": 0.02, "weight_decay": 0.1},
+    "ds_ext.Muon": {"lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32"},
 }
 
 

@@ -37,7 +37,7 @@ ROWS = {
     "lion": [{}, {"nbits": 8}],
     "apollo": [{"rank": 2, "update_proj_gap": 2}, {"rank": 3, "scale_type": "tensor"}],
     "apollomini": [{"update_proj_gap": 2}],
-    "muon": [{}, {"nesterov": False, "ns_steps": 2}],
+    "muon": [{}, {"nesterov": False, "ns_steps": 2}, {"nbits": 8, "beta2": 0.9}],
     "galoreadamw": [
         {"rank": 2, "update_proj_gap": 2},
         {"rank": 3, "proj_type": "right", "update_proj_gap": 1},

@@ -1,0 +1,119 @@
+"""The Newton-Schulz iteration of Muon, which brings all singular values of a matrix near 1.
+
+    X ← X / ‖X‖, then for each (a, b, c):  A = X·Xᵀ,  X ← (a·I + b·A + c·A²)·X
+
+If a rank has the whole matrix, ``orthogonalized`` computes A from X in every step, which corrects
+the rounding errors of the steps before. One bf16 term per operand is then enough, if X is fp32.
+Multiples of I are subtracted from A and from the factor of X, and multiplied exactly, because most
+of what bf16 would round away is on the diagonal.
+
+If not, one rank computes the factor of X from the first A, ``polynomial``. A new A would take two
+more rounds. Errors of the first A and of the first steps grow by a² in each step, so operands have
+at least two bf16 terms.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops.products import add_product_, operand, symmetric_product
+
+Coefficients: TypeAlias = Sequence[tuple[float, float, float]]  # a, b and c of each step
+
+# Amsel et al., arXiv 2505.16932, algorithm 1: X is divided by 1.01 · ‖X‖ in the first step, and all
+# polynomials but the last allow for singular values of 1.01.
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+STEEP = 2  # steps after which most singular values are still small
+
+
+def steps_of(given: str | tuple[Any, ...], count: int) -> list[tuple[float, float, float]]:
+    """Returns the coefficients of ``count`` steps; the last given triple is repeated.
+
+    Args:
+        given: a triple, a list of triples, or "polar_express".
+        count: the number of steps.
+    """
+    if given == "polar_express":
+        safe = [_scaled(abc, 1.01) for abc in POLAR_EXPRESS[:-1]]
+        given = (_scaled(safe[0], 1.01), *safe[1:], POLAR_EXPRESS[-1])
+    triples = [tuple(abc) for abc in given] if isinstance(given[0], list | tuple) else [given]
+    return [*triples, *[triples[-1]] * count][:count]
+
+
+def _scaled(abc: tuple[float, float, float], by: float) -> tuple[float, float, float]:
+    """The polynomial of x / by."""
+    return abc[0] / by, abc[1] / by**3, abc[2] / by**5
+
+
+def orthogonalized(x: Tensor, coefficients: Coefficients, eps: float, terms: int) -> Tensor:
+    """Returns the last X of a matrix ``x``, [rows, cols], with ``terms`` bf16 terms per operand."""
+    is_wide = x.shape[0] < x.shape[1]
+    x = x / x.norm().clamp(min=eps)
+    for i, abc in enumerate(coefficients):
+        half = operand(x, terms)
+        factor = _factor(
+            symmetric_product(*((half, half.T) if is_wide else (half.T, half)), terms), abc, terms
+        )
+        scale = abc[0] if i < STEEP else factor.diagonal().mean()
+        factor.diagonal().sub_(scale)
+        x = add_product_(x * scale, *((factor, half) if is_wide else (half, factor)), terms)
+    return x
+
+
+def _factor(gram: Tensor, abc: tuple[float, float, float], terms: int) -> Tensor:
+    """a·I + b·A + c·A², from the square of A − mean·I. Overwrites A."""
+    a, b, c = abc
+    mean = gram.diagonal().mean()
+    factor = gram * (b + 2 * c * mean)
+    factor.diagonal().add_(a - c * mean.square())
+    gram.diagonal().sub_(mean)
+    half = operand(gram, terms)
+    return factor.add_(symmetric_product(half, half, terms), alpha=c)
+
+
+def polynomial(gram: Tensor, coefficients: Coefficients, eps: float, terms: int) -> Tensor:
+    """Returns the factor of x, [short, short], from the Gram matrix of its short side."""
+    norm = gram.trace().sqrt().clamp(min=eps)
+    gram, q = gram / norm.square(), torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    for i, (a, b, c) in enumerate(coefficients):
+        factor = (gram * b).add_(symmetric_product(gram, gram, terms), alpha=c)  # without a·I
+
+        def times(x: Tensor, a: float = a, factor: Tensor = factor) -> Tensor:
+            return symmetric_product(factor, x, terms).add_(x, alpha=a)
+
+        q = times(q)
+        if i + 1 < len(coefficients):
+            gram = times(times(gram))
+    return q / norm
+
+
+def pack(matrix: Tensor) -> Tensor:
+    """Returns the upper triangle of a matrix [n, n], packed to [(n + 1) / 2, n + 1].
+
+    The triangle has n - i elements of row i. Packed row i also contains row n - 1 - i.
+    """
+    n, half = len(matrix), (len(matrix) + 1) // 2
+    packed = matrix.new_zeros(half, n + 1)
+    packed[:, :n] = matrix.flip(0, 1)[:half].tril()
+    packed[:, 1:] += matrix[:half].triu()
+    return packed
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Returns the symmetric matrix that ``pack`` has packed."""
+    half, n = len(packed), packed.shape[1] - 1
+    upper = packed.new_zeros(n, n)
+    upper[n - half :] = packed[:, :n].tril().flip(0, 1)
+    upper[:half] = packed[:, 1:].triu()
+    return upper.triu() + upper.triu(1).T
