@@ -46,6 +46,8 @@ def load() -> ctypes.CDLL | None:
         ctypes.c_int,
         ctypes.c_int,
     ]
+    library.products_run.restype = None
+    library.products_run.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int, ctypes.c_int]
     return library
 
 
@@ -73,7 +75,8 @@ def _shipped() -> ctypes.CDLL | None:
 
 def _source() -> str:
     """The complete source of the library."""
-    return schema.HEADER.read_text("utf-8") + SOURCE.read_text("utf-8")
+    files = (schema.HEADER, SOURCE.with_name("products.h"), SOURCE)
+    return "".join(file.read_text("utf-8") for file in files)
 
 
 def _source_of(library: ctypes.CDLL) -> str:

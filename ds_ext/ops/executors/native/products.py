@@ -1,0 +1,36 @@
+"""Products of bf16 matrices with fp32 sums, on CPUs with AVX-512 BF16."""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops.executors.native import library
+
+
+@functools.cache
+def is_available() -> bool:
+    """Returns whether this processor has the instructions; may build the library."""
+    found = library.load()
+    return found is not None and bool(found.products_available())
+
+
+def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
+    """Writes a · b to ``out``, or adds it.
+
+    Args:
+        out: [m, n] in fp32, with consecutive columns.
+        a: [m, k] in bf16.
+        b: [k, n] in bf16.
+        adds: whether to add.
+    """
+    found = library.load()
+    assert (
+        found is not None
+        and out.dtype == torch.float32
+        and (out.stride(1) == 1 or out.shape[1] == 1)
+    )
+    sizes = (ctypes.c_int64 * 8)(*a.shape, b.shape[1], *a.stride(), *b.stride(), out.stride(0))
+    pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    found.products_run(*pointers, sizes, adds, torch.get_num_threads())

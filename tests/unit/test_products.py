@@ -1,0 +1,133 @@
+"""Products with fp32 sums are those in fp64, up to the rounding of their operands."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+
+from ds_ext.ops import products
+from ds_ext.ops.executors.native import products as native
+from ds_ext.ops.products import add_product_, product
+
+SHAPES = [(1, 1, 1), (7, 5, 3), (13, 29, 17), (6, 2050, 64), (65, 1025, 130), (600, 33, 70)]
+SHAPES += [(3, 0, 4), (0, 3, 4)]
+# Largest error of a product, relative to |a| · |b|, by the terms of the operands; with the error of
+# sums in fp32.
+SUMS = 2e-6
+BOUNDS = {1: 2 * 2**-8 + SUMS, 2: 3 * 2**-16 + SUMS, 3: SUMS}
+
+needs_bf16 = pytest.mark.skipif(
+    not native.is_available(), reason="the processor has no bf16 instructions"
+)
+
+
+def wide(rows, cols, dtype, transposed=False, seed=0):
+    """A matrix whose rows, columns and elements differ by orders of magnitude."""
+    random = torch.Generator().manual_seed(rows * 1000 + cols + seed)
+    x = torch.randn(rows, cols, generator=random)
+    x *= 10 ** (4 * torch.rand(rows, 1, generator=random) - 2)
+    x *= 10 ** (4 * torch.rand(1, cols, generator=random) - 2)
+    x *= 10 ** (2 * torch.rand(rows, cols, generator=random) - 1)
+    x = x.to(dtype)
+    return x.T.contiguous().T if transposed else x
+
+
+def error(found, a, b, before=0.0):
+    """The largest error of an element, relative to the sum of the magnitudes of its products."""
+    expected = a.double() @ b.double() + before
+    scale = a.double().abs() @ b.double().abs() + abs(before)
+    return float(((found - expected).abs() / scale.clamp(min=1e-300)).max()) if scale.numel() else 0
+
+
+@pytest.fixture(params=["as it is", "fp32", "all bf16"])
+def processor(request, monkeypatch):
+    """This processor, one without bf16 instructions, and one whose bf16 products are fast."""
+    if request.param == "fp32":
+        monkeypatch.setattr(native, "is_available", lambda: False)
+    if request.param == "all bf16":
+        if not native.is_available():
+            pytest.skip("the processor has no bf16 instructions")
+        monkeypatch.setattr(products, "most_products", lambda device: products.MOST)
+    return request.param
+
+
+@pytest.mark.parametrize("m, k, n", SHAPES)
+@pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
+def test_products_of_bf16_operands_are_exact(processor, m, k, n, transposed):
+    a, b = wide(m, k, torch.bfloat16, transposed[0]), wide(k, n, torch.bfloat16, transposed[1])
+    found = product(a, b, 1)
+    assert found.dtype == torch.float32 and error(found, a, b) <= SUMS
+    out = torch.full((m, n + 3), 0.5)  # a part of its rows
+    assert add_product_(out[:, 1:-2], a, b).data_ptr() == out[:, 1:-2].data_ptr()
+    assert error(out[:, 1:-2], a, b, 0.5) <= SUMS
+    assert (out[:, 0] == 0.5).all() and (out[:, -2:] == 0.5).all()
+
+
+@pytest.mark.parametrize("terms", BOUNDS)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float32,) * 2])
+def test_more_terms_of_fp32_operands_have_smaller_errors(processor, terms, dtypes):
+    a, b = wide(65, 1025, dtypes[0]), wide(1025, 130, dtypes[1])
+    found = error(product(a, b, terms), a, b)
+    assert found <= BOUNDS[terms]
+    if processor == "all bf16" and terms < 3:
+        assert found > BOUNDS[terms + 1]  # the terms that are asked for, and no more
+    if processor == "fp32":
+        assert found <= SUMS
+
+
+def test_rows_and_columns_of_a_product_have_the_bits_of_the_whole_product():
+    """Blocks and ranks cut matrices at any row and column."""
+    if not native.is_available():
+        pytest.skip("the processor has no bf16 instructions")
+    a, b = wide(700, 1100, torch.bfloat16), wide(1100, 150, torch.bfloat16)
+    whole = product(a, b)
+    for rows, cols in [(slice(3, 4), slice(None)), (slice(5, 690), slice(11, 140))]:
+        assert torch.equal(product(a[rows], b[:, cols]), whole[rows, cols])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(product(a, b), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_fp64_stays_fp64(processor):
+    a, b = wide(13, 29, torch.float64), wide(29, 17, torch.float64)
+    found = product(a, b, 1)
+    assert found.dtype == torch.float64 and error(found, a, b) < 1e-15
+
+
+@needs_bf16
+def test_threads_make_products_at_the_same_time():
+    a, b = wide(600, 330, torch.bfloat16), wide(330, 70, torch.bfloat16)
+    expected, found = product(a, b), [None] * 8
+
+    def work(i):
+        for _ in range(20):
+            found[i] = product(a, b)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(found))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, expected) for one in found)
+
+
+@needs_bf16
+def test_what_is_not_finite_stays_so():
+    a, b = wide(20, 31, torch.bfloat16), wide(31, 70, torch.bfloat16)
+    a[7, 30], b[3, 65] = float("nan"), float("inf")
+    found = product(a, b).isfinite()
+    assert not found[7].any() and not found[:, 65].any()
+    found[7], found[:, 65] = True, True
+    assert found.all()
+
+
+def test_a_gpu_multiplies_bf16_operands_with_fp32_sums(monkeypatch):
+    """The call that CUDA supports, on torch's device without data."""
+    monkeypatch.setattr(products, "most_products", lambda device: products.MOST)
+    a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta", dtype=torch.bfloat16)
+    found = product(a, b, 2)
+    assert found.shape == (3, 5) and found.dtype == torch.float32
