@@ -21,6 +21,7 @@ from ds_ext.ops.executors import batched
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import Number, Source, read, source_of, storage_of
+from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
 
 _makers = Makers()
@@ -46,7 +47,7 @@ def square_sums(runs: Sequence[Any], like: Any, shard: Shard) -> Any:
     if not all(_reads(source_of(x), like, shard) for x in runs):
         return NotImplemented
     found = batched.square_sums(runs, like, _alone(shard, like.device))
-    return [x.values.view(()) for x in found]
+    return [(x.values if isinstance(x, Formula) else x).view(()) for x in found]
 
 
 @_makers.makes(passes.RowColSums)
