@@ -29,7 +29,9 @@ def is_there(compiler: str) -> bool:
 def passes() -> Extension:
     """Returns the library, which can tell what source it was built from."""
     folder = (Path(__file__).parent / SOURCE).parent
-    text = b"".join((folder / name).read_bytes() for name in ("schema.h", "products.h", "passes.cpp"))
+    text = b"".join(
+        (folder / name).read_bytes() for name in ("schema.h", "products.h", "passes.cpp")
+    )
     source = hashlib.sha256(text).hexdigest()
     return Extension(
         "ds_ext.ops.executors.native._passes",

@@ -50,12 +50,14 @@ from ds_ext.ops.passes import (
     unit_quotient,
     weighted_square_sums,
 )
+from ds_ext.ops.products import Operand, add_product_, product
 
 __all__ = [
     "AdamStep",
     "Batch",
     "Extended",
     "Gradient",
+    "Operand",
     "Quotient",
     "Readable",
     "Residual",
@@ -69,6 +71,7 @@ __all__ = [
     "Writable",
     "WritableRun",
     "accumulator",
+    "add_product_",
     "advance_",
     "advance_1x1_",
     "apply_",
@@ -80,6 +83,7 @@ __all__ = [
     "is_part",
     "largest",
     "lerp_",
+    "product",
     "row_col_square_sums",
     "normalize_columns",
     "normalize_rows",

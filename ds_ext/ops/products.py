@@ -7,12 +7,14 @@ where bf16 products are not used.
 """
 
 import functools
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ds_ext.ops.executors.native import products as native
-from ds_ext.ops.expressions import accumulator
+from ds_ext.ops.expressions import Gradient, Scaled, accumulator, part, read
+from ds_ext.ops.shard import Block
 
 BF16 = torch.bfloat16
 MOST = 6  # bf16 products of two operands with three terms each
@@ -68,6 +70,39 @@ def operand(x: Tensor, terms: int) -> Tensor:
     """Returns ``x`` in the form that products of ``terms`` terms need, to convert it only once."""
     is_rounded = x.dtype == torch.float32 and terms == 1 <= most_products(x.device)
     return x.to(BF16) if is_rounded else x
+
+
+class Operand:
+    """A gradient as an operand of matrix products.
+
+    If its numbers are bf16, and these have fast products, they are used as they are stored, and the
+    other operand is rounded to bf16. The factor of the gradient then multiplies the product.
+
+    Args:
+        g: a run of a matrix.
+    """
+
+    def __init__(self, g: Gradient) -> None:
+        self._factor: Tensor | float = 1.0
+        self.is_bf16 = g.dtype == BF16 and most_products(g.device) > 0
+        if isinstance(g, Scaled):
+            self.is_bf16 = self.is_bf16 and g.bound is None
+            if self.is_bf16:
+                self._factor, g = g.factor, cast(Tensor, g.x)
+        self._g = g
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block of one matrix, [rows, cols], in bf16 or in the accumulator's dtype."""
+        return part(cast(Tensor, self._g), b)[0] if self.is_bf16 else read(self._g, b)[0]
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Returns the other operand in the dtype for products with this one."""
+        return x.to(BF16) if self.is_bf16 else x
+
+    def scaled_(self, product: Tensor) -> Tensor:
+        """Multiplies a sum of products of blocks by the factor that blocks leave out."""
+        factor = self._factor
+        return product if isinstance(factor, float) and factor == 1 else product.mul_(factor)
 
 
 def most_products(device: torch.device) -> int:

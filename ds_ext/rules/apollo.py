@@ -73,11 +73,9 @@ class APOLLO:
         adam = ops.AdamStep(
             ops.RootQuotient(s["m"], s["v"], self.eps), r[own].view(-1), beta1, beta2
         )
-        n_sq = ops.evaluate(adam, Shard.whole((s["m"].numel(),)), r).square_()
-        n_sq = n_sq.view(-1, self.rank).sum(1)
-        (n_sq,) = yield (ops.pad(n_sq, own, g_sq),)
+        (n_sq,) = yield (ops.pad(self.row_square_sums(adam, r[own]), own, g_sq),)
 
-        r_sq = r.square_().sum(1)
+        r_sq = self.row_square_sums(r.view(-1), r)
         if self.scale_type == "tensor":
             n_sq, r_sq = n_sq.sum(0, keepdim=True), r_sq.sum(0, keepdim=True)
         a = n_sq.sqrt() / (r_sq.sqrt() + TINY)
@@ -90,22 +88,27 @@ class APOLLO:
         u = _scaled(g, a * (factor / limit), shard)
         ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
+    def row_square_sums(self, x: ops.Readable, like: Tensor) -> Tensor:
+        """Returns the sums of the squares of each channel of ``x``, of the size of ``like``."""
+        return ops.row_col_square_sums(x, Shard.whole(tuple(like.shape)), like)[0].view(-1)
+
     def projected(self, g: ops.Gradient, stream: Tensor, draw: int, shard: Shard) -> Tensor:
         """Returns a run's share of R, [channels, rank]. The sum over ranks is R."""
         tall = _is_tall(shard)
         side = slice(0, shard.cols) if tall else shard.touched  # the rows of P that the run needs
         numbers = slice(side.start * self.rank, side.stop * self.rank)
         dtype = ops.accumulator(g.dtype)
+        x = ops.Operand(g)
         basis = normals(stream, self.seed, draw, numbers).to(dtype).mul_(self.rank**-0.5)
-        basis = basis.view(-1, self.rank)
+        basis = x.rounded(basis).view(-1, self.rank)
         r = torch.zeros(max(shard.rows, shard.cols), self.rank, dtype=dtype, device=g.device)
         for b in ops.blocks(shard, g):
-            x = ops.read(g, b)[0]
             if tall:
-                r[b.rows] += x @ basis[b.cols]
+                ops.add_product_(r[b.rows], x.block(b), basis[b.cols])
             else:
-                r[b.cols] += x.T @ basis[b.rows.start - side.start : b.rows.stop - side.start]
-        return r
+                rows = basis[b.rows.start - side.start : b.rows.stop - side.start]
+                ops.add_product_(r[b.cols], x.block(b).T, rows)
+        return x.scaled_(r)
 
 
 @register(

@@ -84,29 +84,34 @@ class GaLoreAdamW:
         factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
         u: ops.Readable
         if self.projects(shard):
-            u = yield from self.projected(g, s, t, shard)
-            factor *= self.scale
+            u = yield from self.projected(g, s, t, shard, factor * self.scale)
         else:
             u, p, shard = yield from self.adam.step(p, g, s, shard)
-        ops.apply_(p, ops.Scaled(u, factor), shard, lr=self.lr, weight_decay=self.weight_decay)
+            u = ops.Scaled(u, factor)
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
     def projected(
-        self, g: ops.Gradient, s: State, t: int, shard: Shard
+        self, g: ops.Gradient, s: State, t: int, shard: Shard, factor: float
     ) -> Generator[Sums, Sums, lowrank.Product]:
-        """Returns Adam's update in the low-rank space, projected back. Renews the basis if due."""
+        """Returns Adam's update in the low-rank space times ``factor``, projected back.
+
+        Renews the basis if due.
+        """
         rank, right = self.space(shard)
         if (t - 1) % self.update_proj_gap == 0:
             s["q"] = yield from lowrank.basis(g, rank, right, shard)
-        (r,) = yield (lowrank.project(g, s["q"], right, shard),)
+        rounded = ops.Operand(g).rounded
+        q = rounded(s["q"])
+        (r,) = yield (lowrank.project(g, q, right, shard),)
         part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
         step = self.adam.advance(s, r.view(-1)[part], r.numel())
-        u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r)
+        u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r).mul_(factor)
         if right:
             own = lowrank.own_part(rank, right, shard)
             u = u[own.start - part.start : own.stop - part.start].view(-1, rank)
-            return lowrank.Product(u, s["q"], shard.touched.start)
+            return lowrank.Product(rounded(u), q, shard.touched.start)
         (u,) = yield (ops.pad(u, part, r),)
-        return lowrank.Product(s["q"], u, shard.touched.start)
+        return lowrank.Product(q, rounded(u), shard.touched.start)
 
     def projects(self, shard: Shard) -> bool:
         """Returns whether a parameter is stepped in a low-rank space."""

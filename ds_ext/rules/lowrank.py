@@ -54,17 +54,20 @@ def own_basis(q: Tensor, right: bool, shard: Shard) -> Tensor:
 
 
 def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
-    """Returns a run's share of R, to be summed over ranks. ``q`` is its part of the basis."""
+    """Returns a run's share of R, to be summed over ranks.
+
+    ``q`` is its part of the basis, in full precision or as ``ops.Operand.rounded`` returns it.
+    """
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
-    r = torch.zeros(shape, dtype=q.dtype, device=q.device)
-    first = shard.touched.start
+    r = torch.zeros(shape, dtype=ops.accumulator(g.dtype), device=q.device)
+    first, x = shard.touched.start, ops.Operand(g)
     for b in ops.blocks(shard, g):
-        x = ops.read(g, b)[0]
         if right:
-            r[b.rows] += x @ q[:, b.cols].T
+            ops.add_product_(r[b.rows], x.block(b), q[:, b.cols].T)
         else:
-            r[:, b.cols] += q[b.rows.start - first : b.rows.stop - first].T @ x
-    return r
+            rows = q[b.rows.start - first : b.rows.stop - first]
+            ops.add_product_(r[:, b.cols], rows.T, x.block(b))
+    return x.scaled_(r)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Product:
     def block(self, b: Block) -> Tensor:
         """Returns block ``b`` of the product."""
         rows = slice(b.rows.start - self.first, b.rows.stop - self.first)
-        return (self.left[rows] @ self.right[:, b.cols]).unsqueeze(0)
+        return ops.product(self.left[rows], self.right[:, b.cols]).unsqueeze(0)
 
 
 def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Sums, Sums, Tensor]:

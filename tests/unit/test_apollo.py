@@ -179,6 +179,22 @@ def test_sharded_equals_the_authors_in_fp32(scale_type, world):
         assert max(errors(ranks.params, theirs, before)) <= 1e-5
 
 
+@pytest.mark.parametrize("scale_type", ["channel", "tensor"])
+def test_bf16_gradients_give_updates_nearer_to_fp64_than_the_authors(scale_type):
+    """Weights start at 0, so that their own rounding is relative to the updates."""
+    for shape in ((96, 64), (64, 96)):
+        before = [torch.zeros(shape, dtype=torch.float64)]
+        grads = [[g.bfloat16()] for (g,) in table.gradients(STEPS, [shape])]
+        own = {"rank": 16, "scale": 2.0, "scale_type": scale_type}
+        expected = [textbook(before[0], [g.double() for (g,) in grads], **own)]
+        theirs = authors([before[0].bfloat16()], grads, **own)
+        ranks = Ranks(APOLLO(**own, update_proj_gap=GAP), [before[0].float()], 3)
+        for of_step in grads:
+            ranks.step(of_step)
+        (mine,), (of_authors,) = (errors(x, expected, before) for x in (ranks.params, theirs))
+        assert mine <= 2**-8 and mine < of_authors / 2
+
+
 def test_defaults_are_those_of_the_authors_readme():
     assert APOLLO() == APOLLO(rank=256, scale=1.0, scale_type="channel", update_proj_gap=200)
     mini = APOLLOMini()

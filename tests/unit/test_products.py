@@ -6,9 +6,11 @@ import threading
 import pytest
 import torch
 
+from ds_ext import ops
 from ds_ext.ops import products
 from ds_ext.ops.executors.native import products as native
 from ds_ext.ops.products import add_product_, product
+from ds_ext.ops.shard import Shard
 
 SHAPES = [(1, 1, 1), (7, 5, 3), (13, 29, 17), (6, 2050, 64), (65, 1025, 130), (600, 33, 70)]
 SHAPES += [(3, 0, 4), (0, 3, 4)]
@@ -90,6 +92,22 @@ def test_rows_and_columns_of_a_product_have_the_bits_of_the_whole_product():
         assert torch.equal(product(a, b), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3, torch.tensor(3.0)])
+@pytest.mark.parametrize("bound", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gradient_is_scaled_and_bounded_in_products(processor, factor, bound, dtype):
+    x, q = wide(13, 29, dtype), wide(29, 7, torch.float32).bfloat16().float()
+    g = ops.Operand(ops.Scaled(x.flatten(), factor, bound))
+    out = torch.zeros(13, 7)
+    for b in ops.blocks(Shard.whole((13, 29)), x):
+        add_product_(out[b.rows], g.block(b), g.rounded(q)[b.cols])
+    values = x.double() * float(factor)
+    values = values if bound is None else values.clamp(-bound, bound)
+    assert error(g.scaled_(out), values, q) <= SUMS
+    fast = dtype == torch.bfloat16 and bound is None and native.is_available()
+    assert g.rounded(q).dtype == (torch.bfloat16 if fast else torch.float32)
 
 
 def test_fp64_stays_fp64(processor):

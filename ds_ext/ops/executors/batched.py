@@ -86,9 +86,12 @@ def takes(runs: Sequence[Tensor]) -> bool:
     if len(kinds) > 1 or not all(x.is_contiguous() for x in runs):
         return False
     ((dtype, device),) = kinds
-    return dtype in schema.DTYPES and (
-        devices.supports(device) or device == CPU and table.is_available()
-    )
+    return dtype in schema.DTYPES and supports(device)
+
+
+def supports(device: torch.device) -> bool:
+    """Whether tables make passes on a device: native ones on a CPU, kernels on a GPU."""
+    return devices.supports(device) or device == CPU and table.is_available()
 
 
 def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:

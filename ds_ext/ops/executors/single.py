@@ -1,9 +1,11 @@
-"""Passes over one parameter on a GPU: each is a pass over a batch of one.
+"""Passes over one parameter: each is a pass over a batch of one.
 
-This executor makes a pass if Triton is installed and kernels can read all of its tensors.
+This executor makes a pass if there is native code (on a CPU) or Triton (on a GPU), and if these can
+read all of its tensors.
 """
 
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,13 +21,14 @@ from ds_ext.ops.executors import batched
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import Number, Source, read, source_of, storage_of
+from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
 
 _makers = Makers()
 
 
 class SingleKernels:
-    """The executor of passes over one parameter on a GPU."""
+    """The executor of passes over one parameter by native code or kernels."""
 
     def run(self, asked: Any, where: Any) -> Any:
         """See ``dispatch.Executor``."""
@@ -44,7 +47,7 @@ def square_sums(runs: Sequence[Any], like: Any, shard: Shard) -> Any:
     if not all(_reads(source_of(x), like, shard) for x in runs):
         return NotImplemented
     found = batched.square_sums(runs, like, _alone(shard, like.device))
-    return [x.values.view(()) for x in found]
+    return [(x.values if isinstance(x, Formula) else x).view(()) for x in found]
 
 
 @_makers.makes(passes.RowColSums)
@@ -53,7 +56,7 @@ def row_col_square_sums(x: Any, like: Any, shard: Shard) -> Any:
     if not _takes_matrices(like, shard) or source_of(x) is None:
         return NotImplemented
     row, col = batched.row_col_square_sums(x, like, _alone(shard, like.device))
-    return row.view(shard.mats, -1), col.view(shard.mats, -1)
+    return row.view(shard.mats, shard.rows), col.view(shard.mats, shard.cols)
 
 
 @_makers.makes(passes.WeightedRowColSums)
@@ -83,7 +86,7 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, shard: Shard) -> Any:
 def factors_(row: Tensor, col: Tensor, *more: Any) -> Any:
     """The pass ``ops.factors_``; ``more`` are its further arguments."""
     sums, eps, beta, clip, shard = more
-    if not _takes_matrices(row, shard) or not shard.numel:
+    if not _takes_matrices(row, shard):
         return NotImplemented
     batch = _alone(shard, row.device)
     found = batched.factors_(Runs([row]), Runs([col]), sums, eps, beta, clip, batch)
@@ -124,7 +127,7 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
     if weight is None or not _takes(weight.run, shard):
         return NotImplemented
     if source is None:
-        return _apply_slices(p, u, shard, lr, weight_decay)
+        return _apply_slices(p, u, shard, weight.run.device, lr, weight_decay)
     if not _reads(source, weight.run, shard):
         return NotImplemented
     if source.storage is not None and (isinstance(weight_decay, Tensor) or weight_decay != 0):
@@ -135,34 +138,43 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
     return batched.apply_(weights, u, lr, weight_decay, batch)
 
 
-def _apply_slices(p: Any, u: Any, shard: Shard, lr: Number, weight_decay: Number) -> None:
-    """``apply_`` for updates that no kernel reads, such as matrix products: by slices in fp32."""
-    for b in scratch.blocks(shard, scratch.SLICE):
+def _apply_slices(
+    p: Any, u: Any, shard: Shard, device: torch.device, lr: Number, weight_decay: Number
+) -> None:
+    """``apply_`` for updates that no table reads, such as matrix products: by slices in fp32."""
+    for b in scratch.blocks(shard, scratch.product_limit(device)):
         values = read(u, b).reshape(-1)
         run = p[b.run] if isinstance(p, Tensor) else p.part(b.run)
         passes.apply_(run, values, Shard.whole((len(values),)), lr=lr, weight_decay=weight_decay)
 
 
-@functools.lru_cache(4096)
 def _alone(shard: Shard, device: torch.device, first: int | None = None) -> TableBatch:
-    """A parameter as a batch of one; its random bits count from element ``first`` if given."""
+    """A parameter as a batch of one; its random bits count from element ``first`` if given.
+
+    A pass fills the columns of its batch's table, so each thread has its own batches.
+    """
+    return _batch_of(shard, device, first, threading.get_ident())
+
+
+@functools.lru_cache(4096)
+def _batch_of(shard: Shard, device: torch.device, first: int | None, thread: int) -> TableBatch:
     return TableBatch([shard], None if first is None else [first], device)
 
 
 def _takes(like: Any, shard: Shard) -> bool:
-    """Whether kernels support a run of ``shard`` with the device and dtype of ``like``."""
-    if not devices.supports(like.device) or like.dtype == torch.float64:
+    """Whether tables support a run of ``shard`` with the device and dtype of ``like``."""
+    if not batched.supports(like.device) or like.dtype == torch.float64:
         return False
     return shard.split is None or len(list(shard.pieces())) < 2
 
 
 def _takes_matrices(like: Any, shard: Shard) -> bool:
-    """Whether kernels also support its row and column sums, and quotients by them."""
-    return devices.supports_matrices(shard) and _takes(like, shard)
+    """Whether tables also support its row and column sums, and quotients by them."""
+    return shard.numel > 0 and devices.supports_matrices(shard) and _takes(like, shard)
 
 
 def _reads(source: Source | None, like: Any, shard: Shard) -> bool:
-    """Whether a kernel can read an input."""
+    """Whether a table can read an input."""
     if source is None:
         return False
     return (_takes_matrices if source.is_by_matrix else _takes)(like, shard)
