@@ -217,15 +217,18 @@ class Buckets:
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat and padded to equal parts for all ranks, in writable memory."""
-        grad = self.layout.of[param].gradient(param, grad)
+        placement = self.layout.of[param]
+        grad = placement.gradient(param, grad)
         # Autograd may pass a view of a gradient that other nodes still have to read.
-        is_aliased = self.layout.of[param].is_summed and has_other_users(grad)
+        is_aliased = placement.is_summed and has_other_users(grad)
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:
             return nn.functional.pad(flat, (0, missing))
+        if not is_aliased:
+            return flat
         is_view = flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
-        return flat.clone() if is_aliased and is_view else flat
+        return flat.clone() if is_view else flat
 
     @torch.no_grad()
     def flush(self, ended: bool = False) -> bool:

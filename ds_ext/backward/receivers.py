@@ -73,7 +73,10 @@ class Stepper:
         first: Set[Tensor] = frozenset()
         if layout.is_uniform and not self.has_bounds:
             some = shards if checks_on_host else {p: shards[p] for p in on_device}
-            first = self.optimizer.first_round_checks(some) if some else first
+            if layout.is_alone:
+                first = {p for p in some if p not in self.optimizer.stacks}
+            else:
+                first = self.optimizer.first_round_checks(some)
         others = set(params) - first
         return VotedParams(others - on_device, others & on_device)
 

@@ -151,8 +151,8 @@ class Placement:
     def run(self, param: Tensor) -> Tensor:
         """Returns this rank's run of the weight, [len(shard)], a view that is updated in place."""
         shard, held = self.shard(param), self.tensor_parallel_shards.get(param)
-        first = shard.start - (held.start if held else 0)
-        return flat(param)[first : first + len(shard)]
+        first, weight = shard.start - (held.start if held else 0), flat(param)
+        return weight if len(shard) == len(weight) else weight[first : first + len(shard)]
 
     def gradient(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns this rank's part of a gradient from autograd, as a dense tensor."""

@@ -5,7 +5,8 @@ rule writes nothing before its first round (``sums_first``), that round checks t
 extra message: the sum of squares of each rank's run travels along, all ranks see the same total,
 and the rank's own sum is its part of the norm. If the rule needs sums of squares anyway, there is
 no extra pass either. Bad gradients are rare: the step of a batch that has some is dropped and begun
-again without them, which takes one more round.
+again without them, which takes one more round. Where rounds send nothing, in a single process, every
+step of a batch or run may be checked so: if its rule writes first, one round precedes it.
 
 On a GPU, kernels read the total on the device and skip the parameters of bad gradients, so the host
 does not wait. ``DeviceGradFlags`` tells the host once, at the end of the step. Gradients that no
@@ -109,7 +110,8 @@ class GradCheck:
     """How to check the gradients of a bucket, and what the host found.
 
     Args:
-        params: parameters whose gradients the first round checks; the same on all ranks.
+        params: parameters whose gradients the first round checks by sums of squares; the same on
+            all ranks. If their rule writes before its first round, it begins after the check.
         votes: the votes on gradients that kernels check by votes, [] each on the device.
         flags: where kernels record the values that they check.
 
@@ -134,6 +136,7 @@ class Step(Protocol):
     """The step of some parameters by one generator, which can be begun more than once."""
 
     params: list[Tensor]
+    sums_first: bool  # whether the rule yields sums before it writes
 
     def begin(self) -> StepGenerator:
         """Returns the generator of partial sums."""
@@ -157,7 +160,7 @@ class DeviceStep(Step, Protocol):
 def checked_on_host(step: Step, check: GradCheck) -> StepGenerator:
     """Yields the rounds of a step; drops gradients that the first round finds bad."""
     rule = step.begin()
-    sums = next(rule)
+    sums = next(rule) if step.sums_first else ()
     own = step.squares()
     *totals, found = yield (*sums, own)
     good = found.numpy() <= step.upper_bounds()
@@ -170,8 +173,8 @@ def checked_on_host(step: Step, check: GradCheck) -> StepGenerator:
         if not step.retain(good):
             return
         rule = step.begin()
-        totals = list((yield next(rule)))
-    further = advance(rule, tuple(totals))
+        totals = list((yield next(rule))) if step.sums_first else []
+    further = advance(rule, tuple(totals) if step.sums_first else None)
     while further is not None:
         further = advance(rule, (yield further))
 
@@ -195,7 +198,8 @@ def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) ->
         limits = _limits_of_votes(step, check.votes)
         _record(step, limits, check, is_square=False)
         batch.attach(queue, limits)
-    asked = _next(rule, None, queue)
+    begins_checked = by_sums and not step.sums_first
+    asked = () if begins_checked else _next(rule, None, queue)
     if by_sums:
         batch.attach(queue)
         queue.begin_sequence()  # this pass, if any, runs in parallel with earlier ones
@@ -205,7 +209,7 @@ def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) ->
         queue.begin_sequence()
         _record(step, limits, check, is_square=True)
         batch.attach(queue, limits)
-        asked = _next(rule, _answers(asked, totals), queue)
+        asked = _next(rule, None if begins_checked else _answers(asked, totals), queue)
     while asked:
         answers = yield _values(asked)
         asked = _next(rule, _answers(asked, answers), queue)
