@@ -281,7 +281,9 @@ class Layout:
                 for wait in waits:
                     wait()
 
-        return {p: runs[p] for p in flats}, votes, wait_for_all
+        if len(self.placements) > 1:
+            runs = {p: runs[p] for p in flats}
+        return runs, votes, wait_for_all
 
     def num_replicas(self, placement: Placement) -> int:
         """Returns how many ranks add the same run to a ``total``."""

@@ -150,9 +150,11 @@ class Placement:
 
     def run(self, param: Tensor) -> Tensor:
         """Returns this rank's run of the weight, [len(shard)], a view that is updated in place."""
+        if self.num_shards == 1:
+            return flat(param)
         shard, held = self.shard(param), self.tensor_parallel_shards.get(param)
-        first, weight = shard.start - (held.start if held else 0), flat(param)
-        return weight if len(shard) == len(weight) else weight[first : first + len(shard)]
+        first = shard.start - (held.start if held else 0)
+        return flat(param)[first : first + len(shard)]
 
     def gradient(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns this rank's part of a gradient from autograd, as a dense tensor."""

@@ -43,7 +43,7 @@ class BatchedStep:
         self.stats, self.updates, self.states = table.update_stats, updates, states
         self.rule = rule
         self.t = states[plan.pieces[0].at]["step"]
-        self.sums_first = rules.entry_of(type(self.rule)).sums_first(self.rule, plan.pieces[0].shard)
+        self.sums_first = _sums_first(rule, plan.pieces[0].shard)
         self._set_plan(plan)
 
     def _set_plan(self, plan: BatchPlan) -> None:
@@ -138,8 +138,7 @@ class LoneStep:
     def __init__(self, table: ParamTable, run: StagedRun) -> None:
         self.table, self.run = table, run
         self.params = [run.update.param]
-        rule = table.rule_of(run.update.param)
-        self.sums_first = rules.entry_of(type(rule)).sums_first(rule, run.update.shard)
+        self.sums_first = _sums_first(table.rule_of(run.update.param), run.update.shard)
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule."""
@@ -217,7 +216,7 @@ class BucketStep:
         params, votes = self.check.params, self.check.votes
         modes = {(False, False)}
         if params or votes:
-            modes = {(p in params, p in votes) for p in step.params}
+            modes = {(p in params, bool(votes) and p in votes) for p in step.params}
         assert len(modes) == 1, "the gradients of a batch are all checked in the same way"
         if self.queue is not None and isinstance(step, BatchedStep):
             return nonfinite.checked_on_device(step, self.queue, self.check)
@@ -289,6 +288,11 @@ def _queue(plan: Plan | None, staged: Sequence[StagedRun]) -> LaunchQueue | None
     if plan is None or device is None or not devices.supports(device):
         return None
     return LaunchQueue(Memory(device, plan.memory_sizes))
+
+
+def _sums_first(rule: Any, shard: Shard) -> bool:
+    """Whether a rule yields sums before it writes."""
+    return rules.entry_of(type(rule)).sums_first(rule, shard)
 
 
 def rollback(state: State) -> None:

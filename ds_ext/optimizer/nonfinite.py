@@ -5,8 +5,8 @@ rule writes nothing before its first round (``sums_first``), that round checks t
 extra message: the sum of squares of each rank's run travels along, all ranks see the same total,
 and the rank's own sum is its part of the norm. If the rule needs sums of squares anyway, there is
 no extra pass either. Bad gradients are rare: the step of a batch that has some is dropped and begun
-again without them, which takes one more round. Where rounds send nothing, in a single process, every
-step of a batch or run may be checked so: if its rule writes first, one round precedes it.
+again without them, which takes one more round. In a single process rounds send nothing, and check
+the gradients of any rule: if it writes before its first round, one round precedes it.
 
 On a GPU, kernels read the total on the device and skip the parameters of bad gradients, so the host
 does not wait. ``DeviceGradFlags`` tells the host once, at the end of the step. Gradients that no
@@ -83,9 +83,11 @@ class DeviceGradFlags:
         """
         if device not in self._values:
             self._values[device] = torch.zeros(self.count, dtype=torch.float32, device=device)
-        for param, bound in zip(params, bounds.tolist(), strict=True):
-            self._bounds.setdefault(param, (len(self._bounds), device, bound, is_square))
-        places = [self._bounds[param][0] for param in params]
+        known = self._bounds
+        places = [
+            known.setdefault(param, (len(known), device, bound, is_square))[0]
+            for param, bound in zip(params, bounds.tolist(), strict=True)
+        ]
         return Addresses(self._values[device], 4 * np.array(places, dtype=np.int64))
 
     def read(self, *extra: Tensor) -> tuple[Flagged, list[float]]:

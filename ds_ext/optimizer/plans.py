@@ -347,17 +347,16 @@ def are_batched(
     if not may_join(shard) or not all(dtype in DTYPES for dtype in dtypes):
         return False
     shards = [shard]
-    if param in table.stacks:
+    if table.stacks and param in table.stacks:
         shards = [own for _, own in expert_stacks.split(shard)]
-    if devices.supports(device) and not all(map(devices.supports_matrices, shards)):
-        return False
-    entry = rules.entry_of(type(rule))
-    return all(entry.batches(rule, own) for own in shards)
+    entry, is_gpu = rules.entry_of(type(rule)), devices.supports(device)
+    for own in shards:
+        if is_gpu and not devices.supports_matrices(own) or not entry.batches(rule, own):
+            return False
+    return True
 
 
-def _pieces(
-    table: ParamTable, at: int, u: RunUpdate, state: State, is_flat: bool
-) -> list[Piece]:
+def _pieces(table: ParamTable, at: int, u: RunUpdate, state: State, is_flat: bool) -> list[Piece]:
     """The pieces of the run at position ``at``: one, as a vector or not, or one for each expert."""
     number, start = table.number_of[u.param], u.shard.start
     if u.param not in table.stacks:
