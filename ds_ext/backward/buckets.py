@@ -181,7 +181,7 @@ class Buckets:
             self.look()
             self.has_looked = True
         grad, param.grad = param.grad, None
-        if param in self.joining:
+        if self.joining and param in self.joining:
             joining = self.joining.pop(param)
             grad = joining if grad is None else grad + joining
         if not self.wanted(param):
@@ -195,13 +195,13 @@ class Buckets:
         if param not in self.waiting:
             if not self._has_room(self.elements, size):
                 self.flush()
-            self.waiting[param] = None
             self.elements += size
-        if grad is not None:
-            before, own = self.waiting[param], self._own(param, grad)
-            # Another checkpointed segment adds a part.
-            self.waiting[param] = own if before is None else before + own
-        del grad
+        own = None if grad is None else self._own(param, grad)
+        before = self.waiting.get(param)  # of another checkpointed segment
+        if before is not None:
+            own = before if own is None else before + own
+        self.waiting[param] = own
+        del grad, own, before  # ``flush`` frees them
         if self.elements >= self.size:
             self.flush()
 
@@ -217,15 +217,17 @@ class Buckets:
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat and padded to equal parts for all ranks, in writable memory."""
-        grad = self.layout.of[param].gradient(param, grad)
+        placement = self.layout.of[param]
+        grad = placement.gradient(param, grad)
         # Autograd may pass a view of a gradient that other nodes still have to read.
-        is_aliased = self.layout.of[param].is_summed and has_other_users(grad)
+        is_aliased = placement.is_summed and has_other_users(grad)
         flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:
             return nn.functional.pad(flat, (0, missing))
-        is_view = flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
-        return flat.clone() if is_aliased and is_view else flat
+        if is_aliased and flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
+            return flat.clone()
+        return flat
 
     @torch.no_grad()
     def flush(self, ended: bool = False) -> bool:
@@ -314,9 +316,8 @@ class Buckets:
         """
         if self.sent is not None:
             self.streams.hold(self.sent, is_stepped=False)
-        self.sent = self.receiver = None
+        self.sent = self.receiver = self.asked = None
         self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
-        self.asked = None
 
     def begin_with(self, receiver: Receiver) -> None:
         """Begins a backward pass with this receiver, not the one of ``begin``."""

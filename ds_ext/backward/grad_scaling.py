@@ -31,9 +31,10 @@ class GradientReader:
         """Returns a run, [len(shard)], times the clip ``coefficient``, with bounded elements."""
         g = self._own(param, grad)
         factor = self.unscale(self.layout.of[param]) * coefficient
-        wide = ops.accumulator(param.dtype)
-        if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32
-            g = g.to(wide)
+        if param.dtype != g.dtype:
+            wide = ops.accumulator(param.dtype)
+            if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32
+                g = g.to(wide)
         bound = self.grad_config.max_value or None
         return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
 
@@ -76,4 +77,4 @@ class GradientReader:
     def _own(self, param: Tensor, grad: ReducedGrad) -> Tensor:
         """The run without its padding."""
         n = len(self.layout.shard(param))
-        return grad.g if len(grad.g) == n else grad.g[:n]
+        return grad.g if grad.g.numel() == n else grad.g[:n]

@@ -68,20 +68,22 @@ class Stepper:
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
         checks_on_host = layout.device.type == "cpu" and not devices.supports(layout.device)
-        there = {p: s for p, s in shards.items() if p.device == layout.device}
-        on_device = self.optimizer.in_kernels(there, layout.device)
+        on_device = self.optimizer.in_kernels(shards, layout.device)
         first: Set[Tensor] = frozenset()
         if layout.is_uniform and not self.has_bounds:
             some = shards if checks_on_host else {p: shards[p] for p in on_device}
-            first = self.optimizer.first_round_checks(some) if some else first
-        others = set(params) - first
+            first = self.optimizer.first_round_checks(some, layout.is_alone)
+        if len(first) == len(params):
+            return VotedParams()
+        others = shards.keys() - first
         return VotedParams(others - on_device, others & on_device)
 
     def _update(self, param: Tensor, grad: ReducedGrad, state: StepState) -> RunUpdate:
         """The runs of a parameter's weight and gradient on this rank."""
         g = state.reader.gradient(param, grad, state.coefficient)
-        replicas = self.layout.num_replicas(self.layout.of[param])
-        return RunUpdate(param, self.layout.run(param), g, self.layout.shard(param), replicas)
+        placement = self.layout.of[param]
+        replicas = self.layout.num_replicas(placement)
+        return RunUpdate(param, placement.run(param), g, self.layout.shard(param), replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
@@ -113,7 +115,8 @@ class Stepping:
         bad = self.state.find_bad()
         good = {p: grad for p, grad in grads.items() if p not in bad} if bad else grads
         votes = {p: grad.votes for p, grad in voted.items() if grad.votes is not None}
-        self.stepper.step(good, self.state, grads.keys() - voted.keys(), votes)
+        checked = grads.keys() - voted.keys() if voted else grads.keys()
+        self.stepper.step(good, self.state, checked, votes)
         self.state.use_up(bad)
 
 

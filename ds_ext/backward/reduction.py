@@ -54,8 +54,11 @@ class Reduction:
         has a gradient. The host reads the votes on ``voted_params.host`` and ``leaf_params``.
         """
         flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
-        voted = {p: flats[p] for p in grads if p in voted_params.host or p in voted_params.device}
-        asked = [*voted, *(p for p in grads if p in self.leaf_params and p not in voted)]
+        are_voted = voted_params.host | voted_params.device
+        voted = {p: flats[p] for p in grads if p in are_voted} if are_voted else {}
+        asked = [*voted]
+        if self.leaf_params:
+            asked += (p for p in grads if p in self.leaf_params and p not in voted)
         is_read = any(p in self.leaf_params or p in voted_params.host for p in asked)
         with self.streams.reducing():
             squares, votes = self._votes(voted, [grads[p] is not None for p in asked])

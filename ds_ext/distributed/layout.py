@@ -115,6 +115,11 @@ class Layout:
         return any(placement.is_summed for placement in self.placements)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether a single process trains, whose rounds and votes send nothing."""
+        return not communicates(self.everyone)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether there is one placement, without tensor parallelism."""
         return len(self.placements) == 1 and not self.placements[0].is_divided
@@ -276,7 +281,9 @@ class Layout:
                 for wait in waits:
                     wait()
 
-        return {p: runs[p] for p in flats}, votes, wait_for_all
+        if len(self.placements) > 1:
+            runs = {p: runs[p] for p in flats}
+        return runs, votes, wait_for_all
 
     def num_replicas(self, placement: Placement) -> int:
         """Returns how many ranks add the same run to a ``total``."""

@@ -150,6 +150,8 @@ class Placement:
 
     def run(self, param: Tensor) -> Tensor:
         """Returns this rank's run of the weight, [len(shard)], a view that is updated in place."""
+        if self.num_shards == 1:
+            return flat(param)
         shard, held = self.shard(param), self.tensor_parallel_shards.get(param)
         first = shard.start - (held.start if held else 0)
         return flat(param)[first : first + len(shard)]

@@ -19,6 +19,7 @@ from ds_ext.distributed.placement import Group, Placement, Sharded
 from ds_ext.engine import hook_cleanup, quantized_weights, replica_groups
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.replica_groups import ReplicaGroups
+from ds_ext.optimizer import host_offload
 
 # DeepSpeed counts down each module's uses to decide when to gather and release it.
 _COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
@@ -142,6 +143,7 @@ class Zero3Layout(Layout):
         Also drops hpZ's secondary copies of updated weights. The next forward pass creates new
         copies. Copies are dropped after partitioning, which would recreate them from old weights.
         """
+        host_offload.synchronize(self.device)  # DeepSpeed's gathers wait for no other stream
         self.offload.partition_all_parameters()
         for param in self.updated:
             deepspeed_parameter(param).ds_secondary_tensor = None

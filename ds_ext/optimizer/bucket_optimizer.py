@@ -1,7 +1,7 @@
 """Steps buckets of runs by the rules of their param groups, with the ranks in lock-step."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -171,20 +171,24 @@ class BucketOptimizer(ParamTable):
         """
         return self._plans.checked(self, buckets)
 
-    def first_round_checks(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
+    def first_round_checks(
+        self, shards: Mapping[Tensor, Shard], is_alone: bool = False
+    ) -> set[Tensor]:
         """Returns the parameters whose gradients the first round can check; equal on all ranks.
 
         The rules that groups have now reach their first round before they write anything.
 
         Args:
             shards: the parameters, and the run of each. Tensor parallelism has not cut them.
+            is_alone: whether a round sends nothing. Then one may precede rules that write first.
         """
-        found = set()
-        for p, rule in self._rules_of(shards).items():
-            is_one = p not in self.stacks and not sections.are_set(rule)
-            if is_one and rules.entry_of(type(rule)).sums_first(rule, shards[p]):
-                found.add(p)
-        return found
+        return {
+            p
+            for p, shard, rule in self._with_rules(shards)
+            if p not in self.stacks
+            and not sections.are_set(rule)
+            and (is_alone or rules.entry_of(type(rule)).sums_first(rule, shard))
+        }
 
     def in_kernels(self, shards: Mapping[Tensor, Shard], device: torch.device) -> set[Tensor]:
         """Returns the parameters that kernels step in batches, the same on all ranks.
@@ -195,16 +199,20 @@ class BucketOptimizer(ParamTable):
         """
         if not devices.supports(device) or not self._has_batched_rule:
             return set()
-        rules_of = self._rules_of(shards)
         return {
-            p for p, s in shards.items() if are_batched(self, p, s, rules_of[p], [p.dtype], device)
+            p
+            for p, shard, rule in self._with_rules(shards)
+            if p.device == device and are_batched(self, p, shard, rule, [p.dtype], device)
         }
 
-    def _rules_of(self, params: Iterable[Tensor]) -> dict[Tensor, Any]:
-        """The rules of parameters, with the hyper-parameters that their groups have now."""
-        groups = {p: self.group_index_of[p] for p in params}
-        rules_of = {i: self.rule_at(i) for i in {*groups.values()}}
-        return {p: rules_of[i] for p, i in groups.items()}
+    def _with_rules(self, shards: Mapping[Tensor, Shard]) -> Iterator[tuple[Tensor, Shard, Any]]:
+        """Yields runs and their rules, with the hyper-parameters that their groups have now."""
+        rule_of: dict[int, Any] = {}
+        for param, shard in shards.items():
+            i = self.group_index_of[param]
+            if i not in rule_of:
+                rule_of[i] = self.rule_at(i)
+            yield param, shard, rule_of[i]
 
     @property
     def uses_native(self) -> bool:

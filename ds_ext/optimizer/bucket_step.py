@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext import ops
+from ds_ext import ops, rules
 from ds_ext.distributed.lockstep import Generators, StepGenerator
 from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Flat, Runs
@@ -36,12 +36,14 @@ class BatchedStep:
         self,
         table: ParamTable,
         plan: BatchPlan,
+        rule: Any,
         updates: Sequence[RunUpdate],
         states: Sequence[State],
     ) -> None:
         self.stats, self.updates, self.states = table.update_stats, updates, states
-        self.rule = table.rule_of(updates[plan.pieces[0].at].param)
+        self.rule = rule
         self.t = states[plan.pieces[0].at]["step"]
+        self.sums_first = _sums_first(rule, plan.pieces[0].shard)
         self._set_plan(plan)
 
     def _set_plan(self, plan: BatchPlan) -> None:
@@ -136,6 +138,7 @@ class LoneStep:
     def __init__(self, table: ParamTable, run: StagedRun) -> None:
         self.table, self.run = table, run
         self.params = [run.update.param]
+        self.sums_first = _sums_first(table.rule_of(run.update.param), run.update.shard)
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule."""
@@ -189,13 +192,15 @@ class BucketStep:
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
-            rules = {i: table.rule_at(i) for i in {*plan.group_indices}}
+            rule_of = {i: table.rule_at(i) for i in {*plan.group_indices}}
             weight_update.prepare_all(
                 [run.update.p for run in self.joined],
                 [run.state for run in self.joined],
-                [rules[i] for i in plan.group_indices],
+                [rule_of[i] for i in plan.group_indices],
             )
-            self.batches = [BatchedStep(table, x, updates, states) for x in plan.batches]
+            self.batches = [
+                BatchedStep(table, x, rule_of[x.group_index], updates, states) for x in plan.batches
+            ]
         self.generators: list[StepGenerator] = []
         if self.queue is not None:
             self.generators = Generators(self.queue.launch)
@@ -211,7 +216,7 @@ class BucketStep:
         params, votes = self.check.params, self.check.votes
         modes = {(False, False)}
         if params or votes:
-            modes = {(p in params, p in votes) for p in step.params}
+            modes = {(p in params, bool(votes) and p in votes) for p in step.params}
         assert len(modes) == 1, "the gradients of a batch are all checked in the same way"
         if self.queue is not None and isinstance(step, BatchedStep):
             return nonfinite.checked_on_device(step, self.queue, self.check)
@@ -282,6 +287,11 @@ def _queue(plan: Plan | None, staged: Sequence[StagedRun]) -> LaunchQueue | None
     if plan is None or device is None or not devices.supports(device):
         return None
     return LaunchQueue(Memory(device, plan.memory_sizes))
+
+
+def _sums_first(rule: Any, shard: Shard) -> bool:
+    """Whether a rule yields sums before it writes."""
+    return rules.entry_of(type(rule)).sums_first(rule, shard)
 
 
 def rollback(state: State) -> None:

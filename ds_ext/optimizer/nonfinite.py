@@ -5,7 +5,8 @@ rule writes nothing before its first round (``sums_first``), that round checks t
 extra message: the sum of squares of each rank's run travels along, all ranks see the same total,
 and the rank's own sum is its part of the norm. If the rule needs sums of squares anyway, there is
 no extra pass either. Bad gradients are rare: the step of a batch that has some is dropped and begun
-again without them, which takes one more round.
+again without them, which takes one more round. In a single process rounds send nothing, and check
+the gradients of any rule: if it writes before its first round, one round precedes it.
 
 On a GPU, kernels read the total on the device and skip the parameters of bad gradients, so the host
 does not wait. ``DeviceGradFlags`` tells the host once, at the end of the step. Gradients that no
@@ -82,9 +83,11 @@ class DeviceGradFlags:
         """
         if device not in self._values:
             self._values[device] = torch.zeros(self.count, dtype=torch.float32, device=device)
-        for param, bound in zip(params, bounds.tolist(), strict=True):
-            self._bounds.setdefault(param, (len(self._bounds), device, bound, is_square))
-        places = [self._bounds[param][0] for param in params]
+        known = self._bounds
+        places = [
+            known.setdefault(param, (len(known), device, bound, is_square))[0]
+            for param, bound in zip(params, bounds.tolist(), strict=True)
+        ]
         return Addresses(self._values[device], 4 * np.array(places, dtype=np.int64))
 
     def read(self, *extra: Tensor) -> tuple[Flagged, list[float]]:
@@ -109,7 +112,8 @@ class GradCheck:
     """How to check the gradients of a bucket, and what the host found.
 
     Args:
-        params: parameters whose gradients the first round checks; the same on all ranks.
+        params: parameters whose gradients the first round checks by sums of squares; the same on
+            all ranks. If their rule writes before its first round, it begins after the check.
         votes: the votes on gradients that kernels check by votes, [] each on the device.
         flags: where kernels record the values that they check.
 
@@ -134,6 +138,7 @@ class Step(Protocol):
     """The step of some parameters by one generator, which can be begun more than once."""
 
     params: list[Tensor]
+    sums_first: bool  # whether the rule yields sums before it writes
 
     def begin(self) -> StepGenerator:
         """Returns the generator of partial sums."""
@@ -157,7 +162,7 @@ class DeviceStep(Step, Protocol):
 def checked_on_host(step: Step, check: GradCheck) -> StepGenerator:
     """Yields the rounds of a step; drops gradients that the first round finds bad."""
     rule = step.begin()
-    sums = next(rule)
+    sums = next(rule) if step.sums_first else ()
     own = step.squares()
     *totals, found = yield (*sums, own)
     good = found.numpy() <= step.upper_bounds()
@@ -170,8 +175,8 @@ def checked_on_host(step: Step, check: GradCheck) -> StepGenerator:
         if not step.retain(good):
             return
         rule = step.begin()
-        totals = list((yield next(rule)))
-    further = advance(rule, tuple(totals))
+        totals = list((yield next(rule))) if step.sums_first else []
+    further = advance(rule, tuple(totals) if step.sums_first else None)
     while further is not None:
         further = advance(rule, (yield further))
 
@@ -195,7 +200,8 @@ def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) ->
         limits = _limits_of_votes(step, check.votes)
         _record(step, limits, check, is_square=False)
         batch.attach(queue, limits)
-    asked = _next(rule, None, queue)
+    begins_checked = by_sums and not step.sums_first
+    asked = () if begins_checked else _next(rule, None, queue)
     if by_sums:
         batch.attach(queue)
         queue.begin_sequence()  # this pass, if any, runs in parallel with earlier ones
@@ -205,7 +211,7 @@ def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) ->
         queue.begin_sequence()
         _record(step, limits, check, is_square=True)
         batch.attach(queue, limits)
-        asked = _next(rule, _answers(asked, totals), queue)
+        asked = _next(rule, None if begins_checked else _answers(asked, totals), queue)
     while asked:
         answers = yield _values(asked)
         asked = _next(rule, _answers(asked, answers), queue)

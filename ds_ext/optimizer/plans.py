@@ -158,7 +158,8 @@ class Plan:
             dtypes = u.p.dtype, u.g.dtype
             rule = rule_of[table.group_index_of[u.param]]
             is_batched = are_batched(table, u.param, u.shard, rule, dtypes, device)
-            pieces = _pieces(table, i, u, state) if is_batched else []
+            is_flat = rules.entry_of(type(rule)).is_flat and u.shard.split is None
+            pieces = _pieces(table, i, u, state, is_flat) if is_batched else []
             if not pieces:
                 self.alone.append(i)
                 continue
@@ -348,19 +349,20 @@ def are_batched(
     if sections.are_set(rule):
         return False
     shards = [shard]
-    if param in table.stacks:
+    if table.stacks and param in table.stacks:
         shards = [own for _, own in expert_stacks.split(shard)]
-    if devices.supports(device) and not all(map(devices.supports_matrices, shards)):
-        return False
-    entry = rules.entry_of(type(rule))
-    return all(entry.batches(rule, own) for own in shards)
+    entry, is_gpu = rules.entry_of(type(rule)), devices.supports(device)
+    for own in shards:
+        if is_gpu and not devices.supports_matrices(own) or not entry.batches(rule, own):
+            return False
+    return True
 
 
-def _pieces(table: ParamTable, at: int, u: RunUpdate, state: State) -> list[Piece]:
-    """The pieces of the run at position ``at``: one, or one for each expert."""
+def _pieces(table: ParamTable, at: int, u: RunUpdate, state: State, is_flat: bool) -> list[Piece]:
+    """The pieces of the run at position ``at``: one, as a vector or not, or one for each expert."""
     number, start = table.number_of[u.param], u.shard.start
     if u.param not in table.stacks:
-        return [Piece(at, u.shard, number, start)]
+        return [Piece(at, u.shard.flat if is_flat else u.shard, number, start)]
     first = table.elements_before(u.param, u.shard) + start
     found = zip(state[expert_stacks.EXPERTS], expert_stacks.split(u.shard), strict=True)
     return [

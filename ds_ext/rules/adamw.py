@@ -28,6 +28,7 @@ from ds_ext.rules.base import Rounds, State, register
     state="8/d; 2/d with 8-bit moments",
     rounds="0; 1 if a cut goes through an 8-bit block",
     is_batched=lambda rule, shard: rule.nbits == 32,
+    is_flat=True,
 )
 @dataclass(frozen=True)
 class AdamW:

@@ -60,6 +60,7 @@ class Entry:
     rounds: str  # all-reduces of a bucket's partial sums
     batched_if: Callable[[Any, Shard], bool] | bool  # see ``is_batched`` of ``register``
     sums_first_if: Callable[[Any, Shard], bool] | bool  # see ``sums_first`` of ``register``
+    is_flat: bool  # whether ``step`` takes any parameter as a vector
     # By role, the param group's keys for parameters that this rule does not step.
     roles: Mapping[str, Mapping[str, Any]]
     any_shape: bool = True  # whether ``step`` is defined for more than matrices
@@ -110,6 +111,7 @@ def register(
     rounds: str,
     is_batched: Callable[[Any, Shard], bool] | bool = False,
     sums_first: Callable[[Any, Shard], bool] | bool = False,
+    is_flat: bool = False,
     others: Mapping[str, Any] | None = None,
     embedding: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
@@ -131,6 +133,8 @@ def register(
         sums_first: whether ``step`` yields sums of the gradient before it writes weights or state.
             The first round then detects bad gradients before they have an effect. Or a function, as
             for ``is_batched``. If it is False, gradients are read once more.
+        is_flat: whether ``step`` treats a matrix as the vector of its elements. Then matrices and
+            vectors are stepped in one batch, with half the passes.
         others: for a rule that steps only the matrices of linear layers: the param group keys of
             all other parameters, such as {"type": "AdamW"}.
         embedding: the keys of embeddings, if they differ from ``others``.
@@ -158,8 +162,8 @@ def register(
         is_for_all = "type" not in (others or {}) if any_shape is None else any_shape
         spelled = spelling or rule.__name__
         REGISTRY[name] = Entry(
-            *(rule, paper, state, rounds, is_batched, sums_first, roles, is_for_all, relative),
-            *(spelled, has_sections),
+            *(rule, paper, state, rounds, is_batched, sums_first, is_flat, roles, is_for_all),
+            *(relative, spelled, has_sections),
         )
         for subscriber in _subscribers:
             subscriber(name)

@@ -26,6 +26,7 @@ from ds_ext.rules.base import Rounds, State, register
     state="2.125/d",
     rounds="0; 1 if a cut goes through 32 elements",
     is_batched=lambda rule, shard: not formats.splits_groups(shard, companding.MOMENT.size),
+    is_flat=True,
 )
 @dataclass(frozen=True)
 class FlashAdamW:

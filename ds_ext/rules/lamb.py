@@ -19,7 +19,7 @@ from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Rounds, State, register
 
 
-@register(paper="1904.00962", state="8/d", rounds="1", is_batched=True, relative=True)
+@register(paper="1904.00962", state="8/d", rounds="1", is_batched=True, is_flat=True, relative=True)
 @dataclass(frozen=True)
 class LAMB:
     """Adam with its update scaled to the norm of the weights (arXiv 1904.00962)."""

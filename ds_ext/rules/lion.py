@@ -23,6 +23,7 @@ from ds_ext.rules.base import Rounds, State, register
     state="4/d; 1.06/d with 8-bit momentum",
     rounds="0; 1 if a cut goes through 32 elements of 8-bit momentum",
     is_batched=lambda rule, shard: not formats.splits_groups(shard, rule.moment.size),
+    is_flat=True,
 )
 @dataclass(frozen=True)
 class Lion:

@@ -12,7 +12,7 @@ from ds_ext.ops.state import Parts
 from ds_ext.rules.base import Rounds, State, register
 
 
-@register(paper="2306.09782", state="0", rounds="0", is_batched=True)
+@register(paper="2306.09782", state="0", rounds="0", is_batched=True, is_flat=True)
 @dataclass(frozen=True)
 class LOMO:
     """Gradient descent without state: p ← p(1 − lr·wd) − lr·g (arXiv 2306.09782)."""

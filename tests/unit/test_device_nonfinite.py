@@ -39,7 +39,7 @@ class Member(test_nonfinite.Member):
         bucket = [u for i, u in enumerate(updates) if i not in without]
         shards = {u.param: u.shard for u in bucket}
         assert self.optimizer.in_kernels(shards, paths.DEVICE) == shards.keys()
-        first = self.optimizer.first_round_checks(shards)
+        first = self.checked(shards)
         votes = {
             p: torch.tensor(1.0 if g.double().square().sum() < 3e38 / g.numel() else BAD_VOTE)
             for p, g in zip(self.params, grads, strict=True)
@@ -76,7 +76,8 @@ class Simulated(test_nonfinite.Simulated):
 CASES = spread(BATCHED, [(world, way) for world in (1, 2, 5) for way in WAYS])
 # a group of 8-bit moments that a cut goes through is stepped alone
 CASES = [(name, 1 if name == "flashadamw" else world, way) for name, world, way in CASES]
-QUICK = [next(case for case in CASES if case[0] == "adalomo")]
+CASES += [("adamw", 1, WAYS[0])]
+QUICK = [next(case for case in CASES if case[0] == "adalomo"), CASES[-1]]
 
 
 @pytest.mark.parametrize("name, world, way", params(CASES, QUICK.__contains__))

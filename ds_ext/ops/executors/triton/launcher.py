@@ -217,8 +217,9 @@ class Launcher:
         formulas: dict[str, Spec] = {}
         given: list[Tensor | float] = []
         for name, value in columns.items():
-            if hasattr(value, "pointers"):
-                rows[:, AT[name]] = value.pointers
+            pointers = getattr(value, "pointers", None)
+            if pointers is not None:
+                rows[:, AT[name]] = pointers
             elif name not in NUMBERS:
                 rows[:, AT[name]] = value
             elif isinstance(value, Formula):

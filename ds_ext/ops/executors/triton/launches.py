@@ -107,12 +107,12 @@ class MergedLaunch:
     of_each: list[int]  # the kind of each chain
     warps: int
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """The number of parameters."""
         return sum(len(chain[0].rows) for chain in self.chains)
 
-    @property
+    @functools.cached_property
     def passes(self) -> int:
         """The number of table rows per parameter."""
         return max(map(len, self.chains))
