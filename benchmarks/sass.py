@@ -41,7 +41,7 @@ from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "docs/gpu.md"
 MARK = "<!-- roofline: written by `python -m benchmarks sass` -->"
 END = "<!-- end of roofline -->"
 BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]

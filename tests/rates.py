@@ -47,9 +47,9 @@ def table() -> str:
         cells = ["", "", ""]
         if rate.published is not None:
             run = rate.published.run.replace("|", "\\|")
-            decay = f"weight decay {rate.published.weight_decay}"
+            decay = rate.published.weight_decay
             cells = [span(rate.published), f"[{run}]({rate.published.source})"]
-            cells.append(f"{rate.published.schedule}; {decay}")
+            cells.append(rate.published.schedule + f"; weight decay {decay}" * (decay != "0"))
         rows.append(f"| {' | '.join([label, default, shown(rate.start), *cells])} |")
     return "\n".join(rows)
 

@@ -54,15 +54,18 @@ def keys() -> str:
         if _parent(rule) is None
     }
     counts = Counter(k.meaning_only() for found in own.values() for k in found)
-    common = {k: None for k in sorted(counts) if counts[k] >= 3}
-    lines += ["## Keys of several optimizers", "", *(k.line() for k in common), ""]
+    common: dict[str, Key] = {}  # by name, the most frequent meaning; of equals, the first
+    for key, count in counts.most_common():
+        if count >= 2:
+            common.setdefault(key.name, key)
+    lines += ["## Keys of several optimizers", "", *(common[k].line() for k in sorted(common)), ""]
     for key, entry in REGISTRY.items():
         rule = entry.rule
         lines += [f"## {entry.spelling}", "", f"{entry.summary}.".replace("..", "."), ""]
         if parent := _parent(rule):
             lines += [_changed(rule, parent), ""]
         else:
-            shared = [k for k in own[rule] if k.meaning_only() in common]
+            shared = [k for k in own[rule] if k.meaning_only() == common.get(k.name)]
             values = ", ".join(f"`{k.name}` `{k.default}`" for k in shared)
             lines += [f"- {values}"] if shared else []
             lines += [k.line() for k in own[rule] if k not in shared]

@@ -270,20 +270,32 @@ def render(found: Mapping[str, Any]) -> str:
             refused.append(f"{feature} ({', '.join(f'`{s}`' for s in settings)})")
         if stages.keys() != {REFUSED}:
             rows.append([_shown(feature), *(_cell(stages.get(stage, {})) for stage in heads)])
-    partial = Counter(cell for row in rows for cell in row if cell.startswith(_EXCEPT))
-    usual = next((cell for cell, n in partial.most_common(1) if n > 1), None)
+    notes = _footnotes(cell for row in rows for cell in row[1:])
     lines = [
         f"Tests made this table ({when}). ✓: tested with every optimizer. "
-        + (f"✓¹: with every optimizer except {usual.removeprefix(_EXCEPT)}. " if usual else "")
+        + "".join(f"{mark}: with {_meaning(cell)}. " for cell, mark in notes.items())
         + "Names: tested with these optimizers only. Blank: not tested. ✗: failed.",
         "",
         "| | without DeepSpeed | FSDP2 | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {' | '.join('✓¹' if c == usual else c for c in row)} |" for row in rows]
+    lines += [f"| {' | '.join(notes.get(c, c) for c in row)} |" for row in rows]
     if refused:
         lines += ["", f"Refused, with an error that names the setting: {'; '.join(refused)}."]
     return "\n".join(lines)
+
+
+def _footnotes(cells: Iterable[str]) -> dict[str, str]:
+    """The marks of long cells that the table has several times."""
+    long = Counter(c for c in cells if c.startswith(_EXCEPT) or c.count(",") >= 4 and "✗" not in c)
+    usual = [cell for cell, n in long.most_common(9) if n > 1]
+    return {cell: f"✓{mark}" for cell, mark in zip(usual, "¹²³⁴⁵⁶⁷⁸⁹", strict=False)}
+
+
+def _meaning(cell: str) -> str:
+    """What a footnote says of its cell."""
+    but = cell.removeprefix(_EXCEPT)
+    return cell if but == cell else f"every optimizer except {but}"
 
 
 def by_feature(found: Mapping[str, Any]) -> str:

@@ -40,8 +40,8 @@ class Section:
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
     shard_size: Size = 0  # ranks that hold one replica under ZeRO; 0: all ranks
     sum_group_size: SumGroups = 0  # ranks of a group that adds up sums first; 0: all at once
-    batch_splits: Count = 1  # pieces of a batch that each layer runs one after another
-    chunked_loss: Chunks = False  # computes the loss in chunks: true, or how many
+    batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
+    chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
 
 
 @dataclass(frozen=True)

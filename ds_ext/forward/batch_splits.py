@@ -6,10 +6,10 @@ pipeline parallelism", arXiv 2106.02679, describe the order. A patent applicatio
 is said to cover it.
 
 Gradient accumulation runs the whole model on one micro-batch after another, and keeps the gradients
-of all weights. Here the micro-batches go through one layer after another. Each piece is a
+of all weights. Here all micro-batches go through one layer, then through the next. Each piece is a
 checkpointed segment, so a layer's backward pass recomputes one piece at a time. Autograd adds up
 the gradient of a weight within that pass and delivers it once, and the step in backward uses it at
-once. Of all pieces, only the inputs of the layers are kept.
+once. Only the layers' inputs are kept, for all pieces.
 """
 
 import functools
@@ -30,12 +30,13 @@ from ds_ext.forward.replaced import Forward, restore
 
 
 def split_batch(model: nn.Module, splits: int, layers: str | None = None) -> list[str]:
-    """Makes each layer of a model run its batch in pieces, one after another, when it trains.
+    """Makes each layer of a model run a training batch in pieces, one after another.
 
-    The loss and the gradients are those of the whole batch. A layer's arguments are divided if
-    their first dimension is the batch's; all other arguments are passed to each piece. Every piece
-    is checkpointed, and draws its own dropout masks. A batch of fewer rows than ``splits`` runs row
-    by row. Without gradients, as in evaluation, layers run whole.
+    The loss and the gradients are those of the whole batch. A layer keeps only its inputs; its
+    backward pass computes each piece again. Arguments whose first dimension is the batch are
+    divided; each piece gets all other arguments whole. Each piece draws its own dropout masks. A
+    batch of fewer rows than ``splits`` runs row by row. Without gradients, as in evaluation, layers
+    run the whole batch at once.
 
     In bf16, autograd adds up the pieces' gradients of a weight in bf16.
 

@@ -30,17 +30,17 @@ SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_m
 def chunk_loss(model: nn.Module, chunks: int | None = None, label_smoothing: float = 0.0) -> None:
     """Makes a causal language model of transformers compute its loss in chunks of tokens.
 
-    It applies if the model gets ``labels`` and gradients are enabled. The output's ``logits`` are
-    then None. Without ``labels``, as for HF Trainer's ``label_smoothing_factor``, or without
-    gradients, the model computes its logits as before. In bf16, autograd adds up the chunks'
-    gradients of the head's weight in bf16.
+    If the model gets ``labels`` and gradients are enabled, each chunk's logits exist only while its
+    loss and its gradient are computed, and the output's ``logits`` are None. Otherwise the model
+    computes its logits as before. HF Trainer passes no ``labels`` with ``label_smoothing_factor``.
+    In bf16, autograd adds up the chunks' gradients of the head's weight in bf16.
 
     Args:
         model: the model, or one that contains it, before ``fully_shard`` or
             ``deepspeed.initialize``.
-        chunks: the number of chunks; by default so many that a chunk has at most 2^26 logits. 0
-            undoes an earlier call.
-        label_smoothing: as of ``torch.nn.functional.cross_entropy``.
+        chunks: the number of chunks; by default the fewest with at most 2^26 logits each. 0 undoes
+            an earlier call.
+        label_smoothing: passed to ``torch.nn.functional.cross_entropy``.
 
     Raises:
         ValueError: a value is invalid, the model is not a causal language model of transformers

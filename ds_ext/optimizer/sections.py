@@ -27,7 +27,7 @@ class SplitConfig:
     """The hyper-parameters that name the sections of matrices, for rules that step sections."""
 
     split: Sizes | None = None  # rows of each part; "auto": from the model's config
-    heads: Count | None = None  # steps each head alone; with `split`, joins its parts of all heads
+    heads: Count | None = None  # each head is a part; with `split`, its sizes are of one head
     split_dim: Dim = 0  # 1: columns instead of rows
 
 

@@ -119,8 +119,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
     add("--batch", type=_positive, metavar="ROWS", help="rows a rank computes at once (default 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
-    add("--batch-splits", type=_positive, metavar="N", help="ds_ext.batch_splits: layers in pieces")
-    add("--chunked-loss", action="store_true", help="ds_ext.chunked_loss: the loss in chunks")
+    add("--batch-splits", type=_positive, metavar="N", help="as ds_ext.batch_splits")
+    add("--chunked-loss", action="store_true", help="as ds_ext.chunked_loss")
     add("--lora", type=_positive, metavar="RANK", help="also LoRA of this rank with AdamW")
     size = f"{GPU_BUCKET_BYTES // 2**20} MiB, at most {GPU_SHARE} of the smallest --memory"
     add("--bucket", type=_positive, help=f"reduce_bucket_size, in elements (default: {size})")

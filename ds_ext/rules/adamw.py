@@ -38,7 +38,7 @@ class AdamW:
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 1e-2  # decoupled, times lr
-    nbits: Bits = 32  # of the moments
+    nbits: Bits = 32  # bits of a moment's element
     min_8bit_size: Size = 4096  # fewer moments than these stay fp32
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ class GaLoreAdamW:
     eps: Positive | None = None  # null, as the authors': 1e-6, and 1e-8 with 8-bit moments
     weight_decay: NonNegative = 0.0  # decoupled, times lr
     correct_bias: bool = True
-    nbits: Bits = 32  # of the moments
+    nbits: Bits = 32  # bits of a moment's element
     min_8bit_size: Size = 4096  # fewer moments than these stay fp32
 
     def __post_init__(self) -> None:

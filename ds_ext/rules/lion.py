@@ -32,7 +32,7 @@ class Lion:
     lr: NonNegative = 1e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.99)  # decay in the update, in the stored momentum
     weight_decay: NonNegative = 0.0  # decoupled, times lr
-    nbits: Bits = 32  # of the momentum
+    nbits: Bits = 32  # bits of a moment's element
 
     def state_spec(self, shard: Shard) -> Parts:
         return {"m": formats.state_spec(self.moment, shard)}

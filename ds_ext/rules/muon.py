@@ -83,15 +83,16 @@ class Muon:
     momentum: Fraction = 0.95
     nesterov: bool = True
     weight_decay: NonNegative = 0.1  # decoupled, times lr
-    # of all steps, or a list of triples of which the last is repeated
+    # of each step; a single triple, or the last of a list, serves all further steps
     ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315)
-    ns_steps: Count = 5  # of the Newton-Schulz iteration
-    ns_dtype: Precision = "bf16"  # of its products, whose sums are fp32
-    eps: Positive = 1e-7  # the least norm that is divided by
-    # of lr: original sqrt(max(1, rows / cols)), match_rms_adamw 0.2 · sqrt(max(rows, cols))
+    ns_steps: Count = 5  # steps of the Newton-Schulz iteration
+    ns_dtype: Precision = "bf16"  # of its matrix products; sums are fp32
+    eps: Positive = 1e-7  # least norm
+    # lr's factor: sqrt(max(1, rows / cols)), or 0.2 · sqrt(max(rows, cols))
     adjust_lr_fn: Adjustment = "original"
-    beta2: Fraction | None = None  # decay of a row's mean square, by which NorMuon divides; or null
-    nbits: Bits = 32  # of the momentum
+    # NorMuon: divides rows by an RMS that decays at this rate; null: Muon
+    beta2: Fraction | None = None
+    nbits: Bits = 32  # bits of a moment's element
 
     def state_spec(self, shard: Shard) -> Parts:
         m = formats.state_spec(self.moment, shard)

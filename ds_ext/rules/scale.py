@@ -47,12 +47,12 @@ class SCALE:
     """Gradient descent with normalized rows or columns (arXiv 2506.16659)."""
 
     lr: NonNegative = 1e-3
-    norm_axis: Axis = "row"  # what is divided by its RMS; of an embedding "column"
-    momentum: Fraction = 0.0  # of the output head 0.9
+    norm_axis: Axis = "row"  # what is divided by its RMS
+    momentum: Fraction = 0.0  # its decay rate; 0: none
     eps: Positive = 1e-8  # least RMS of a row or column
     weight_decay: NonNegative = 0.0  # decoupled, times lr
-    base_width: Size = 0  # columns that lr is meant for; 0: any
-    width_exponent: NonNegative = 1.0  # of base_width / columns
+    base_width: Size = 0  # columns of the matrices that lr was tuned for; 0: any
+    width_exponent: NonNegative = 1.0  # lr is multiplied by (base_width / columns) to this power
 
     def state_spec(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard)} if self.momentum else {}

@@ -59,14 +59,15 @@ class SinkGD:
     """Gradient descent with normalized rows and columns, without state (arXiv 2502.06742)."""
 
     lr: NonNegative = 1e-3
-    iterations: Count = 5  # of bringing rows, then columns, to their norm
+    iterations: Count = 5  # of normalizing rows, then columns
     alpha: NonNegative = 0.05  # times lr: x has an RMS of 1, larger than Adam's update
     eps: Positive = 1e-8  # least norm of a row or column
-    weight_decay: NonNegative = 0.0  # decoupled, times a
-    base_width: Size = 0  # columns that lr is meant for; 0: any
-    width_exponent: NonNegative = 1.0  # of base_width / columns
-    spectral: Spectrum = "none"  # the largest singular value of x
-    spectral_iterations: Count = 1  # power iterations in a step
+    weight_decay: NonNegative = 0.0  # decoupled, times lr · alpha
+    base_width: Size = 0  # columns of the matrices that lr was tuned for; 0: any
+    width_exponent: NonNegative = 1.0  # lr is multiplied by (base_width / columns) to this power
+    # largest singular value of an update before lr: any, 1, or sqrt(rows / columns)
+    spectral: Spectrum = "none"
+    spectral_iterations: Count = 1  # power iterations per step to estimate it
 
     def __post_init__(self) -> None:
         if self.base_width and self.spectral == "muon":

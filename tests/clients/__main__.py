@@ -271,8 +271,8 @@ def write(row: tuple[str, ...]) -> None:
     rows.append(tuple(cell.replace("|", "/") or "–" for cell in row))
     kept = {(row[0].split()[0], row[1]): row for row in rows}
     order = [(run.package, run.what) for client in CLIENTS for run in client.runs]
-    lines = [HEAD, ("---",) * len(HEAD), *(kept[key] for key in order if key in kept)]
-    made = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head = f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}\n"
+    made = head + "".join(f"| {' | '.join(kept[key])} |\n" for key in order if key in kept)
     PAGE.write_text(f"{before}{START}\n{made}{END}{after}")
 
 

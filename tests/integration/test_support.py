@@ -36,6 +36,14 @@ def test_a_partial_tick_that_is_usual_becomes_a_footnote():
     )
 
 
+def test_several_long_lists_of_names_become_footnotes():
+    row = dict.fromkeys(support.OPTIMIZERS[:5], "passed")
+    cells = {"MiCS": {"0": row, "1": row, "2": dict.fromkeys(support.OPTIMIZERS[:2], "passed")}}
+    table = support.render({"date": "then", "full": True, "cells": cells})
+    assert "| MiCS |  |  | ✓¹ | ✓¹ | LOMO, AdaLomo |  |" in table
+    assert "✓¹: with LOMO, AdaLomo, Adafactor, CAME, LAMB. " in table
+
+
 FARED = [
     (dict.fromkeys(support.OPTIMIZERS, "passed"), "✓"),
     (dict.fromkeys(support.OPTIMIZERS[1:], "passed"), f"✓ except {support.OPTIMIZERS[0]}"),
