@@ -1,7 +1,8 @@
-"""Process groups with their own queue, created once per process and set of ranks.
+"""Process groups with their own queue, created once per process, set of ranks and queue.
 
-On a GPU, the collectives of a group wait for each other in one queue. DeepSpeed's gathers of the
-next layers would wait for gradients and a rule's sums of them. So these use their own groups.
+On a GPU, the collectives of a group wait for each other in one queue. There are two queues beside
+DeepSpeed's: reductions of gradients, and the sums and publications of steps. So a reduction waits
+for no step, and DeepSpeed's gathers of the next layers wait for neither.
 Gloo runs collectives in threads and needs no second group, which costs a connection to each rank.
 
 Groups last until ``torch.distributed.destroy_process_group``, because the ranks of an NCCL group
@@ -22,19 +23,27 @@ from ds_ext.distributed.placement import Group, communicates, everyone, size_of
 WITHOUT_QUEUES = {"cpu", "meta"}
 ON_HOSTS = {"cpu", "meta"}  # device types whose values the host can read at once
 
-_made: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup] = {}
+STEPS, REDUCTIONS = "steps", "reductions"  # queues
+
+# By backend (None: that of all ranks), queue ("" for groups that DeepSpeed may use too) and ranks.
+_made: dict[tuple[str | None, str, tuple[int, ...]], dist.ProcessGroup] = {}
 _counts: Counter[tuple[int, ...]] = Counter()  # groups made, by ranks; the same on all of them
 
 
-def with_own_queue(group: Group, device: torch.device) -> Group:
-    """Returns a group of the same ranks for sums on ``device``, which wait for no other collective.
+def with_own_queue(group: Group, device: torch.device, queue: str = STEPS) -> Group:
+    """Returns a group of the same ranks whose collectives on ``device`` wait in a queue of ours.
 
     All ranks of ``group`` call it, in the same order for groups that share ranks.
+
+    Args:
+        group: the ranks; None for one rank.
+        device: of the tensors.
+        queue: ``STEPS`` or ``REDUCTIONS``.
     """
     if device.type not in WITHOUT_QUEUES:
-        return _twin(group, device, None)
+        return _twin(group, None, queue)
     # Weights may be offloaded to the host while ranks communicate by NCCL.
-    return group if group is None or _reaches(group, device) else _twin(group, device, "gloo")
+    return group if group is None or _reaches(group, device) else _twin(group, "gloo", queue)
 
 
 def of_ranks(ranks: tuple[int, ...]) -> Group:
@@ -44,10 +53,7 @@ def of_ranks(ranks: tuple[int, ...]) -> Group:
         return None
     if sorted(ranks) == dist.get_process_group_ranks(world):
         return world
-    made = _made.get((None, ranks))
-    if made is None or made not in dist.distributed_c10d._world.pg_map:
-        made = _new(ranks, _timeout(world), None)
-    return made
+    return _cached(ranks, _timeout(world))
 
 
 def alone() -> Group:
@@ -55,11 +61,7 @@ def alone() -> Group:
     world = everyone()
     if world is None or size_of(world) == 1:
         return world
-    ranks = (dist.get_rank(),)
-    made = _made.get((None, ranks))
-    if made is None or made not in dist.distributed_c10d._world.pg_map:
-        made = _new(ranks, _timeout(world), None)
-    return made
+    return _cached((dist.get_rank(),), _timeout(world))
 
 
 def divided(group: Group, size: int) -> tuple[Group, Group]:
@@ -81,27 +83,29 @@ def divided(group: Group, size: int) -> tuple[Group, Group]:
 
 def for_hosts(group: Group, device: torch.device) -> Group:
     """Returns a group of the same ranks for messages between hosts, which wait for no GPU."""
-    return group if device.type in ON_HOSTS else _twin(group, device, "gloo")
+    return group if device.type in ON_HOSTS else _twin(group, "gloo", "hosts")
 
 
-def _twin(group: Group, device: torch.device, backend: str | None) -> Group:
-    """The group of these ranks and ``backend``; None: the backend of the group of all ranks."""
+def _twin(group: Group, backend: str | None, queue: str) -> Group:
+    """The group of these ranks with a backend and a queue."""
     if group is None or not communicates(group):
         return group
-    ranks = tuple(dist.get_process_group_ranks(group))
-    made = _made.get((backend, ranks))
-    if made is None or made not in dist.distributed_c10d._world.pg_map:  # it was destroyed since
-        made = _new(ranks, _timeout(group), backend)
-    return made
+    return _cached(tuple(dist.get_process_group_ranks(group)), _timeout(group), backend, queue)
 
 
-def _new(ranks: tuple[int, ...], timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+def _cached(
+    ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None, queue: str = ""
+) -> dist.ProcessGroup:
+    """The group that was made earlier, or a new one."""
+    made = _made.get((backend, queue, ranks))
+    if made is not None and made in dist.distributed_c10d._world.pg_map:  # it was not destroyed
+        return made
     with _named(ranks), _unbound():
         made = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
         )
     assert isinstance(made, dist.ProcessGroup)
-    _made[backend, ranks] = made
+    _made[backend, queue, ranks] = made
     return made
 
 

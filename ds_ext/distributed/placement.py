@@ -117,9 +117,16 @@ class Placement:
         self.levels: Levels | None = None
         self.bytes_sent = 0
 
-    def connect(self, with_own_queue: Callable[[Group], Group]) -> None:
-        """Lets sums use groups of the same ranks for which no other collective waits."""
-        self.statistics_group = with_own_queue(self.statistics_group)
+    def connect(
+        self, in_steps: Callable[[Group], Group], in_reductions: Callable[[Group], Group]
+    ) -> None:
+        """Lets sums and reductions use groups of the same ranks with queues of their own.
+
+        Args:
+            in_steps: returns a group for the collectives of steps.
+            in_reductions: returns a group for reductions, which then wait for no step.
+        """
+        self.statistics_group = in_steps(self.statistics_group)
 
     @property
     def groups(self) -> set[Group]:
@@ -296,13 +303,21 @@ class Sharded(Summed):
             num_replicas,
         )
         self.replicas = replicas
+        self.publish_group = group
         self.num_shards = self.world
         self.shard_index = 0 if group is None else dist.get_rank(group)
 
-    def connect(self, with_own_queue: Callable[[Group], Group]) -> None:
-        """Lets sums and reductions use groups of the same ranks for which no gather waits."""
-        super().connect(with_own_queue)
-        self.group = with_own_queue(self.group)
+    @property
+    def groups(self) -> set[Group]:
+        """See ``Placement.groups``."""
+        return super().groups | {self.publish_group}
+
+    def connect(
+        self, in_steps: Callable[[Group], Group], in_reductions: Callable[[Group], Group]
+    ) -> None:
+        """See ``Placement.connect``. Updated runs are published in the queue of steps."""
+        super().connect(in_steps, in_reductions)
+        self.publish_group, self.group = in_steps(self.group), in_reductions(self.group)
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         runs = list(map(self._own_part, flats))
@@ -337,7 +352,8 @@ class Sharded(Summed):
         runs = list(map(self._own_part, gathered))
         self.bytes_sent += sum(run.nbytes for run in runs)
         with explained():
-            self.group.allgather_into_tensor_coalesced(gathered, runs).wait()  # type: ignore[union-attr]
+            group = self.publish_group
+            group.allgather_into_tensor_coalesced(gathered, runs).wait()  # type: ignore[union-attr]
         for param, whole in wholes.items():
             values = flat(param)
             if len(whole) > len(values):

@@ -92,7 +92,8 @@ class InPieces(Forward):
         if hidden is None or hidden.ndim < 2:
             raise ValueError(f"split_batch: layer {self.name!r} gets no tensor with a batch.")
         rows = hidden.shape[0]
-        sizes = [len(x) for x in torch.arange(rows).tensor_split(min(max(rows, 1), self.splits))]
+        count = min(max(rows, 1), self.splits)
+        sizes = [rows // count + (i < rows % count) for i in range(count)]
         divided = [self._divided(x, hidden, sizes) for x in leaves]
         results = []
         with _recorded_in_pieces(len(sizes)):

@@ -16,6 +16,7 @@ from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.hyperparams import Count, Dim, Sizes
 from ds_ext.ops.shard import Place, Section, Shard
+from ds_ext.ops.state import Part
 from ds_ext.ops.weight_storage import StochasticWeight
 from ds_ext.ops.weight_update import Weight
 
@@ -80,6 +81,11 @@ def _problem(rule: SplitConfig, shape: Shape) -> str:
         return 'set "split" or "heads" too, or remove the key'
     if len(shape) != 2:
         return "only a matrix can be split"
+    if odd := _undivided_state(rule, shape):
+        return (
+            f"the state {odd} of {type(rule).__name__} has not one number for each element, so it "
+            "cannot be divided. Remove the key, or the option that needs this state"
+        )
     rows = "rows" if rule.split_dim == 0 else "columns"
     size = shape[rule.split_dim]
     if not rule.split:
@@ -92,6 +98,13 @@ def _problem(rule: SplitConfig, shape: Shape) -> str:
     other = shape[1 - rule.split_dim] == total * heads
     hint = f' (for its {"columns" if rows == "rows" else "rows"}, set "split_dim")' * other
     return f"the sizes must add up to its {size} {rows}, but add up to {found}{hint}"
+
+
+def _undivided_state(rule: Any, shape: Shape) -> str:
+    """The name of a state tensor that sections cannot share; "" if there is none."""
+    parts = rule.state_spec(Shard.whole(shape)) if hasattr(rule, "state_spec") else {}
+    whole = Part.like(Shard.whole(shape))
+    return next((repr(key) for key, part in parts.items() if part != whole), "")
 
 
 @functools.lru_cache(4096)

@@ -40,13 +40,15 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
     """Raises ValueError if the rule of ``param`` cannot step the shape of ``shard``."""
     rule = table.hypers_of(table.group_of[param])
     entry = rules.entry_of(rule)
-    how, is_stack = table.rule_of(param), param in table.stacks
-    sections.refuse(how, shard.shape[is_stack:], table.name(param))
-    if sections.are_set(how) and shard.split is not None:
-        raise ValueError(
-            f"split and heads need ranks that hold whole rows of {table.name(param)}, of shape "
-            f"{list(shard.shape)}: shard only its first dimension, or remove the keys."
-        )
+    is_stack = param in table.stacks
+    if entry.has_sections:
+        how = table.rule_of(param)
+        sections.refuse(how, shard.shape[is_stack:], table.name(param))
+        if sections.are_set(how) and shard.split is not None:
+            raise ValueError(
+                f"split and heads need ranks that hold whole rows of {table.name(param)}, of shape "
+                f"{list(shard.shape)}: shard only its first dimension, or remove the keys."
+            )
     if is_stack and shard.split is not None:
         raise ValueError(
             f"a parameter of shape {list(shard.shape)} stacks experts, but ranks hold parts of "

@@ -77,5 +77,5 @@ class SCALE:
             x = ops.normalize_rows(x, sums, self.eps * shard.cols**0.5, shard)
         lr = self.lr
         if self.base_width:
-            lr = lr * (self.base_width / shard.cols) ** self.width_exponent
+            lr = lr * shard.width_ratio(self.base_width) ** self.width_exponent
         ops.apply_(p, x, shard, lr=lr, weight_decay=self.weight_decay)

@@ -94,7 +94,7 @@ class SinkGD:
             x = yield from self.to_target(x, s["u"], t, shard)
         lr = self.lr * self.alpha
         if self.base_width:
-            lr = lr * (self.base_width / shard.cols) ** self.width_exponent
+            lr = lr * shard.width_ratio(self.base_width) ** self.width_exponent
         ops.apply_(p, x, shard, lr=lr, weight_decay=self.weight_decay)
 
     def to_target(

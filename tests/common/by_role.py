@@ -88,7 +88,7 @@ def optimizer(
 
     def _of_matrices(rule: str, group: Group, hypers: Group) -> torch.optim.Optimizer:
         if rule == "muon":
-            return low_rank.Muon([group], **hypers)
+            return low_rank.Muon([group], **{k: v for k, v in hypers.items() if k != "ns_dtype"})
         if rule not in APOLLOS:
             return ordinary(rule, [group], hypers)
         own = APOLLOS[rule] | {"gap": hypers.get("update_proj_gap", 200)}

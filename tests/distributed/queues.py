@@ -55,6 +55,7 @@ def twice() -> dict[str, Any]:
 
     def reduced(placement: Sharded, flats: list[torch.Tensor]) -> Any:
         reducing.add(placement.group)
+        used.add(placement.publish_group)
         return reduce(placement, flats)
 
     with (
@@ -66,8 +67,8 @@ def twice() -> dict[str, Any]:
         for stage in (*STAGES, *STAGES):
             apart.append(trained(stage))
             counts.append(len(dist.distributed_c10d._world.pg_map))
-    (own,) = groups._made.values()
-    is_used = own in used and reducing == {own}
+    own = {queue: group for (_, queue, _), group in groups._made.items()}
+    is_used = reducing == {own["reductions"]} and own["steps"] in used and not used & reducing
     return {"plain": plain, "apart": apart, "counts": counts, "is_used": is_used}
 
 
@@ -118,7 +119,7 @@ def limits() -> list[float]:
         own = groups.with_own_queue(shorter, torch.device("cpu"))
         found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         trained(3)
-        (own,) = groups._made.values()
+        own = groups._made[None, groups.STEPS, (0, 1)]
         found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     everyone = dist.group.WORLD._get_backend(torch.device("cpu"))
     return [*found, everyone.options._timeout.total_seconds()]

@@ -53,7 +53,7 @@ def batch(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def hypers(kind: str) -> dict[str, Any]:
-    return {"lr": 0.02, "weight_decay": 0.1, "split": "auto"} | KINDS[kind][2]
+    return {"lr": 0.02, "weight_decay": 0.1, "split": "auto", "ns_dtype": "fp32"} | KINDS[kind][2]
 
 
 def config(kind: str, stage: int, **more: Any) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def test_other_models_than_language_models(tmp_path, capsys):
 
 REFUSED = [
     (["--model", "lama-7b"], "--model lama-7b: no such folder or file, and no known model. Did"),
-    (["--batch", "2"], "--batch and --checkpointing are for activations: add --seq TOKENS"),
+    (["--batch", "2"], "--chunked-loss are for activations: add --seq TOKENS"),
     (["--config", "nowhere.json"], "--config nowhere.json: "),
     (["--model", "."], "--model .: no configuration of transformers"),
     ([], "--model is missing; or give --memory"),

@@ -234,7 +234,7 @@ def test_the_host_reads_nothing_before_a_step_ends_and_one_vector_then(name, mon
 LARGE = ((4096, 4096), (1024, 11008), (4096,))
 
 
-@pytest.mark.parametrize("name, most", [("adalomo", 4), ("came", 7), ("lamb", 3), ("lomo", 1)])
+@pytest.mark.parametrize("name, most", [("adalomo", 5), ("came", 8), ("lamb", 3), ("lomo", 1)])
 def test_to_judge_takes_no_launch(name, most, monkeypatch):
     launched = []
     paths.use(monkeypatch, "ops")

@@ -386,7 +386,7 @@ def test_what_no_kernel_reads_is_applied_by_one_in_slices(
         return made[-1]
 
     monkeypatch.setattr(single, "read", read)
-    monkeypatch.setattr(scratch, "SLICE", limit)
+    monkeypatch.setattr(scratch, "product_limit", lambda device: limit)
     shapes, hypers = ((70, 64), (37, 150)), SETTINGS[name] | hypers
     found, before = trained(name, dtype, "stochastic", world, hypers, shapes)
     elements = sum(math.prod(shape) for shape in shapes)

@@ -134,7 +134,8 @@ OPTIONS = ("sinkgd width", "sinkgd unit", "sinkgd muon", "scale width")
 def test_options_in_fp32_equal_the_formulas(case, path, monkeypatch):
     """On every path; wide, tall and stacked matrices of one bucket have rates of their own."""
     paths.use(monkeypatch, path)
-    name, hypers = case.split()[0], SETTINGS[case][0]
+    name = case.split()[0]
+    hypers = LARGE[name] | SETTINGS[case][0]
     before = table.weights(SHAPES, torch.float32)
     steps = table.gradients(3, SHAPES, torch.float32)
     ours = getattr(ds_ext, PAPERS[name][0].__name__)

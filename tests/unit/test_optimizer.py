@@ -301,7 +301,7 @@ REFUSED = [
         {"betas": [0.9, 0.999]},
         ["optimizer.params.betas is [0.9, 0.999]", "a list of 3: [a number in [0, 1)", "Adam"],
     ),
-    ("came", {"betas": [0.9, 0.999, 1.0]}, ["betas is [0.9, 0.999, 1.0]", "a list of 3 numbers"]),
+    ("came", {"betas": [0.9, 0.999, 1.0]}, ["betas is [0.9, 0.999, 1.0]", "a list of 3"]),
     ("came", {"betas": "auto"}, ["betas is 'auto'", "HF Trainer"]),
     (
         "lomo",

@@ -304,6 +304,19 @@ def test_wrong_sizes_are_refused_by_name(kind):
         rules_of(Attention(), param_groups=[entry])
 
 
+@pytest.mark.parametrize(
+    "kind, hypers",
+    [("Muon", {"nbits": 8}), ("Muon", {"beta2": 0.9}), ("SinkGD", {"spectral": "unit"})],
+)
+def test_states_that_cannot_be_divided_are_refused(kind, hypers):
+    param = nn.Parameter(torch.ones(12, 8))
+    param.grad = torch.ones_like(param)
+    optimizer = getattr(ds_ext, kind)([param], split=[6, 6], **hypers)
+    with pytest.raises(ValueError, match=rf"split is \[6, 6\], .* of {kind} has not one number"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(12, 8))
+
+
 def test_boxes_of_tensor_parallelism_are_refused():
     """Each of two ranks has half of the columns."""
     optimizer = ds_ext.Muon([nn.Parameter(torch.ones(12, 8))], split=[6, 6])
