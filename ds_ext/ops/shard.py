@@ -214,7 +214,7 @@ class Shard:
         """The columns of a matrix; the elements of a vector."""
         return self.shape[-1] if self.is_matrix else self.numel
 
-    def width_ratio(self, cols: int) -> Any:
+    def width_ratio(self, cols: int) -> float:
         """Returns ``cols`` divided by the matrix's own number of columns, at least 1."""
         return cols / max(1, self.cols)
 
