@@ -545,7 +545,7 @@ def test_the_hosts_time_is_of_many_parameters_and_of_no_pass(name):
 
 @needs.triton
 @pytest.mark.parametrize(
-    "name, launches, most, rounds", [("lomo", 1, 1, 0), ("lamb", 3, 2, 1), ("adalomo", 4, 2, 1)]
+    "name, launches, most, rounds", [("lomo", 1, 1, 0), ("lamb", 3, 2, 1), ("adalomo", 5, 3, 1)]
 )
 def test_a_bucket_of_7b_takes_a_few_launches_and_a_copy_a_round(name, launches, most, rounds):
     row = host_gpu.row(name, 1)
