@@ -231,9 +231,14 @@ class Buckets:
 
     @torch.no_grad()
     def flush(self, ended: bool = False) -> bool:
-        """Reduces and delivers gradients that all ranks have; returns whether all ranks ended.
+        """Reduces the gradients of the last question, and asks about those that wait now.
 
-        On a GPU the host does not wait for the other ranks' answer before the next call.
+        Ranks ask each other which gradients all have. Unless ``asks_ahead``, or if backward has
+        ``ended``, the answer is read at once, and these gradients are reduced too. Otherwise the
+        next call reads it.
+
+        Returns:
+            Whether backward has ended on all ranks.
         """
         self._reduce_ready()
         more = {p: self.uses.in_parts(p) for p in self.waiting}

@@ -43,7 +43,8 @@ class Stepper:
         Args:
             grads: the gradients.
             state: of the step in progress.
-            checked: parameters whose gradients the first round checks, on a GPU on the device.
+            checked: parameters whose gradients are checked by the sums of the first round: on a
+                CPU by the host, on a GPU by kernels.
             votes: votes by which kernels check other gradients.
         """
         state.use_up(grads.keys())

@@ -13,7 +13,7 @@ class StepResult(NamedTuple):
     """How a step ended."""
 
     norm: float  # of all gradients before clipping; not finite if one of them was not
-    overflow: bool  # whether a gradient was not finite
+    overflow: bool  # whether a gradient was bad: not finite, or too large
     skipped: bool  # whether no parameter was stepped because of that
 
 

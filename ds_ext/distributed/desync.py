@@ -1,4 +1,4 @@
-"""Detects ZeRO-3 ranks that use modules in different orders, before a collective mixes them up.
+"""Detects ZeRO-3 ranks that use modules in different orders.
 
 A collective accepts whatever tensors the ranks pass. If they are of different parameters, the
 result is silently wrong; if their sizes differ, it fails or hangs. So the hosts compare a hash of
@@ -19,7 +19,9 @@ from ds_ext.distributed.placement import Group
 class OrderCheck:
     """Compares the order of the ranks of ``group``, and raises RuntimeError on all if it differs.
 
-    With ``ahead``, a bucket is sent before its comparison has ended, but not waited for.
+    Without ``ahead``, no bucket that differs between ranks is reduced. With ``ahead``, the host
+    reads the result for a bucket at the next comparison, so one such bucket may be reduced and
+    stepped before the error is raised.
     """
 
     def __init__(

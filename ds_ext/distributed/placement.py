@@ -1,14 +1,15 @@
 """Placements: which run of a parameter a rank updates, and its collectives.
 
-Parameters with the same distribution share one. d is the number of data-parallel ranks.
+Parameters with the same distribution share one. d is the number of ranks that together hold one
+replica of the runs: all data-parallel ranks, unless ``ds_ext.shard_size`` is set.
 
 | placement    | weight kept | run   | gradient       | after the update   | partial sums     |
 |--------------|-------------|-------|----------------|--------------------|------------------|
-| `Replicated` | all         | all   | all-reduce     | nothing            | of one rank      |
+| `Replicated` | all         | all   | all-reduce     | nothing            | complete, unsent |
 | `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | added up over d  |
 
-If several groups of d ranks hold replicas of the same runs, each run's sum is all-reduced among its
-replicas after the reduce-scatter. Partial sums stay within a group, because replicas have the same.
+If several groups of d ranks each hold a replica, each run's sum is all-reduced among its replicas
+after the reduce-scatter. Partial sums stay within a group, because all groups have the same ones.
 engine/zero3.py has the placement of ZeRO-3, where a rank keeps only its run. With tensor
 parallelism, "all" means the boxes of the matrix that a rank holds, and partial sums are added up
 over all ranks that hold a part of it. Unsplit parameters have their own placement, as do experts.
@@ -279,8 +280,8 @@ class Sharded(Summed):
     """Parameters that every rank holds whole, and updates 1/d of: ZeRO stages 1 and 2.
 
     Args:
-        group: the d ranks.
-        grad_divisor: by default the number of ranks in ``group`` and ``replicas``.
+        group: the d ranks that hold one replica.
+        grad_divisor: by default the product of the numbers of ranks of ``group`` and ``replicas``.
         statistics_group: by default ``group``.
         tensor_parallel_shards: see ``Placement``.
         replicas: the ranks, one of each group of d, that hold the same runs; None: no replicas.

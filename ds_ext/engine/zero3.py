@@ -37,9 +37,10 @@ class Zero3Placement(Sharded):
         return deepspeed_parameter(param).ds_tensor[: len(self.shard(param))]
 
     def publish(self, params: Iterable[Tensor]) -> None:
-        """Does nothing on several ranks: ``Zero3Layout.end_step`` gathers the weights.
+        """Sends nothing: DeepSpeed's next gather of a module reads the updated partitions.
 
-        On one rank DeepSpeed does not gather, and the run is the whole weight.
+        ``Zero3Layout.end_step`` gathers persistent parameters. On one rank DeepSpeed does not
+        gather, and the run is the whole weight, so its version counter is incremented.
         """
         if self.num_shards == 1:
             Placement.publish(self, params)

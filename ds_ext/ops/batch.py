@@ -101,7 +101,10 @@ class Weights:
     norm_cache: Any = None  # the executor's cached norms of the weights
 
     def storage(self) -> WeightStorage:
-        """Returns itself: it has the fields of a ``WeightStorage``."""
+        """Returns itself: passes read its fields as a ``WeightStorage``'s, except ``start``.
+
+        ``Batch.noise_firsts`` replaces ``start``.
+        """
         return cast(WeightStorage, self)
 
 

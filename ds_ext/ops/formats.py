@@ -35,7 +35,11 @@ class Format(Protocol):
         ...
 
     def opened(self, kept: Any) -> Writable:
-        """Returns the values of a state, to be read and written."""
+        """Returns the values of a state, to be read and written.
+
+        If native code and kernels can read them, the result is a tensor, or has ``columns(name)``:
+        the tensors that store the moment ``name``, by their table columns.
+        """
         ...
 
 

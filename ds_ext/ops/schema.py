@@ -103,7 +103,12 @@ SHARED = (
     Column("decay", "float", "weight decay"),
     Column("lerp1", "float", "the weight of x in m: 1 − beta1"),
     Column("lerp2", "float", "the weight of x² in v: 1 − beta2; for Lion, of x in m"),
-    Column("a", "float", "in Adam's update: m / (sqrt(v) · a + b)"),
+    Column(
+        "a",
+        "float",
+        "in Adam's update: m / (sqrt(v) · a + b); kernels: target norm (normalize), 1 / elements "
+        "(factors)",
+    ),
     Column("b", "float", "in Adam's update, see a"),
     Column("eps", "float", "small constant that keeps divisors above zero"),
     Column("clip", "float", "upper limit of the RMS of the update"),
@@ -126,7 +131,12 @@ KERNELS = (
     Column("down", "int64_t", "tiles per matrix from top to bottom"),
     Column("row0", "int64_t", "first row that the tiles cover"),
     Column("mat0", "int64_t", "first matrix that the tiles cover"),
-    Column("height", "int64_t", "rows of all tiles, padding included"),
+    Column(
+        "height",
+        "int64_t",
+        "row_col_sums: rows of all tiles, padding included; strips: rows of a strip; "
+        "fold: elements to add up",
+    ),
     Column("total", "int64_t", "fold: nonzero for a single sum; recall: number of tiles"),
     Column("part", "float *", "partial sums of each tile"),
     Column("part2", "float *", "second partial sums of each tile"),

@@ -100,7 +100,7 @@ class Shard:
     shape: tuple[int, ...]
     start: int
     stop: int
-    size: int  # of a full run: the parameter is cut at multiples of it, unless it is split
+    size: int  # of a full run: cuts are its multiples, unless ``split`` or ``cut_at`` is given
     split: Split | None = None  # if given, elements count box by box, not row by row
     cut_at: tuple[int, ...] | None = None  # if given, the elements at which runs start
     turn: int = 0  # the parameter's number, by which ranks take turns
@@ -153,7 +153,11 @@ class Shard:
 
     @functools.cached_property
     def flat(self) -> "Shard":
-        """The same run of a vector, for passes that ignore rows and columns."""
+        """The same run of a vector, for passes that ignore rows and columns.
+
+        Its ``cuts`` are the multiples of ``size``. Do not use them if this shard has ``split`` or
+        ``cut_at``.
+        """
         return Shard((self.numel,), self.start, self.stop, self.size)
 
     @functools.cached_property

@@ -25,7 +25,7 @@ class StochasticWeight:
 
     run: Tensor
     key: int  # 32 bits
-    start: int  # index of the run's first element in the whole parameter
+    start: int  # index of the run's first element in the parameter, or in its joined sections
 
     def storage(self) -> WeightStorage:
         """Returns the description for native code and kernels."""

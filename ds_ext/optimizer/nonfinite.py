@@ -5,12 +5,13 @@ rule writes nothing before its first round (``sums_first``), that round checks t
 extra message: the sum of squares of each rank's run travels along, all ranks see the same total,
 and the rank's own sum is its part of the norm. If the rule needs sums of squares anyway, there is
 no extra pass either. Bad gradients are rare: the step of a batch that has some is dropped and begun
-again without them, which takes one more round. In a single process rounds send nothing, and check
-the gradients of any rule: if it writes before its first round, one round precedes it.
+again without them, which takes one more round. In a single process rounds send nothing. There the
+first round checks the gradients of all rules: if a rule writes before its first round, one round
+precedes it. Exceptions are stacks of experts, sections and, on a GPU, parameters stepped alone.
 
 On a GPU, kernels read the total on the device and skip the parameters of bad gradients, so the host
 does not wait. ``DeviceGradFlags`` tells the host once, at the end of the step. Gradients that no
-first round can check are checked by votes, which ranks exchange together with the gradients.
+first round checks are checked by votes, which ranks exchange together with the gradients.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Plans: which runs of a bucket are stepped as one batch, and which alone.
 
-Runs form a batch if they share everything but their tensors: rule, dtypes, geometry and number of
-steps. A rule that is registered as ``is_batched`` makes one pass over the whole batch. Other rules,
-and parameters that no batched pass supports, are stepped one by one. All ranks choose the same
-batches, because their partial sums are added up in order. This holds if all ranks have devices of
-one kind.
+Runs form a batch if they have the same param group, dtypes, number of steps and kind of geometry
+(``batch.kind``). Experts of stacks form batches of their own. A rule that is registered as
+``is_batched`` makes one pass over the whole batch. Other rules, and parameters that no batched pass
+supports, are stepped one by one. All ranks choose the same batches, because their partial sums are
+added up in order. This holds if all ranks have devices of one kind.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -24,8 +24,8 @@ State: TypeAlias = dict[str, Any]  # the tensors that ``state_spec`` declares, w
 class Rule(Protocol):
     """An optimizer's algorithm: a frozen dataclass whose fields are its hyper-parameters.
 
-    Every rule has the field ``weight_decay``. Each field has a default and a type from
-    ``ds_ext.hyperparams``, which validates values of the JSON config.
+    Every rule has the fields ``lr`` and ``weight_decay``. Each field has a default. Its type is
+    bool, or made of types from ``ds_ext.hyperparams``, which validates values of the JSON config.
     """
 
     weight_decay: float
@@ -128,8 +128,9 @@ def register(
         rounds: the number of all-reduces of a bucket's partial sums in a step.
         is_batched: whether ``step`` also accepts a batch of parameters. It must then read tensors
             only by passes of ``ops`` (not ``blocks``, ``evaluate``, ``count_beyond`` or ``pad``),
-            and use formulas that hold for vectors [n]. Or a function of a rule and a shard that
-            returns it, with the same result on all ranks.
+            and use formulas that hold for vectors [n]. Expressions of a rule must be dataclasses
+            whose constructors take all fields without a leading underscore. Or a function of a rule
+            and a shard that returns it, with the same result on all ranks.
         sums_first: whether ``step`` yields sums of the gradient before it writes weights or state.
             The first round then detects bad gradients before they have an effect. Or a function, as
             for ``is_batched``. If it is False, gradients are read once more.

@@ -2,9 +2,9 @@
 // whole batch. The interface is C without torch headers, so it works with any version of torch.
 //
 // A pass reads a run in chunks; its inputs and temporaries stay in the cache. Loops are plain, for
-// the compiler to vectorize. Sums use LANES partial sums on every processor, and the shape alone
-// determines how runs are cut into strips. Bits therefore depend neither on the machine's vector
-// width, nor on threads, nor on other parameters in the table.
+// the compiler to vectorize. Sums use LANES partial sums on every processor, and a run's geometry
+// (shape, start and length) determines its strips. Bits therefore depend neither on the machine's
+// vector width, nor on threads, nor on other parameters in the table.
 //
 // The body below is compiled once per instruction set, by including this file again.
 
@@ -186,7 +186,8 @@ bool is_of_statistics(const Call &call) {
 }
 
 // Cuts a run into strips. For row and column sums, strips have whole rows, and whole matrices if
-// these are small. All strips of a run except the first and the last have the same size.
+// these are small. Strips have the same size, except the first and last of a run and the last of
+// each large matrix.
 void cut(const Entry &e, int64_t number, bool by_matrix, std::vector<Strip> &strips) {
     int64_t size = STRIP;
     if (by_matrix && e.cols > 0) {

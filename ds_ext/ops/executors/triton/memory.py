@@ -1,6 +1,7 @@
-"""Memory of a bucket's step on a GPU: one buffer serves all of its launches.
+"""Memory of a bucket's step on a GPU: three buffers serve all of its launches.
 
-Sums over ranks lie next to each other, so a round reduces them in place as one tensor.
+They are scratch, sums, and pinned host memory. Each is as large as the largest step of the bucket
+needed so far. Sums over ranks lie next to each other, so a round reduces them in place.
 """
 
 import weakref
