@@ -23,14 +23,12 @@ from ds_ext.distributed.placement import Group, communicates, everyone, size_of
 WITHOUT_QUEUES = {"cpu", "meta"}
 ON_HOSTS = {"cpu", "meta"}  # device types whose values the host can read at once
 
-STEPS, REDUCTIONS = "steps", "reductions"  # queues
-
 # By backend (None: that of all ranks), queue ("" for groups that DeepSpeed may use too) and ranks.
 _made: dict[tuple[str | None, str, tuple[int, ...]], dist.ProcessGroup] = {}
 _counts: Counter[tuple[int, ...]] = Counter()  # groups made, by ranks; the same on all of them
 
 
-def with_own_queue(group: Group, device: torch.device, queue: str = STEPS) -> Group:
+def with_own_queue(group: Group, device: torch.device, queue: str = "steps") -> Group:
     """Returns a group of the same ranks whose collectives on ``device`` wait in a queue of ours.
 
     All ranks of ``group`` call it, in the same order for groups that share ranks.
@@ -38,7 +36,7 @@ def with_own_queue(group: Group, device: torch.device, queue: str = STEPS) -> Gr
     Args:
         group: the ranks; None for one rank.
         device: of the tensors.
-        queue: ``STEPS`` or ``REDUCTIONS``.
+        queue: "steps" or "reductions".
     """
     if device.type not in WITHOUT_QUEUES:
         return _twin(group, None, queue)

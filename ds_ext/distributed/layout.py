@@ -86,12 +86,7 @@ class Layout:
         self.device = next(iter(names)).device if names else given
         self.host_group = groups.for_hosts(group, self.device)
         for placement in self.placements:
-            placement.connect(
-                *(
-                    functools.partial(groups.with_own_queue, device=self.device, queue=queue)
-                    for queue in (groups.STEPS, groups.REDUCTIONS)
-                )
-            )
+            placement.connect(functools.partial(groups.with_own_queue, device=self.device))
         self.shards = {
             param: dataclasses.replace(placement.shard(param), turn=i)
             for i, (param, placement) in enumerate(self.of.items())

@@ -117,16 +117,9 @@ class Placement:
         self.levels: Levels | None = None
         self.bytes_sent = 0
 
-    def connect(
-        self, in_steps: Callable[[Group], Group], in_reductions: Callable[[Group], Group]
-    ) -> None:
-        """Lets sums and reductions use groups of the same ranks with queues of their own.
-
-        Args:
-            in_steps: returns a group for the collectives of steps.
-            in_reductions: returns a group for reductions, which then wait for no step.
-        """
-        self.statistics_group = in_steps(self.statistics_group)
+    def connect(self, with_own_queue: Callable[..., Group]) -> None:
+        """Lets the sums of steps use a group with their own queue, as ``groups`` makes it."""
+        self.statistics_group = with_own_queue(self.statistics_group)
 
     @property
     def groups(self) -> set[Group]:
@@ -312,12 +305,11 @@ class Sharded(Summed):
         """See ``Placement.groups``."""
         return super().groups | {self.publish_group}
 
-    def connect(
-        self, in_steps: Callable[[Group], Group], in_reductions: Callable[[Group], Group]
-    ) -> None:
-        """See ``Placement.connect``. Updated runs are published in the queue of steps."""
-        super().connect(in_steps, in_reductions)
-        self.publish_group, self.group = in_steps(self.group), in_reductions(self.group)
+    def connect(self, with_own_queue: Callable[..., Group]) -> None:
+        """Lets reductions use a group, too; updated runs are published in that of steps."""
+        super().connect(with_own_queue)
+        self.publish_group = with_own_queue(self.group)
+        self.group = with_own_queue(self.group, queue="reductions")
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         runs = list(map(self._own_part, flats))
