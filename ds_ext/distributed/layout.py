@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups, hierarchical_all_reduce
-from ds_ext.distributed.placement import (
-    Group,
-    Placement,
-    broadcast,
-    communicates,
-    everyone,
-    size_of,
-)
+from ds_ext.distributed.groups import Group, communicates, everyone, size_of
+from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard
 

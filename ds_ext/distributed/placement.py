@@ -15,37 +15,16 @@ over all ranks that hold a part of it. Unsplit parameters have their own placeme
 """
 
 import abc
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ext.distributed.groups import Group, communicates, size_of
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard, Split
-
-Group: TypeAlias = "dist.ProcessGroup | None"
-
-
-def everyone() -> Group:
-    """Returns the group of all processes, None without a process group."""
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-def size_of(group: Group) -> int:
-    """Returns how many ranks a group has, 1 for None."""
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def communicates(group: Group) -> bool:
-    """Returns whether to call collectives of a group, which change nothing on a single rank.
-
-    With ``DS_EXT_COMMUNICATE_ALONE=1`` a single rank calls them too, to test them on one GPU.
-    """
-    least = 1 if os.environ.get("DS_EXT_COMMUNICATE_ALONE") == "1" else 2
-    return group is not None and size_of(group) >= least
 
 
 class TensorParallelShard(NamedTuple):
