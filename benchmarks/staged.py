@@ -25,9 +25,10 @@ from ds_ext.backward.receivers import Keeping
 from ds_ext.backward.reduced_grad import ReducedGrad
 from ds_ext.backward.settings import GradientConfig
 from ds_ext.backward.step_state import Clipping, StepState
+from ds_ext.distributed.groups import size_of
 from ds_ext.distributed.layout import Weight
 from ds_ext.distributed.pipeline_layout import PipelineLayout
-from ds_ext.distributed.placement import Replicated, Sharded, size_of
+from ds_ext.distributed.placement import Replicated, Sharded
 from ds_ext.planner import stages
 from ds_ext.planner.memory import Shapes
 

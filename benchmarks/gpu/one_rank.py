@@ -28,8 +28,9 @@ from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting, using_kerne
 from benchmarks.memory import OURS, llama
 from ds_ext.backward import fuse
 from ds_ext.distributed import placement
+from ds_ext.distributed.groups import Group, everyone
 from ds_ext.distributed.layout import Layout
-from ds_ext.distributed.placement import Group, Replicated, Sharded, everyone
+from ds_ext.distributed.placement import Replicated, Sharded
 
 OPTIMIZERS = ("AdaLomo", "CAME")  # one and two rounds
 ALL_REDUCE, ZERO2, FSDP2 = "all-reduce", "ZeRO-2's placement", "FSDP2"

@@ -9,8 +9,9 @@ from ds_ext import logs
 from ds_ext.backward import owners, settings, startup_log
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
+from ds_ext.distributed.groups import Group, everyone
 from ds_ext.distributed.layout import Layout
-from ds_ext.distributed.placement import Group, Replicated, everyone
+from ds_ext.distributed.placement import Replicated
 from ds_ext.distributed.unsupported_wrappers import refuse_wrapped
 from ds_ext.optimizer import RuleOptimizer
 

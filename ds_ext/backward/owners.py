@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_ext.backward.partial_grads import Uses
 from ds_ext.backward.settings import GradientConfig
 from ds_ext.distributed import consensus
-from ds_ext.distributed.placement import Group
+from ds_ext.distributed.groups import Group
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ds_ext.distributed.placement import Group
+from ds_ext.distributed.groups import Group
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_ext.distributed import consensus
-from ds_ext.distributed.placement import Group
+from ds_ext.distributed.groups import Group
 
 
 class OrderCheck:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.distributed import groups
-from ds_ext.distributed.placement import Group, Placement, communicates, flat
+from ds_ext.distributed.groups import Group, communicates
+from ds_ext.distributed.placement import Placement, flat
 from ds_ext.ops.shard import Box, Shard, Split
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import dtensors, groups
+from ds_ext.distributed.groups import Group, communicates, size_of
 from ds_ext.distributed.layout import Agreement, Layout, complete
-from ds_ext.distributed.placement import Group, communicates, size_of
 from ds_ext.distributed.rank_failure import explained
 
 

@@ -1,4 +1,6 @@
-"""Process groups with their own queue, created once per process, set of ranks and queue.
+"""Process groups: of all ranks, of some, and with queues of their own.
+
+Each is created once per process, set of ranks and queue.
 
 On a GPU, the collectives of a group wait for each other in one queue. There are two queues beside
 DeepSpeed's: reductions of gradients, and the sums and publications of steps. So a reduction waits
@@ -10,27 +12,46 @@ wait for each other when it ends, which would hang if one of them is lost.
 """
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ds_ext.distributed.placement import Group, communicates, everyone, size_of
+Group: TypeAlias = "dist.ProcessGroup | None"
 
 # Device types whose collectives do not wait for each other, or that compute nothing.
 WITHOUT_QUEUES = {"cpu", "meta"}
 ON_HOSTS = {"cpu", "meta"}  # device types whose values the host can read at once
-
-STEPS, REDUCTIONS = "steps", "reductions"  # queues
 
 # By backend (None: that of all ranks), queue ("" for groups that DeepSpeed may use too) and ranks.
 _made: dict[tuple[str | None, str, tuple[int, ...]], dist.ProcessGroup] = {}
 _counts: Counter[tuple[int, ...]] = Counter()  # groups made, by ranks; the same on all of them
 
 
-def with_own_queue(group: Group, device: torch.device, queue: str = STEPS) -> Group:
+def everyone() -> Group:
+    """Returns the group of all processes, None without a process group."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def size_of(group: Group) -> int:
+    """Returns how many ranks a group has, 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def communicates(group: Group) -> bool:
+    """Returns whether to call collectives of a group, which change nothing on a single rank.
+
+    With ``DS_EXT_COMMUNICATE_ALONE=1`` a single rank calls them too, to test them on one GPU.
+    """
+    least = 1 if os.environ.get("DS_EXT_COMMUNICATE_ALONE") == "1" else 2
+    return group is not None and size_of(group) >= least
+
+
+def with_own_queue(group: Group, device: torch.device, queue: str = "steps") -> Group:
     """Returns a group of the same ranks whose collectives on ``device`` wait in a queue of ours.
 
     All ranks of ``group`` call it, in the same order for groups that share ranks.
@@ -38,7 +59,7 @@ def with_own_queue(group: Group, device: torch.device, queue: str = STEPS) -> Gr
     Args:
         group: the ranks; None for one rank.
         device: of the tensors.
-        queue: ``STEPS`` or ``REDUCTIONS``.
+        queue: "steps" or "reductions".
     """
     if device.type not in WITHOUT_QUEUES:
         return _twin(group, None, queue)

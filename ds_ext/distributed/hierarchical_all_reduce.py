@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_ext.distributed import groups
-from ds_ext.distributed.placement import Group, size_of
+from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.rank_failure import explained
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_ext.distributed import groups
-from ds_ext.distributed.placement import Group, size_of
+from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.rank_failure import explained
 
 BLOCK_SIZE = 256  # elements that share a scale

@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups, hierarchical_all_reduce
-from ds_ext.distributed.placement import (
-    Group,
-    Placement,
-    broadcast,
-    communicates,
-    everyone,
-    size_of,
-)
+from ds_ext.distributed.groups import Group, communicates, everyone, size_of
+from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard
 
@@ -86,12 +80,7 @@ class Layout:
         self.device = next(iter(names)).device if names else given
         self.host_group = groups.for_hosts(group, self.device)
         for placement in self.placements:
-            placement.connect(
-                *(
-                    functools.partial(groups.with_own_queue, device=self.device, queue=queue)
-                    for queue in (groups.STEPS, groups.REDUCTIONS)
-                )
-            )
+            placement.connect(functools.partial(groups.with_own_queue, device=self.device))
         self.shards = {
             param: dataclasses.replace(placement.shard(param), turn=i)
             for i, (param, placement) in enumerate(self.of.items())

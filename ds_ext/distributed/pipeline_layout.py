@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext import ops
+from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Layout, Weight
-from ds_ext.distributed.placement import Group, Placement, broadcast
+from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.distributed.rank_failure import explained
 
 

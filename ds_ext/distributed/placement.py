@@ -16,37 +16,16 @@ over all ranks that hold a part of it. Unsplit parameters have their own placeme
 """
 
 import abc
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ext.distributed.groups import Group, communicates, size_of
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops.shard import Shard, Split
-
-Group: TypeAlias = "dist.ProcessGroup | None"
-
-
-def everyone() -> Group:
-    """Returns the group of all processes, None without a process group."""
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-def size_of(group: Group) -> int:
-    """Returns how many ranks a group has, 1 for None."""
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def communicates(group: Group) -> bool:
-    """Returns whether to call collectives of a group, which change nothing on a single rank.
-
-    With ``DS_EXT_COMMUNICATE_ALONE=1`` a single rank calls them too, to test them on one GPU.
-    """
-    least = 1 if os.environ.get("DS_EXT_COMMUNICATE_ALONE") == "1" else 2
-    return group is not None and size_of(group) >= least
 
 
 class TensorParallelShard(NamedTuple):
@@ -118,16 +97,9 @@ class Placement:
         self.levels: Levels | None = None
         self.bytes_sent = 0
 
-    def connect(
-        self, in_steps: Callable[[Group], Group], in_reductions: Callable[[Group], Group]
-    ) -> None:
-        """Lets sums and reductions use groups of the same ranks with queues of their own.
-
-        Args:
-            in_steps: returns a group for the collectives of steps.
-            in_reductions: returns a group for reductions, which then wait for no step.
-        """
-        self.statistics_group = in_steps(self.statistics_group)
+    def connect(self, with_own_queue: Callable[..., Group]) -> None:
+        """Lets the sums of steps use a group with their own queue, as ``groups`` makes it."""
+        self.statistics_group = with_own_queue(self.statistics_group)
 
     @property
     def groups(self) -> set[Group]:
@@ -313,12 +285,11 @@ class Sharded(Summed):
         """See ``Placement.groups``."""
         return super().groups | {self.publish_group}
 
-    def connect(
-        self, in_steps: Callable[[Group], Group], in_reductions: Callable[[Group], Group]
-    ) -> None:
-        """See ``Placement.connect``. Updated runs are published in the queue of steps."""
-        super().connect(in_steps, in_reductions)
-        self.publish_group, self.group = in_steps(self.group), in_reductions(self.group)
+    def connect(self, with_own_queue: Callable[..., Group]) -> None:
+        """Lets reductions use a group, too; updated runs are published in that of steps."""
+        super().connect(with_own_queue)
+        self.publish_group = with_own_queue(self.group)
+        self.group = with_own_queue(self.group, queue="reductions")
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         runs = list(map(self._own_part, flats))

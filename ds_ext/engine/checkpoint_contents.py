@@ -22,8 +22,8 @@ from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces, Saved, by_plain_name, piece, plain_name
 from ds_ext.checkpoint.resharding import OwnedRun
+from ds_ext.distributed.groups import size_of
 from ds_ext.distributed.layout import Layout
-from ds_ext.distributed.placement import size_of
 from ds_ext.engine import expert_parallel, settings
 from ds_ext.engine.messages import log
 from ds_ext.engine.zero3 import Zero3Layout

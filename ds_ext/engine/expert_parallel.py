@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ds_ext.distributed.placement import Group
+from ds_ext.distributed.groups import Group
 from ds_ext.engine.parameters import deepspeed_parameter
 
 # The attribute in which AutoEP describes a split parameter, since DeepSpeed 0.19.8.

@@ -32,8 +32,9 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from ds_ext.config import parsing
+from ds_ext.distributed.groups import Group, everyone, size_of
 from ds_ext.distributed.layout import Layout
-from ds_ext.distributed.placement import Group, Placement, Replicated, Sharded, everyone, size_of
+from ds_ext.distributed.placement import Placement, Replicated, Sharded
 from ds_ext.engine import (
     expert_parallel,
     pipeline,

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from ds_ext.checkpoint.pieces import plain_name
 from ds_ext.distributed import consensus
+from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.layout import Weight
 from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
-from ds_ext.distributed.placement import Group, Placement, size_of
+from ds_ext.distributed.placement import Placement
 from ds_ext.engine import replica_groups, versions
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.group_index import ParamGroup

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.int4_reduce_scatter import BLOCK_SIZE, Int4ReduceScatter
-from ds_ext.distributed.placement import Group, Placement, size_of
+from ds_ext.distributed.placement import Placement
 from ds_ext.engine import settings
 from ds_ext.engine.messages import log
 from ds_ext.engine.parameters import deepspeed_parameter

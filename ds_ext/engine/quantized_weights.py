@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer, MultipleAllGatherHandles
 from torch import Tensor
 
-from ds_ext.distributed.placement import size_of
+from ds_ext.distributed.groups import size_of
 from ds_ext.engine.messages import log
 from ds_ext.engine.parameters import deepspeed_parameter
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ds_ext.config import parsing
 from ds_ext.distributed import groups
-from ds_ext.distributed.placement import Group, broadcast, everyone, size_of
+from ds_ext.distributed.groups import Group, everyone, size_of
+from ds_ext.distributed.placement import broadcast
 
 KEY = "ds_ext.shard_size"
 

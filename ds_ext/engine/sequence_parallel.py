@@ -13,8 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from ds_ext.config.parsing import without_auto
-from ds_ext.distributed.groups import of_ranks
-from ds_ext.distributed.placement import Group, everyone, size_of
+from ds_ext.distributed.groups import Group, everyone, of_ranks, size_of
 
 _KEY = "sequence_parallel_size"
 _ALONE = SimpleNamespace(get_model_parallel_world_size=lambda: 1, get_model_parallel_rank=lambda: 0)

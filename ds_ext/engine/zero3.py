@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_ext.backward.module_hooks import Hook
 from ds_ext.distributed.desync import OrderCheck
+from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Agreement, Layout, complete
-from ds_ext.distributed.placement import Group, Placement, Sharded
+from ds_ext.distributed.placement import Placement, Sharded
 from ds_ext.engine import hook_cleanup, quantized_weights, replica_groups
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.replica_groups import ReplicaGroups

@@ -100,6 +100,19 @@ def _noise(device: torch.device) -> Tensor:
     return h.to(device, torch.int32).repeat(2)
 
 
+@functools.cache
+def shifted_noise(device: torch.device) -> Tensor:
+    """The table of ``add_noise_`` for kernels, [NOISE_SHIFTS, 2 · NOISE_CHUNK] in 16 bits.
+
+    Row s begins with number s of the permutation. For any position, one of the rows has the
+    numbers from there on at an address that is aligned to 16 bytes. Rounding positions down
+    instead would leave an element an eighth of the numbers, and bias its rounding. The cache keeps
+    the table alive, because kernels have only its address.
+    """
+    table = _noise(torch.device("cpu")).to(torch.int16)
+    return torch.stack([table.roll(-s) for s in range(schema.NOISE_SHIFTS)]).to(device)
+
+
 def _fold(number: int) -> int:
     """The hash of an integer of any size, 32 bits at a time."""
     return hash_(number if number < 2**32 else _fold(number >> 32) ^ number % 2**32)

@@ -32,6 +32,7 @@ MIN_ROOT_SCALE = 2.0**-41  # of roots, so that the root of MIN_SQUARE has code 0
 MIN_MOMENT = MIN_SQUARE = 2.0**-100
 # Random bits and hashes: see rounding.py, normal.py and fingerprints.py.
 NOISE_CHUNK = 2**16  # elements that get each 16-bit random number once
+NOISE_SHIFTS = 8  # numbers in a vector of 16 bytes
 NOISE1, NOISE2, NOISE3 = 0x2993, 0xE877, 0x0235  # multipliers that permute these numbers
 # "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018.
 LOWBIAS1, LOWBIAS2 = 0x7FEB352D, 0x846CA68B
@@ -126,6 +127,7 @@ NATIVE = (
 )
 # Columns that only kernels have: tiles, partial sums of tiles, and checks of gradients.
 KERNELS = (
+    Column("noise", "const uint16_t *", "random numbers: rounding.shifted_noise"),
     Column("program", "int64_t", "first program of the parameter"),
     Column("kind", "int64_t", "index of the parameter's pass kind in the launch"),
     Column("down", "int64_t", "tiles per matrix from top to bottom"),

@@ -158,5 +158,6 @@ def _forget() -> None:
     scratch.clear()
     fingerprints._factors.cache_clear()
     rounding._noise.cache_clear()
+    rounding.shifted_noise.cache_clear()
     quantize._book.cache_clear()
     normal._quantiles.cache_clear()

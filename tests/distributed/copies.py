@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_ext.checkpoint import folder as checkpoint_folder
-from ds_ext.distributed.placement import size_of
+from ds_ext.distributed.groups import size_of
 from tests.common import by_role, models, updates
 from tests.common.ranks import identical, message, shared_folder, whole
 from tests.distributed import resuming, training

@@ -119,7 +119,7 @@ def limits() -> list[float]:
         own = groups.with_own_queue(shorter, torch.device("cpu"))
         found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         trained(3)
-        own = groups._made[None, groups.STEPS, (0, 1)]
+        own = groups._made[None, "steps", (0, 1)]
         found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     everyone = dist.group.WORLD._get_backend(torch.device("cpu"))
     return [*found, everyone.options._timeout.total_seconds()]

@@ -135,7 +135,8 @@ def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
     assert recall["calls"] == 0 and recall["registers"] <= 80
     # two calls are slow paths of the learning rate's quotient and root
     assert applied["calls"] <= 2 and applied["registers"] <= 100
-    assert applied["per element"] <= 44 and applied["alu"] <= 21
+    assert applied["per element"] <= 32 and applied["alu"] <= 14
+    assert applied["scalars"] <= 24  # the noise is loaded in vectors
     # vectors are launched apart, so that matrices have their own registers
     most = max(row["registers"] for row in launched if "noting_apply IS_QUOTIENT" in row["launch"])
     assert most <= 100 < of["noting_apply IS_VECTOR"]["registers"]
@@ -180,10 +181,11 @@ print(json.dumps([(sass.row(one), sass.counted(one.kind, one.warps).size) for on
 """
 
 
-@pytest.mark.parametrize("name, most", [("flashadamw", 115)])
+@pytest.mark.parametrize("name, most", [("flashadamw", 92)])
 def test_8_bit_moments_take_few_instructions(name, most, tmp_path):
     """With what rounds weights stochastically. No root or division calls a function."""
     ((row, size),) = json.loads(compiling(tmp_path, "-c", COUNT, name))
-    assert row["per element"] <= most and row["registers"] <= 170 and not row["spilled"]
+    assert row["per element"] <= most and row["registers"] <= 150 and not row["spilled"]
+    assert row["scalars"] <= 20  # the noise is loaded in vectors
     # two divisions of addresses
     assert row["calls"] <= 2 and size <= 1.25 * most * 32, (row, size)

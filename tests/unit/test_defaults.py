@@ -36,7 +36,7 @@ def defaults():
     """Sets a default dtype, and a device on which nothing can be computed."""
 
     def forget():
-        for cached in (rounding._noise, quantize._book):
+        for cached in (rounding._noise, rounding.shifted_noise, quantize._book):
             cached.cache_clear()
         scratch.clear()
 

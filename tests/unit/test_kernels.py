@@ -182,14 +182,15 @@ def test_16_bits(name, mode, dtype, kernels):
     assert any(not torch.equal(a, w.view(-1)) for a, w in zip(found, before, strict=True))
 
 
+@pytest.mark.parametrize("start", [5, 48])  # unaligned; aligned, with a chunk's end inside a tile
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, kernels):
+def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, start, kernels):
     generator = torch.Generator().manual_seed(0)
     most = torch.finfo(dtype).max
     odd = torch.tensor([math.inf, -math.inf, math.nan, most, -most, 0.0, -0.0, 1e-7, 3e-8])
-    new = torch.randn(70_007, generator=generator)  # a multiple of 16 elements, from the fifth on
+    new = torch.randn(70_007, generator=generator)  # with ``odd``, a multiple of 16 elements
     new = torch.cat([new, odd]).to(DEVICE)
-    shard = Shard((2 * len(new),), 5, 5 + len(new), len(new))
+    shard = Shard((2 * len(new),), start, start + len(new), len(new))
     for step in (1, 2):
         run = torch.zeros(len(new), dtype=dtype, device=DEVICE)
         w = weight_update.weight(run, {"step": step}, RoundingConfig("stochastic"), 3, shard)

@@ -396,6 +396,5 @@ def _each(total: Tensor) -> Flat:
 
 def _sums(batch: TableBatch, *sizes: int) -> Sequence[Tensor]:
     """Memory for sums of these sizes: zeros, or uninitialized if the pass writes every sum."""
-    is_filled = batch.is_whole and batch.own.overwrites_sums
-    made = (batch.own.scratch if is_filled else batch.own.zeros)(sum(sizes))
-    return made.split(sizes)  # type: ignore[no-any-return]
+    is_filled, own = batch.is_whole and batch.own.overwrites_sums, batch.own
+    return (own.scratch if is_filled else own.zeros)(sum(sizes)).split(sizes)  # type: ignore[no-any-return]

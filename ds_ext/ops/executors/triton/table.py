@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_ext.ops import schema
+from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.triton import sizes, tiles
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS
 from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
@@ -156,6 +156,8 @@ def _apply(table: Launcher, read: Read) -> None:
     name = read.tiles
     at, columns = getattr(table, name), dict(read.numbers)
     constants = (*read.constants, ("RATE", None))
+    if read.storage is not None and read.storage[0] == "STOCHASTIC":
+        columns["noise"] = rounding.shifted_noise(table.device).data_ptr()
     sums, cache = columns.pop("update_sums", None), columns.pop("norm_cache", None)
     notes = cache is not None
     if notes:

@@ -8,10 +8,12 @@ from ds_ext.ops.executors.triton.kernels.table import (
     AUX,
     INTERPRETED,
     KEY,
+    NOISE,
     ORIGIN,
     W,
     hinted,
     run_at,
+    vectors,
 )
 
 # Storage formats of weights.
@@ -22,8 +24,7 @@ MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
 MOST_PARTS, HALF = tl.constexpr(schema.MOST), tl.constexpr(schema.HALF)
 PARTS = tl.constexpr(schema.PARTS)
-NOISE1, NOISE2 = tl.constexpr(schema.NOISE1), tl.constexpr(schema.NOISE2)
-NOISE3, PRIME3 = tl.constexpr(schema.NOISE3), tl.constexpr(schema.PRIME3)
+SHIFTS, PRIME3 = tl.constexpr(schema.NOISE_SHIFTS), tl.constexpr(schema.PRIME3)
 LOWBIAS1, LOWBIAS2 = tl.constexpr(schema.LOWBIAS1), tl.constexpr(schema.LOWBIAS2)
 
 
@@ -141,19 +142,6 @@ def _to_fp16(x, noise):
 
 
 @triton.jit
-def _mixed(x):
-    """The permutation of the numbers below 2**16 that rounding.py reads its noise from.
-
-    x has them in its upper half, and zeros below: products overflow there, so only what a shift
-    moves into the lower half needs a mask.
-    """
-    x = ((x ^ (x >> 7)) & 0xFFFF0000) * NOISE1
-    x = ((x ^ (x >> 5)) & 0xFFFF0000) * NOISE2
-    x = ((x ^ (x >> 9)) & 0xFFFF0000) * NOISE3
-    return (x ^ (x >> 10)) >> 16
-
-
-@triton.jit
 def _place(t, chunk):
     """rounding.place: the position in the permutation at which a chunk's noise starts."""
     h = (tl.load(t + KEY) + chunk * PRIME3).to(tl.uint32)
@@ -166,16 +154,16 @@ def _place(t, chunk):
 def _noise(t, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """The noise of rounding.add_noise_: numbers in [0, 2**16) that depend on (key, element) alone.
 
-    A row of a tile touches at most two chunks of 2**16 elements; their places are computed once.
-    All elements of a vector are in one chunk, because runs count as aligned only if their origins
-    are.
+    All elements of a vector are in one chunk of 2**16 elements, because runs count as aligned only
+    if their origins are. One row of the table has the vector's numbers at an aligned address.
     """
-    first = hinted(e + tl.load(t + ORIGIN), ALIGNED)
-    chunk, low = first >> 16, (first & 0xFFFF).to(tl.uint32)
-    here, beyond = (_place(t, chunk) + low) << 16, (_place(t, chunk + 1) + low) << 16
-    k = tl.arange(0, TC)[None, :].to(tl.uint32)
-    place = tl.where(hinted(k, ALIGNED) < 0x10000 - low, here, beyond) + (k << 16)
-    return _mixed(place).to(tl.int32)
+    k = tl.arange(0, TC)[None, :]
+    first = hinted(e + tl.load(t + ORIGIN), ALIGNED) + hinted(k, ALIGNED)
+    position = (_place(t, first >> 16) + first.to(tl.uint32)) & 0xFFFF
+    at = position % SHIFTS * (2 * 0x10000) + position // SHIFTS * SHIFTS
+    if ALIGNED:  # the hint says what the compiler loses in the hash
+        at = tl.max_constancy(at, [1, 16]) + k % 16
+    return tl.load(vectors(t, NOISE, tl.uint16, ALIGNED) + at).to(tl.int32)
 
 
 @triton.jit
