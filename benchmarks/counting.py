@@ -169,6 +169,7 @@ def reduced(
     with (
         mock.patch("ds_ext.distributed.layout.dist", pretended),
         mock.patch("ds_ext.distributed.placement.dist", pretended),
+        mock.patch("ds_ext.distributed.groups.dist", pretended),
     ):
         layout = (Stage3 if stage == 3 else Stage2)(pretended, names)
 

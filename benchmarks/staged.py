@@ -122,7 +122,7 @@ def _taken(group: Pretended) -> tuple[int, ...]:
 def _pretending(group: Pretended) -> Iterator[None]:
     """Context in which a simulated group replaces torch.distributed."""
     with contextlib.ExitStack() as stack:
-        for module in ("layout", "placement", "pipeline_layout"):
+        for module in ("layout", "placement", "pipeline_layout", "groups"):
             stack.enter_context(mock.patch(f"ds_ext.distributed.{module}.dist", group))
         yield
 
