@@ -24,7 +24,8 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
     if own.batch_splits > 1:
         _refuse(engine, model)
         batch_splits.split_batch(model, own.batch_splits)
-    if engine.zero_optimization_stage() == 3:
+    # A leaf module needs an input with a gradient, which frozen embeddings do not give.
+    if engine.zero_optimization_stage() == 3 and all(p.requires_grad for p in model.parameters()):
         for layer in batch_splits.layers_of(model):
             set_z3_leaf_module(layer, True)
 

@@ -14,7 +14,7 @@ CASES = [
     *(Case(stage, model="lora") for stage in (2, 3)),
     *(Case(stage, max_norm=0.3, chunks=5) for stage in (0, 2, 3, "fsdp2")),
     Case(3, splits=1, chunks=3, model="mixtral"),
-    *(Case(3, rule=rule) for rule in ("lomo", "came", "adamw")),
+    *(Case(3, rule=rule) for rule in ("lomo", "came")),
 ]
 QUICK = [Case(3), Case(2), *(Case(stage, max_norm=0.3, chunks=5) for stage in (3, "fsdp2"))]
 
