@@ -13,7 +13,7 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
     """Changes an engine's model as its config says, before DeepSpeed adds its hooks.
 
     If a layer runs its batch in pieces at ZeRO-3 it becomes a leaf module: DeepSpeed gathers its
-    weights once a pass, not once for each piece.
+    weights once a pass, not once for each piece. With frozen weights it stays as it is.
 
     Raises:
         ValueError: the model does not support a setting.
