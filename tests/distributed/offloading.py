@@ -28,7 +28,7 @@ HYPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "came": ("came", {"lr": 2e-3}),
     "lamb": ("lamb", {"lr": 0.05}),
     "flash": ("flashadamw", {"lr": 0.05}),
-    "muon": ("muon", {"lr": 0.05}),
+    "muon": ("muon", {"lr": 0.05, "ns_dtype": "fp32"}),
     "apollo": ("apollo", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
     "apollo mini": ("apollomini", {"lr": 0.01, "update_proj_gap": 2}),
     "galore": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),

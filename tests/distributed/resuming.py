@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 KINDS |= {rule: (rule, {"lr": 0.02}) for rule in by_role.MATRICES}
 KINDS["apollo"][1].update(rank=3, update_proj_gap=2)
+KINDS["muon"][1].update(ns_dtype="fp32")
 _KNOWN = {name for name, _ in KINDS.values()}
 KINDS |= {rule: (rule, hypers) for rule, hypers in TRAINED.items() if rule in {*FOR_ALL} - _KNOWN}
 STAGES = (0, 1, 2, 3)

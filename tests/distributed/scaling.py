@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.common import by_role
 from tests.common.authors import ordinary
+from tests.common.hypers import TRAINED
 from tests.common.ranks import message, whole
 
 STEPS = 8
@@ -120,6 +121,10 @@ def unscaled() -> str:
     return told if same else "weights moved"
 
 
+def autocast_hypers(rule: str) -> dict[str, Any]:
+    return {"lr": 0.01} | TRAINED.own.get(rule, {})
+
+
 def autocast(stage: int, dtype: str, rule: str) -> dict[str, Any]:
     """fp32 weights under torch autocast as DeepSpeed configures it."""
     rank = dist.get_rank()
@@ -131,7 +136,7 @@ def autocast(stage: int, dtype: str, rule: str) -> dict[str, Any]:
         "torch_autocast": {"enabled": True, "dtype": dtype},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    optimizer = by_role.made(rule, model, {"lr": 0.01})
+    optimizer = by_role.made(rule, model, autocast_hypers(rule))
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
     before = whole(model)
     for step in range(STEPS):
@@ -149,10 +154,12 @@ def autocast_reference(world: int, dtype: torch.dtype, rule: str, told: by_role.
     torch.manual_seed(2)
     model = Net()
     if rule in by_role.MATRICES:
-        optimizer = by_role.as_told(rule, {"lr": 0.01}, told, dict(model.named_parameters()))
+        optimizer = by_role.as_told(
+            rule, autocast_hypers(rule), told, dict(model.named_parameters())
+        )
     else:
         groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
-        optimizer = ordinary(rule, groups, {"lr": 0.01})
+        optimizer = ordinary(rule, groups, autocast_hypers(rule))
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0

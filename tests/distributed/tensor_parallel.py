@@ -39,7 +39,7 @@ HYPERS: dict[str, dict[str, Any]] = {
     "galoreadamw": {"lr": 5e-3, "rank": 4},
     "apollo": {"lr": 5e-3, "rank": 4},
     "apollomini": {"lr": 1e-3},
-    "muon": {"lr": 5e-3},
+    "muon": {"lr": 5e-3, "ns_dtype": "fp32"},
     "scale": {"lr": 5e-3},
     "sinkgd": {"lr": 0.1},
     "flashadamw": {"lr": 5e-3},

@@ -30,7 +30,7 @@ HYPERS: dict[str, dict[str, Any]] = {
     "galoreadamw": {"lr": 5e-3, "rank": 4},
     "apollo": {"lr": 5e-3, "rank": 4},
     "apollomini": {"lr": 1e-3},
-    "muon": {"lr": 5e-3},
+    "muon": {"lr": 5e-3, "ns_dtype": "fp32"},
 }
 OURS = {"galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": ["."]}}
 
