@@ -1,8 +1,9 @@
 """The loss of a causal language model in chunks, so that its logits never exist as a whole.
 
 The logits of 2,048 tokens and a vocabulary of 128,256 take 1 GiB in fp32, and their gradient as
-much again. Here each chunk of tokens is a checkpointed segment: its logits exist while its loss is
-computed, and once more in backward.
+much again. Here the logits of a chunk of tokens exist while its loss is computed, and once more in
+backward. For a plain ``nn.Linear``, backward adds up the gradient of the weight in place.
+Otherwise each chunk is a checkpointed segment, and autograd holds two such gradients at once.
 
 The chunks run inside the ``forward`` of the output head, so that ZeRO-3 and FSDP2 gather its weight
 once. The graph can be run backward twice, as exact clipping does, because nothing that it saved is
@@ -11,6 +12,7 @@ overwritten.
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,7 +35,7 @@ def chunk_loss(model: nn.Module, chunks: int | None = None, label_smoothing: flo
     If the model gets ``labels`` and gradients are enabled, each chunk's logits exist only while its
     loss and its gradient are computed, and the output's ``logits`` are None. Otherwise the model
     computes its logits as before. HF Trainer passes no ``labels`` with ``label_smoothing_factor``.
-    In bf16, autograd adds up the chunks' gradients of the head's weight in bf16.
+    In bf16, the chunks' gradients of the head's weight are added up in bf16.
 
     Args:
         model: the model, or one that contains it, before ``fully_shard`` or
@@ -89,13 +91,27 @@ class ChunkedHead(Forward):
             )
         width = cast(int, self.module.out_features)  # of nn.Linear, and of adapters around it
         count = self.chunks or -(-len(tokens) * width // CHUNK_LOGITS)
+        if self.is_plain(tokens):
+            weight, bias = self.module.weight, self.module.bias
+            return (LinearLoss.apply(tokens, weight, bias, targets, count, self.total),)
         pieces = zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
-        sums = [checkpoint(self.total, *piece, use_reentrant=False) for piece in pieces]
+        sums = [
+            checkpoint(lambda x, t: self.total(self.whole(x), t), *piece, use_reentrant=False)
+            for piece in pieces
+        ]
         return (torch.stack(sums),)
 
-    def total(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def is_plain(self, tokens: Tensor) -> bool:
+        """Whether the head only multiplies by its weight: no adapter, DTensor or autocast."""
+        return (
+            self.inner is None
+            and type(self.module).forward is nn.Linear.forward
+            and not hasattr(self.module.weight, "to_local")
+            and not torch.is_autocast_enabled(tokens.device.type)
+        )
+
+    def total(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the sum of the loss of some tokens, in fp32 (fp64 for fp64 models)."""
-        logits = self.whole(tokens)
         return F.cross_entropy(
             logits if logits.dtype == torch.float64 else logits.float(),
             targets.to(logits.device),
@@ -103,6 +119,61 @@ class ChunkedHead(Forward):
             label_smoothing=self.label_smoothing,
             reduction="sum",
         )
+
+
+class LinearLoss(torch.autograd.Function):
+    """Sums of the loss of chunks of tokens, from the hidden states and a linear head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunks: int,
+        total: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Returns the sums, [chunks].
+
+        Args:
+            ctx: autograd's.
+            tokens: hidden states, [tokens, width].
+            weight: [vocabulary, width].
+            bias: [vocabulary].
+            targets: [tokens].
+            chunks: the number of chunks.
+            total: the sum of the loss of logits and targets.
+        """
+        ctx.save_for_backward(tokens, weight, bias, targets)
+        ctx.total = total
+        pieces = zip(tokens.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
+        return torch.stack([total(F.linear(x, weight, bias), t) for x, t in pieces])
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        """Returns the gradients of the hidden states, the weight and the bias."""
+        tokens, weight, bias, targets = ctx.saved_tensors
+        wanted = zip((tokens, weight, bias), ctx.needs_input_grad, strict=False)
+        by_tokens, by_weight, by_bias = [
+            torch.zeros_like(x) if need else None for x, need in wanted
+        ]
+        split = [x.tensor_split(len(grads)) for x in (tokens, targets)]
+        begin = 0
+        for x, t, grad in zip(*split, grads, strict=True):
+            with torch.enable_grad():
+                logits = F.linear(x, weight, bias).detach().requires_grad_()
+                loss = ctx.total(logits, t)
+            (by_logits,) = torch.autograd.grad(loss, logits, grad)
+            del logits, loss
+            if by_tokens is not None:
+                torch.mm(by_logits, weight, out=by_tokens[begin : begin + len(x)])
+            if by_weight is not None:
+                by_weight.addmm_(by_logits.T, x)
+            if by_bias is not None:
+                by_bias += by_logits.sum(0)
+            begin += len(x)
+        return by_tokens, by_weight, by_bias, None, None, None
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_ext
+from ds_ext.planner.live_memory import LiveMemory
 from tests.common.ranks import message
 
 VOCAB, ROWS, LENGTH = 67, 3, 11
@@ -98,6 +99,32 @@ def test_the_logits_never_exist_as_a_whole():
         most[chunks] = largest.elements
     weight = model.lm_head.weight.numel()
     assert most[0] >= ROWS * LENGTH * VOCAB > weight >= most[4]
+
+
+def test_the_gradient_of_the_head_exists_once():
+    model = make()
+    model.model.requires_grad_(False)
+    model.lm_head = nn.Linear(32, 40_000, bias=False)
+    model.config.vocab_size = 40_000
+    ds_ext.chunk_loss(model, 64)
+    with LiveMemory(model.parameters()) as live:
+        before = live.now
+        model(**inputs()).loss.backward()
+        assert live.most - before < 1.5 * model.lm_head.weight.nbytes
+
+
+def test_autocast_reaches_the_chunks():
+    model, losses = make(), []
+    for chunks in (0, 4):
+        ds_ext.chunk_loss(model, chunks)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**inputs()).loss
+        loss.backward()
+        losses.append((loss, model.lm_head.weight.grad))
+    (expected, grad), (found, mine) = losses
+    assert abs(found - expected) <= 1e-3 * expected
+    assert (mine - grad).norm() <= 1e-2 * grad.norm()
 
 
 def test_labels_are_smoothed_as_transformers_smooths_them():
