@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ds_ext
 from tests.common.ranks import identical, message, shared_folder, whole
+from tests.distributed import experts, pipelines, tensor_parallel
 from tests.distributed.fully_sharded import whole as whole_dtensors
 
 DECAY, STEPS = 0.9, 8
@@ -168,3 +169,65 @@ def without_decay() -> str:
     """The error if nothing is averaged."""
     engine = engine_of(2, "AdamW", params={"ema_decay": 0.0})
     return message(lambda: engine.optimizer.ema().__enter__(), ValueError)
+
+
+class Mixture(experts.Run):
+    """A mixture of experts whose weights are averaged."""
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        return {"lr": 1e-2, "ema_decay": DECAY}
+
+
+def local(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what this rank has of the weights."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def divided(kind: str) -> dict[str, Any]:
+    """Training of a model whose ranks have different weights: what this rank has of them."""
+    params = {"lr": 1e-2, "ema_decay": DECAY}
+    if kind == "pipeline":
+        engine = pipelines.start(pipelines.Run("adamw", params | {"lr": 0.1}, zero=1))
+    elif kind == "tensor":
+        optimizer = {"type": "ds_ext.adamw", "params": params}
+        case = tensor_parallel.Case("llama", "adamw", 1, {"optimizer": optimizer})
+        engine = tensor_parallel.start(case)
+    else:
+        run = Mixture("mixtral", "adamw", 2, ep=2, json=True)
+        engine = experts.start(run, experts.make(run.kind), run.stage, run.ep)
+    start, steps = local(engine.module), []
+    for step in range(STEPS):
+        if kind == "pipeline":
+            engine.train_batch(pipelines.batches(engine, step))
+        elif kind == "tensor":
+            tensor_parallel.train(engine, case, [step])
+        else:
+            engine.backward(experts.loss_of(engine, step, dist.get_rank()))
+            engine.step()
+        steps.append(local(engine.module))
+    with engine.optimizer.ema():
+        inside = local(engine.module)
+    after = local(engine.module)
+    found = {"start": start, "steps": steps, "inside": inside}
+    return found | {"restored": all(torch.equal(after[n], p) for n, p in steps[-1].items())}
+
+
+def moved_experts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The averages of experts spread over two ranks, and what a rank with all of them loads."""
+    found = []
+    with shared_folder() as folder:
+        for stage, ep in ((2, 2), (1, 1)):
+            run = Mixture("mixtral", "adamw", stage, ep=ep, json=True)
+            engine = experts.start(run, experts.make(run.kind), stage, ep)
+            if not found:
+                for step in range(3):
+                    engine.backward(experts.loss_of(engine, step, dist.get_rank()))
+                    engine.step()
+                engine.save_checkpoint(folder)
+            else:
+                engine.load_checkpoint(folder)
+            with engine.optimizer.ema():
+                found.append(experts.by_matrix(engine.module, experts.assembled(engine.module)))
+            engine.destroy()
+    return found[0], found[1]

@@ -92,3 +92,21 @@ def test_a_step_that_overflows_does_not_move_the_average(stage, policy, clipping
 def test_without_a_decay_the_error_names_the_key():
     for text in worlds.once(2, averaging.without_decay):
         assert '"optimizer": {"params": {"ema_decay"' in text
+
+
+DIVIDED = [(2, "experts"), (2, "pipeline"), (2, "tensor"), (4, "pipeline"), (4, "tensor")]
+
+
+@pytest.mark.parametrize("ranks, kind", params(DIVIDED, DIVIDED[:3]))
+def test_ranks_with_different_weights_average_their_own(ranks, kind):
+    for got in worlds.once(ranks, averaging.divided, kind):
+        wanted = torchs(got["start"], got["steps"])
+        assert error(got["inside"], wanted, got["start"]) <= 1e-6
+        assert got["restored"]
+
+
+def test_averages_of_experts_load_on_ranks_that_have_other_experts():
+    found = worlds.once(2, averaging.moved_experts)
+    for saved, loaded in found:
+        assert all(torch.equal(p, loaded[n]) for n, p in saved.items())
+        assert loaded.keys() == found[0][0].keys() | found[1][0].keys() != saved.keys()
