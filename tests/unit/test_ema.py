@@ -446,9 +446,3 @@ def test_a_state_whose_average_has_another_size_is_refused():
     optimizer.state[model.head.weight]["ema"] = torch.zeros(3)
     with pytest.raises(ValueError, match="ema has the shape"):
         train(model, optimizer, range(2, 3))
-
-
-def test_the_settings_are_those_of_every_optimizer():
-    for rule, kind in OPTIMIZERS.items():
-        hypers = {f: getattr(kind.hypers(), f) for f in ema.DEFAULTS}
-        assert hypers == {"ema_decay": 0.0, "ema_dtype": "fp32"}, rule
