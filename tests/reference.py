@@ -11,6 +11,7 @@ from ds_ext import hyperparams
 from ds_ext.backward.settings import Section
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.ema import EmaConfig
 from ds_ext.optimizer.sections import SplitConfig
 from ds_ext.rules import REGISTRY
 
@@ -37,6 +38,8 @@ _FOR_USERS = {
     "shard_size": "ranks that share one copy of what ZeRO divides; 0: all ranks",
     "sum_group_size": "ranks per group in two-level sums; 0: one level",
     "weight_update": "rounding of 16-bit weights",
+    "ema_decay": "of the moving average of weights; 0: none",
+    "ema_dtype": "of the average; `bf16` is rounded stochastically",
 }
 
 
@@ -44,7 +47,7 @@ def keys() -> str:
     """Lists of all keys: of the section "ds_ext", of several optimizers, and of each one."""
     lines = ['## The section `"ds_ext"`', "", *(k.line() for k in _keys(Section)), ""]
     lines += ["## `optimizer.params` of every optimizer", ""]
-    lines += [*(k.line() for k in _keys(RoundingConfig)), ""]
+    lines += [*(k.line() for kind in (RoundingConfig, EmaConfig) for k in _keys(kind)), ""]
     splitting = [entry.spelling for entry in REGISTRY.values() if entry.has_sections]
     lines += [f"## Sections of matrices: {', '.join(splitting)}", ""]
     lines += [*(k.line() for k in _keys(SplitConfig)), ""]

@@ -27,7 +27,7 @@ from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer, state_checks, validation
+from ds_ext.optimizer import RuleOptimizer, ema_exchange, state_checks, validation
 
 
 class FusedBackward:
@@ -131,18 +131,23 @@ class FusedBackward:
         return "gradients that are not applied yet" if self.buckets.holds() else ""
 
     def check_owner(self) -> None:
-        """Raises RuntimeError if another owner has taken the parameters over."""
+        """Raises RuntimeError if another owner has taken the parameters over, or inside ``ema``."""
         if self.is_replaced:
-            raise RuntimeError(
-                "another engine or fuse_into_backward call steps this model now: use that one, or "
-                "create a new one."
-            )
+            raise RuntimeError(messages.REPLACED)
+        self.optimizer.refuse_exchanged()
 
-    def kept_bytes(self) -> int:
-        """Returns the bytes of gradients that this rank holds between backward passes if kept."""
-        size = (self.grad_config.accumulate_in or torch.float32).itemsize
-        shard = self.layout.shard
-        return size * sum(len(shard(p)) for p in self.optimizer.group_of if p.requires_grad)
+    def ema(self) -> AbstractContextManager[None]:
+        """Context, of all ranks, in which the model has the moving averages of its weights.
+
+        Raises:
+            ValueError: no group has ``ema_decay``.
+            RuntimeError: a step is in progress.
+        """
+        self.check_owner()
+        if self.is_begun:
+            raise RuntimeError(messages.BEGUN)
+        self.optimizer.follow_groups()
+        return ema_exchange.exchanged(self.optimizer, self.layout)
 
     def backward(self, loss: Tensor) -> None:
         """Runs ``loss`` backward: once, or twice where gradients are clipped exactly."""
@@ -232,11 +237,7 @@ class FusedBackward:
         return self._report(state)
 
     def _begin_step(self, kept: Mapping[Tensor, ReducedGrad] | None = None) -> None:
-        """Replaces the state of the step in progress by that of a new step.
-
-        Args:
-            kept: gradients that the new step begins with.
-        """
+        """Begins a new step, with the gradients ``kept``."""
         self.state = StepState(self.reader, dict(kept or {}))
 
     @torch.no_grad()
@@ -252,12 +253,8 @@ class FusedBackward:
         self.optimizer.follow_groups()
         stepped = self.state.stepped and self.state.used_up.intersection(params)
         if stepped and self.layout.is_first:
-            logger.warning(
-                messages.STEPPED,
-                len(stepped),
-                len(self.optimizer.group_of),
-                self.grad_config.words.sharded,
-            )
+            counts = len(stepped), len(self.optimizer.group_of)
+            logger.warning(messages.STEPPED, *counts, self.grad_config.words.sharded)
         given, trained = set(params), self.buckets.trained.intersection(self.optimizer.group_of)
         if any(owners.owner(p) is self for p in trained - given):
             self.buckets.discard(given)
@@ -365,7 +362,8 @@ class FusedBackward:
         is_of_others = not self.is_asked and owners.may_reach_others(self)
         if is_of_others or self._keeps():
             if not self.has_logged_cost and self.layout.is_first:
-                logger.info(settings.cost(self.kept_bytes()))
+                trained = [p for p in self.optimizer.group_of if p.requires_grad]
+                logger.info(self.grad_config.cost(sum(len(self.layout.shard(p)) for p in trained)))
             self.has_logged_cost = True
             return Keeping(state, self.grad_config.accumulate_in)
         if state.is_measured:

@@ -6,6 +6,11 @@ NOT_FINITE = (
     "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. The step "
     "skips parameters with such gradients, so training can continue without this argument."
 )
+REPLACED = (
+    "another engine or fuse_into_backward call steps this model now: use that one, or create a new "
+    "one."
+)
+BEGUN = "ema() came after backward and before the step ended: end the step first."
 STEPPED = (
     "zero_grad() discards gradients, but backward has already updated %d of %d parameters, and "
     "these updates stay. To discard a whole batch, skip its backward pass, or keep gradients until "

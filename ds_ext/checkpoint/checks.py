@@ -116,7 +116,8 @@ def _check_state(
     """Raises CheckpointError if a state tensor of the saved groups' rules is incomplete."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         hypers = optimizer.hypers_of(saved)
-        rule = hypers(**{name: saved[name] for name in hyperparams.names(hypers)})
+        names = hyperparams.names(hypers)
+        rule = hypers(**{name: saved[name] for name in names if name in saved})
         for param in group["params"]:
             own = owned[param]
             if pieces.first("state", own.name) is None:

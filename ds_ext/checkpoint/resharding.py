@@ -17,7 +17,7 @@ from ds_ext.checkpoint.folder import VERSION
 from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, State
-from ds_ext.optimizer import RuleOptimizer, host_offload
+from ds_ext.optimizer import RuleOptimizer, ema, host_offload
 
 
 class OwnedRun(NamedTuple):
@@ -171,7 +171,7 @@ def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> l
 def load_groups(pieces: Pieces, optimizer: RuleOptimizer) -> None:
     """Sets the groups' hyper-parameters to the saved values. Their parameters do not change."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
-        group.update({k: v for k, v in saved.items() if k != "params"})
+        group.update({**ema.DEFAULTS, **{k: v for k, v in saved.items() if k != "params"}})
 
 
 def of_all_ranks(names: Iterable[str]) -> list[str]:

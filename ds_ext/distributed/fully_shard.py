@@ -105,6 +105,11 @@ class FSDP2Layout(Layout):
             for group in self.param_groups
         )
 
+    def end_step(self) -> None:
+        """Frees gathered weights, which FSDP2 may keep after a forward pass without backward."""
+        for group in self.param_groups:
+            group.reshard()
+
     def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Callable[[], Agreement]:
         """Returns that all gradients are ready, because torch has reduced them."""
         return lambda: complete(waiting)

@@ -284,6 +284,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Returns the metrics of the last step: see docs/settings.md, "Step metrics"."""
         return self.fused.metrics | {"loss_scale": self.loss_scale}
 
+    def ema(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the model has the averages of its weights: see ``FusedBackward.ema``."""
+        return self.fused.ema()
+
     def measure_updates(self) -> None:
         """Adds the RMS of updates and weights to ``metrics``, from the next step on."""
         self.fused.measure_updates()

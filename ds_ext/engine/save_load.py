@@ -124,6 +124,7 @@ def load_checkpoint(
     """
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: ds_ext reads weights in pieces; remove custom_load_fn.")
+    engine.optimizer.optimizer.refuse_exchanged()
     tag = _common(engine, tag)
     if tag is None:
         tag = _latest(load_dir)
@@ -161,6 +162,7 @@ def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], T]) -> T | None
 
 def _check_complete(fused: FusedBackward) -> None:
     """Raises RuntimeError if an unfinished step has already updated weights."""
+    fused.optimizer.refuse_exchanged()
     state = fused.state
     if state.used_up or (state.square is not None and not state.kept):
         raise RuntimeError("save_checkpoint came after backward and before engine.step().")

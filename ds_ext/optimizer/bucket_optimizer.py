@@ -40,7 +40,9 @@ class BucketOptimizer(ParamTable):
         Raises:
             ValueError: a value is not allowed, or a parameter cannot be stepped or is in two
                 groups; nothing has been stepped.
+            RuntimeError: the model has the averages of its weights.
         """
+        self.refuse_exchanged()
         self.follow_groups()
         self.index.refuse_repeated()
         for i, group in enumerate(self.index.groups):

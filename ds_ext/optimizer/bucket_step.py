@@ -19,7 +19,7 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import expert_stacks, nonfinite, sections, state_checks
+from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, Plan
@@ -73,8 +73,9 @@ class BatchedStep:
             ]
             p = replace(p, update_sums=self._update_sums())
         self.batch.gradients, self.batch.square_parts = self.gradients, None
-        step: StepGenerator = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
-        return step
+        step = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
+        e = ema.averages(self.state, self.rule, self.plan.param_ids, self.t)
+        return ema.averaged(step, self.rule, p, e, self.t, self.batch)
 
     def _update_sums(self) -> Runs | Flat:
         """Where passes write two sums of each parameter: the statistics, or ``totals`` on a GPU."""
@@ -271,13 +272,16 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
         return table.update_stats.wrap(p, number, group_index, run, u.num_replicas)
 
     group_index = table.group_index_of[u.param]
+    first = before + u.shard.start
     if u.param not in table.stacks:
-        return sections.steps(rule, p, u.g, state, t, u.shard, measured)
+        e = ema.average(state, rule, number, t, first)
+        return sections.steps(rule, p, u.g, state, t, u.shard, measured, e)
     begun = []
     experts = state[expert_stacks.EXPERTS].values()
     for s, (run, shard) in zip(experts, expert_stacks.split(u.shard), strict=True):
         own, g = weight_update.part(p, run), expert_stacks.part(u.g, run)
-        begun += sections.steps(rule, own, g, s, t, shard, measured)
+        e = ema.average(s, rule, number, t, first + run.start)
+        begun += sections.steps(rule, own, g, s, t, shard, measured, e)
     return begun
 
 

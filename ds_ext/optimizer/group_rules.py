@@ -7,21 +7,26 @@ from typing import Any
 
 from ds_ext import hyperparams, rules
 from ds_ext.ops import weight_update
+from ds_ext.optimizer.ema import EmaConfig
 from ds_ext.optimizer.sections import SplitConfig
 
 # The optimizer's hyper-parameters that are defaults for groups of other rules, too.
-SHARED = ("lr", "weight_decay", *hyperparams.names(weight_update.RoundingConfig))
+SHARED = (
+    *("lr", "weight_decay"),
+    *hyperparams.names(weight_update.RoundingConfig),
+    *hyperparams.names(EmaConfig),
+)
 
 
 @functools.cache
 def hypers_of(rule: type[rules.Rule]) -> type:
     """Returns a rule with the hyper-parameters that it does not read itself after its own.
 
-    They are the fields of ``weight_update.RoundingConfig``, and of ``sections.SplitConfig`` if the
-    rule steps sections of matrices.
+    They are the fields of ``weight_update.RoundingConfig`` and ``ema.EmaConfig``, and those of
+    ``sections.SplitConfig`` if the rule steps sections of matrices.
     """
     split = (SplitConfig,) if rules.entry_of(rule).has_sections else ()
-    bases = (weight_update.RoundingConfig, *split, rule)
+    bases = (weight_update.RoundingConfig, EmaConfig, *split, rule)
     return make_dataclass(rule.__name__, [], bases=bases, frozen=True)
 
 

@@ -35,6 +35,7 @@ class ParamTable:
         numbers, names: of all parameters of a model whose ranks hold different ones; else empty.
         fused: the layout of the model that is stepped inside backward; None without hooks.
         offload: where states lie between steps; None: on the device of their parameter.
+        is_exchanged: whether the model has the averages of its weights, inside ``ema()``.
         update_stats: sums up the sizes of updates and weights; None: they are not measured.
             Measuring takes 5 to 30 % of a step's time on a CPU, more for bf16 rounded to nearest.
     """
@@ -43,6 +44,7 @@ class ParamTable:
     param_groups: list[ParamGroup]
     state: defaultdict[Tensor, Any]
     fused: Layout | None = None
+    is_exchanged = False
 
     def __init__(self) -> None:
         self.index = GroupIndex([], {})
@@ -68,6 +70,16 @@ class ParamTable:
     def number_of(self) -> dict[Tensor, int]:
         """The number of each parameter, the same on every rank."""
         return self.index.number_of
+
+    def refuse_exchanged(self) -> None:
+        """Raises RuntimeError if the model has the averages of its weights."""
+        if self.is_exchanged:
+            raise RuntimeError(
+                "the model has the averages of its weights, because this runs inside ema(). Leave "
+                "the context first: training steps, and saving and loading of checkpoints or "
+                "optimizer states, need the weights themselves. (save_16bit_model and "
+                "save_pretrained save the averages.)"
+            )
 
     def params(self) -> list[Tensor]:
         """Returns all parameters in the order of ``state_dict``."""
@@ -123,6 +135,11 @@ class ParamTable:
         """Returns which elements of a parameter lie in this process."""
         placement = self.placement(param)
         return Shard.whole(param.shape) if placement is None else placement.shard(param)
+
+    def local_run(self, param: Tensor) -> Tensor:
+        """Returns the elements of a parameter in this process: a view if they are contiguous."""
+        placement = self.placement(param)
+        return param.detach().reshape(-1) if placement is None else placement.run(param)
 
     def shard(self, param: Tensor) -> Shard:
         """Returns which elements of a parameter this process steps."""

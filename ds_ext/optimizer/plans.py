@@ -7,6 +7,7 @@ supports, are stepped one by one. All ranks choose the same batches, because the
 added up in order. This holds if all ranks have devices of one kind.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -241,7 +242,8 @@ class Plans:
                 for i in unchecked:
                     if states[i]:
                         param, shard = params[i], table.local_shard(params[i])
-                        state_checks.check_state(table, param, shard, states[i], param.dtype, None)
+                        run, dtype = functools.partial(table.local_run, param), param.dtype
+                        state_checks.check_state(table, param, shard, states[i], dtype, None, run)
             yield
         finally:
             for plan in found:

@@ -3,15 +3,19 @@
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ds_ext import hyperparams, rules
+from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import (
     dtensor_state,
+    ema,
+    ema_exchange,
     expert_stacks,
     param_groups,
     plain_step,
@@ -166,6 +170,24 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         if self.update_stats is None:
             self.update_stats = UpdateStats(len(self.param_groups))
 
+    def ema(self) -> AbstractContextManager[None]:
+        """Context in which the parameters have the moving averages of their values (``ema_decay``).
+
+        For evaluation and export. If the model is stepped inside backward, call
+        ``engine.optimizer.ema()``, or ``ema()`` of what ``fuse_into_backward`` has returned.
+
+        Raises:
+            ValueError: no group has ``ema_decay``.
+            RuntimeError: the model is stepped inside backward, or its parameters are DTensors.
+        """
+        self.follow_groups()
+        if self.fused is not None or any(map(is_dtensor, self.number_of)):
+            raise RuntimeError(
+                "optimizer.ema() is for models that a plain step() trains. Call "
+                "engine.optimizer.ema(), or ema() of the object that fuse_into_backward returned."
+            )
+        return ema_exchange.exchanged(self, None)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient.
@@ -206,6 +228,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         All ranks call it, because states that cannot be cut like their parameter are gathered. The
         state of a parameter that no group has any more is left out.
         """
+        self.refuse_exchanged()
         self.follow_groups()
         gone = [p for p in self.state if isinstance(p, Tensor) and p not in self.group_of]
         left = {p: self.state.pop(p) for p in gone}
@@ -229,10 +252,13 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             ValueError: it is the state of another optimizer, or of parameters of other shapes;
                 nothing is changed.
         """
+        self.refuse_exchanged()
         self.follow_groups()
         states: dict[Tensor, dict[str, Any]] = {}
 
         def prepare(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            groups = [{**ema.DEFAULTS, **group} for group in given["param_groups"]]
+            given = {**given, "param_groups": groups}
             found = state_checks.read(self, given)
             ids = itertools.chain(*(group["params"] for group in given["param_groups"]))
             numbers = dict(zip(ids, self.params(), strict=True))

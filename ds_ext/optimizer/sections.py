@@ -19,6 +19,7 @@ from ds_ext.ops.shard import Place, Section, Shard
 from ds_ext.ops.state import Part
 from ds_ext.ops.weight_storage import StochasticWeight
 from ds_ext.ops.weight_update import Weight
+from ds_ext.optimizer import ema
 
 Shape = tuple[int, ...]
 
@@ -104,7 +105,7 @@ def _undivided_state(rule: Any, shape: Shape) -> str:
     """The name of a state tensor that sections cannot share; "" if there is none."""
     parts = rule.state_spec(Shard.whole(shape)) if hasattr(rule, "state_spec") else {}
     whole = Part.like(Shard.whole(shape))
-    return next((repr(key) for key, part in parts.items() if part != whole), "")
+    return next((repr(k) for k, part in parts.items() if part != whole and k != ema.EMA), "")
 
 
 @functools.lru_cache(4096)
@@ -132,6 +133,7 @@ def steps(
     t: int,
     whole: Shard,
     wrap: Callable[[Weight], ops.Writable],
+    average: Any,
 ) -> list[StepGenerator]:
     """Returns the generators that step a run: one, or one for each section.
 
@@ -143,16 +145,20 @@ def steps(
         t: the number of this step.
         whole: which elements the run is.
         wrap: returns what the rule gets instead of a weight.
+        average: as ``ema.average`` returns it.
     """
     sections = of(rule, whole.shape)
     if not sections:
-        return [rule.step(wrap(p), g, s, t, whole)]
+        step = rule.step(wrap(p), g, s, t, whole)
+        return [ema.averaged(step, rule, p, average, t, whole)]
     made = []
     for shift, places, shard in _divided(sections, whole):
         own = _Copies(places)
-        kept = {key: own.of(s[key]) for key in rule.state_spec(shard)}
-        part = wrap(_weight(p, own, shift))
-        made.append(own.step(rule.step(part, _gradient(g, own), kept, t, shard)))
+        kept = {key: own.of(s[key]) for key in rule.state_spec(shard) if key != ema.EMA}
+        part = _weight(p, own, shift)
+        e = None if average is None else _weight(average, own, shift)
+        step = rule.step(wrap(part), _gradient(g, own), kept, t, shard)
+        made.append(own.step(ema.averaged(step, rule, part, e, t, shard)))
     return made
 
 

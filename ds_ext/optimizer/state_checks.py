@@ -5,8 +5,9 @@ read or write out of bounds. A state is checked when it is loaded, and when a st
 with a run of given sizes and dtypes. Later steps compare it with what was checked (``plans``).
 """
 
+import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, mapped, zeros
-from ds_ext.optimizer import dtensor_state, validation
+from ds_ext.optimizer import dtensor_state, ema, validation
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
@@ -54,7 +55,7 @@ def check(table: ParamTable, u: RunUpdate, state: State) -> None:
             f"its gradient {sizes[1]}, but the optimizer expects {n}. Compute the gradients again "
             "after you replace the data of parameters."
         )
-    check_state(table, u.param, u.shard, state, u.p.dtype, u.g.device)
+    check_state(table, u.param, u.shard, state, u.p.dtype, u.g.device, lambda: u.p)
 
 
 def check_state(
@@ -64,8 +65,11 @@ def check_state(
     state: State,
     dtype: torch.dtype,
     device: torch.device | None,
+    run: Callable[[], Tensor],
 ) -> None:
     """Casts a state to the dtypes that its rule declares, and moves it to ``device`` if given.
+
+    Starts or drops its average of the weights if ``ema_decay`` has changed.
 
     Args:
         table: the table of the parameter's optimizer.
@@ -74,11 +78,14 @@ def check_state(
         state: their state, changed in place.
         dtype: of the weights.
         device: where to put the state; None: where it is.
+        run: returns the weights, [len(shard)].
 
     Raises:
         ValueError: a key is missing, or a tensor has another shape or kind of dtype.
     """
-    parts = table.state_spec(param, shard, table.rule_of(param))
+    rule = table.rule_of(param)
+    ema.start_or_drop(rule, shard, state, run)
+    parts = table.state_spec(param, shard, rule)
     try:
         fit(parts, state, len(shard), dtype, device)
     except Misfit as why:
@@ -106,7 +113,8 @@ def check_model(table: ParamTable, layout: Layout) -> None:
         shard = layout.shard(param)
         validation.refuse_shape(table, param, shard)
         if state := table.state.get(param):
-            check_state(table, param, shard, state, param.dtype, None)
+            run = functools.partial(layout.run, param)
+            check_state(table, param, shard, state, param.dtype, None, run)
 
 
 def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:

@@ -419,7 +419,7 @@ DEFAULTS = {
     },
 }
 
-WRITING = {"weight_update": "stochastic", "seed": 0}
+WRITING = {"weight_update": "stochastic", "seed": 0, "ema_decay": 0.0, "ema_dtype": "fp32"}
 
 
 @pytest.mark.parametrize("name", RULES)

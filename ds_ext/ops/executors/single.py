@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops import passes, scratch
+from ds_ext.ops import passes, schema, scratch
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.executors import batched
@@ -175,7 +175,7 @@ def _takes_matrices(like: Any, shard: Shard) -> bool:
 
 def _reads(source: Source | None, like: Any, shard: Shard) -> bool:
     """Whether a table can read an input."""
-    if source is None:
+    if source is None or "x" in source.tensors and source.tensors["x"].dtype not in schema.DTYPES:
         return False
     return (_takes_matrices if source.is_by_matrix else _takes)(like, shard)
 

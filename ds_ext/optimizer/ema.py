@@ -1,0 +1,147 @@
+"""Exponential moving averages (EMA) of the weights, which each step advances.
+
+    e ← e + (1 − ema_decay) · (w − e),  in the first step e ← w
+
+as torch.optim.swa_utils.AveragedModel. The average ``e`` is a part of the state with one number per
+element. A weight that is not stepped does not advance its average. If a weight has a master, ``w``
+includes it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.distributed.lockstep import StepGenerator
+from ds_ext.hyperparams import Fraction, Precision
+from ds_ext.ops import weight_update
+from ds_ext.ops.batch import Runs, Weights
+from ds_ext.ops.rounding import key, keys
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part, Parts
+from ds_ext.ops.weight_storage import StochasticWeight
+from ds_ext.optimizer import expert_stacks
+
+EMA = "ema"  # the key of the average in a state
+_SEED = 2**40  # added to the seed: the bits differ from those that round weights
+
+Average: TypeAlias = weight_update.Weight | Runs | Weights
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """The hyper-parameters of the averages, which every optimizer has."""
+
+    ema_decay: Fraction = 0.0  # of the moving average of the weights; 0: no average
+    ema_dtype: Precision = "fp32"  # of the average; "bf16" is rounded stochastically
+
+    def state_spec(self, shard: Shard) -> Parts:
+        """Returns the state of the rule, and the average."""
+        parts: Parts = super().state_spec(shard)  # type: ignore[misc]
+        if not self.ema_decay:
+            return parts
+        dtype = torch.bfloat16 if self.ema_dtype == "bf16" else None
+        return {**parts, EMA: replace(Part.like(shard), dtype=dtype)}
+
+
+# By name; param groups that were saved before these settings existed lack them.
+DEFAULTS = {"ema_decay": EmaConfig.ema_decay, "ema_dtype": EmaConfig.ema_dtype}
+
+
+def average(s: dict[str, Any], rule: Any, number: int, t: int, first: int) -> Average | None:
+    """Returns the average that step ``t`` advances; None if the rule keeps none.
+
+    Args:
+        s: the state.
+        rule: the rule.
+        number: of the parameter.
+        t: the number of the step.
+        first: the index of the run's first element in the parameter, from which random bits count.
+    """
+    if not rule.ema_decay:
+        return None
+    e: Tensor = s[EMA]
+    if e.dtype != torch.bfloat16:
+        return e
+    return StochasticWeight(e, key(rule.seed + _SEED, number, t), first)
+
+
+def averages(
+    s: dict[str, Any], rule: Any, numbers: NDArray[np.uint64], t: int
+) -> Runs | Weights | None:
+    """Returns the same as ``average`` for a batch; ``numbers`` are those of the parameters, [n]."""
+    if not rule.ema_decay:
+        return None
+    e: Runs = s[EMA]
+    if e.dtype != torch.bfloat16:
+        return e
+    return Weights(e, "STOCHASTIC", key=keys(rule.seed + _SEED, numbers, t))
+
+
+def averaged(
+    step: StepGenerator, rule: Any, p: Any, e: Average | None, t: int, shard: Any
+) -> StepGenerator:
+    """Returns a step that also advances the average of the weights.
+
+    Args:
+        step: the step of the rule.
+        rule: the rule.
+        p: the weight that it writes, [len(shard)], in any storage.
+        e: its average; None: there is none.
+        t: the number of the step, from 1.
+        shard: the geometry.
+    """
+    return step if e is None else _advancing(step, rule, p, e, t, shard)
+
+
+def _advancing(
+    step: StepGenerator, rule: Any, p: Any, e: Average, t: int, shard: Any
+) -> StepGenerator:
+    yield from step
+    weight = 1.0 if t == 1 else 1 - rule.ema_decay
+    if getattr(p, "aux", None) is None and isinstance(p, StochasticWeight | Weights):
+        p = p.run  # has all bits of the weight
+    if isinstance(e, Tensor | Runs):
+        ops.lerp_(e, p, weight, shard)  # type: ignore[arg-type]
+    else:  # e ← e − weight · (e − p)
+        u = ops.times(p, -1.0)
+        ops.apply_(e, u, shard, lr=weight, weight_decay=1.0)  # type: ignore[arg-type]
+
+
+def states(shard: Shard, state: dict[str, Any]) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Yields the states of a parameter that hold averages, and the elements of its run for each."""
+    if expert_stacks.EXPERTS not in state:
+        yield slice(0, len(shard)), state
+        return
+    experts = state[expert_stacks.EXPERTS].values()
+    for (run, _), s in zip(expert_stacks.split(shard), experts, strict=True):
+        yield run, s
+
+
+def start_or_drop(
+    rule: Any, shard: Shard, state: dict[str, Any], run: Callable[[], Tensor]
+) -> None:
+    """Follows a change of ``ema_decay`` after the first step.
+
+    Args:
+        rule: the rule that the parameter has now.
+        shard: which elements of the parameter this rank steps.
+        state: its state. A missing average is made of the current weights; one that ``rule`` does
+            not keep is removed.
+        run: returns these weights, [len(shard)].
+    """
+    missing = [(at, s) for at, s in states(shard, state) if rule.ema_decay and EMA not in s]
+    if missing:
+        p = run()
+        w = weight_update.values(p, state, Shard.whole((len(p),)))
+        dtype = torch.bfloat16 if rule.ema_dtype == "bf16" else ops.accumulator(p.dtype)
+        for at, s in missing:
+            s[EMA] = w[at].to(p.device, dtype, copy=True)
+    elif not rule.ema_decay:
+        for _, s in states(shard, state):
+            s.pop(EMA, None)

@@ -1,0 +1,112 @@
+"""Moving averages of weights on real ranks: torch's, at each stage; exchange, resume, overflow."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests import worlds
+from tests.common.choose import params
+from tests.common.updates import error
+from tests.distributed import averaging
+
+# How a model is trained, with an optimizer whose statistics are of whole matrices.
+JOBS = {
+    "stage 0": (averaging.zero, 0, "AdamW"),
+    "stage 1": (averaging.zero, 1, "AdaLomo"),
+    "stage 2": (averaging.zero, 2, "AdamW"),
+    "stage 3": (averaging.zero, 3, "AdamW"),
+    "stage 3, AdaLomo": (averaging.zero, 3, "AdaLomo"),
+    "copies": (averaging.plain, False, "AdamW"),
+    "FSDP2": (averaging.plain, True, "AdamW"),
+}
+ALL = [(2, name) for name in JOBS] + [(3, name) for name in JOBS]
+QUICK = [(2, name) for name in JOBS if "AdaLomo" not in JOBS[name]] + [(3, "stage 3")]
+
+
+def torchs(start, steps):
+    """torch's averages of the weights that training had after each step."""
+    model = nn.ParameterDict({n.replace(".", "/"): p.double() for n, p in start.items()})
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(averaging.DECAY))
+    for weights in steps:
+        with torch.no_grad():
+            for name, p in weights.items():
+                model[name.replace(".", "/")].copy_(p)
+        averaged.update_parameters(model)
+    return {n.replace("/", "."): p.detach() for n, p in averaged.module.items()}
+
+
+def loss_of(weights):
+    model = averaging.Net()
+    model.load_state_dict({n: p.float() for n, p in weights.items()})
+    return model(torch.randn(8, 6, generator=torch.Generator().manual_seed(9))).item()
+
+
+@pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
+def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, name):
+    job, *given = JOBS[name]
+    for got in worlds.once(ranks, job, *given):
+        wanted = torchs(got["start"], got["steps"])
+        assert error(got["inside"], wanted, got["start"]) <= 1e-6
+        assert got["restored"] and got["same"]
+        losses = [loss_of(w) for w in (got["steps"][-1], wanted, got["steps"][-1])]
+        assert got["losses"] == pytest.approx(losses, rel=1e-5)
+        assert got["losses"][1] != pytest.approx(losses[0], rel=1e-3)
+        for text in got.get("refused", ()):
+            assert "inside ema()" in text
+
+
+@pytest.mark.parametrize(
+    "stages, ranks",
+    params([((3, 2), (2, 3)), ((2, 3), (3, 2)), ((0, 3), (1, 2))], [((3, 2), (2, 3))]),
+)
+def test_a_checkpoint_has_the_average_for_any_ranks_and_stage(tmp_path, stages, ranks):
+    folder = str(tmp_path)
+    saved = worlds.run(ranks[0], averaging.save, stages[0], folder)[0]
+    for got in worlds.run(ranks[1], averaging.resume, stages[1], folder):
+        start, steps = saved["start"], saved["steps"]
+        assert error(got["loaded"], torchs(start, steps), start) <= 1e-6
+        assert error(got["inside"], torchs(start, steps + got["steps"]), start) <= 1e-6
+
+
+WAYS = [
+    (stage, policy, clip)
+    for stage in (0, 2, 3)
+    for policy in ("fused", "sharded")
+    for clip in (0.0, 1.0)
+]
+
+
+@pytest.mark.parametrize(
+    "stage, policy, clipping",
+    params(WAYS, [(3, "fused", 0.0), (2, "sharded", 1.0), (0, "fused", 1.0)]),
+)
+def test_a_step_that_overflows_does_not_move_the_average(stage, policy, clipping):
+    for got in worlds.once(2, averaging.overflow, stage, policy, clipping):
+        for i, (a, b) in enumerate(zip(got, got[1:], strict=False), 1):
+            for n in a:
+                assert a[n].isfinite().all()
+                assert torch.equal(a[n], b[n]) == (i == averaging.OVERFLOW), (i, n)
+
+
+def test_without_a_decay_the_error_names_the_key():
+    for text in worlds.once(2, averaging.without_decay):
+        assert '"optimizer": {"params": {"ema_decay"' in text
+
+
+DIVIDED = [(2, "experts"), (2, "pipeline"), (2, "tensor"), (4, "pipeline"), (4, "tensor")]
+
+
+@pytest.mark.parametrize("ranks, kind", params(DIVIDED, DIVIDED[:3]))
+def test_ranks_with_different_weights_average_their_own(ranks, kind):
+    for got in worlds.once(ranks, averaging.divided, kind):
+        wanted = torchs(got["start"], got["steps"])
+        assert error(got["inside"], wanted, got["start"]) <= 1e-6
+        assert got["restored"]
+
+
+def test_averages_of_experts_load_on_ranks_that_have_other_experts():
+    found = worlds.once(2, averaging.moved_experts)
+    for saved, loaded in found:
+        assert all(torch.equal(p, loaded[n]) for n, p in saved.items())
+        assert loaded.keys() == found[0][0].keys() | found[1][0].keys() != saved.keys()
