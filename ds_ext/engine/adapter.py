@@ -286,6 +286,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def ema(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model has the averages of its weights: see ``FusedBackward.ema``."""
+        self.offloaded.check()
         return self.fused.ema()
 
     def measure_updates(self) -> None:
