@@ -35,7 +35,7 @@ uses the estimate of the steps before it. The sums contain every 11th element. W
 the sums and d are those of prodigyopt with `slice_p=11`. A run "gives up" the share (loss - best) /
 (loss before - best) of the gain, in percent, where best is the lowest loss of all fixed rates with
 the same seed. With seeds other than 0 only one or two fixed rates were run. "Tabled" is a fixed
-rate, the one to start at. "Rates" are the first and last estimates; LOMO's second is its first.
+rate, the one to start at. "Rates" are the first and last ones; LOMO's first step is not counted.
 """
 
 
@@ -109,8 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", nargs="+", choices=RULES, default=list(RULES))
     add("--d0", nargs="+", type=float, default=[1e-6], help="first estimates (default: 1e-6)")
     add("--coefficient", nargs="+", type=float, default=[1.0], help="Prodigy's d_coef (default: 1)")
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    add("--steps", type=int, default=quality.FULL["steps"])
+    add("--seeds", nargs="+", type=int, choices=range(3), default=[0, 1, 2], help="default: all")
     add("--model", type=Path, default=quality.MODEL, help="folder")
     add("--lines", type=Path, default=FOLDER, help="folder of the stored runs and the report")
     add("--report", action="store_true", help="only write the report of the stored runs")
@@ -119,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Makes the missing runs, and writes the report."""
     setup = {k: quality.FULL[k] for k in quality.SHAPE if k in quality.FULL}
-    setup |= {"dtype": "bf16", "steps": args.steps, "model": args.model.name}
+    setup |= {"dtype": "bf16", "model": args.model.name}
     lines = Lines(args.lines, setup)
     if not args.report:
         make(args, lines)
@@ -174,10 +173,10 @@ def write(lines: Lines, tabled: Lines) -> None:
             ]
             for name, d0 in sorted(names)
         }
-        if own:
+        if own and fixed:
             tables[CANDIDATES[rule].label] = [_row(k, g, rule, tabled) for k, g in groups.items()]
     if not tables:
-        print("no lines yet")
+        print("no runs yet, or no runs of `quality` to compare with")
         return
     made = "; ".join(summary.machines(lines.all))
     made += ".\nMade by `python -m benchmarks estimate`, page by `--report`."
@@ -193,13 +192,10 @@ def _row(name: str, group: list[dict[str, Any]], rule: str, tabled: Lines) -> di
         for line in sorted((x for x in group if x["data"] == data), key=lambda x: x["seed"]):
             of = tabled.of(data, rule, line["seed"])
             best, before = min(map(loss_of, of)), of[0]["before"]
-            share = (loss_of(line) - best) / (before - best)
-            worst.append(share)
-            ends = ""
-            if "rates" in line:
-                used = [rate for rate in line["rates"] if rate]
-                ends = f", rates {used[0]:.1e} to {used[-1]:.1e}"
-            cells.append(f"{line['loss']:.3f} ({share:.0%}{ends})")
+            worst.append((loss_of(line) - best) / (before - best))
+            used = [rate for rate in line.get("rates", ()) if rate]  # LOMO's first rate is 0
+            ends = f", rates {used[0]:.1e} to {used[-1]:.1e}" if used else ""
+            cells.append(f"{line['loss']:.3f} ({worst[-1]:.0%}{ends})")
         row[data] = "; ".join(cells) or "not run"
     missing = " or more" * ("not run" in row.values())
     return row | {"gives up at most": f"{max(worst):.0%}{missing}"}
