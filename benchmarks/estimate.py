@@ -30,12 +30,15 @@ RULES = ("adamw", "adalomo", "lomo")
 TITLE = "Learning rates that Prodigy estimates"
 TEXT = """
 Prodigy's estimate d (arXiv 2306.06101) is the learning rate of ds_ext's AdamW, AdaLomo and LOMO in
-the fine-tunes of [quality](../quality/quality.md), with the same batches and schedule. Each step
+the fine-tunes of `python -m benchmarks quality`, with the same batches and schedule. Each step
 uses the estimate of the steps before it. The sums contain every 11th element. With coefficient 1,
 the sums and d are those of prodigyopt with `slice_p=11`. A run "gives up" the share (loss - best) /
 (loss before - best) of the gain, in percent, where best is the lowest loss of all fixed rates with
 the same seed. With seeds other than 0 only one or two fixed rates were run. "Tabled" is a fixed
 rate, the one to start at. "Rates" are the first and last ones; LOMO's first step is not counted.
+
+Each run has only {steps} steps, and the estimate needs some of them to rise from d0. Longer runs may
+lose less by this; none was made.
 """
 
 
@@ -180,7 +183,7 @@ def write(lines: Lines, tabled: Lines) -> None:
         return
     made = "; ".join(summary.machines(lines.all))
     made += ".\nMade by `python -m benchmarks estimate`, page by `--report`."
-    report.write("estimate", TITLE, TEXT, tables, None, made, lines.folder)
+    report.write("estimate", TITLE, TEXT.format(**lines.setup), tables, None, made, lines.folder)
 
 
 def _row(name: str, group: list[dict[str, Any]], rule: str, tabled: Lines) -> dict[str, object]:
