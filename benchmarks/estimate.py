@@ -37,8 +37,8 @@ the sums and d are those of prodigyopt with `slice_p=11`. A run "gives up" the s
 the same seed. With seeds other than 0 only one or two fixed rates were run. "Tabled" is a fixed
 rate, the one to start at. "Rates" are the first and last ones; LOMO's first step is not counted.
 
-Each run has only {steps} steps, and the estimate needs some of them to rise from d0. Longer runs may
-lose less by this; none was made.
+Each run has only {steps} steps, and the estimate needs some of them to rise from d0. Longer runs
+may lose less by this; none was made.
 """
 
 
