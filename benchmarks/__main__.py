@@ -19,6 +19,7 @@ BENCHMARKS = {
     "spread": "the same by ZeRO-3, FSDP2 and pipelines, side by side",
     "train": "tokens per second of a whole step",
     "quality": "optimizers and learning rates for fine-tuning",
+    "estimate": "learning rates estimated in training, beside tabled ones",
     "scratch": "which optimizer trains best from scratch",
     "trends": "how a step's cost grows with parameters, ranks and buckets",
     "offload": "time and memory of offload to the CPU",
@@ -27,7 +28,7 @@ BENCHMARKS = {
 
 def main(argv: list[str]) -> None:
     """Runs the benchmark named by the first argument, with the other arguments as its options."""
-    listed = "\n".join(f"  {name:8}{what}" for name, what in BENCHMARKS.items())
+    listed = "\n".join(f"  {name:9}{what}" for name, what in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         usage="%(prog)s BENCHMARK [--help] [options]",

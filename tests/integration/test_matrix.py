@@ -1,5 +1,6 @@
 """Matrices of training runs: which run is next, what is kept of it, and what the page says."""
 
+import functools
 import json
 import math
 import os
@@ -13,8 +14,9 @@ import transformers
 from torch.nn import functional as F
 
 from benchmarks import __main__ as benchmarks
+from benchmarks import estimate
 from benchmarks.matrix import search, summary, texts, training
-from benchmarks.matrix.candidates import CANDIDATES
+from benchmarks.matrix.candidates import CANDIDATES, Candidate
 from benchmarks.matrix.lines import Lines, loss_of, point_of
 from tests import worlds
 
@@ -225,6 +227,25 @@ def test_a_run_is_the_schedule_of_plain_torch(name):
     assert found["train"] == pytest.approx(losses, abs=2e-4)
     assert found["loss"] == pytest.approx(training.measure(model, tests).loss, abs=2e-5)
     assert losses[-1] < losses[0] - 0.1  # by more than what is compared
+
+
+def with_estimates(rule):
+    """A run with a fixed rate, and runs with estimates that cannot rise and that can."""
+    found = [line(rule)]
+    for coefficient in (1e-9, 100.0):
+        made = []
+        start = functools.partial(estimate._start, made, rule, coefficient)
+        run = training.run(tiny(), Candidate(rule, LR, start), LR, 0, *data())
+        found.append(run | {"rates": made[0].rates, "estimates": made[0].found})
+    return found
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adalomo"])
+def test_an_estimate_that_cannot_rise_is_a_fixed_rate(rule):
+    ((fixed, low, high),) = worlds.once(1, with_estimates, rule)
+    assert low["rates"] == [LR] * STEPS and low["estimates"][-1] > 0
+    assert low["train"] == fixed["train"] and low["loss"] == fixed["loss"]
+    assert high["rates"][-1] > 3 * LR and high["train"] != fixed["train"]
 
 
 def every_line():
