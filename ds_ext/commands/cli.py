@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import ds_ext
-from ds_ext.commands import check, config, run
-from ds_ext.planner import plan
+from ds_ext.commands import check, config, plan, run
 
 
 class Command(NamedTuple):
@@ -20,13 +19,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "plan": Command(
-        "print the bytes per rank of an optimizer, of AdamW and of Megatron-LM",
-        "Prints the bytes per rank of an optimizer at each ZeRO stage, of AdamW in DeepSpeed and "
-        "of Megatron-LM's distributed optimizer; with --seq, also of activations.",
-        plan.add_options,
-        plan.run,
-    ),
+    "plan": Command(plan.HELP, plan.DESCRIPTION, plan.add_options, plan.run),
     "config": Command(config.HELP, config.DESCRIPTION, config.add_options, config.run),
     "check": Command(check.HELP, check.DESCRIPTION, check.add_options, check.run),
     "run": Command(run.HELP, run.DESCRIPTION, run.add_options, run.run),

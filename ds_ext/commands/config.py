@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from ds_ext.optimizer import named
-from ds_ext.planner.options import DEEPSPEEDS
+from ds_ext.planner.options import DEEPSPEEDS, PlanOptions
 from ds_ext.rates import RATES, Rate
 from ds_ext.rules import REGISTRY
 
@@ -73,6 +73,32 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
         "gradient_accumulation_steps": value(1),
         "train_micro_batch_size_per_gpu": value(1),
     }
+
+
+def of_plan(asked: PlanOptions) -> dict[str, Any]:
+    """Returns the DeepSpeed config, with numbers, of a plan of one optimizer with a micro-batch."""
+    assert asked.stage is not None and asked.batch is not None
+    config = make(asked.optimizer, int(asked.stage), numbers=True)
+    config["optimizer"]["params"] |= asked.params
+    config["bf16"]["enabled"] = asked.dtype == "bf16"
+    if asked.dtype == "fp16":
+        config["fp16"] = {"enabled": True}
+    config["train_micro_batch_size_per_gpu"] = asked.batch.rows
+    zero = config["zero_optimization"]
+    zero["reduce_bucket_size"] = asked.bucket
+    if asked.offload_param:
+        zero["offload_param"] = {"device": "cpu"}
+    if asked.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    own = {
+        "gradient_policy": "sharded" if asked.accumulates else None,
+        "shard_size": asked.shard_size,
+        "batch_splits": asked.batch.splits if asked.batch.splits > 1 else None,
+        "chunked_loss": asked.batch.chunked_loss,
+    }
+    if own := {key: value for key, value in own.items() if value}:
+        config["ds_ext"] = own
+    return config
 
 
 def as_text(config: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The advice at the end of a plan about which optimizer to use."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner.memory import MemoryUse
@@ -59,7 +60,7 @@ def _more(plan: MemoryPlan, least: Row, card: float) -> str:
     asked, ranks = plan.asked, plan.asked.ranks
     while ranks < MOST_RANKS:
         ranks *= 2
-        more = plan.on(ranks)
+        more = plan.changed(replace(asked, ranks=ranks, shard_size=0))
         row = next(row for row in more.rows if row.label == least.label)
         if more.total(row, asked.batch).total <= card * GIB:
             return f"{card:g} GiB: nothing fits; {least.label} would on {ranks} ranks."

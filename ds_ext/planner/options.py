@@ -132,6 +132,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--offload-param", action="store_true", help="offload_param to the CPU; needs --stage 3")
     add("--offload-optimizer", action="store_true", help="offload_optimizer to the CPU")
     add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to compare")
+    add(
+        "--fit",
+        type=Path,
+        nargs="?",
+        const=Path("ds.json"),
+        metavar="FILE.json",
+        help="print the cheapest steps until the plan fits --memory, and write the config "
+        "(default ds.json)",
+    )
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
 

@@ -11,8 +11,6 @@ from ds_ext.planner.rows import GIB, MemoryPlan
 
 UNITS = {"GiB": GIB, "MiB": 2**20}
 
-add_options = options.add_options
-
 
 def run(given: argparse.Namespace) -> None:
     """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
@@ -22,15 +20,12 @@ def run(given: argparse.Namespace) -> None:
         return
     plan = MemoryPlan(asked, asked.model)
     table = {row.label: plan.total(row, asked.batch) for row in plan.rows}
-    unit = "GiB" if max(row.total for row in table.values()) >= GIB else "MiB"
-    title = f"{asked.model}: {plan.n_of_model:,} parameters in {_where(asked)}"
-    if asked.pipeline_stages > 1:
-        title += f" of each of {asked.pipeline_stages} stages, the largest of {plan.n:,} parameters"
+    unit = unit_of(row.total for row in table.values())
     if asked.picture:
-        plot.draw(table, parts(asked), asked, asked.picture, title, unit, UNITS[unit])
-    print(f"{title}; {unit} per rank\n")
-    print("\n".join(_aligned(_cells(plan, table, unit))))
-    print("\n" + _not_counted(asked, plan.n, unit))
+        plot.draw(table, parts(asked), asked, asked.picture, title(plan), unit, UNITS[unit])
+    print(f"{title(plan)}; {unit} per rank\n")
+    print("\n".join(aligned(_cells(plan, table, unit))))
+    print("\n" + not_counted(asked, plan.n, unit))
     if asked.picture:
         print(f"\nPicture: {asked.picture}")
     print("\n" + advice(plan, table))
@@ -40,6 +35,20 @@ def parts(asked: PlanOptions) -> tuple[str, ...]:
     """Returns the names of the counted parts of memory."""
     found = ("weights", "state", "gradients", "master")
     return (*found, "activations") if asked.batch else found
+
+
+def unit_of(sizes: Iterable[float]) -> str:
+    """Returns the unit in which a table shows sizes in bytes."""
+    return "GiB" if max(sizes) >= GIB else "MiB"
+
+
+def title(plan: MemoryPlan) -> str:
+    """Returns the model, dtype, ranks and batch of a plan in words."""
+    asked = plan.asked
+    found = f"{asked.model}: {plan.n_of_model:,} parameters in {_where(asked)}"
+    if asked.pipeline_stages > 1:
+        found += f" of each of {asked.pipeline_stages} stages, the largest of {plan.n:,} parameters"
+    return found
 
 
 def _where(asked: PlanOptions) -> str:
@@ -75,15 +84,16 @@ def _cells(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str) -> list[
     return lines
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> Iterable[str]:
+def aligned(lines: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Yields the lines of a table whose first row is its heading."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for label, *cells in lines:
         aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         yield f"{label:<{widths[0]}}  " + "  ".join(aligned)
 
 
-def _not_counted(asked: PlanOptions, n: int, unit: str) -> str:
-    """The text below the table: memory that is not counted, and the meaning of columns."""
+def not_counted(asked: PlanOptions, n: int, unit: str) -> str:
+    """Returns the text below the table: what is not counted, and the meaning of columns."""
     live = min(n, 10**9) * DTYPES[asked.dtype].itemsize / UNITS[unit]
     text = (
         "Not counted: the weights that ZeRO-3 gathers for computing, up to "
@@ -111,7 +121,7 @@ def _largest_models(given: argparse.Namespace, asked: PlanOptions) -> list[str]:
     lines = [["", *(f"in {card:g} GiB" for card in asked.cards)]]
     lines += [[label, *(column[label] for column in columns)] for label in columns[0]]
     heading = f"The largest known model that fits, in {_where(asked)}"
-    return [heading, "", *_aligned(lines), "", _not_counted(asked, 10**9, "GiB")]
+    return [heading, "", *aligned(lines), "", not_counted(asked, 10**9, "GiB")]
 
 
 def _largest_by_label(asked: PlanOptions, available: float) -> dict[str, str]:

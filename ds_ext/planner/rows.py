@@ -57,11 +57,11 @@ class MemoryPlan:
         found = [row for optimizer in self.asked.optimizers for row in self._ours(optimizer)]
         return [*found, *self._lora(), *self._adamw(), *self._megatron()]
 
-    def on(self, ranks: int) -> "MemoryPlan":
-        """Returns the plan with one replica on another number of ranks. Reuses activations."""
+    def changed(self, asked: PlanOptions) -> "MemoryPlan":
+        """Returns the plan of the same model and dtype with other options. Reuses activations."""
         other = copy.copy(self)
         other.__dict__.pop("rows", None)
-        other.asked = replace(self.asked, ranks=ranks, shard_size=0)
+        other.asked = asked
         return other
 
     def total(self, row: Row, batch: MicroBatch | None) -> MemoryUse:

@@ -1,0 +1,172 @@
+"""The way down: the cheapest steps, in order, until a plan fits the memory of a card."""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ds_ext.backward.settings import BUCKET_SIZE
+from ds_ext.optimizer import named
+from ds_ext.planner import options
+from ds_ext.planner.memory import MemoryUse
+from ds_ext.planner.options import PlanOptions
+from ds_ext.planner.rows import GIB, MemoryPlan
+from ds_ext.rates import RATES, Rate
+
+# The optimizers to try in turn. The second makes the first one's steps in less memory. The third
+# has next to no state.
+OPTIMIZERS = ("AdamW", "FlashAdamW", "AdaLomo")
+
+_REMEDIES = {
+    "weights": "give more --ranks, or a smaller --model",
+    "state": "give more --ranks, or remove --optimizer",
+    "gradients": "give a smaller --bucket, or a --model with smaller matrices",
+    "master": "give more --ranks, or another weight_update in --params",
+    "activations": "give a smaller --seq, or fewer --batch rows",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A change of the options of a plan that needs less memory."""
+
+    name: str
+    cost: str
+    change: Callable[[PlanOptions], PlanOptions]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The plan after a step."""
+
+    name: str
+    cost: str
+    asked: PlanOptions
+    use: MemoryUse
+
+
+def check(given: argparse.Namespace, asked: PlanOptions) -> None:
+    """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
+    if asked.model is None or asked.batch is None or len(asked.cards) != 1:
+        raise ValueError("--fit: add --model, --seq TOKENS, and --memory with one number of GiB.")
+    unsupported = {
+        "--config": given.config is not None,
+        "--lora": asked.lora is not None,
+        "--plot": asked.picture is not None,
+        f"--stage {asked.stage}": asked.stage in ("none", options.FSDP2),
+    }
+    if found := [option for option, is_given in unsupported.items() if is_given]:
+        raise ValueError(
+            f"--fit writes the config of one DeepSpeed run without {found[0]}: remove it."
+        )
+
+
+def way_down(given: argparse.Namespace, asked: PlanOptions) -> tuple[MemoryPlan, list[Taken]]:
+    """Returns the plan, and its memory at first and after each step. The last one fits.
+
+    Steps are tried in the order of ``_steps``. Steps that save nothing, and steps that the model or
+    the optimizer does not support, are left out. When the plan fits, earlier steps that are no
+    longer needed are removed, the most expensive ones first.
+
+    Args:
+        given: the command line, checked by ``check``.
+        asked: its options.
+
+    Raises:
+        ValueError: no steps suffice, or the plan cannot be made.
+    """
+    assert asked.model is not None
+    card = asked.cards[0] * GIB
+    first = OPTIMIZERS[0] if asked.optimizer == options.ALL else asked.optimizer
+    start = _with_optimizer(first, asked, replace(asked, stage=asked.stage or "3"))
+    plan = MemoryPlan(start, asked.model)
+
+    @functools.cache
+    def use(now: tuple[Step, ...]) -> MemoryUse:
+        changed = plan.changed(_applied(now, start))
+        return changed.total(changed.rows[0], changed.asked.batch)
+
+    taken: tuple[Step, ...] = ()
+    least = use(taken)
+    for step in _steps(given, asked):
+        if least.total <= card:
+            break
+        try:
+            smaller = use((*taken, step))
+        except ValueError:  # the model or the optimizer does not support it
+            continue
+        if smaller.total < least.total:
+            taken, least = (*taken, step), smaller
+    if least.total > card:
+        raise ValueError(_nothing_fits(_applied(taken, start), least))
+    for step in reversed(taken[:-1]):
+        fewer = tuple(other for other in taken if other is not step)
+        if use(fewer).total <= card:
+            taken = fewer
+    found = [Taken(f"{named(first).__name__}, ZeRO-{start.stage}", "", start, use(()))]
+    for n, step in enumerate(taken, 1):
+        now = taken[:n]
+        found.append(Taken(step.name, step.cost, _applied(now, start), use(now)))
+    return plan, found
+
+
+def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[Step]:
+    """Yields the steps in the order in which they are tried."""
+    assert asked.batch is not None
+    rows = asked.batch.rows
+    yield Step("chunked loss", "the output head runs again", _in_chunks)
+    for n in sorted({*(2**k for k in range(1, rows.bit_length())), max(2, rows)}):
+        yield Step(
+            "checkpointing" if rows == 1 else f"layers run {n} pieces of the batch",
+            "layers run again",
+            functools.partial(_in_pieces, n),
+        )
+    if asked.optimizer == options.ALL:
+        for name in OPTIMIZERS[1:]:
+            change = functools.partial(_with_optimizer, name, asked)
+            yield Step(name, "has its own learning rate", change)
+    if given.bucket is None:
+        yield Step(
+            f"buckets of {BUCKET_SIZE:,} elements",
+            "more and smaller messages",
+            lambda now: replace(now, bucket=min(now.bucket, BUCKET_SIZE)),
+        )
+    bus = "moved in each step"
+    yield Step(
+        "optimizer states in host memory", bus, lambda now: replace(now, offload_optimizer=True)
+    )
+    if asked.stage in (None, "3"):
+        yield Step("weights in host memory", bus, lambda now: replace(now, offload_param=True))
+
+
+def _in_chunks(now: PlanOptions) -> PlanOptions:
+    """``now`` with a chunked loss."""
+    assert now.batch is not None
+    return replace(now, batch=replace(now.batch, chunked_loss=True))
+
+
+def _in_pieces(n: int, now: PlanOptions) -> PlanOptions:
+    """``now`` with layers in pieces. Two pieces of one row are one piece, which is checkpointed."""
+    assert now.batch is not None
+    return replace(now, batch=replace(now.batch, splits=n))
+
+
+def _with_optimizer(name: str, asked: PlanOptions, now: PlanOptions) -> PlanOptions:
+    """``now`` with an optimizer, its recommended params, and those of ``asked``."""
+    rate = RATES.get(named(name, asked.spelled("optimizer")).__name__.lower(), Rate(0.0))
+    return replace(now, optimizer=name, params={**rate.params, **asked.params})
+
+
+def _applied(steps: Sequence[Step], start: PlanOptions) -> PlanOptions:
+    return functools.reduce(lambda now, step: step.change(now), steps, start)
+
+
+def _nothing_fits(asked: PlanOptions, least: MemoryUse) -> str:
+    """The error if all steps together do not suffice."""
+    part = max(_REMEDIES, key=lambda part: float(getattr(least, part)))
+    remedy = _REMEDIES[part] if asked.stage == "3" else "try --stage 3"
+    return (
+        f"--fit: nothing fits {asked.cards[0]:g} GiB. The smallest total is "
+        f"{least.total / GIB:.3g} GiB per rank; the largest part is {part}, "
+        f"{getattr(least, part) / GIB:.3g} GiB: {remedy}."
+    )

@@ -1,0 +1,149 @@
+"""``plan --fit``: the steps to a config that fits, and the config that it writes."""
+
+import json
+
+import pytest
+import transformers
+
+from ds_ext.commands.cli import main
+from ds_ext.planner import options
+from tests.common.choose import params
+from tests.common.cli import refused
+from tests.integration.test_cli import HEADS, SIZES, plan, read
+
+WIDE = {"vocab_size": 5_000, "hidden_size": 256, "intermediate_size": 1024}
+CONFIG = transformers.LlamaConfig(**SIZES | WIDE, **HEADS, tie_word_embeddings=False)
+MIB = 1 / 1024  # GiB
+BUCKET, SMALL = 2**22, 2**14  # elements; the default, and that of the step to smaller buckets
+
+
+@pytest.fixture
+def folder(tmp_path):
+    CONFIG.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def fit(folder, tmp_path, capsys, monkeypatch):
+    """Runs ``plan --fit`` -> the rows of its table, and the config."""
+    monkeypatch.setattr(options, "gpu_bucket_size", lambda *_: BUCKET)  # whatever --memory is
+    monkeypatch.setattr("ds_ext.planner.fit.BUCKET_SIZE", SMALL)
+    monkeypatch.setattr("ds_ext.forward.chunked_loss.CHUNK_LOGITS", 2**22)
+
+    def run(*given, seq=256):
+        path = tmp_path / "ds.json"
+        path.unlink(missing_ok=True)
+        given = ("--model", folder, "--seq", seq, *given, "--fit", path)
+        assert main(["plan", *map(str, given)]) == 0
+        return read(capsys.readouterr().out)[1], json.loads(path.read_text())
+
+    return run
+
+
+@pytest.fixture
+def total(folder, tmp_path, capsys):
+    """The MiB that ``plan --config`` computes of a config."""
+
+    def run(config, seq=256):
+        path = tmp_path / "again.json"
+        path.write_text(json.dumps(config))
+        given = ("--model", folder, "--seq", seq, "--config", path)
+        return float(next(iter(plan(capsys, *given)[1].values()))["total"])
+
+    return run
+
+
+def paths(config):
+    """The keys of a config that a step has set, each as (section, key)."""
+    sections = {"ds_ext", "zero_optimization"}
+    fixed = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    fixed["reduce_bucket_size"] = BUCKET
+    return [(s, k) for s in sections for k, x in config.get(s, {}).items() if fixed.get(k) != x]
+
+
+@pytest.mark.parametrize("rows", params([1, 4], [4]))
+def test_the_config_fits_and_has_no_needless_step(rows, fit, total, folder, tmp_path, capsys):
+    table, _ = fit("--batch", rows, "--memory", 100)
+    (start,) = table.values()  # everything fits
+    card, seen = float(start["total"]) - 0.02, set()
+    while True:
+        try:
+            table, config = fit("--batch", rows, "--memory", card * MIB)
+        except SystemExit:  # nothing fits
+            break
+        names = [name.partition(" (")[0] for name in table]
+        totals = [float(row["total"]) for row in table.values()]
+        seen |= {*names[1:]}
+        assert totals[0] == float(start["total"]) and totals[-1] <= card + 0.005
+        for before, after, row in zip(totals, totals[1:], [*table.values()][1:], strict=False):
+            assert (
+                float(row["saves"]) == pytest.approx(before - after, abs=0.011) and after < before
+            )
+        assert total(config) == pytest.approx(totals[-1], abs=0.011)
+        for section, key in paths(config):
+            fewer = {k: dict(v) if k == section else v for k, v in config.items()}
+            del fewer[section][key]
+            assert total(fewer) >= card - 0.005, f"{card} MiB need no {key}"
+        path = tmp_path / "ds.json"
+        assert main(["check", str(path), "--model", str(folder), "--ranks", "1"]) == 0
+        assert "nothing is wrong" in capsys.readouterr().out
+        card = min(totals[-1] - 0.02, 0.8 * card)
+    layers = "layers run 2 pieces of the batch" if rows > 1 else "checkpointing"
+    buckets = f"buckets of {SMALL:,} elements"
+    assert seen >= {layers, "FlashAdamW", "AdaLomo", buckets, "weights in host memory"}
+    assert rows == 1 or "chunked loss" in seen
+
+
+def test_the_given_optimizer_stays(fit):
+    given = ("--optimizer", "came", "--params", '{"weight_update": "master24"}', "--checkpointing")
+    table, _ = fit(*given, "--ranks", 2, "--bucket", BUCKET, "--memory", 100)
+    (whole,) = [float(row["total"]) for row in table.values()]
+    table, config = fit(*given, "--ranks", 2, "--bucket", BUCKET, "--memory", (whole - 4) * MIB)
+    assert [*table][1:] == ["optimizer states in host memory (moved in each step)"]
+    assert config["optimizer"]["type"] == "CAME"
+    assert config["optimizer"]["params"]["weight_update"] == "master24"
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
+def test_other_options_are_in_the_config(fit):
+    given = ("--dtype", "fp16", "--stage", 2, "--ranks", 4, "--shard-size", 2, "--accumulate")
+    config = fit(*given, "--memory", 100)[1]
+    assert config["fp16"] == {"enabled": True} and config["bf16"] == {"enabled": False}
+    assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": BUCKET}
+    assert config["ds_ext"] == {"gradient_policy": "sharded", "shard_size": 2}
+
+
+def test_nothing_fits(folder, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    given = ("plan", "--model", folder, "--seq", 256, "--fit", path, "--memory", 0.01)
+    told = refused(capsys, *given, "--batch", 8)
+    assert "nothing fits 0.01 GiB" in told and "the largest part is activations" in told
+    assert "fewer --batch rows" in told and not path.exists()
+    assert "try --stage 3" in refused(capsys, *given, "--stage", 1)
+
+
+REFUSED = [
+    ((), "--fit: add --model, --seq TOKENS, and --memory with one number"),
+    (("--seq", 8, "--memory", "8,16"), "--memory with one number"),
+    (("--seq", 8, "--memory", 8, "--stage", "fsdp2"), "without --stage fsdp2: remove it"),
+    (("--seq", 8, "--memory", 8, "--stage", "none"), "without --stage none: remove it"),
+    (("--seq", 8, "--memory", 8, "--lora", 4), "without --lora: remove it"),
+    (("--seq", 8, "--memory", 8, "--plot", "x.png"), "without --plot: remove it"),
+    (("--pipeline-stages", 2, "--memory", 8), "--fit: add --model, --seq"),
+    (("--seq", 8, "--memory", 8, "--config", "ds.json"), "without --config: remove it"),
+]
+
+
+@pytest.mark.parametrize("given, words", REFUSED, ids=str)
+def test_options_that_fit_ignores_are_refused(given, words, folder, tmp_path, capsys):
+    (tmp_path / "ds.json").write_text("{}")
+    given = [tmp_path / x if x == "ds.json" else x for x in given]
+    told = refused(capsys, "plan", "--model", folder, *given, "--fit", tmp_path / "new.json")
+    assert words in told and not (tmp_path / "new.json").exists()
+
+
+def test_an_existing_file_stays(folder, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text("mine")
+    told = refused(capsys, "plan", "--model", folder, "--seq", 8, "--memory", 8, "--fit", path)
+    assert "the file exists: give another name" in told and path.read_text() == "mine"
