@@ -5,21 +5,25 @@ It counts and times steps in the same way as ``scale``. scale.md describes the t
 
 import argparse
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks import links, outlook, report
-from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, sent
+from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, Call, sent
 from benchmarks.fsdp2 import FullySharded
-from benchmarks.giants import MODELS, Counted
+from benchmarks.giants import MODELS, Counted, made
 from benchmarks.links import Takes
 from benchmarks.outlook import GROUP, Given
 from benchmarks.scale import LINKS
 from benchmarks.staged import Staged
 from ds_ext.backward.settings import BUCKET_SIZE
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import memory, muon
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LARGE = 500_000_000  # DeepSpeed's default reduce_bucket_size
 KINDS = ("AdaLomo", "Adafactor", "CAME")
 DENSE = [name for name, model in MODELS.items() if not model.experts]
 
@@ -31,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batches", nargs="+", type=int, default=[8, 32], help="per step of a pipeline"
     )
+    parser.add_argument("--muon-ranks", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--bucket", type=int, default=BUCKET_SIZE, help="reduce_bucket_size")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank and step")
     parser.add_argument("--flops", type=float, default=4e14, help="flops per second of a rank")
@@ -52,6 +57,7 @@ def main(args: argparse.Namespace) -> None:
     tables = {
         "What a step sends": [sends(spread, kind) for spread in found for kind in KINDS],
         "Times of a step": [timed(spread, kind, given) for spread in found for kind in KINDS],
+        "A step of Muon": list(muons(args, given)),
     }
     text = TEXT.format(
         model=args.model,
@@ -61,6 +67,7 @@ def main(args: argparse.Namespace) -> None:
         flops=args.flops,
         bucket=args.bucket,
         group=GROUP,
+        deepspeed=metadata.version("deepspeed"),
     )
     title = "A step among many ranks, by how the model is spread"
     report.write("spread", title, text, tables, lambda figure: draw(figure, found, given))
@@ -125,6 +132,30 @@ def timed(spread: Spread, kind: str, given: Sequence[Given]) -> dict[str, object
     return row
 
 
+def muons(args: argparse.Namespace, given: Sequence[Given]) -> Iterator[dict[str, object]]:
+    """Yields rows with what Muon sends and computes in ds_ext, in DeepSpeed and in dion."""
+    model = made(args.model)[0]
+    rules = memory.rules_of(OPTIMIZERS["muon"], model, {})
+    matrices, others = muon.divided(memory.shapes_of(model), rules)
+    for ranks in args.muon_ranks:
+        for bucket in sorted({args.bucket, LARGE}):
+            for name, step in muon.STEPS_OF.items():
+                cost = step(matrices, others, ranks, bucket)
+                calls = [Call("", *call) for call in cost.calls]
+                yield {
+                    "optimizer": name,
+                    "ranks": ranks,
+                    "bucket": bucket,
+                    "GB sent": cost.sent(ranks) / 1e9,
+                    **{
+                        f"collectives, s, {how.algorithm}": sum(how.takes(c, ranks) for c in calls)
+                        for how in given
+                    },
+                    "operations of the slowest ranks, 10¹²": cost.operations / 1e12,
+                    "these, s": cost.operations / args.flops,
+                }
+
+
 def takes(spread: Spread, given: Given) -> Takes:
     """Returns a function from a call to its time."""
     return outlook.in_groups(given, GROUP * spread.copies) if spread.copies > 1 else given.takes
@@ -172,4 +203,24 @@ holds for ZeRO 1's gathers of new weights. ZeRO 0 has only the one round over al
 1F1B schedule, computation takes 1 + (stages - 1) / micro-batches times as long as without stages.
 Activations between stages take no time here. Tests on a small model compare the calls of FSDP2 and
 of a pipeline with those of real ranks.
+
+**Muon** has a table of its own, which is computed from the algorithms (`ds_ext/planner/muon.py`)
+and not counted. Tests compare its numbers for ds_ext with the counted ones, and those for DeepSpeed
+with the calls of real ranks. All gradients are included, in bf16; gathers of weights are not.
+
+- ds_ext, ZeRO-3: one reduce-scatter of the gradients; per matrix with short side S, S(S+1)/2 fp32
+  numbers all-reduced twice, or for a wide matrix the whole matrix in fp32 and S(S+1)/2 numbers.
+  Ranks share the matrices of a bucket by cost. Products have two bf16 terms, so they count three
+  times.
+- DeepSpeed {deepspeed}, ZeRO-3: an all-reduce of the gradients, gathers of gradients and momentum,
+  and gathers of updates and momentum in rounds of one matrix per rank, padded to the largest matrix
+  of the round. Matrices are sorted by shape. With `zero.Init` they are not, and padding is larger.
+  `sub_group_size` is not modelled.
+- [microsoft/dion](https://github.com/microsoft/dion), commit 0a059a4, FSDP2: a reduce-scatter of
+  the gradients, and two all-to-alls of the matrices of each shape in bf16, their number padded to a
+  multiple of the ranks. It has no buckets. It runs after backward and holds all matrices that a
+  rank iterates on at once.
+
+Operations: of the slowest rank of each bucket, round or shape, added up. Dion sends and computes
+least, because a matrix goes whole to one rank and its update comes back.
 """

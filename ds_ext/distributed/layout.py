@@ -15,6 +15,7 @@ from ds_ext.distributed import groups, hierarchical_all_reduce
 from ds_ext.distributed.groups import Group, communicates, everyone, size_of
 from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.distributed.rank_failure import explained
+from ds_ext.ops import turns
 from ds_ext.ops.shard import Shard
 
 
@@ -81,10 +82,7 @@ class Layout:
         self.host_group = groups.for_hosts(group, self.device)
         for placement in self.placements:
             placement.connect(functools.partial(groups.with_own_queue, device=self.device))
-        self.shards = {
-            param: dataclasses.replace(placement.shard(param), turn=i)
-            for i, (param, placement) in enumerate(self.of.items())
-        }
+        self.shards = with_turns({p: of.shard(p) for p, of in self.of.items()})
         self.everyone = everyone()  # the ranks that hold a part of the model
         self.bytes_sent = 0
         self.shapes = [p.shape for p in self.params]
@@ -347,3 +345,13 @@ class Layout:
 
     def end_step(self) -> None:
         """Called when a step has ended that changed weights."""
+
+
+def with_turns(shards: Mapping[Tensor, Shard]) -> dict[Tensor, Shard]:
+    """Returns shards whose turns share the work on all matrices; a bucket prefers these turns."""
+    params = []
+    for shard in shards.values():
+        ranks, cost = len(shard.starts), float(min(shard.rows, shard.cols)) ** 3
+        params.append(turns.Parameter(0, ranks, (turns.Work(cost, ranks),)))
+    chosen = zip(shards.items(), turns.balanced(tuple(params)), strict=True)
+    return {param: dataclasses.replace(shard, turn=turn) for (param, shard), turn in chosen}

@@ -103,7 +103,7 @@ class Shard:
     size: int  # of a full run: cuts are its multiples, unless ``split`` or ``cut_at`` is given
     split: Split | None = None  # if given, elements count box by box, not row by row
     cut_at: tuple[int, ...] | None = None  # if given, the elements at which runs start
-    turn: int = 0  # the parameter's number, by which ranks take turns
+    turn: int = 0  # which of the ranks with a run does the work of one rank: ``has_turn``
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop <= self.numel, f"{self} lies outside its parameter"
@@ -160,14 +160,18 @@ class Shard:
         """
         return Shard((self.numel,), self.start, self.stop, self.size)
 
-    @functools.cached_property
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The elements at which runs start, in order, beginning with 0."""
+        return _starts(self.cuts)
+
+    @property
     def has_turn(self) -> bool:
         """Whether this rank does the work that only one of the ranks with a run needs to do.
 
         If every rank has the whole parameter, each rank does it.
         """
-        starts = sorted({0, *itertools.chain(*self.cuts)})
-        return len(self) > 0 and self.start == starts[self.turn % len(starts)]
+        return len(self) > 0 and self.start == self.starts[self.turn % len(self.starts)]
 
     @functools.cached_property
     def is_cut(self) -> bool:
@@ -278,6 +282,12 @@ class Shard:
                     slice(box.col + col, box.col + col + cols),
                 )
                 at, done = at + n, done + n
+
+
+@functools.lru_cache(4096)
+def _starts(cuts: tuple[range, ...]) -> tuple[int, ...]:
+    """The distinct elements of ``cuts`` and 0, in order."""
+    return tuple(sorted({0, *itertools.chain(*cuts)}))
 
 
 class Section(NamedTuple):

@@ -1,5 +1,6 @@
 """The step of a bucket: batches of runs, and runs that are stepped alone."""
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ds_ext import ops, rules
 from ds_ext.distributed.lockstep import Generators, StepGenerator
-from ds_ext.ops import weight_update
+from ds_ext.ops import turns, weight_update
 from ds_ext.ops.batch import Flat, Runs
 from ds_ext.ops.executors.batched import added_up
 from ds_ext.ops.executors.table_batch import AnyNormCache
@@ -187,7 +188,8 @@ class BucketStep:
         norms: WeightNorms,
     ) -> None:
         self.table, self.staged, self.check, self.norms = table, staged, check, norms
-        self.alone = staged if plan is None else [staged[i] for i in plan.alone]
+        alone = staged if plan is None else [staged[i] for i in plan.alone]
+        self.alone = _with_turns(table, alone)
         self.batches: list[BatchedStep] = []
         self.plan, self.queue = plan, _queue(plan, staged)
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
@@ -242,6 +244,32 @@ class BucketStep:
                 del self.table.state[run.update.param]
         if self.plan is not None and self.queue is not None:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.queue.memory.used)]
+
+
+def _with_turns(table: ParamTable, runs: Sequence[StagedRun]) -> list[StagedRun]:
+    """Runs whose turns share the work that one rank does for all, by its cost."""
+    params = tuple(_sharing(table, run.update) for run in runs)
+    if not any(param.works for param in params):
+        return [*runs]
+    found = []
+    for run, turn in zip(runs, turns.balanced(params), strict=True):
+        shard = replace(run.update.shard, turn=turn)
+        found.append(run._replace(update=run.update._replace(shard=shard)))
+    return found
+
+
+def _sharing(table: ParamTable, u: RunUpdate) -> turns.Parameter:
+    """The work that one rank does for all, for a parameter; for the first expert of a stack."""
+    rule, shard, works = table.rule_of(u.param), u.shard, list[turns.Work]()
+    cost = rules.entry_of(type(rule)).shared_work
+    if cost is not None and u.param in table.stacks and shard.numel:
+        shard = expert_stacks.split(shard)[0][1]  # each expert has ranks of its own
+    if cost is not None and shard.is_cut:
+        for i, section in enumerate(sections.of(rule, shard.shape)):
+            own, first = section.shard(shard), bisect(shard.starts, section.first) - 1
+            works.append(turns.Work(cost(rule, own), len(own.starts), first, i))
+        works = works or [turns.Work(cost(rule, shard), len(shard.starts))]
+    return turns.Parameter(u.shard.turn, len(shard.starts), tuple(works))
 
 
 def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[StepGenerator]:

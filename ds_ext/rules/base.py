@@ -67,6 +67,7 @@ class Entry:
     relative: Callable[[Any], bool] | bool = False  # see ``relative`` of ``register``
     spelling: str = ""  # the name as papers and configs spell it
     has_sections: bool = False  # see ``register``
+    shared_work: Callable[[Any, Shard], float] | None = None  # see ``register``
 
     @property
     def is_batched(self) -> bool:
@@ -119,6 +120,7 @@ def register(
     relative: Callable[[Any], bool] | bool = False,
     spelling: str | None = None,
     has_sections: bool = False,
+    shared_work: Callable[[Any, Shard], float] | None = None,
 ) -> Callable[[R], R]:
     """Registers a rule as an optimizer: a ``"type"`` in DeepSpeed configs, and a row in tables.
 
@@ -147,6 +149,9 @@ def register(
         spelling: the name in papers, if it contains dashes. Configs accept both names.
         has_sections: whether sections of a matrix may be stepped as separate matrices, named by the
             keys ``split`` and ``heads``. The state must have one number per element.
+        shared_work: for a rule in which one rank computes something for all (``Shard.has_turn``):
+            a function of a rule and a shard that returns its cost, in any unit. The ranks share
+            the matrices of a bucket by this cost.
 
     Raises:
         ValueError: another rule has this name.
@@ -164,7 +169,7 @@ def register(
         spelled = spelling or rule.__name__
         REGISTRY[name] = Entry(
             *(rule, paper, state, rounds, is_batched, sums_first, is_flat, roles, is_for_all),
-            *(relative, spelled, has_sections),
+            *(relative, spelled, has_sections, shared_work),
         )
         for subscriber in _subscribers:
             subscriber(name)

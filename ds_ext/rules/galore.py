@@ -47,6 +47,7 @@ from ds_ext.rules.base import Rounds, State, Sums, register
     rounds="1–2, more when the basis is renewed",
     sums_first=lambda rule, shard: rule.projects(shard),
     others={"rank": None},
+    shared_work=lambda rule, shard: min(shard.rows, shard.cols) ** 3 * rule.projects(shard),
 )
 @dataclass(frozen=True)
 class GaLoreAdamW:

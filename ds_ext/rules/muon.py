@@ -24,8 +24,8 @@ before it is rounded. ``v`` is a number per row. Communication of a step, with s
                   all rows: 4·rows·cols bytes on each rank until the step of its bucket ends. The
                   same applies if tensor parallelism splits a matrix.
   both            One round of S·(S + 1)/2 numbers, the product of all iterations. One rank computes
-                  it with about 1.3·S³·(4·ns_steps − 3) operations. The matrices of a bucket are
-                  spread over the ranks.
+                  it with about 1.3·S³·(4·ns_steps − 3) operations. The ranks share the matrices
+                  of a bucket by this cost.
   beta2           One round of a number per row.
   nbits 8         One round where a cut splits 32 elements: ``ops.companding``.
 There is no round if one rank holds a whole matrix. ``newton_schulz`` says why bf16 adds no round.
@@ -74,6 +74,7 @@ TERMS = {"bf16": (1, 2), "fp32": (3, 3)}
     "and with beta2",
     others={"type": "AdamW"},
     has_sections=True,
+    shared_work=lambda rule, shard: rule.operations(shard),
 )
 @dataclass(frozen=True)
 class Muon:
@@ -172,6 +173,12 @@ class Muon:
             q = polynomial(gram(), self.coefficients, self.eps, TERMS[self.ns_dtype][1])
         (packed,) = yield (pack(q),)
         return unpack(packed)
+
+    def operations(self, shard: Shard) -> float:
+        """Returns the operations of the rank that computes ``shared`` for a matrix."""
+        short, long = sorted((shard.rows, shard.cols))
+        of_gram = long if shard.rows < shard.cols else 0
+        return 1.3 * short**2 * (short * (4 * self.ns_steps - 3) + of_gram)
 
     @property
     def coefficients(self) -> list[tuple[float, float, float]]:

@@ -7,7 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 
+import ds_ext
 from ds_ext.distributed import lockstep
 from ds_ext.ops import products
 from ds_ext.ops.shard import Shard
@@ -20,6 +22,7 @@ from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepp
 from tests.common.table import MANY, WORLDS
 
 STEPS = 8
+SIZES = ((8, 24), (24, 12), (12, 8))  # inputs and outputs of layers
 SHAPES = ((13, 29), (29, 13), (16, 16), (1, 7), (7, 1), (1, 1), (3, 5), (64, 33), (96, 4))
 # Of the update: the bounds that the rule promises whatever the spectrum.
 BOUNDS = {"fp32": 1e-3, "bf16": 1e-2}
@@ -64,6 +67,28 @@ def test_sharded_equals_torchs(setting, world):
 @pytest.mark.slow
 def test_more_ranks_than_elements():
     assert worst_error("decay", MANY, ((1, 7), (13, 5), (5, 13))) <= EXACT
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_matrices_have_their_own_steps_by_name(fused):
+    """A param group replaces a table of steps by size."""
+    steps = {"0": 5, "1": 2, "2": 8}
+    model = nn.Sequential(*(nn.Linear(*x, bias=False, dtype=torch.float64) for x in SIZES))
+    before = [p.detach().clone() for p in model.parameters()]
+    groups = [{"match": rf"^{name}\.", "ns_steps": n} for name, n in steps.items() if n != 5]
+    optimizer = ds_ext.Muon.for_model(model, lr=0.02, param_groups=groups, target_modules=[*steps])
+    if fused:
+        ds_ext.fuse_into_backward(model, optimizer)
+    gradients = table.gradients(STEPS, [p.shape for p in before])
+    for grads in gradients:
+        sum((p * g).sum() for p, g in zip(model.parameters(), grads, strict=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for i, (p, n) in enumerate(zip(model.parameters(), steps.values(), strict=True)):
+        grads = [[step[i]] for step in gradients]
+        exact, other = (torchs([before[i]], grads, lr=0.02, ns_steps=k) for k in (n, 5))
+        assert max(errors([p.detach()], exact, [before[i]])) <= EXACT
+        assert n == 5 or max(errors(other, exact, [before[i]])) > BROKEN
 
 
 def test_the_settings_matter():

@@ -5,6 +5,7 @@ collective that real ranks were seen to call.
 """
 
 import argparse
+import importlib
 import itertools
 import math
 from collections import Counter
@@ -35,7 +36,7 @@ from ds_ext.distributed import lockstep as rounds
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import memory, models
+from ds_ext.planner import memory, models, muon
 from ds_ext.rules import REGISTRY, lowrank
 from tests.common import apart
 from tests.common.choose import params, spread
@@ -418,6 +419,74 @@ def test_ways_to_spread_a_model_stand_side_by_side(monkeypatch):
     assert many["rounds"] == few["rounds"] > rounds["2 stages, ZeRO 0, 4 micro-batches"] == 1
     assert rounds["FSDP2"] <= rounds["FSDP2, HSDP of 64"] < rounds["ZeRO-3"]
     assert all(0 < row["rounds, s, tree"] < row["rounds, s, ring"] for row in times.values())
+
+
+@pytest.mark.parametrize("world", [2, 8, 64])
+def test_the_computed_bytes_of_muon_are_the_counted_ones(world, monkeypatch):
+    """On 64 ranks, cuts split rows."""
+    monkeypatch.setitem(giants.MODELS, "tiny", giants.Giant(SMALL))
+    model = giants.made("tiny")[0]
+    rules = memory.rules_of(OPTIMIZERS["muon"], model, {})
+    matrices, others = muon.divided(memory.shapes_of(model), rules)
+    assert len(matrices) == 2 * 7
+    for bucket in (2**12, 2**20):
+        calls = muon.ds_ext(matrices, others, world, bucket).calls
+        step = Counted("tiny", world, bucket).step("Muon")
+        computed = {kind: sum(n for k, n in calls if k == kind) for kind, _ in calls}
+        assert computed[ALL_REDUCE] + counting.NORM == sum(n for b in step for n in b.rounds)
+        votes = 2 * world * sum(len(b.params) for b in step)
+        assert computed[REDUCE_SCATTER] + votes == sum(n for b in step for n in b.gradients)
+
+
+def deepspeeds_muon(sizes, bucket):
+    """What DeepSpeed's Muon calls on a rank: for gradients, and when it steps matrices."""
+
+    class FusedAdam:  # DeepSpeed would build it
+        def __init__(self, *args, **kwargs):
+            raise RuntimeError("not built")
+
+    deepspeed.ops.adam.FusedAdam = FusedAdam
+    original_muon = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    original_muon.muon_update = lambda grad, *args, **kwargs: grad  # which torch would compile
+    zero = {"stage": 3, "reduce_scatter": False, "reduce_bucket_size": bucket}
+    config = {"zero_optimization": zero, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
+    engine, _ = comm.engine_of(sizes, config)
+    tokens, step = torch.zeros(1, 8, dtype=torch.long), engine.optimizer
+    apply, found = step._apply_muon_to_accumulated_grads, []
+
+    def noting():
+        before = len(calls)
+        apply()
+        found.extend(calls[before:])
+
+    step._apply_muon_to_accumulated_grads = noting
+    with collectives.noted() as calls:
+        engine.backward(engine(tokens, labels=tokens).loss)
+        gradients = [(c.kind, c.nbytes) for c in calls if c.kind == ALL_REDUCE]
+        engine.step()
+    return gradients, Counter((c.kind, c.nbytes) for c in found)
+
+
+MUONS = [(2, 2**15), (3, 2**15), (2, 2**20)]  # ranks, reduce_bucket_size
+
+
+def real_muons():
+    return [comm.on_ranks(world, deepspeeds_muon, SMALL, bucket) for world, bucket in MUONS]
+
+
+@pytest.mark.slow
+def test_the_computed_calls_of_deepspeeds_muon_are_those_of_real_ranks(tmp_path):
+    code = "import sys, torch; from tests.unit import test_scale as t; "
+    code += "torch.save(t.real_muons(), sys.argv[1])"
+    apart.python("-c", code, str(tmp_path / "calls.pt"), timeout=300)
+    real = torch.load(tmp_path / "calls.pt", weights_only=False)
+    model = llama(SMALL, torch.float32, torch.device("meta"))
+    rules = memory.rules_of(OPTIMIZERS["muon"], model, {})
+    given = muon.divided(memory.shapes_of(model), rules)
+    for (world, bucket), (gradients, calls) in zip(MUONS, real, strict=True):
+        (_, whole), *computed = muon.deepspeed(*given, world, bucket).calls
+        assert sum(n for _, n in gradients) == 2 * whole  # fp32, not bf16
+        assert calls == Counter((kind, 2 * n) for kind, n in computed)
 
 
 def test_ranks_beyond_the_rows_of_a_matrix_have_nothing_and_add_up_alike():
