@@ -61,8 +61,8 @@ def summary(matrices: Sequence[Matrix], others: Sequence[int], ranks: int, bucke
     for name, step in STEPS_OF.items():
         cost = step(matrices, others, ranks, bucket)
         lines.append(
-            f"{name:<24}  {cost.sent(ranks) / 1e9:10.3f} GB sent  {cost.operations:8.2e} "
-            f"operations  {cost.seconds(ranks):8.3f} s"
+            f"{name:<24}  {cost.sent(ranks) / 1e9:10.4g} GB sent  {cost.operations:8.2e} "
+            f"operations  {cost.seconds(ranks):8.3g} s"
         )
     return "\n".join(lines)
 

@@ -293,6 +293,18 @@ def test_a_copy_is_cut_among_the_ranks_of_a_group(folder, tmp_path, capsys):
     assert "on 16 data-parallel ranks, 4 ranks per replica" in text
 
 
+def test_a_plan_of_muon_shows_what_a_step_sends_in_others_too(folder, capsys):
+    options = ["--model", folder, "--optimizer", "muon", "--stage", 3]
+    assert main(["plan", *map(str, options), "--ranks", "8"]) == 0
+    text = capsys.readouterr().out
+    names = ("ds_ext's Muon, ZeRO-3", "DeepSpeed's Muon, ZeRO-3", "dion's Muon, FSDP2")
+    lines = [next(line for line in text.splitlines() if line.startswith(name)) for name in names]
+    ours, deepspeeds, dions = (line.split("  ", 1)[1].split() for line in lines)
+    assert float(dions[0]) < float(ours[0]) < float(deepspeeds[0])  # GB
+    assert main(["plan", *map(str, options), "--ranks", "1"]) == 0
+    assert names[1] not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("bad", [("3",), ("4", "--stage", "0"), ("4", "--stage", "none")], ids=str)
 def test_groups_that_cannot_be_are_no_plan(bad, capsys):
     given = ["--model", "llama-7b", "--optimizer", "came", "--ranks", 16, "--shard-size", *bad]
