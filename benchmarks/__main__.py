@@ -21,6 +21,7 @@ BENCHMARKS = {
     "quality": "optimizers and learning rates for fine-tuning",
     "scratch": "which optimizer trains best from scratch",
     "trends": "how a step's cost grows with parameters, ranks and buckets",
+    "history": "time of each optimizer's step by commit",
     "offload": "time and memory of offload to the CPU",
 }
 
