@@ -7,6 +7,7 @@
 # make clients each client program in a fresh environment: docs/clients.md (an hour or more)
 # make readme  the code, keys and rates that README.md and docs/ quote, from the package
 # make docs    a site of them, in build/site; broken links are errors
+# make release the source and a wheel in dist/, checked and tried; TAG=1 also tags the commit
 # make clean   remove .venv and caches; runs/ is left alone, it holds the models you trained
 #
 # All of them make .venv first, where it is missing or older than the files that describe it.
@@ -30,7 +31,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo compare test test-all check matrix clients readme docs clean
+.PHONY: demo compare test test-all check matrix clients readme docs release clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -72,6 +73,11 @@ readme: .venv/.test
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f .ci/docs/mkdocs.yml
+
+release: .venv/.release
+	@index="$(TORCH_INDEX)"; \
+	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then index=; fi; \
+	PYTHON=$(BIN)/python TORCH="$(TORCH)" INDEX="$$index" TAG="$(TAG)" .ci/release
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
@@ -116,6 +122,11 @@ export PROBE
 .venv/.docs: .venv/.base
 	@echo "  MkDocs"
 	@$(BIN)/pip install --quiet --no-build-isolation -e ".[docs]"
+	@touch $@
+
+.venv/.release: .venv/.base
+	@echo "  build and twine"
+	@$(BIN)/pip install --quiet --no-build-isolation -e ".[release]"
 	@touch $@
 
 .venv/.test: .venv/.demo

@@ -22,6 +22,7 @@ BENCHMARKS = {
     "estimate": "learning rates estimated in training, beside tabled ones",
     "scratch": "which optimizer trains best from scratch",
     "trends": "how a step's cost grows with parameters, ranks and buckets",
+    "history": "time of each optimizer's step by commit",
     "offload": "time and memory of offload to the CPU",
 }
 

@@ -17,7 +17,7 @@ from ds_ext.checkpoint.swap import MANIFEST as MANIFEST
 from ds_ext.checkpoint.swap import Draft
 from ds_ext.errors import CheckpointError
 
-VERSION = 4  # format version of manifest and contents
+VERSION = 4  # format version of manifest and contents; 0.1.0 writes 4
 
 
 class Checkpoint(NamedTuple):
@@ -160,7 +160,12 @@ def _manifest(path: Path) -> dict[str, Any]:
         damaged = True
     if damaged:
         raise CheckpointError(f"{path / MANIFEST} is damaged.")
-    if said["ds_ext"] != VERSION:
+    if said["ds_ext"] > VERSION:
+        raise CheckpointError(
+            f"{path} has format {said['ds_ext']} of ds_ext's checkpoints, but this ds_ext reads "
+            f"format {VERSION}: a newer ds_ext wrote it. Install that version, or a newer one."
+        )
+    if said["ds_ext"] < VERSION:
         raise CheckpointError(
             f"{path} has format {said['ds_ext']} of ds_ext's checkpoints, this ds_ext reads format "
             f"{VERSION}: load it with the version that wrote it, save_16bit_model there, and go on "

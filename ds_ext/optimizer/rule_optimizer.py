@@ -223,7 +223,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         self.index_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns states and groups as torch's, with the states of DTensors as DTensors.
+        """Returns states and groups as torch's, the states of DTensors as DTensors, and a format.
 
         All ranks call it, because states that cannot be cut like their parameter are gathered. The
         state of a parameter that no group has any more is left out.
@@ -232,7 +232,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         self.follow_groups()
         gone = [p for p in self.state if isinstance(p, Tensor) and p not in self.group_of]
         left = {p: self.state.pop(p) for p in gone}
-        saved = super().state_dict()
+        saved = super().state_dict() | {"ds_ext": validation.FORMAT}
         self.state.update(left)
         for i, param in enumerate(self.params()):
             if i in saved["state"]:

@@ -125,8 +125,10 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
         state_dict: what ``state_dict()`` returned, on any number of ranks.
 
     Raises:
-        ValueError: they are of another optimizer, or of parameters of other shapes.
+        ValueError: they are of another optimizer, of parameters of other shapes, or of a newer
+            ds_ext.
     """
+    validation.refuse_newer(table, state_dict)
     kind, params = type(table).__name__, table.params()
     groups = state_dict["param_groups"]
     validation.refuse_saved_groups(table, groups)

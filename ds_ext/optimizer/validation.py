@@ -13,6 +13,18 @@ from ds_ext.optimizer import expert_stacks, sections
 from ds_ext.optimizer.group_rules import names_of_all_rules
 from ds_ext.optimizer.param_table import ParamTable
 
+FORMAT = 1  # of state dicts; those without a number, as 0.1.0 wrote them, have format 1
+
+
+def refuse_newer(table: ParamTable, state_dict: Mapping[str, Any]) -> None:
+    """Raises ValueError if a newer ds_ext wrote a state dict in a format that is unknown here."""
+    found = state_dict.get("ds_ext", 1)
+    if found > FORMAT:
+        raise ValueError(
+            f"this state of {type(table).__name__} has format {found}, but this ds_ext reads "
+            f"format {FORMAT}: a newer ds_ext wrote it. Install that version, or a newer one."
+        )
+
 
 def refuse_params(table: ParamTable, params: Collection[Tensor]) -> None:
     """Raises ValueError for new parameters that cannot be stepped."""

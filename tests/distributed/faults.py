@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ def damage(folder: str) -> dict[str, Any]:
     for file in sorted(os.listdir(f"{folder}/good")):
         for way, spoil in SPOIL.items():
             attempt(f"{way} {file}", lambda path, f=file, s=spoil: s(path / f))
-    attempt("other format", _other_format)
+    attempt("newer format", partial(_other_format, 99))
+    attempt("older format", partial(_other_format, 3))
     attempt("no such tag", lambda path: None, tag="neither")
     attempt("empty latest", lambda path: Path(folder, "latest").write_text(""), tag=None)
     for name, made in {
@@ -202,9 +204,9 @@ def _flip(file: Path) -> None:
 SPOIL = {"truncated": _truncate, "flipped": _flip, "missing": os.unlink}
 
 
-def _other_format(path: Path) -> None:
+def _other_format(number: int, path: Path) -> None:
     manifest = json.loads((path / folders.MANIFEST).read_text())
-    manifest = {k: v for k, v in manifest.items() if k != "crc32"} | {"ds_ext": 99}
+    manifest = {k: v for k, v in manifest.items() if k != "crc32"} | {"ds_ext": number}
     checksum = folders._checksum(manifest)
     (path / folders.MANIFEST).write_text(json.dumps(manifest | {"crc32": checksum}))
 

@@ -104,7 +104,8 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(damage, way, file):
 
 
 OTHERS = {
-    "other format": "has format 99 of ds_ext's checkpoints, this ds_ext reads format 4",
+    "newer format": "has format 99 .* but this ds_ext reads format 4: a newer ds_ext wrote it",
+    "older format": "has format 3 of ds_ext's checkpoints, this ds_ext reads format 4: load it",
     "no such tag": r"there is no checkpoint .*neither\. .*: good, bad, older",
     "empty latest": r"latest is empty\. .*: bad, good, older",
     "other optimizer": "good: this checkpoint was saved with CAME, but the optimizer is LAMB",

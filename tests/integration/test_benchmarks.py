@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic: timing in turns, tables, watched memory, bytes sent."""
 
 import argparse
+import json
 import math
 import types
 
@@ -8,7 +9,18 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import collectives, comm, host, host_gpu, memory, offload, report, step, train
+from benchmarks import (
+    collectives,
+    comm,
+    history,
+    host,
+    host_gpu,
+    memory,
+    offload,
+    report,
+    step,
+    train,
+)
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests import worlds
 from tests.common import authors, needs, pretend
@@ -590,3 +602,23 @@ def test_every_kind_of_offload_can_be_trained_with():
     assert all(row["s"] > 0 for row in rows)
     possible = [offload.Job("1B", "adalomo", kind, "bf16", 8, 2) for kind in offload.OFFLOADS]
     assert [job.is_possible for job in possible] == [True, True, True, False]
+
+
+def test_the_history_gets_a_line_for_each_run(tmp_path, monkeypatch):
+    """Ratios are to torch's SGD in the same round."""
+    seconds = iter((2.0, 4.0, 3.0, 5.0))  # of fp32 and bf16 in two runs
+
+    def measure(case, made, rounds, clock):
+        took = next(seconds)
+        return {name: [1.0 if name == step.PLAIN else took] * rounds for name in made}
+
+    monkeypatch.setattr(step, "measure", measure)
+    given = argparse.Namespace(size="512x512", rounds=3, out=tmp_path)
+    for _ in range(2):
+        history.main(given)
+    first, second = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
+    assert {*first["ratios"]["fp32"]} == {*step.OURS, step.ADAMW}
+    assert {*first["ratios"]["fp32"].values(), *second["ratios"]["bf16"].values()} == {2.0, 5.0}
+    page = (tmp_path / "history.md").read_text()
+    assert page.index("| 3.00 |") < page.index("| 2.00 |")  # the newest comes first
+    assert (tmp_path / "history.png").exists()

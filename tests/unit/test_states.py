@@ -214,6 +214,16 @@ def test_saved_hyper_parameters_that_are_not_allowed_are_refused():
     assert refuses(optimizer, params, saved, "betas")
 
 
+def test_a_format_of_a_newer_version_is_refused():
+    """A state dict without a number, as 0.1.0 wrote it, loads: test_old_checkpoints.py."""
+    params, optimizer = stepped("adamw")
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["ds_ext"] += 1
+    assert refuses(
+        optimizer, params, saved, "format 2, but .* reads format 1: a newer ds_ext wrote"
+    )
+
+
 def test_groups_of_other_types_are_refused():
     """A group that Lion steps here and AdamW has stepped there."""
     params, optimizer = made("adamw")

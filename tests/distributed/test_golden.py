@@ -1,0 +1,73 @@
+"""Losses of 50 steps do not move: they equal those that tests/data/golden records."""
+
+import pytest
+import torch
+
+from ds_ext.rules import REGISTRY
+from tests import golden
+from tests.golden import DTYPES, STEPS, WAYS, values
+
+# The largest difference between two losses, relative to the fall of the recorded ones: on another
+# kind of CPU, and between one process and two ranks. Rounding to bf16, and rules that amplify
+# differences in the last bits, need larger ones.
+CLOSE = {"fp32": 1e-5, "bf16": 0.15}
+FP32 = {"flashadamw": 5e-3, "scale": 1e-2, "sinkgd": 1e-2, "apollomini": 5e-2}
+
+
+def tolerance(rule: str, dtype: str) -> float:
+    """The tolerance of a rule's losses."""
+    return FP32.get(rule, CLOSE[dtype]) if dtype == "fp32" else CLOSE[dtype]
+
+
+def error(losses: list[str], record: list[str]) -> float:
+    """The largest difference between losses, relative to the fall of the recorded ones."""
+    a, b = values(losses), values(record)
+    return float(abs(a - b).max() / (b.max() - b.min()))
+
+
+def moved(machine: str, curves: golden.Curves, rule: str) -> list[str]:
+    """The curves of a machine that differ from the record of a rule."""
+    where, record = golden.recorded(rule)
+    if where == machine:
+        return [name for name, losses in curves.items() if losses != record[name]]
+    far = {name: error(losses, record[name]) for name, losses in curves.items()}
+    return [
+        f"{name}: {off:.1g}" for name, off in far.items() if off > tolerance(rule, name.split()[1])
+    ]
+
+
+@pytest.mark.slow
+def test_losses_equal_the_record():
+    here, found = golden.machine(), golden.measured(list(REGISTRY))
+    wrong = {rule: names for rule, curves in found.items() if (names := moved(here, curves, rule))}
+    assert not wrong, "if this is meant: `python -m tests.golden`, and a line in CHANGELOG.md"
+
+
+def test_every_optimizer_has_a_record_of_losses_that_fall():
+    assert {path.stem for path in golden.FOLDER.iterdir()} == {*REGISTRY}
+    for rule in REGISTRY:
+        _, record = golden.recorded(rule)
+        assert list(record) == [f"{way} {dtype}" for way in WAYS for dtype in DTYPES]
+        for losses in map(values, record.values()):
+            assert len(losses) == STEPS and losses[-5:].mean() < losses[0] - 0.4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", REGISTRY)
+def test_recorded_losses_of_two_ranks_equal_those_of_one_process(rule, dtype):
+    _, record = golden.recorded(rule)
+    for way in WAYS[1:]:
+        assert error(record[f"{way} {dtype}"], record[f"plain {dtype}"]) <= tolerance(rule, dtype)
+
+
+def test_recorded_losses_of_adamw_equal_those_of_torchs_adamw():
+    model = golden.llama("fp32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=golden.HYPERS["adamw"]["lr"])
+    losses = []
+    for rows in golden.batches():
+        optimizer.zero_grad()
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(str(loss.detach().numpy()))
+    assert error(losses, golden.recorded("adamw")[1]["plain fp32"]) <= 1e-4

@@ -1,0 +1,171 @@
+"""Checkpoints of each released version, in tests/data/checkpoints: later versions must load them.
+
+    python -m tests.old_checkpoints [NAME]      # writes NAME.tar.xz, by default VERSION.tar.xz
+
+An archive has a folder for each optimizer, with the checkpoints ``zero3`` (fp32) and ``zero0``
+(bf16 with masters) of DeepSpeed's engine on two ranks, and ``plain.pt``, a model's and an
+optimizer's state dicts in plain PyTorch. Beside each are the weights when it was saved, and after
+two further steps. 0.1.0.tar.xz was written by that version's code, with a copy of this file.
+unreleased.tar.xz has the optimizers since; the next release replaces it.
+"""
+
+import dataclasses
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+import ds_ext
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import REGISTRY
+from tests import worlds
+
+FOLDER = Path(__file__).parent / "data/checkpoints"
+SHAPES = {"matrix": (7, 9), "vector": (11,)}
+KINDS = {"zero3": 3, "zero0": 0}  # stages of ZeRO
+HYPERS = {"lr": 0.05, "rank": 3, "update_proj_gap": 2, "ns_dtype": "fp32", "relative_step": False}
+STEPS, MORE = 3, 2  # before the save and after it
+Weights = dict[str, Tensor]
+
+
+class Whole(nn.Module):
+    """Parameters whose gradients are whole numbers, the same on any number of ranks."""
+
+    def __init__(self, seed: int = 5) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in SHAPES.items():
+            self.register_parameter(
+                name, nn.Parameter(torch.randn(shape, generator=generator).bfloat16().float())
+            )
+
+    def forward(self, step: int) -> Tensor:
+        terms = []
+        for i, p in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(97 * step + i)
+            g = torch.randint(-9, 9, p.shape, generator=generator).to(p.dtype)
+            terms.append((p * g).sum())
+        return terms[0] + terms[1]
+
+
+def optimizer(rule: str, model: Whole, **own: Any) -> torch.optim.Optimizer:
+    """An optimizer of the matrix by ``rule``; AdamW steps the vector if ``rule`` does not."""
+    fields = {field.name for field in dataclasses.fields(REGISTRY[rule].rule)}
+    hypers = {name: value for name, value in HYPERS.items() if name in fields} | own
+    groups: list[dict[str, Any]] = [{"params": [model.matrix]}, {"params": [model.vector]}]
+    if not getattr(REGISTRY[rule], "any_shape", True):
+        groups[1]["type"] = "AdamW"
+    return OPTIMIZERS[rule](groups, **hypers)
+
+
+def engine(rule: str, stage: int, is_bf16: bool, seed: int = 5) -> Any:
+    """An engine of a rule, with masters if its weights are bf16."""
+    model = Whole(seed)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": is_bf16},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+    }
+    own = {"weight_update": "master"} if is_bf16 else {}
+    made = optimizer(rule, model, **own)
+    return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
+
+
+def weights(model: nn.Module) -> Weights:
+    """Copies of the whole weights."""
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train(engine: Any, first: int, steps: int) -> Weights:
+    """Steps an engine -> its weights."""
+    for step in range(first, first + steps):
+        engine.backward(engine(step))
+        engine.step()
+    return weights(engine.module)
+
+
+def train_plain(model: Whole, optimizer: torch.optim.Optimizer, first: int, steps: int) -> Weights:
+    """Steps a model in plain PyTorch -> its weights."""
+    for step in range(first, first + steps):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def write_on_ranks(folder: str) -> None:
+    """Writes the checkpoints of engines, and the weights, on all ranks."""
+    for rule in REGISTRY:
+        for kind, stage in KINDS.items():
+            made, path = engine(rule, stage, kind == "zero0"), Path(folder, rule)
+            saved = train(made, 0, STEPS)
+            made.save_checkpoint(str(path), kind)
+            found = {"saved": saved, "after": train(made, STEPS, MORE)}
+            if made.global_rank == 0:
+                torch.save(found, path / f"{kind}.weights.pt")
+
+
+def write_plain(folder: str) -> None:
+    """Writes the state dicts of plain PyTorch, and the weights."""
+    for rule in REGISTRY:
+        model = Whole()
+        made = optimizer(rule, model)
+        saved = train_plain(model, made, 0, STEPS)
+        state = {"model": model.state_dict(), "optimizer": made.state_dict()}
+        torch.save(state, Path(folder, rule, "plain.pt"))
+        found = {"saved": saved, "after": train_plain(model, made, STEPS, MORE)}
+        torch.save(found, Path(folder, rule, "plain.weights.pt"))
+
+
+Found = dict[tuple[str, str], tuple[Weights, Weights]]  # loaded and two steps later, by rule, kind
+
+
+def load_on_ranks(folder: str, stages: dict[str, int]) -> Found:
+    """Loads the engines' checkpoints of a version, each kind at another stage, on all ranks."""
+    found: Found = {}
+    for path in sorted(Path(folder).iterdir()):
+        for kind, stage in stages.items():
+            made = engine(path.name, stage, kind == "zero0", seed=6)
+            made.load_checkpoint(str(path), kind)
+            found[path.name, kind] = weights(made.module), train(made, STEPS, MORE)
+    return found
+
+
+def load_plain(folder: str) -> Found:
+    """Loads the state dicts of plain PyTorch of a version."""
+    found: Found = {}
+    for path in sorted(Path(folder).iterdir()):
+        model = Whole(seed=6)
+        made, state = optimizer(path.name, model), torch.load(path / "plain.pt")
+        model.load_state_dict(state["model"])
+        made.load_state_dict(state["optimizer"])
+        found[path.name, "plain"] = weights(model), train_plain(model, made, STEPS, MORE)
+    return found
+
+
+def main(name: str = ds_ext.__version__) -> None:
+    """Writes an archive with this version."""
+    with tempfile.TemporaryDirectory() as folder:
+        worlds.run(2, write_on_ranks, folder)
+        write_plain(folder)
+        for path in Path(folder).glob("*/*.py"):  # DeepSpeed's scripts
+            path.unlink()
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        archive = FOLDER / f"{name}.tar.xz"
+        with tarfile.open(archive, "w:xz", preset=9) as file:
+            for path in sorted(Path(folder).iterdir()):
+                file.add(path, path.name)
+        print(archive, archive.stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    from tests import old_checkpoints  # ranks import the jobs from there
+
+    old_checkpoints.main(*sys.argv[1:])
