@@ -37,6 +37,7 @@ RUNS: dict[str, tuple[int, Training]] = {
     "apollo-stage2": (2, Training("apollo", 2, extra=cut(2))),
     "apollomini-stage1": (2, Training("apollomini", 1, extra=cut(2))),
     "muon-stage1": (2, Training("muon", 1, extra=cut(2))),
+    "muon-levels-stage1": (0, Training("muon", 1, extra=cut(0, sum_group_size=2))),
     "muon-levels": (0, Training("muon", 3, extra=cut(0, sum_group_size=2))),
     "adalomo-alone": (1, Training("adalomo", 3, max_norm=0.3, extra=cut(1))),
     "adalomo-stage1-alone": (1, Training("adalomo", 1, extra=cut(1))),

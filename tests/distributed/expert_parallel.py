@@ -65,6 +65,8 @@ def _runs() -> dict[str, Run]:
         made[f"sequence-{rule}"] = Run(rule, i, 4, 2, sequence=2, json=True)
     for stage in (0, 1):
         made[f"json-muon-{stage}"] = Run("muon", stage, 4, 2, max_norm=0.05, json=True)
+        made[f"tensor-muon-{stage + 1}"] = Run("muon", stage + 1, 4, 2, tensor=2, json=True)
+        made[f"sequence-muon-{stage}"] = Run("muon", stage, 4, 2, sequence=2, json=True)
     made["json-muon-resumed"] = Run("muon", 1, 2, 2, then=(0, 2), json=True)
     made["resumed"] = Run("came", 1, 2, 2, then=(1, 2))
     made["resumed-ep4"] = Run("came", 2, 4, 2, then=(0, 4))

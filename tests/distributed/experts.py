@@ -110,6 +110,8 @@ def _runs() -> dict[str, Run]:
     for stage in (None, 0, 1, 2):
         made[f"qwen3-muon-{stage}"] = Run("qwen3", "muon", stage, max_norm=0.5, json=True)
     made["qwen3-muon-None"] = Run("qwen3", "muon", None, json=True)
+    for stage in (0, 1):
+        made[f"autoep-json-muon-{stage}"] = Run("mixtral", "muon", stage, ep=2, json=True)
     made["autoep-muon-resumed"] = Run("mixtral", "muon", 2, ep=2, then=(0, 1), json=True)
     made["autoep-qwen3"] = Run("qwen3", "adalomo", 2, ep=2)
     made["autoep-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded", ep=2)
