@@ -2,8 +2,10 @@
 
     python examples/finetune.py
     python examples/finetune.py --optimizer came --model DIR --data mine.jsonl --steps 500
+    python examples/finetune.py --low-memory
 
-The first line trains SmolLM2-135M-Instruct to answer like The Devil's Dictionary, offline. Started
+The first line trains SmolLM2-135M-Instruct to answer like The Devil's Dictionary, offline. The last
+one trains it with batches of 32 in pieces, and again with gradient accumulation to compare. Started
 plainly, the script starts itself again as `--ranks` processes; under torchrun it is one of them.
 All that ds_ext asks of a training script is in `train`: one import and a DeepSpeed configuration.
 """
@@ -38,6 +40,8 @@ from turns import Turns
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "data"
 GPU = torch.cuda.is_available()
+PIECES = 8  # of --low-memory
+ACCUMULATED = "accumulated"  # folder of its run with gradient accumulation
 
 
 def options() -> argparse.Namespace:
@@ -48,9 +52,11 @@ def options() -> argparse.Namespace:
     add("--optimizer", default="adalomo", help="NAME of configs/NAME_zero3.json, or a JSON file")
     add("--stage", type=int, choices=range(4), help="ZeRO stage (default: the configuration's)")
     add("--ranks", type=int, default=1 if GPU else 2, help="processes (default: 1 GPU, or 2 CPUs)")
-    add("--steps", type=int, default=40)
-    add("--batch", type=int, default=4, help="sequences a step, over all ranks (default: 4)")
+    add("--steps", type=int, help="default: 40, or 6 with --low-memory")
+    add("--batch", type=int, help="sequences a step, over all ranks (default: 4, or 32)")
     add("--accumulation", type=int, default=1, help="micro-batches a step; gradients are kept")
+    add("--batch-splits", type=int, default=1, help="pieces of a layer's batch; loss in chunks")
+    add("--low-memory", action="store_true", help=f"--batch-splits {PIECES}, and accumulation too")
     add("--max-length", type=int, default=128, help="tokens of a sequence (default: 128)")
     add("--lr", type=float, help="peak learning rate (default: one that suits the optimizer)")
     add("--weight-decay", type=float, default=0.0)
@@ -66,11 +72,13 @@ def options() -> argparse.Namespace:
     add("--out", type=Path, help="folder of model and pictures (default: runs/OPTIMIZER)")
     add("--turns", help=argparse.SUPPRESS)  # compare.py's: where to wait for the other run
     args = parser.parse_args()
-    parts = args.ranks * args.accumulation
-    if parts < 1 or args.batch % parts:
+    pieces = PIECES if args.low_memory else args.accumulation * args.batch_splits
+    args.steps = args.steps or (6 if args.low_memory else 40)
+    args.batch = args.batch or (4 * PIECES if args.low_memory else 4)
+    if args.ranks * pieces < 1 or args.batch % (args.ranks * pieces):
         parser.error(
-            f"--batch {args.batch} must be a multiple of --ranks {args.ranks} times "
-            f"--accumulation {args.accumulation}"
+            f"--batch {args.batch} must be a multiple of --ranks {args.ranks} times the {pieces} "
+            "micro-batches or pieces of a step"
         )
     if args.dtype == "bf16" and not GPU and not torch.cpu._is_avx512_bf16_supported():
         parser.error("--dtype bf16 needs a GPU, or a CPU with AVX512-BF16: choose fp32")
@@ -112,12 +120,14 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     config = json.loads(args.config.read_text())
     if args.stage is not None:
         config["zero_optimization"]["stage"] = args.stage
+    if args.batch_splits > 1:
+        config["ds_ext"] = {"batch_splits": args.batch_splits, "chunked_loss": True}
     batch = args.batch // (args.ranks * args.accumulation)
     return TrainingArguments(
         output_dir=str(args.out),
         deepspeed=config,
         per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
+        per_device_eval_batch_size=batch // args.batch_splits,
         gradient_accumulation_steps=args.accumulation,
         max_steps=args.steps,
         learning_rate=args.lr,
@@ -192,6 +202,16 @@ def spread(rows: datasets.Dataset, most: int) -> datasets.Dataset:
     return rows.select(range(0, len(rows), every)[: most or None])
 
 
+def runs(args: argparse.Namespace) -> list[list[str]]:
+    """The options of each run, the one that leaves the model last."""
+    given = [option for option in sys.argv[1:] if option != "--low-memory"]
+    if not args.low_memory:
+        return [given]
+    given += [f"--batch={args.batch}", f"--steps={args.steps}"]
+    accumulated = [f"--accumulation={PIECES}", f"--out={args.out / ACCUMULATED}"]
+    return [given + accumulated, [*given, f"--batch-splits={PIECES}", f"--out={args.out}"]]
+
+
 def start(options: list[str], ranks: int) -> subprocess.Popen:
     """Starts this script with `options` as `ranks` processes."""
     environment = os.environ.copy()
@@ -228,11 +248,14 @@ def main() -> None:
     question = report.question(args)
     before = report.answer(args.model, question, Words(report.ANSWER))
     phase(2, f"Starting {args.ranks} rank(s); the first time, native code is compiled")
-    if code := start(sys.argv[1:], args.ranks).wait():
-        raise SystemExit(code)
+    for given in runs(args):
+        if code := start(given, args.ranks).wait():
+            raise SystemExit(code)
     phase(5, "Asking the model after training, and drawing")
     after = report.answer(args.out, question, Words(report.ANSWER))
     report.show(args.out, question, before, after, time.perf_counter() - began)
+    if args.low_memory:
+        report.show_low_memory(args.out, args.out / ACCUMULATED)
 
 
 if __name__ == "__main__":

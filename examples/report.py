@@ -183,6 +183,30 @@ step, {seconds / 60:.1f} minutes in all. A forward pass
   {draw_memory(r, folder / "memory.png")}""")
 
 
+def show_low_memory(folder: Path, accumulated: Path) -> None:
+    """Compares a batch in pieces with gradient accumulation, and draws both losses."""
+    found = {
+        "accumulation": json.loads((accumulated / "result.json").read_text()),
+        "in pieces": json.loads((folder / "result.json").read_text()),
+    }
+    figure, axes = canvas(found["in pieces"])
+    print(f"""
+  {"":14}GB of tensors: between steps, at most   s a step   loss of each step""")
+    for (name, r), style in zip(found.items(), ("-", "--"), strict=True):
+        most = sum(r["live"].values()) / GB
+        held = most - r["live"]["only within a step"] / GB
+        losses = [loss for _, loss in r["train_loss"]]
+        print(
+            f"  {name:14}{held:28.2f}, {most:.2f}{median(r['seconds']):13.1f}    "
+            f"{' '.join(f'{loss:.3f}' for loss in losses)}"
+        )
+        axes.plot(range(1, len(losses) + 1), losses, style, label=f"{name}, {most:.2f} GB")
+    axes.set(xlabel="step", ylabel="loss of a batch (nats per token)")
+    axes.legend(frameon=False)
+    figure.savefig(folder / "low_memory.png", dpi=150)
+    print(f"  {folder / 'low_memory.png'}")
+
+
 def title(r: dict) -> str:
     ranks = "1 rank" if r["ranks"] == 1 else f"{r['ranks']} ranks"
     return f"{r['model']}, {r['optimizer']}, ZeRO-{r['stage']}, {ranks}, {r['dtype']}"
