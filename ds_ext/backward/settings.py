@@ -31,7 +31,7 @@ def gpu_bucket_size(itemsize: int, free: float = math.inf) -> int:
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """The section "ds_ext" of a DeepSpeed config."""
 
     gradient_policy: PolicyName | None = None  # null: "sharded" where gradients have to be kept
@@ -48,7 +48,7 @@ class Section:
 class Words:
     """The names of settings and calls in errors and warnings, as the caller writes them."""
 
-    where: str  # the section of the settings of ``Section``; "" for arguments
+    where: str  # the section of the settings of ``ConfigSection``; "" for arguments
     clipping: str
     no_clipping: str
     sharded: str  # the setting that keeps gradients
@@ -99,7 +99,7 @@ class GradientConfig:
             "clip_value": self.max_value,
         }
         words = self.words
-        hyperparams.check(Section, given, words.where)
+        hyperparams.check(ConfigSection, given, words.where)
         clip_value, clip_mode = (
             hyperparams.joined(words.where, key) for key in ("clip_value", "clip_mode")
         )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ds_ext import hyperparams
-from ds_ext.backward.settings import GradientConfig, Section
+from ds_ext.backward.settings import ConfigSection, GradientConfig
 
 _DTYPES = {  # as DeepSpeed spells them
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
@@ -35,7 +35,7 @@ def without_auto(config: Any) -> Any:
     return {key: without_auto(value) for key, value in config.items() if value != "auto"}
 
 
-def section(config: dict[str, Any]) -> Section:
+def section(config: dict[str, Any]) -> ConfigSection:
     """Returns the section "ds_ext" of a DeepSpeed config.
 
     Raises:
@@ -44,7 +44,7 @@ def section(config: dict[str, Any]) -> Section:
     given = without_auto(config.get("ds_ext")) or {}
     if not isinstance(given, dict):
         raise ValueError(f'ds_ext is {given!r}; allowed: a section, {{"gradient_policy": ...}}.')
-    return Section(**hyperparams.check(Section, given, "ds_ext"))
+    return ConfigSection(**hyperparams.check(ConfigSection, given, "ds_ext"))
 
 
 def gradients(

@@ -152,7 +152,7 @@ AUTO = {
 
 def test_auto_is_as_if_the_key_were_absent():
     assert parsing.gradients(AUTO) == parsing.gradients({})
-    assert parsing.section(AUTO) == settings.Section()
+    assert parsing.section(AUTO) == settings.ConfigSection()
     assert parsing.bucket_size(AUTO) is None
     refuse(AUTO, "0.18.6")
     assert parsing.log_lines(parsing.gradients(AUTO), 7, AUTO) == parsing.log_lines(
