@@ -17,6 +17,7 @@ from tests.distributed import experts, pipelines, tensor_parallel
 from tests.distributed.fully_sharded import whole as whole_dtensors
 
 DECAY, STEPS = 0.9, 8
+LR = {"AdamW": 1e-2, "AdaLomo": 5e-2}  # small updates would be close to the resolution of fp32
 OVERFLOW = 3  # the step of ``overflow`` whose gradients are not finite
 
 
@@ -44,7 +45,7 @@ def batch(step: int) -> Tensor:
 
 
 def engine_of(stage: int, rule: str, **more: Any) -> deepspeed.DeepSpeedEngine:
-    params = {"lr": 1e-2, "ema_decay": DECAY} | more.pop("params", {})
+    params = {"lr": LR[rule], "ema_decay": DECAY} | more.pop("params", {})
     section = {"stage": stage, "stage3_param_persistence_threshold": 20} | more.pop("zero", {})
     config = {
         "train_micro_batch_size_per_gpu": 4,
