@@ -22,7 +22,7 @@ RULES = {
     "muon": 5e-2,
     "galoreadamw": 5e-2,
     "lomo": 3.0,
-    "lion": 1e-3,
+    "lion": 5e-3,
 }
 
 
