@@ -61,7 +61,14 @@ def paths(config):
     return [(s, k) for s in sections for k, x in config.get(s, {}).items() if fixed.get(k) != x]
 
 
-@pytest.mark.parametrize("rows", params([1, 4], [1]))
+# Steps that the cards of a sweep need, by rows; with larger batches the cards miss FlashAdamW.
+STEPS = {
+    1: {"FlashAdamW", "AdaLomo", "checkpointing"},
+    4: {"AdaLomo", "layers run 2 pieces of the batch"},
+}
+
+
+@pytest.mark.parametrize("rows", params(list(STEPS), [1]))
 def test_the_config_fits_and_has_no_needless_step(rows, fit, total, folder, tmp_path, capsys):
     table, _ = fit("--batch", rows, "--memory", 100)
     (start,) = table.values()  # everything fits
@@ -88,8 +95,7 @@ def test_the_config_fits_and_has_no_needless_step(rows, fit, total, folder, tmp_
         assert main(["check", str(path), "--model", str(folder), "--ranks", "1"]) == 0
         assert "nothing is wrong" in capsys.readouterr().out
         card = min(totals[-1] - 0.02, 0.8 * card)
-    layers = "layers run 2 pieces of the batch" if rows > 1 else "checkpointing"
-    assert seen >= {"FlashAdamW", "AdaLomo", layers}
+    assert seen >= STEPS[rows]
 
 
 def test_the_given_optimizer_stays(fit):
