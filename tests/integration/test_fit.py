@@ -61,10 +61,10 @@ def paths(config):
     return [(s, k) for s in sections for k, x in config.get(s, {}).items() if fixed.get(k) != x]
 
 
-# Steps that the cards of a sweep need, by rows; with larger batches the cards miss FlashAdamW.
+# Steps that the cards of a sweep need, by rows.
 STEPS = {
     1: {"FlashAdamW", "AdaLomo", "checkpointing"},
-    4: {"AdaLomo", "layers run 2 pieces of the batch"},
+    4: {"FlashAdamW", "layers run 2 pieces of the batch"},
 }
 
 
