@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any, NamedTuple, get_type_hints
 
 from ds_ext import hyperparams
-from ds_ext.backward.settings import Section
+from ds_ext.backward.settings import ConfigSection
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.ema import EmaConfig
@@ -45,7 +45,7 @@ _FOR_USERS = {
 
 def keys() -> str:
     """Lists of all keys: of the section "ds_ext", of several optimizers, and of each one."""
-    lines = ['## The section `"ds_ext"`', "", *(k.line() for k in _keys(Section)), ""]
+    lines = ['## The section `"ds_ext"`', "", *(k.line() for k in _keys(ConfigSection)), ""]
     lines += ["## `optimizer.params` of every optimizer", ""]
     lines += [*(k.line() for kind in (RoundingConfig, EmaConfig) for k in _keys(kind)), ""]
     splitting = [entry.spelling for entry in REGISTRY.values() if entry.has_sections]
