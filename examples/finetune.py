@@ -121,7 +121,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     if args.stage is not None:
         config["zero_optimization"]["stage"] = args.stage
     if args.batch_splits > 1:
-        config["ds_ext"] = {"batch_splits": args.batch_splits, "chunked_loss": True}
+        config["ds_ext"] = dict.fromkeys(("batch_splits", "chunked_loss"), args.batch_splits)
     batch = args.batch // (args.ranks * args.accumulation)
     return TrainingArguments(
         output_dir=str(args.out),
