@@ -124,7 +124,7 @@ def make_runs(args: argparse.Namespace, lines: Lines, began: float) -> None:
 
 
 def candidates(size: str) -> dict[str, Candidate]:
-    """Returns the candidates of ``STARTS``. Low ranks are half of the width, as in GaLore's 60M run."""
+    """Returns the candidates. Low ranks are half of the model's width, as in GaLore's 60M run."""
     rank = SIZES[size][0] // 2
     low = {
         "galoreadamw": Candidate("GaLoreAdamW", 1e-2, ours("GaLoreAdamW", rank=rank)),
