@@ -32,9 +32,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "history.jsonl"
-    git = ["git", "log", "-1", "--format=%h %cs"]
-    commit, date = subprocess.check_output(git, cwd=Path(__file__).parent, text=True).split()
-    line = {"commit": commit, "date": date, "machine": report.machine()}
+    line = {**commit(), "machine": report.machine()}
     with path.open("a") as file:
         file.write(json.dumps(line | {"ratios": measured(args.size, args.rounds)}) + "\n")
     lines = [json.loads(text) for text in path.read_text().splitlines()]
@@ -55,6 +53,13 @@ TEXT = """
 Median over rounds of the time of a step relative to that of {unit}, for one parameter of {size}
 and one thread, newest commit first. Weights in bf16 are rounded stochastically.
 """
+
+
+def commit() -> dict[str, str]:
+    """Returns the hash and the date of the commit that is checked out."""
+    git = ["git", "log", "-1", "--format=%h %cs"]
+    told = subprocess.check_output(git, cwd=Path(__file__).parent, text=True).split()
+    return dict(zip(("commit", "date"), told, strict=True))
 
 
 def measured(size: str, rounds: int) -> dict[str, dict[str, float]]:
