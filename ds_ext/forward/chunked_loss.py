@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -151,6 +152,7 @@ class LinearLoss(torch.autograd.Function):
         return torch.stack([total(F.linear(x, weight, bias), t) for x, t in pieces])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> Any:
         """Returns the gradients of the hidden states, the weight and the bias."""
         tokens, weight, bias, targets = ctx.saved_tensors
@@ -161,8 +163,8 @@ class LinearLoss(torch.autograd.Function):
         split = [x.tensor_split(len(grads)) for x in (tokens, targets)]
         begin = 0
         for x, t, grad in zip(*split, grads, strict=True):
+            logits = F.linear(x, weight, bias).requires_grad_()
             with torch.enable_grad():
-                logits = F.linear(x, weight, bias).detach().requires_grad_()
                 loss = ctx.total(logits, t)
             (by_logits,) = torch.autograd.grad(loss, logits, grad)
             del logits, loss
