@@ -52,7 +52,7 @@ class Pair:
 
     def settle(self) -> None:
         """Begins to compare, from the weights as they are."""
-        self.ours = self.subject.whole()
+        self.ours, self.counts = self.subject.whole(), self.counted()
         self.steps, self.eps = 0, 0.0  # of the least precise dtype
         self.path = {n: 0.0 for n in self.ours}  # how far steps have moved each
         self.error = {n: torch.zeros((), dtype=torch.double) for n in self.ours}  # sums of steps'
@@ -103,9 +103,19 @@ class Pair:
         return True
 
     def moved(self) -> list[str]:
-        """Names of what the subject has stepped since weights were compared last."""
-        now = self.subject.whole()
-        return [n for n in self.ours if not same(self.ours[n], now[n])]
+        """Names of what the subject has stepped since weights were compared last.
+
+        Decay and update of a weight may cancel each other. Then the optimizer's count shows it.
+        """
+        now, counts = self.subject.whole(), self.counted()
+        same_count = {n for n in counts if counts[n] == self.counts.get(n)}
+        return [n for n in self.ours if not (same(self.ours[n], now[n]) and n in same_count)]
+
+    def counted(self) -> dict[str, float]:
+        """The steps of each parameter that the subject's optimizer has counted."""
+        states = self.subject.optimizer.state
+        named = self.subject.model.named_parameters()
+        return {n: float(states.get(p, {}).get("step", 0)) for n, p in named}
 
     def agree(self, wrong: str, outcome: str = "") -> None:
         """Raises Finding if something is wrong on a rank, or ranks fared differently."""
@@ -154,7 +164,7 @@ class Pair:
                 wrong = wrong or f"{name} is wrong"
         for inputs in (*self.subject.inputs.values(), *self.reference.inputs.values()):
             inputs.clear()
-        self.ours = ours
+        self.ours, self.counts = ours, self.counted()
         self.agree(wrong)
 
 
