@@ -51,6 +51,7 @@ FEATURES = (
     "`torch_autocast`",
     "parameters that only some ranks use",
     "layers frozen and unfrozen on the way",
+    "moving averages of the weights (`ema_decay`)",
     "metrics and monitors",
     "schedulers of DeepSpeed",
     "schedulers of torch",

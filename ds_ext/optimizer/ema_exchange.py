@@ -1,8 +1,8 @@
 """Exchanges a model's weights with their moving averages, and restores them.
 
-Weights and averages of one dtype change places. Otherwise the average stays in the state, and this
-rank's weights are copied: 2 bytes for each 16-bit weight. Masters and fingerprints do not change,
-because the weights that return are the ones that a step has written.
+Weights and averages of one dtype change places. bf16 weights and fp32 averages share the memory of
+both (``_swap``). With other dtypes this rank's weights are copied. Masters and fingerprints do not
+change, because the weights that return are the ones that a step has written.
 """
 
 import contextlib
@@ -76,20 +76,45 @@ def _exchange_one(
     table: ParamTable, layout: Layout | None, param: Tensor, copies: dict[Tensor, Tensor | None]
 ) -> None:
     run = table.local_run(param) if layout is None else layout.run(param)
-    now, copy = run.clone(), copies.get(param)
-    if copy is not None:
+    shard, state = table.shard(param), table.state[param]
+    pairs = [(run[at], s[ema.EMA]) for at, s in ema.states(shard, state)]
+    is_back, copy, stored = param in copies, copies.pop(param, None), None
+    dtypes = run.dtype, pairs[0][1].dtype
+    if dtypes[0] == dtypes[1] or dtypes == (torch.bfloat16, torch.float32):
+        for weight, average in pairs:
+            _swap(weight, average, is_back)
+    elif copy is not None:
         run.copy_(copy)
     else:
-        is_alike = True
-        for at, s in ema.states(table.shard(param), table.state[param]):
-            run[at].copy_(s[ema.EMA])
-            is_alike = s[ema.EMA].dtype == run.dtype
-            if is_alike:
-                s[ema.EMA].copy_(now[at])
-    if param in copies:
-        del copies[param]
-    else:
-        stored = None if is_alike else host_offload.store(now, param.device, table.offload)
+        stored = host_offload.store(run.clone(), param.device, table.offload)
+        for weight, average in pairs:
+            weight.copy_(average)
+    if not is_back:
         copies[param] = stored
     if layout is None and not param.is_contiguous():  # the run is a copy
         param.copy_(run.view_as(param))
+
+
+def _swap(weight: Tensor, average: Tensor, is_back: bool) -> None:
+    """Exchanges weights and averages, [n], in their memory.
+
+    An fp32 average is the sum of its upper 16 bits, rounded, and its lower 16 bits as a signed
+    number. The former are the bf16 weights meanwhile, and the bits of the weights take their place.
+    An average in the middle of two bf16 numbers is rounded away from zero, not to even.
+    """
+    if weight.dtype == average.dtype:
+        before = weight.clone()
+        weight.copy_(average)
+        average.copy_(before)
+        return
+    bits = weight.view(torch.int16)
+    lower, upper = average.view(torch.int16).view(-1, 2).unbind(1)  # on little-endian machines
+    rounded_up = (lower < 0).short()
+    if is_back:
+        rounded = bits.to(upper.device, copy=True)
+        bits.copy_(upper)
+        upper.copy_(rounded - rounded_up)
+    else:
+        rounded = upper + rounded_up
+        upper.copy_(bits)
+        bits.copy_(rounded)

@@ -17,7 +17,8 @@ from tests.distributed import experts, pipelines, tensor_parallel
 from tests.distributed.fully_sharded import whole as whole_dtensors
 
 DECAY, STEPS = 0.9, 8
-LR = {"AdamW": 1e-2, "AdaLomo": 5e-2}  # small updates would be close to the resolution of fp32
+# Small updates would be close to the resolution of fp32.
+LR = {"AdamW": 1e-2, "AdaLomo": 5e-2, "Muon": 5e-2}
 OVERFLOW = 3  # the step of ``overflow`` whose gradients are not finite
 
 
@@ -123,6 +124,28 @@ def plain(cut: bool, rule: str) -> dict[str, Any]:
         optimizer.step()
         steps.append(weights(model))
     return exchanged(model, fused, weights) | {"start": start, "steps": steps}
+
+
+def in_16_bits(stage: int) -> dict[str, Any]:
+    """bf16 weights: what ``ema()`` makes of them, and the fp32 averages."""
+    engine = engine_of(stage, "AdamW", bf16={"enabled": True})
+    for step in range(STEPS):
+        engine.backward(engine(batch(step).bfloat16()))
+        engine.step()
+    get = deepspeed.utils.safe_get_full_optimizer_state
+
+    def averages() -> dict[str, Tensor]:
+        return {n: get(p, "ema").clone() for n, p in engine.module.named_parameters()}
+
+    before, weights = averages(), whole(engine.module)
+    with engine.optimizer.ema():
+        inside = whole(engine.module)
+    return {
+        "averages": before,
+        "inside": inside,
+        "weights": (weights, whole(engine.module)),
+        "after": averages(),
+    }
 
 
 def save(stage: int, folder: str) -> dict[str, Any]:

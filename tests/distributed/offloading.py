@@ -123,6 +123,7 @@ HOW: dict[str, dict[str, Any]] = {
         "fp16": {"enabled": True, "loss_scale": 8},
         "hypers": {"weight_update": "master"},
     },
+    "averaged": BF16 | {"hypers": {"ema_decay": 0.9}},
     "clipped": BF16 | CLIPPED,
     "accumulated": BF16 | CLIPPED | {"gradient_accumulation_steps": 2},
     "zero init": BF16 | {"zero_init": True, "is_json": True, "ds_ext": {"measure_updates": True}},
@@ -163,6 +164,10 @@ def trained(
         kept = kept_on_device(engine)
         found |= {"kept": kept, "alive": settled(memory, kept), "peak": peak}
     found["weights"] = weights(engine)
+    if how == "averaged":
+        with engine.optimizer.ema():
+            found["averages"] = weights(engine)
+        found["restored"] = weights(engine)
     engine.destroy()
     return found
 

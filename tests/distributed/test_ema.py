@@ -17,11 +17,14 @@ JOBS = {
     "stage 2": (averaging.zero, 2, "AdamW"),
     "stage 3": (averaging.zero, 3, "AdamW"),
     "stage 3, AdaLomo": (averaging.zero, 3, "AdaLomo"),
+    "stage 2, Muon": (averaging.zero, 2, "Muon"),
+    "stage 3, Muon": (averaging.zero, 3, "Muon"),
     "copies": (averaging.plain, False, "AdamW"),
     "FSDP2": (averaging.plain, True, "AdamW"),
 }
+EMA = "moving averages of the weights (`ema_decay`)"
 ALL = [(2, name) for name in JOBS] + [(3, name) for name in JOBS]
-QUICK = [(2, name) for name in JOBS if "AdaLomo" not in JOBS[name]] + [(3, "stage 3")]
+QUICK = [(2, name) for name in JOBS if JOBS[name][2] == "AdamW"] + [(3, "stage 3")]
 
 
 def torchs(start, steps):
@@ -42,6 +45,12 @@ def loss_of(weights):
     return model(torch.randn(8, 6, generator=torch.Generator().manual_seed(9))).item()
 
 
+def stage_of(name):
+    job, given, _ = JOBS[name]
+    return given if job is averaging.zero else "fsdp2" if given else None
+
+
+@pytest.mark.supports(EMA, stage=stage_of, optimizer=lambda name: JOBS[name][2])
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
 def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, name):
     job, *given = JOBS[name]
@@ -54,6 +63,18 @@ def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, name):
         assert got["losses"][1] != pytest.approx(losses[0], rel=1e-3)
         for text in got.get("refused", ()):
             assert "inside ema()" in text
+
+
+@pytest.mark.supports(EMA, stage="stage", optimizer="AdamW")
+@pytest.mark.parametrize("stage", params([0, 1, 2, 3], [1, 3]))
+def test_bf16_weights_are_exchanged_with_fp32_averages(stage):
+    for got in worlds.once(2, averaging.in_16_bits, stage):
+        before, after = got["weights"]
+        for n, average in got["averages"].items():
+            assert average.dtype == torch.float32
+            assert torch.equal(got["inside"][n], average.bfloat16())
+            assert torch.equal(before[n], after[n]) and not torch.equal(before[n], got["inside"][n])
+            assert torch.equal(got["after"][n], average)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,10 @@ def test_offload_changes_no_bit(world, optimizer, stage, how, kinds):
         for kind in kinds:
             assert same_bits(runs["none"]["weights"], runs[kind]["weights"]), kind
             assert runs["none"]["norms"] == runs[kind]["norms"]
+            if how == "averaged":
+                assert same_bits(runs["none"]["averages"], runs[kind]["averages"])
+                assert same_bits(runs[kind]["weights"], runs[kind]["restored"])
+                assert not same_bits(runs[kind]["weights"], runs[kind]["averages"])
 
 
 @pytest.mark.parametrize("optimizer, stage, how, kinds", params(CASES, QUICK))

@@ -1,6 +1,7 @@
 """Moving averages of weights: torch's, kept by the step, exchanged with the weights and back."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ds_ext
 from ds_ext.backward.fuse import fuse_into_backward
-from ds_ext.optimizer import OPTIMIZERS, ema
+from ds_ext.optimizer import OPTIMIZERS, ema, ema_exchange
 from ds_ext.planner import memory
 from tests.common import paths
 from tests.common.choose import params
 
 DECAY, STEPS = 0.9, 20
+KEPT = (Tensor, nn.Parameter)
 # Batches, factored statistics, whole matrices, states that a step replaces.
 RULES = {
     "adamw": 1e-2,
@@ -128,6 +130,7 @@ WAYS += [("adamw", "kernels"), ("adalomo", "kernels")]
 QUICK = [(rule, "native") for rule in RULES] + [("adalomo", "ops"), ("adamw", "kernels")]
 
 
+@pytest.mark.supports("moving averages of the weights (`ema_decay`)", stage=None, optimizer="rule")
 @pytest.mark.parametrize("rule, path", params(WAYS, QUICK))
 def test_the_average_is_torchs(monkeypatch, rule, path):
     paths.use(monkeypatch, path)
@@ -279,6 +282,34 @@ def test_weights_are_exchanged_and_restored_bit_for_bit(dtype, of_average, how, 
     train(model, optimizer, range(5, 8))
     train(other, undisturbed, range(5, 8))
     assert same(bits(optimizer, model), bits(undisturbed, other))
+
+
+def test_all_bits_of_a_bf16_weight_and_its_average_are_exchanged():
+    draw = torch.Generator().manual_seed(0)
+    patterns = torch.randint(-(2**31), 2**31, (2**20,), generator=draw).int()
+    patterns[:3] = torch.tensor([0x3F808000, 0x3F818000, 0x7FFFFFFF])  # two ties, and a NaN
+    average, weight = patterns.clone().view(torch.float32), patterns[:, None].view(torch.bfloat16)
+    weight = weight.view(-1, 2)[:, 0].clone()
+    before = weight.view(torch.int16).clone()
+    rounded = average.bfloat16()
+    ema_exchange._swap(weight, average, False)
+    is_tie = (patterns & 0xFFFF) == 0x8000
+    finite = rounded.isfinite() & ~is_tie
+    assert torch.equal(weight[finite], rounded[finite])
+    assert weight[:2].tolist() == [1 + 2**-7, 1 + 2**-6]  # away from zero
+    ema_exchange._swap(weight, average, True)
+    assert torch.equal(average.view(torch.int32), patterns)
+    assert torch.equal(weight.view(torch.int16), before)
+
+
+@pytest.mark.parametrize("dtype, is_copied", [(torch.bfloat16, 0), (torch.float16, 1)])
+def test_inside_no_copy_of_bf16_weights_is_kept(dtype, is_copied):
+    model, optimizer = made("adamw", dtype)
+    train(model, optimizer, range(2))
+    before = {id(x) for x in gc.get_objects() if type(x) in KEPT}
+    with optimizer.ema():
+        more = [x for x in gc.get_objects() if type(x) in KEPT and id(x) not in before]
+    assert sum(x.nbytes for x in more) == is_copied * sum(p.nbytes for p in model.parameters())
 
 
 def test_a_plain_step_keeps_the_memory_format_of_weights():
