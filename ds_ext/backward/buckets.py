@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_ext import ops
 from ds_ext.backward import owners
-from ds_ext.backward.module_hooks import Hook
+from ds_ext.backward.module_hooks import Hook, check_leaf_inputs
 from ds_ext.backward.owners import Owner
 from ds_ext.backward.partial_grads import Uses
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, compact_copy, has_other_users
@@ -97,7 +97,7 @@ class Buckets:
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
-            self.hooks.append(leaf.register_forward_pre_hook(Hook(check_inputs)))
+            self.hooks.append(leaf.register_forward_pre_hook(Hook(check_leaf_inputs)))
         self.hooks += [self._hooked(p) for p in layout.names if may_be_trained(p)]
         # Parameters without a group. Their gradient stays in ``grad``.
         self.left: set[Tensor] = set()
@@ -356,28 +356,6 @@ class Buckets:
             self.parts[param] = self.parts[param].plus(grad)
         else:
             self.parts[param] = compact_copy(grad, ops.accumulator(grad.g.dtype))
-
-
-def check_inputs(leaf: nn.Module, inputs: tuple[object, ...]) -> None:
-    """Checks that the backward hook of a ZeRO-3 leaf module will find its parameters' gradients.
-
-    Torch calls that hook after the gradients of the module's positional inputs are computed. If no
-    input needs a gradient, it calls the hook before the parameters have gradients.
-
-    Raises:
-        RuntimeError: no positional input needs a gradient, and a parameter does.
-    """
-    is_seen = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    if is_seen or not torch.is_grad_enabled():
-        return
-    if any(p.requires_grad for p in leaf.parameters()):
-        raise RuntimeError(
-            f"{type(leaf).__name__} is a leaf module of ZeRO-3 (set_z3_leaf_modules), but no "
-            "positional argument of its forward requires a gradient, so its parameters would not "
-            "be trained. Pass a tensor that requires a gradient by position (for a Hugging Face "
-            "model call model.enable_input_require_grads()), call the module under "
-            "torch.no_grad(), or unset it with deepspeed.utils.unset_z3_leaf_modules."
-        )
 
 
 def may_be_trained(param: Tensor) -> bool:

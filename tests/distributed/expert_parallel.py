@@ -63,6 +63,9 @@ def _runs() -> dict[str, Run]:
         made[f"json-{rule}"] = Run(rule, i, 2, 2, json=True)
         made[f"tensor-{rule}"] = Run(rule, 2 - i, 4, 2, tensor=2, json=True)
         made[f"sequence-{rule}"] = Run(rule, i, 4, 2, sequence=2, json=True)
+    made["json-apollo-1"] = Run("apollo", 1, 2, 2, json=True)
+    for rule, stage in (("apollo", 1), ("apollo", 2), ("apollomini", 2)):
+        made[f"sequence-{rule}-{stage}"] = Run(rule, stage, 4, 2, sequence=2, json=True)
     for stage in (0, 1):
         made[f"json-muon-{stage}"] = Run("muon", stage, 4, 2, max_norm=0.05, json=True)
         made[f"tensor-muon-{stage + 1}"] = Run("muon", stage + 1, 4, 2, tensor=2, json=True)

@@ -109,7 +109,8 @@ def _runs() -> dict[str, Run]:
         made[f"autoep-sequence-{rule}"] = Run("mixtral", rule, i, 4, ep=2, sequence=2, json=True)
     for stage in (None, 0, 1, 2):
         made[f"qwen3-muon-{stage}"] = Run("qwen3", "muon", stage, max_norm=0.5, json=True)
-    made["qwen3-muon-None"] = Run("qwen3", "muon", None, json=True)
+    for rule in ("apollo", "apollomini"):
+        made[f"autoep-tensor-{rule}-3"] = Run("divided", rule, 3, 4, ep=2, tensor=2, json=True)
     for stage in (0, 1):
         made[f"autoep-json-muon-{stage}"] = Run("mixtral", "muon", stage, ep=2, json=True)
     made["autoep-muon-resumed"] = Run("mixtral", "muon", 2, ep=2, then=(0, 1), json=True)

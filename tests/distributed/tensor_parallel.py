@@ -91,7 +91,8 @@ SHIPPED = {key: SHIPPED[key] for key in ("tensor_parallel", "zero_optimization")
 CASES["shipped-config"] = Case("llama", "adalomo", 1, SHIPPED)
 CASES |= {f"llama-muon-{stage}": Case("llama", "muon", stage) for stage in range(4)}
 for i, rule in enumerate(("apollo", "apollomini", "scale", "sinkgd", "flashadamw")):
-    CASES |= {f"llama-{rule}-{stage}": Case("llama", rule, stage) for stage in {i % 3, 3}}
+    stages = range(4) if i < 2 else {i % 3, 3}
+    CASES |= {f"llama-{rule}-{stage}": Case("llama", rule, stage) for stage in stages}
 CASES["fused-muon"] = Case("fused", "muon", 1, FUSED)
 CLIP = {"gradient_clipping": 0.1}
 CASES |= {f"clip-muon-{s}": Case("llama", "muon", s, CLIP, steps=6) for s in range(4)}

@@ -224,7 +224,8 @@ def same(saved, loaded):
 # Kept whole, by element, and in groups of 32 elements; a rate by the step count, which torch
 # cannot set to 0.
 RESUMED = {"flashadamw": {"lr": 0.01, "ema_decay": 0.9}, "adafactor": {"beta1": 0.9}}
-KEPT = [("flashadamw", True), ("adafactor", False)]
+RESUMED["muon"] = {"lr": 0.01, "ns_dtype": "fp32"}
+KEPT = [("flashadamw", True), ("adafactor", False), ("muon", True)]
 
 
 @pytest.mark.supports(

@@ -87,6 +87,7 @@ def _runs() -> dict[str, Training]:
                 made[f"muon-{way}-{stage}"] = Training("muon", stage, **more)
         for rule, stage in (("apollo", stages[i % 4]), ("apollomini", stages[(i + 1) % 4])):
             made[f"{rule}-{way}-{stage}"] = Training(rule, stage, **more)
+    made["apollomini-fused-3"] = Training("apollomini", 3, policy="fused", max_norm=0.3)
     made["scale"] = Training(max_norm=0.5, how="scale")
     made["tensor backward"] = Training(max_norm=0.5, how="tensor", policy="sharded")
     made["tensor backward of many"] = Training("came", accumulation=3, how="tensor")

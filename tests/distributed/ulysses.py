@@ -59,9 +59,10 @@ def _cases() -> dict[str, Case]:
         made += [Case("adalomo", stage, told, saved=True) for stage in (1, 3)]
     made += [Case("came", 1, "config"), Case("lomo", 3, "config")]
     made += [Case("muon", stage) for stage in range(4)] + [Case("muon", 1, saved=True)]
-    made += [Case("apollo", 2), Case("apollomini", 3)]
+    made += [Case("apollo", 2), Case("apollo", 3), Case("apollomini", 3)]
     made += [Case("muon", stage, "tensor") for stage in range(4)]
-    made += [Case("apollo", 3, "tensor"), Case("apollomini", 2, "tensor")]
+    made += [Case("apollo", 3, "tensor")]
+    made += [Case("apollomini", stage, "tensor") for stage in (2, 3)]
     return {"-".join([*map(str, astuple(c)[:3])] + ["saved"] * c.saved): c for c in made}
 
 

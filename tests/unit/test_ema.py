@@ -23,6 +23,8 @@ RULES = {
     "adalomo": 5e-2,
     "muon": 5e-2,
     "galoreadamw": 5e-2,
+    "apollo": 5e-2,
+    "apollomini": 1e-2,
     "lomo": 3.0,
     "lion": 5e-3,
 }
@@ -48,7 +50,7 @@ def made(rule, dtype=torch.float32, **hypers):
     torch.manual_seed(0)
     model = Net().to(dtype)
     given = {"lr": RULES[rule], "ema_decay": DECAY} | hypers
-    if rule == "galoreadamw":
+    if rule in ("galoreadamw", "apollo", "apollomini"):
         given |= {"rank": 3, "update_proj_gap": 4}
     return model, OPTIMIZERS[rule].for_model(model, **given)
 

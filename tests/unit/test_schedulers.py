@@ -269,6 +269,29 @@ def test_cycled_betas_are_followed(rule, hypers, cycle):
     assert_equal(run(start(make=CYCLES[cycle], client=own(rule, **hypers))), expected)
 
 
+STEADY = {
+    "torch": lambda o: torch_schedules.StepLR(o, 3, 0.5),
+    "deepspeed": lambda o: lr_schedules.WarmupLR(o, warmup_max_lr=0.02, warmup_num_steps=5),
+}
+
+
+@pytest.mark.supports(
+    lambda kind: f"schedulers of {'DeepSpeed' if kind == 'deepspeed' else kind}",
+    stage=3,
+    optimizer="rule",
+)
+@pytest.mark.parametrize("kind", STEADY)
+@pytest.mark.parametrize(
+    ("rule", "hypers"), [("apollo", {"rank": 2}), ("apollomini", {}), ("muon", {})]
+)
+def test_rules_of_whole_matrices_follow_a_scheduler(rule, hypers, kind):
+    def made(model):
+        return OPTIMIZERS[rule].for_model(model, lr=0.01, **hypers)
+
+    expected = reference(STEADY[kind], made)  # steps of the whole model, without an engine
+    assert_equal(run(start(make=STEADY[kind], client=made)), expected)
+
+
 @pytest.mark.parametrize("given", ["config", "callable", "object"])
 def test_onecycle_would_make_two_betas_of_the_three_of_came(given):
     in_config = {"scheduler": {"type": "OneCycle", "params": SLOW_CYCLE}}
