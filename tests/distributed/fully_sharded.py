@@ -213,7 +213,7 @@ def resume(
     model = shard(zoo())
     if hypers.get("weight_update"):
         model.bfloat16()
-    optimizer = OPTIMIZERS[rule](model.parameters(), **hypers)
+    optimizer = OPTIMIZERS[rule].for_model(model, **hypers)
     if fused:
         ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
     before, loaded = whole(model), {}

@@ -244,6 +244,6 @@ def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_p
     got = worlds.run(1, fully_sharded.resume, rule, hypers, fused, two, 4, 6)[0]
     for run_before, run_after in ((first, second), (second, got)):
         same(run_before["saved"], run_after["loaded"])
-    # codes of 8 bits jump where sums are added up in another order
-    close = 0.02 if rule == "flashadamw" else 1e-5
+    # where sums are added up in another order, codes of 8 bits jump, and Muon amplifies the change
+    close = {"flashadamw": 0.02, "muon": 1e-4}.get(rule, 1e-5)
     assert updates.error(got["after"], expected["after"], expected["before"]) <= close
