@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from benchmarks import report
-from benchmarks.matrix import costs, page, search, texts, training
+from benchmarks.matrix import costs, forgetting, page, search, texts, training
 from benchmarks.matrix.candidates import CANDIDATES
 from benchmarks.matrix.lines import Lines, Point
 
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lines", type=Path, help="folder of the stored runs and the report")
     add("--quick", action="store_true", help="a small matrix, to test the command")
     add("--costs", action="store_true", help="measure time and memory of a step instead")
+    add("--forgetting", action="store_true", help="measure what the best runs forget instead")
     add("--report", action="store_true", help="only write the report of the stored runs")
 
 
@@ -72,11 +73,14 @@ def main(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     began = time.monotonic()
     lines = lines_of(args)
-    left = None if args.report or args.costs else Matrix(args, lines)
+    is_matrix = not (args.report or args.costs or args.forgetting)
+    left = Matrix(args, lines) if is_matrix else None
     while left is not None and time.monotonic() - began < args.minutes * 60:
         if (point := left.next()) is None:
             break
         left.run(point)
+    if args.forgetting:
+        measure_forgetting(args, lines, began + args.minutes * 60)
     if args.costs:
         measure_costs(args)
     page.write(lines, args.dataset, args.optimizer, args.seeds, args.lines)
@@ -151,6 +155,24 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Any, nn.Module]:
     deepspeed.init_distributed("gloo", verbose=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return transformers.AutoTokenizer.from_pretrained(folder), model
+
+
+def measure_forgetting(args: argparse.Namespace, lines: Lines, until: float) -> None:
+    """Repeats the runs at the best rates, and measures them on text that the model wrote before."""
+    tokenizer, model = load(args.model, DTYPES[args.dtype])
+    done = Lines(args.lines / forgetting.FOLDER, lines.setup)
+    own = forgetting.written(model, tokenizer.bos_token_id)
+    before = training.measure(model, own).loss
+    while time.monotonic() < until:
+        found = forgetting.missing(lines, done, args.dataset, args.optimizer, args.seeds)
+        if (point := next(found, None)) is None:
+            break
+        batches = batches_of(args, point.data, point.seed, tokenizer)
+        candidate = CANDIDATES[point.candidate]
+        line = point._asdict()
+        line |= training.run(model, candidate, point.lr, point.seed, batches, own)
+        done.add(line | {"before": round(before, 5), "machine": report.machine()})
+        print(f"{point}: {before:.4f} to {line['loss']}", file=sys.stderr, flush=True)
 
 
 def measure_costs(args: argparse.Namespace) -> None:

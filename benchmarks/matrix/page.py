@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import report
-from benchmarks.matrix import costs, picture, summary
+from benchmarks.matrix import costs, forgetting, picture, summary
 from benchmarks.matrix.candidates import CANDIDATES
 from benchmarks.matrix.lines import Lines
 
@@ -37,6 +37,11 @@ DATA = {
     "devil": "Definitions: The Devil's Dictionary (no answer can be right: read the loss)",
     "films": "Sentences of film reviews: positive or negative",
 }
+FORGETTING = """
+Forgetting is the increase of the loss, in nats per token, of text that the model wrote before
+fine-tuning: 64 rows of 64 tokens, sampled at temperature 1. It estimates the Kullback-Leibler
+divergence of the fine-tuned model from the model before. The runs are those at the best rates.
+"""
 COSTS = """
 Time of a step is the process's own, which other programs' turns on the core do not count in but
 their use of its caches does: medians of 5 steps that are taken in turns with a forward and backward
@@ -71,6 +76,9 @@ def write(
         if any(summary.best_of(lines, name, c) for c in labels)
     }
     tables |= _in_other_dtypes(lines, there, labels)
+    again = Lines(folder / forgetting.FOLDER, lines.setup)
+    if again.all:
+        tables[forgetting.TITLE] = forgetting.table(again, there, labels)
     measured = costs.read(folder, lines.setup["dtype"])
     shown = {name: line for name, line in measured.items() if "error" not in line}
     if shown:
@@ -80,6 +88,7 @@ def write(
         ]
     notes = summary.missing(lines, data, labels, seeds) + summary.failed(lines, labels)
     text = TEXT.format(**lines.setup) + (COSTS if shown else "")
+    text += FORGETTING if again.all else ""
     if notes:
         text += "\nMissing so far; the command below goes on with it:\n\n"
         text += "\n".join(f"- {note}" for note in notes)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import estimate
-from benchmarks.matrix import search, summary, texts, training
+from benchmarks.matrix import forgetting, search, summary, texts, training
 from benchmarks.matrix.candidates import CANDIDATES, Candidate
 from benchmarks.matrix.lines import Lines, loss_of, point_of
 from tests import worlds
@@ -196,6 +196,47 @@ def _answer_losses(model, row):
     return F.cross_entropy(
         logits[row.asked - 1 : -1], torch.tensor(row.ids[row.asked :]), reduction="none"
     )
+
+
+def test_forgetting_estimates_the_divergence_from_the_model_before():
+    before, after = tiny(), tiny()
+    with torch.no_grad():
+        for model, seed in ((before, 1), (after, 2)):  # a new model is close to uniform
+            for p in model.parameters():
+                p.add_(
+                    torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)), alpha=0.3
+                )
+    text = forgetting.written(before, 3, rows=400, tokens=20)
+    ids = torch.cat([batch["input_ids"] for batch in text])
+    assert ids.shape == (400, 20) and (ids[:, 0] == 3).all()
+    with torch.no_grad():
+        p, q = (model(ids).logits[:, :-1].log_softmax(-1) for model in (before, after))
+    divergence = float((p.exp() * (p - q)).sum(-1).mean())
+    losses = [training.measure(model, text).loss for model in (before, after)]
+    assert divergence > 0.1
+    assert losses[1] - losses[0] == pytest.approx(divergence, rel=0.1)
+    again = forgetting.written(before, 3, rows=400, tokens=20)
+    assert torch.equal(again[0]["input_ids"], text[0]["input_ids"])
+
+
+def test_the_best_runs_are_repeated_for_forgetting(tmp_path):
+    lines, starts = Lines(tmp_path, SETUP), [{"adamw": 1e-3, "lomo": 1e-2}]
+    follow(lines, starts, ["one", "two"], parabola({"adamw": 1e-3, "lomo": 1e-1}))
+    done = Lines(tmp_path / forgetting.FOLDER, SETUP)
+    data, labels = ["one", "two"], {"adamw": "AdamW", "lomo": "LOMO"}
+    made = []
+    while point := next(forgetting.missing(lines, done, data, [*labels], 2), None):
+        made.append(point)
+        done.add(point._asdict() | {"loss": 3.5 + point.lr + point.seed / 10, "before": 3.0})
+        if len(made) == 2:
+            assert forgetting.table(done, data, labels)[0]["two"] == "not yet"
+    assert [(p.data, p.candidate, p.lr, p.seed) for p in made[:2]] == [
+        ("one", "adamw", 1e-3, 0),
+        ("one", "lomo", 1e-1, 0),
+    ]
+    assert len(made) == len(set(made)) == 8
+    shown = forgetting.table(Lines(tmp_path / forgetting.FOLDER, SETUP), data, labels)
+    assert shown[1] == {"optimizer": "LOMO"} | dict.fromkeys(data, "0.650 ± 0.071 (n = 2)")
 
 
 STEPS, LR = 5, 1e-2
