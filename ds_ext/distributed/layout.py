@@ -15,7 +15,7 @@ from ds_ext.distributed import groups, hierarchical_all_reduce
 from ds_ext.distributed.groups import Group, communicates, everyone, size_of
 from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.distributed.rank_failure import explained
-from ds_ext.ops import turns
+from ds_ext.ops import int8, turns
 from ds_ext.ops.shard import Shard
 
 
@@ -181,7 +181,9 @@ class Layout:
         """Sends the parameters and buffers of the group's first rank to the others."""
         if self.group is not None and self.world > 1:
             source = dist.get_global_rank(self.group, 0)
-            for value in (*module.parameters(), *module.buffers()):
+            params = [*module.parameters()]
+            codes = [x for p in params if (held := int8.find(p)) for x in (held.codes, held.scales)]
+            for value in (*params, *module.buffers(), *codes):
                 broadcast(value.detach(), source, self.group)
 
     def leaf(self, param: Tensor) -> Tensor:
