@@ -70,7 +70,8 @@ def fuse_into_backward(
     optimizer.follow_groups()
     is_cut = fully_shard.cuts(model)
     if is_cut:
-        int8_weights.refuse(model, "fully_shard (FSDP2)")
+        if int8_weights.is_stored(model):
+            raise int8_weights.unsupported("fully_shard (FSDP2)")
         group = _group_of_cut(model, group)
     devices = sorted({str(p.device) for p in model.parameters()})
     kind = {"optimizer": type(optimizer).__name__, "device count": len(devices)}

@@ -91,13 +91,30 @@ def expanded(params: Iterable[Tensor]) -> Iterator[None]:
             int8.update(param)
 
 
-def refuse(model: nn.Module, feature: str) -> None:
-    """Raises ValueError if weights of ``model`` are stored in 8 bits, for a ``feature`` without."""
-    if any(ATTRIBUTE in vars(module) for module in model.modules()):
-        raise ValueError(
-            f'{feature} does not support weights that are stored in 8 bits ("weight_storage": '
-            '"int8", store_int8): remove one of them.'
-        )
+@contextlib.contextmanager
+def codes_as_data(model: nn.Module) -> Iterator[None]:
+    """A context in which the data of stored weights is their codes, as bf16 numbers [bytes / 2]."""
+    stored = {p: held for p in model.parameters() if (held := int8.find(p))}
+    for param, held in stored.items():
+        param.data = held.stored.view(param.dtype)
+    try:
+        yield
+    finally:
+        for param, held in stored.items():
+            param.data = held.absent
+
+
+def is_stored(model: nn.Module) -> bool:
+    """Returns whether ``store_int8`` has stored weights of a model, or of modules in it."""
+    return any(ATTRIBUTE in vars(module) for module in model.modules())
+
+
+def unsupported(feature: str, advice: str = "remove one of them") -> ValueError:
+    """Returns the error for a ``feature`` that does not go with weights in 8 bits."""
+    return ValueError(
+        f'{feature} does not support weights that are stored in 8 bits ("ds_ext": '
+        f'{{"weight_storage": "int8"}}, or store_int8): {advice}.'
+    )
 
 
 def step_key(optimizer: RuleOptimizer, param: Tensor) -> int:
@@ -112,10 +129,7 @@ def step_key(optimizer: RuleOptimizer, param: Tensor) -> int:
         ("ema_decay", rule.ema_decay, 0),
     ):
         if value != allowed:
-            raise ValueError(
-                f"{name} = {value!r} does not support weights that are stored in 8 bits "
-                f'("weight_storage": "int8", store_int8): set it to {allowed!r}.'
-            )
+            raise unsupported(f"{name} = {value!r}", f"set it to {allowed!r}")
     step = optimizer.state[param]["step"] if param in optimizer.state else 0
     return key(rule.seed + SECOND_ROUNDING, optimizer.number_of[param], step)
 
@@ -215,9 +229,15 @@ def _before_load(module: nn.Module, state_dict: object, prefix: str, meta: Any, 
     """Expands the weights that are going to be overwritten."""
     if meta.get("assign_to_params_buffers", False):
         raise ValueError("load_state_dict: weights stored in 8 bits do not support assign=True.")
+    for param in _own(module):
+        if held := int8.find(param):
+            held.is_loading = held.is_freed
     int8.expand(_own(module))
 
 
 def _after_load(module: nn.Module, _: object) -> None:
-    for param in filter(int8.find, _own(module)):
-        int8.update(param)
+    """Stores the weights, unless somebody else has expanded them."""
+    for param in _own(module):
+        if (held := int8.find(param)) and held.is_loading:
+            held.is_loading = False
+            int8.update(param)

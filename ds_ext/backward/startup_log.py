@@ -97,9 +97,8 @@ def _zeros(params: list[Tensor], layout: Layout) -> list[Tensor]:
         return []
     there = []
     for param in params:
-        int8.expand([param])
-        there.append(float(_has_values(layout.run(param))))
-        int8.release([param])
+        with int8.readable([param]):
+            there.append(float(_has_values(layout.run(param))))
     total = layout.total_of_params(torch.tensor(there, dtype=torch.float32, device=layout.device))
     layout.take_bytes_sent()  # so that the first step does not count them
     return [p for p, found in zip(params, total.tolist(), strict=True) if not found]

@@ -87,7 +87,8 @@ class Layout:
         self.bytes_sent = 0
         self.shapes = [p.shape for p in self.params]
         for param in names:
-            self.run(param)  # makes its elements contiguous before the first step
+            with int8.readable([param]):
+                self.run(param)  # makes its elements contiguous before the first step
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
@@ -182,7 +183,7 @@ class Layout:
         if self.group is not None and self.world > 1:
             source = dist.get_global_rank(self.group, 0)
             params = [*module.parameters()]
-            codes = [x for p in params if (held := int8.find(p)) for x in (held.codes, held.scales)]
+            codes = [held.stored for p in params if (held := int8.find(p))]
             for value in (*params, *module.buffers(), *codes):
                 broadcast(value.detach(), source, self.group)
 

@@ -11,8 +11,9 @@ share this storage. Between uses the parameter itself is a NaN of its shape with
 shows NaN, and a write raises an error.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Int8Weight:
         device: of the codes and the values; None: the weight's.
 
     Attributes:
+        stored: the memory of codes and scales, which ranks send each other, [bytes] int8.
         codes: [numel] int8.
         scales: [numel / SIZE] bf16; NaN for a group with an element that is not finite.
         values: the weight, whose storage may be freed.
@@ -40,11 +42,13 @@ class Int8Weight:
 
     def __init__(self, weight: Tensor, device: torch.device | None = None) -> None:
         self.values = weight.detach().to(device or weight.device).contiguous().data
-        self.codes = torch.empty(weight.numel(), dtype=torch.int8, device=self.values.device)
-        self.scales = self.values.new_empty(weight.numel() // SIZE)
+        n = weight.numel()
+        self.stored = self.values.new_empty(n + 2 * n // SIZE, dtype=torch.int8)
+        self.codes, self.scales = self.stored[:n], self.stored[n:].view(self.values.dtype)
         nan = self.values.new_full((), torch.nan)
         self.absent = nan.expand(weight.shape)
         self.in_backward = False  # whether a node of a backward pass still needs the values
+        self.is_loading = False  # whether ``load_state_dict`` is going to change the values
         self._copy: Callable[[], Tensor | None] = _none  # a copy that somebody still has
         self.encode()
 
@@ -156,6 +160,17 @@ def release(params: Iterable[Tensor], even_in_backward: bool = False) -> None:
         held.in_backward = False
         param.data = held.absent
         held.free()
+
+
+@contextlib.contextmanager
+def readable(params: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which parameters have their values, which must not be changed."""
+    freed = [p for p in params if (held := find(p)) is not None and held.is_freed]
+    expand(freed)
+    try:
+        yield
+    finally:
+        release(freed)
 
 
 def update(param: Tensor, key: int | None = None) -> None:

@@ -6,60 +6,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from ds_ext.backward import int8_weights
 from ds_ext.ops import int8
+from tests.common.int8_model import STORED, WIDTH, Model, batch, made
 
-WIDTH, VOCAB = 128, 512
 CHECKPOINTING = [None, "reentrant", "nonreentrant"]
-
-
-class Model(nn.Module):
-    """Two layers between an embedding and a head that share a weight; ``still`` is frozen."""
-
-    def __init__(self, checkpointing=None):
-        super().__init__()
-        self.checkpointing = checkpointing
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.still = nn.Linear(WIDTH, 4 * WIDTH).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
-
-    def layer(self, h, i):
-        inner = F.silu(self.up[i](self.norm(h))) * self.still(h)
-        return h + self.down[i](inner)
-
-    def forward(self, tokens):
-        h = self.embed(tokens)
-        for i in range(2):
-            if self.checkpointing is None:
-                h = self.layer(h, i)
-            else:
-                h = checkpoint(self.layer, h, i, use_reentrant=self.checkpointing == "reentrant")
-        return F.cross_entropy(self.head(h).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
-
-
-STORED = ["embed.weight", *(f"{name}.{i}.weight" for name in ("up", "down") for i in range(2))]
-
-
-def made(checkpointing=None):
-    torch.manual_seed(1)
-    model = Model(checkpointing).bfloat16()
-    with torch.no_grad():  # values that 8 bits can hold
-        for name in STORED:
-            param = model.get_parameter(name)
-            param.copy_(int8.Int8Weight(param).decoded())
-    return model
-
-
-def batch(step):
-    return torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
 
 
 def fused(model, kind=ds_ext.AdaLomo, **settings):
@@ -281,8 +234,6 @@ def test_refusals():
         optimizer = ds_ext.AdaLomo(model.parameters(), **{key: value})
         with pytest.raises(ValueError, match=f"{key} = .*weight_storage"):
             ds_ext.fuse_into_backward(model, optimizer)
-    with pytest.raises(ValueError, match="FSDP2.*weight_storage"):
-        int8_weights.refuse(model, "fully_shard (FSDP2)")
     plain = made()
     fused(plain)
     with pytest.raises(ValueError, match="call store_int8 before it"):
