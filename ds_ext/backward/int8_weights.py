@@ -165,7 +165,7 @@ def _users(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
         for param in module.parameters(recurse=False):
             if is_read or next(module.children(), None) is not None:
                 others.add(param)
-            elif param.requires_grad and int8.fits(param):
+            elif param.requires_grad and int8.fits(param.shape):
                 users.setdefault(param, []).append(module)
     return {param: modules for param, modules in users.items() if param not in others}
 

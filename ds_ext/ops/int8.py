@@ -12,8 +12,9 @@ shows NaN, and a write raises an error.
 """
 
 import contextlib
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Int8Weight:
     def __init__(self, weight: Tensor, device: torch.device | None = None) -> None:
         self.values = weight.detach().to(device or weight.device).contiguous().data
         n = weight.numel()
-        self.stored = self.values.new_empty(n + 2 * n // SIZE, dtype=torch.int8)
+        self.stored = self.values.new_empty(nbytes(n), dtype=torch.int8)
         self.codes, self.scales = self.stored[:n], self.stored[n:].view(self.values.dtype)
         nan = self.values.new_full((), torch.nan)
         self.absent = nan.expand(weight.shape)
@@ -118,9 +119,15 @@ def _decode(codes: Tensor, scales: Tensor, values: Tensor) -> None:
 _stored: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # parameter: its Int8Weight
 
 
-def fits(param: Tensor) -> bool:
-    """Returns whether a weight is large enough, and its groups are complete."""
-    return param.ndim >= 2 and param.numel() >= MIN_NUMEL and param.numel() % SIZE == 0
+def fits(shape: Sequence[int]) -> bool:
+    """Returns whether a weight of this shape is large enough, and its groups are complete."""
+    numel = math.prod(shape)
+    return len(shape) >= 2 and numel >= MIN_NUMEL and numel % SIZE == 0
+
+
+def nbytes(numel: int) -> int:
+    """Returns the bytes that store ``numel`` elements."""
+    return numel + 2 * numel // SIZE
 
 
 def find(param: Tensor) -> Int8Weight | None:
