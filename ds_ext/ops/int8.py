@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_ext.ops.rounding import add_noise_
 
 SIZE = 256  # elements that share a scale
-BLOCK = 2**18  # elements that are encoded at a time
+BLOCK, GPU_BLOCK = 2**18, 2**22  # elements that are encoded at a time
 MIN_NUMEL = 2**16  # smaller weights stay in bf16
 
 
@@ -62,8 +62,9 @@ class Int8Weight:
         """Stores the values: rounded stochastically by ``key``, or to nearest without a key."""
         self._copy = _none
         flat = self.values.view(-1)
-        for start in range(0, len(flat), BLOCK):
-            x = flat[start : start + BLOCK].float().view(-1, SIZE)
+        block = BLOCK if flat.device.type == "cpu" else GPU_BLOCK
+        for start in range(0, len(flat), block):
+            x = flat[start : start + block].float().view(-1, SIZE)
             scales = _scales(x)
             x.div_(scales.unsqueeze(1))
             if key is None:
@@ -72,8 +73,8 @@ class Int8Weight:
                 bits = x.abs().mul_(2**16).to(torch.int32)
                 add_noise_(bits.view(-1), key, start)
                 x = bits.bitwise_right_shift_(16).to(x.dtype).copysign_(x)
-            self.codes[start : start + BLOCK] = x.view(-1)
-            self.scales[start // SIZE : (start + BLOCK) // SIZE] = scales
+            self.codes[start : start + block] = x.view(-1)
+            self.scales[start // SIZE : (start + block) // SIZE] = scales
 
     def expand(self) -> None:
         """Computes the values if they do not exist."""

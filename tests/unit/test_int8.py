@@ -9,7 +9,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.backward import int8_weights
-from ds_ext.ops import int8
+from ds_ext.ops import int8, rounding
 from tests.common.int8_model import STORED, WIDTH, Model, batch, made
 
 CHECKPOINTING = [None, "reentrant", "nonreentrant"]
@@ -83,6 +83,21 @@ def test_a_group_with_a_nan_is_nan():
     assert values[256:512].isnan().all() and (values.isnan().sum() == 256)
 
 
+def test_devices_and_blocks_have_the_same_random_bits(monkeypatch):
+    for key, start, n in ((3, 0, 2**16), (2**32 - 1, 256, 3 * 2**16), (5, 2**18, 1000)):
+        bits = torch.zeros(n, dtype=torch.int32)
+        rounding.add_noise_(bits, key, start)
+        assert torch.equal(bits, rounding._gathered(key, start, n, bits.device))
+    stored = int8.Int8Weight(torch.randn(2**18 + 256).bfloat16())
+    values, found = (stored.values * 1.01).bfloat16(), []
+    for block in (2**16, 2**18):
+        monkeypatch.setattr(int8, "BLOCK", block)
+        stored.values.copy_(values)
+        stored.encode(7)
+        found.append(stored.decoded().clone())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_a_step_is_that_of_a_bf16_model_rounded_once_more(checkpointing):
     plain, model = made(checkpointing), made(checkpointing)
@@ -138,6 +153,12 @@ def test_the_mean_over_seeds_is_the_update_in_fp32():
         error = along.std() / seeds**0.5
         assert error < 0.02
         assert abs(along.mean() - 1) < 4 * error + 2**-7, (name, along.mean(), error)
+        # Element by element, where both neighbours come up often.
+        scales = int8.find(model.get_parameter(name)).scales.repeat_interleave(int8.SIZE)
+        is_random = updates.std(0) > 0.2 * scales.view(update.shape)
+        assert is_random.sum() > 500
+        z = (updates.mean(0) - update) / updates.std(0) * seeds**0.5
+        assert 0.7 < z[is_random].square().mean() < 1.3, name
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
@@ -198,9 +219,11 @@ def test_state_dicts_have_bf16_copies_and_share_tied_weights():
     )
     assert saved["head.weight"] is saved["embed.weight"]
     assert torch.equal(model.up.state_dict()["0.weight"], before["up.0.weight"])
+    version = model.up[0].weight._version
     with int8_weights.expanded(model.parameters()):
         assert torch.equal(model.up[0].weight, before["up.0.weight"])
         model.up[0].weight.data.mul_(2)
+    assert model.up[0].weight._version > version  # cached norms of the weights are out of date
     assert torch.equal(model.state_dict()["up.0.weight"], 2 * before["up.0.weight"])
     ds_ext.restore_bf16(model)
     assert torch.equal(model.head.weight, before["head.weight"])
