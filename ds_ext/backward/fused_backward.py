@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import foreign_grads, messages, owners, settings, torch_calls
+from ds_ext.backward import foreign_grads, int8_weights, messages, owners, settings, torch_calls
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
-from ds_ext.backward.int8_weights import step_key
 from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.partial_grads import Uses
 from ds_ext.backward.receivers import Keeping, Measuring, Stepper, Stepping, SteppingMeasured
@@ -28,7 +27,6 @@ from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.ops import int8
 from ds_ext.optimizer import RuleOptimizer, ema_exchange, state_checks, validation
 
 
@@ -69,8 +67,7 @@ class FusedBackward:
             consensus.run_on_all_ranks(check, ValueError)
         else:
             check()
-        for param in filter(int8.find, optimizer.group_of):
-            step_key(optimizer, param)  # raises ValueError for other settings
+        int8_weights.check_settings(optimizer)
         self.optimizer = optimizer
         optimizer.agree_on_native(layout.device, layout.any)
         self.layout, self.grad_config, self.is_boundary = layout, grad_config, is_boundary
@@ -218,7 +215,7 @@ class FusedBackward:
         self.check_owner()
         self.buckets.finish()
         self.buckets.uses.clear()
-        int8.release(self.layout.names, even_in_backward=True)
+        int8_weights.release_all(self.layout.names)
         self.is_asked = False
 
     @torch.no_grad()

@@ -117,6 +117,17 @@ def unsupported(feature: str, advice: str = "remove one of them") -> ValueError:
     )
 
 
+def release_all(params: Iterable[Tensor]) -> None:
+    """Frees weights that backward expanded without a gradient; call it when backward has ended."""
+    int8.release(params, even_in_backward=True)
+
+
+def check_settings(optimizer: RuleOptimizer) -> None:
+    """Raises ValueError if settings of an optimizer do not go with weights in 8 bits."""
+    for param in filter(int8.find, optimizer.group_of):
+        step_key(optimizer, param)
+
+
 def step_key(optimizer: RuleOptimizer, param: Tensor) -> int:
     """Returns the key of the random bits by which a step stores a parameter.
 
