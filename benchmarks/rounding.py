@@ -26,7 +26,15 @@ from torch import Tensor
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 transformers.logging.set_verbosity_error()
 
-from ds_ext import AdaLomo, AdamW, FlashAdamW  # noqa: E402
+from ds_ext import (  # noqa: E402
+    AdaLomo,
+    AdamW,
+    FlashAdamW,
+    fuse_into_backward,
+    restore_bf16,
+    store_int8,
+)
+from ds_ext.ops import int8  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "examples" / "data"
 RESULTS = Path(__file__).parent / "results"
@@ -76,11 +84,13 @@ def of_adam(kind: type, **hypers: Any) -> Make:
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
+INT8 = "int8 stochastic"  # the way whose matrices are stored in int8
 # By optimizer, ways to store weights and moments: the first is exact.
 WAYS: dict[str, dict[str, tuple[torch.dtype, Make]]] = {
     "AdaLomo": {
         "fp32": (FP32, adalomo("nearest")),
         "bf16 stochastic": (BF16, adalomo("stochastic")),
+        INT8: (BF16, adalomo("stochastic")),
         "bf16 nearest": (BF16, adalomo("nearest")),
         "bf16 master": (BF16, adalomo("master")),
     },
@@ -94,6 +104,7 @@ WAYS: dict[str, dict[str, tuple[torch.dtype, Make]]] = {
             BF16,
             of_adam(AdamW, weight_update="stochastic"),
         ),
+        f"{INT8}, moments fp32: 9 bytes": (BF16, of_adam(AdamW, weight_update="stochastic")),
         "bf16 stochastic, FlashAdamW: 4.1 bytes": (
             BF16,
             of_adam(FlashAdamW, weight_update="stochastic"),
@@ -122,6 +133,7 @@ class Run:
 def main() -> None:
     """Fine-tunes with the optimizers that the command line names, or with all; writes tables."""
     torch.set_num_threads(1)
+    int8.MIN_NUMEL = 4096  # the model is small
     train, test = text("devil_train.jsonl"), text("devil_test.jsonl")
     start = model()
     fit(start, train[: len(train) // 2], FIRST_STEPS, adalomo("nearest", FIRST_LR), seed=0)
@@ -133,7 +145,10 @@ def main() -> None:
         runs: dict[str, list[Run]] = {way: [] for way in WAYS[name]}
         for seed, (way, (dtype, make)) in itertools.product(SEEDS, WAYS[name].items()):
             tuned = copy.deepcopy(start).to(dtype)
+            if way.startswith(INT8):
+                store_int8(tuned)
             losses = fit(tuned, train[len(train) // 2 :], STEPS[name], make, seed)
+            restore_bf16(tuned)
             runs[way].append(Run(losses, held_out(tuned, test)))
             print(f"seed {seed}, {way}: {runs[way][-1].train:.4f}, {runs[way][-1].held_out:.4f}")
         minutes = (time.perf_counter() - began) / 60
@@ -169,6 +184,9 @@ def model() -> transformers.LlamaForCausalLM:
 def fit(module: torch.nn.Module, data: Tensor, steps: int, make: Make, seed: int) -> list[float]:
     """Trains on random pieces of ``data`` chosen by ``seed``; returns the loss of each step."""
     optimizer = make(module.parameters(), seed)
+    fused = (
+        fuse_into_backward(module, optimizer) if any(map(int8.find, module.parameters())) else None
+    )
     generator = torch.Generator().manual_seed(seed)
     pieces = data.unfold(0, LENGTH, 1)
     losses = []
@@ -179,6 +197,8 @@ def fit(module: torch.nn.Module, data: Tensor, steps: int, make: Make, seed: int
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    if fused is not None:
+        fused.remove()
     return losses
 
 

@@ -5,6 +5,7 @@ Importing ds_ext registers its optimizers with DeepSpeed by name.
 
 from ds_ext import versions as versions  # first: reports an old torch in one sentence
 from ds_ext.backward.fuse import fuse_into_backward
+from ds_ext.backward.int8_weights import restore_bf16, store_int8
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
 from ds_ext.forward.batch_splits import split_batch
@@ -19,7 +20,9 @@ __all__ = [
     "chunk_loss",
     "fuse_into_backward",
     "newest_checkpoint",
+    "restore_bf16",
     "split_batch",
+    "store_int8",
     "Checkpoint",
     "CheckpointError",
     "LostRankError",

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_ext import logs
-from ds_ext.backward import owners, settings, startup_log
+from ds_ext.backward import int8_weights, owners, settings, startup_log
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
 from ds_ext.distributed.groups import Group, everyone
@@ -70,6 +70,8 @@ def fuse_into_backward(
     optimizer.follow_groups()
     is_cut = fully_shard.cuts(model)
     if is_cut:
+        if int8_weights.is_stored(model):
+            raise int8_weights.unsupported("fully_shard (FSDP2)")
         group = _group_of_cut(model, group)
     devices = sorted({str(p.device) for p in model.parameters()})
     kind = {"optimizer": type(optimizer).__name__, "device count": len(devices)}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import foreign_grads, messages, owners, settings, torch_calls
+from ds_ext.backward import foreign_grads, int8_weights, messages, owners, settings, torch_calls
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.norm_prepass import NormPrepass
@@ -67,6 +67,7 @@ class FusedBackward:
             consensus.run_on_all_ranks(check, ValueError)
         else:
             check()
+        int8_weights.check_settings(optimizer)
         self.optimizer = optimizer
         optimizer.agree_on_native(layout.device, layout.any)
         self.layout, self.grad_config, self.is_boundary = layout, grad_config, is_boundary
@@ -214,6 +215,7 @@ class FusedBackward:
         self.check_owner()
         self.buckets.finish()
         self.buckets.uses.clear()
+        int8_weights.release_all(self.layout.names)
         self.is_asked = False
 
     @torch.no_grad()

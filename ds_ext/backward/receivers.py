@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
+from ds_ext.backward.int8_weights import step_key
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads, VotedParams, compact_copy
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
+from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.nonfinite import GradCheck
@@ -49,6 +51,7 @@ class Stepper:
         """
         state.use_up(grads.keys())
         check = GradCheck(checked, votes, state.begin_flags())
+        in_int8 = int8.expand(grads)
         for all_reduce, params in self._by_statistics_group(grads.keys()):
             updates = [self._update(param, grads[param], state) for param in params]
             self.optimizer.update(updates, all_reduce, check)
@@ -56,6 +59,8 @@ class Stepper:
         stepped = [p for p in grads if p not in check.bad] if check.bad else grads
         self.layout.publish(stepped)
         self.optimizer.commit_weight_norms()
+        for param in in_int8:
+            int8.update(param, step_key(self.optimizer, param))
         state.stepped += len(stepped)
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:

@@ -21,6 +21,7 @@ GPU_BUCKET_BYTES, GPU_SHARE = 2**29, 1 / 32  # the share is of free memory
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
+WeightStorage = Annotated[Literal["int8"], Field(description='"int8"')]
 Chunks = Annotated[bool | Count, Field(description="true, false or a whole number > 0")]
 SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
 
@@ -42,6 +43,7 @@ class ConfigSection:
     sum_group_size: SumGroups = 0  # ranks of a group that adds up sums first; 0: all at once
     batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
     chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
+    weight_storage: WeightStorage | None = None  # "int8": stores large matrices in 8 bits
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_ext import rates
 from ds_ext.backward.settings import GradientConfig
 from ds_ext.distributed.layout import Layout
-from ds_ext.ops import state, weight_update
+from ds_ext.ops import int8, state, weight_update
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.model_view import at_zero
 
@@ -95,7 +95,10 @@ def _zeros(params: list[Tensor], layout: Layout) -> list[Tensor]:
     """The parameters that are zero on all ranks; all ranks call it."""
     if not params:
         return []
-    there = [float(_has_values(layout.run(p))) for p in params]
+    there = []
+    for param in params:
+        with int8.readable([param]):
+            there.append(float(_has_values(layout.run(param))))
     total = layout.total_of_params(torch.tensor(there, dtype=torch.float32, device=layout.device))
     layout.take_bytes_sent()  # so that the first step does not count them
     return [p for p, found in zip(params, total.tolist(), strict=True) if not found]

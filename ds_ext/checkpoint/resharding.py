@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.checkpoint.folder import VERSION
 from ds_ext.checkpoint.pieces import Pieces, piece
+from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, State
 from ds_ext.optimizer import RuleOptimizer, ema, host_offload
@@ -70,10 +71,18 @@ def save_weights(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> 
     """Returns a piece of each weight with its whole shape; in fp32 if the weight has a master."""
     return {
         own.name: piece(
-            optimizer.weights(param, own.run, own.shard), own.part, shape=list(own.shape)
+            optimizer.weights(param, _values(param, own), own.shard),
+            own.part,
+            shape=list(own.shape),
         )
         for param, own in owned.items()
     }
+
+
+def _values(param: Tensor, own: OwnedRun) -> Tensor:
+    """This rank's run of a weight; a copy in the host's memory if it is stored in 8 bits."""
+    held = int8.find(param)
+    return own.run if held is None else held.decoded().view(-1)[own.shard.start : own.shard.stop]
 
 
 @torch.no_grad()

@@ -95,6 +95,7 @@ def of_plan(asked: PlanOptions) -> dict[str, Any]:
         "shard_size": asked.shard_size,
         "batch_splits": asked.batch.splits if asked.batch.splits > 1 else None,
         "chunked_loss": asked.batch.chunked_loss,
+        "weight_storage": asked.weight_storage,
     }
     if own := {key: value for key, value in own.items() if value}:
         config["ds_ext"] = own

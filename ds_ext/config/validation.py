@@ -117,6 +117,13 @@ def _combinations(config: dict[str, Any]) -> Iterator[str]:
         if not stage:
             yield f"{asked} needs {zero}.stage 1, 2 or 3, which divide a model: set it."
         yield from _excluded(config, asked, _EXCLUDED_BY_SHARD_SIZE)
+    if lookup(config, "ds_ext.weight_storage"):
+        yield from int8_problems(config)
+
+
+def int8_problems(config: dict[str, Any]) -> Iterator[str]:
+    """Yields a message for each setting that excludes weights in 8 bits."""
+    yield from _excluded(config, 'ds_ext.weight_storage = "int8"', _EXCLUDED_BY_INT8)
 
 
 def _excluded(
@@ -344,6 +351,15 @@ _EXCLUDED_BY_SHARD_SIZE: list[tuple[str, Allowed]] = [
     ("tensor_parallel.autotp_size", lambda v: v in (0, 1)),
     ("sequence_parallel_size", _one),
     ("expert_parallel.enabled", _off),
+]
+
+# (key, is_allowed with ds_ext.weight_storage)
+_EXCLUDED_BY_INT8: list[tuple[str, Allowed]] = [
+    ("zero_optimization.stage", lambda v: v != 3),
+    ("zero_optimization.offload_optimizer.device", lambda v: v == "none"),
+    ("tensor_parallel.autotp_size", _at_most_one),
+    ("expert_parallel.enabled", _off),
+    ("fp16.enabled", _off),
 ]
 
 # (key, is_allowed at any stage, keys that other values exclude)

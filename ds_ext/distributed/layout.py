@@ -15,7 +15,7 @@ from ds_ext.distributed import groups, hierarchical_all_reduce
 from ds_ext.distributed.groups import Group, communicates, everyone, size_of
 from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.distributed.rank_failure import explained
-from ds_ext.ops import turns
+from ds_ext.ops import int8, turns
 from ds_ext.ops.shard import Shard
 
 
@@ -87,7 +87,8 @@ class Layout:
         self.bytes_sent = 0
         self.shapes = [p.shape for p in self.params]
         for param in names:
-            self.run(param)  # makes its elements contiguous before the first step
+            with int8.readable([param]):
+                self.run(param)  # makes its elements contiguous before the first step
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
@@ -181,7 +182,9 @@ class Layout:
         """Sends the parameters and buffers of the group's first rank to the others."""
         if self.group is not None and self.world > 1:
             source = dist.get_global_rank(self.group, 0)
-            for value in (*module.parameters(), *module.buffers()):
+            params = [*module.parameters()]
+            codes = [held.stored for p in params if (held := int8.find(p))]
+            for value in (*params, *module.buffers(), *codes):
                 broadcast(value.detach(), source, self.group)
 
     def leaf(self, param: Tensor) -> Tensor:

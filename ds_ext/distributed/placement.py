@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ds_ext.distributed.groups import Group, communicates, size_of
 from ds_ext.distributed.rank_failure import explained
+from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard, Split
 
 
@@ -345,8 +346,11 @@ class Sharded(Summed):
 def flat(param: Tensor) -> Tensor:
     """Returns the elements of a parameter in row-major order: a view, [numel].
 
-    A parameter with another memory format (``channels_last``) is first made contiguous.
+    A parameter with another memory format (``channels_last``) is first made contiguous. Weights
+    stored in 8 bits have memory only while they are expanded.
     """
+    if (held := int8.find(param)) is not None:
+        return held.values.view(-1)
     if not param.is_contiguous():
         param.data = param.data.contiguous()
     return param.detach().view(-1)

@@ -28,22 +28,25 @@ from ds_ext.engine import expert_parallel, settings
 from ds_ext.engine.messages import log
 from ds_ext.engine.zero3 import Zero3Layout
 from ds_ext.errors import CheckpointError
+from ds_ext.ops import int8
 from ds_ext.optimizer.model_view import summary
 
 
 def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
     """Returns this rank's run of every parameter of the model."""
-    return {
-        p: OwnedRun(
+    found = {}
+    for p, name in layout.names.items():
+        with int8.readable([p]):
+            run = layout.run(p)
+        found[p] = OwnedRun(
             plain_name(name),
-            layout.run(p),
+            run,
             layout.shard(p),
             layout.of[p].shard_index,
             layout.of[p].num_shards,
             expert_parallel.stack_position(p),
         )
-        for p, name in layout.names.items()
-    }
+    return found
 
 
 def stepped(fused: FusedBackward) -> list[Tensor]:

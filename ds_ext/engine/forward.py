@@ -5,6 +5,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 from torch import nn
 
+from ds_ext.backward import int8_weights
+from ds_ext.config import validation
 from ds_ext.config.parsing import lookup, section
 from ds_ext.forward import batch_splits, chunked_loss
 
@@ -19,6 +21,10 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
         ValueError: the model does not support a setting.
     """
     own = section(engine._config._param_dict)
+    if own.weight_storage or int8_weights.is_stored(model):
+        _refuse_int8(engine, model)
+    if own.weight_storage and not int8_weights.is_stored(model):
+        int8_weights.store_int8(model, None if engine.dont_change_device else engine.device)
     if own.chunked_loss:
         chunked_loss.chunk_loss(model, None if own.chunked_loss is True else own.chunked_loss)
     if own.batch_splits > 1:
@@ -28,6 +34,14 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
     if engine.zero_optimization_stage() == 3 and all(p.requires_grad for p in model.parameters()):
         for layer in batch_splits.layers_of(model):
             set_z3_leaf_module(layer, True)
+
+
+def _refuse_int8(engine: DeepSpeedEngine, model: nn.Module) -> None:
+    """Raises ValueError for settings and models without weights in 8 bits."""
+    validation.raise_first(validation.int8_problems(engine._config._param_dict))
+    is_moe = any(hasattr(module, "deepspeed_moe") for module in model.modules())
+    if is_moe or isinstance(model, PipelineModule):
+        raise int8_weights.unsupported("deepspeed.moe" if is_moe else "PipelineModule")
 
 
 def _refuse(engine: DeepSpeedEngine, model: nn.Module) -> None:

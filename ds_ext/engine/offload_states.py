@@ -12,6 +12,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from ds_ext.backward.fused_backward import FusedBackward
+from ds_ext.backward.int8_weights import unsupported
+from ds_ext.ops import int8
 from ds_ext.ops.weight_update import MASTER
 from ds_ext.optimizer import host_offload
 
@@ -39,8 +41,10 @@ class OffloadedStates:
             pin_memory: whether to pin the memory, if there is a GPU.
 
         Raises:
-            ValueError: the device is not the CPU.
+            ValueError: the device is not the CPU, or weights are stored in 8 bits.
         """
+        if any(map(int8.find, self.fused.layout.names)):
+            raise unsupported("offload_states")
         if OffloadDeviceEnum(device) != OffloadDeviceEnum.cpu:
             raise ValueError(
                 f"offload_states: device is {device!r}; allowed: OffloadDeviceEnum.cpu."

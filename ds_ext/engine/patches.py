@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from pydantic import ValidationError
 
-from ds_ext.backward import foreign_grads, fuse, norm_prepass, owners
+from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
 from ds_ext.config import override
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine import (
@@ -117,6 +117,12 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
     owners.check_finished(model.parameters())
     with explained():
         original(engine, model)
+
+
+@replaces(DeepSpeedEngine)
+def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> None:
+    with int8_weights.codes_as_data(engine.module):
+        original(engine)
 
 
 @replaces(DeepSpeedEngine)

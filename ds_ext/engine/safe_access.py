@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.engine.full_tensors import FullTensors, StateAccess
 from ds_ext.engine.zero3 import Zero3Placement
+from ds_ext.ops import int8
 
 
 class _Method:
@@ -99,14 +101,16 @@ class Access:
 
     def _weights(self, param: Tensor) -> Tensor:
         """A copy of this rank's run of the weight, [len(shard)], on the device."""
-        run, shard = self.layout.run(param), self.layout.shard(param)
-        values = self.optimizer.weights(param, run, shard)
-        return values.to(self.layout.device, _wide(values.dtype), copy=True)
+        with int8.readable([param]):
+            run, shard = self.layout.run(param), self.layout.shard(param)
+            values = self.optimizer.weights(param, run, shard)
+            return values.to(self.layout.device, _wide(values.dtype), copy=True)
 
     def _set_weights(self, param: Tensor, run: Tensor) -> None:
         layout = self.layout
-        self.optimizer.write_weights(param, layout.run(param), layout.shard(param), run)
-        layout.publish([param])
+        with int8_weights.expanded([param]):
+            self.optimizer.write_weights(param, layout.run(param), layout.shard(param), run)
+            layout.publish([param])
         layout.end_step()
 
     # Gradients: the mean over all ranks and micro-batches so far, without the loss scale. All

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import checks, folder, swap
 from ds_ext.distributed import consensus
@@ -142,8 +143,11 @@ def load_checkpoint(
         lambda: _check(contents, opened, with_state, load_module_strict),
         lambda text: CheckpointError(f"{path}: {text}"),
     )
-    consensus.run_on_all_ranks(lambda: _load(contents, opened, with_state, path), CheckpointError)
-    _publish(contents)
+    with int8_weights.expanded(contents.layout.names):
+        consensus.run_on_all_ranks(
+            lambda: _load(contents, opened, with_state, path), CheckpointError
+        )
+        _publish(contents)
     if not load_module_only:
         consensus.run_on_all_ranks(
             lambda: _load_counts(engine, opened, load_lr_scheduler_states), CheckpointError

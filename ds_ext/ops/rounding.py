@@ -76,6 +76,9 @@ def add_noise_(bits: Tensor, key: int, start: int) -> None:
     Each chunk of elements gets every number once: it reads a fixed permutation from a position that
     is a hash of (key, chunk). The numbers therefore depend on (key, element) alone.
     """
+    if bits.device.type != "cpu":
+        bits.add_(_gathered(key, start, len(bits), bits.device))
+        return
     table, at = _noise(bits.device), 0
     while at < len(bits):
         chunk, element = divmod(start + at, schema.NOISE_CHUNK)
@@ -83,6 +86,16 @@ def add_noise_(bits: Tensor, key: int, start: int) -> None:
         first = (place(key, chunk) + element) % schema.NOISE_CHUNK
         bits[at : at + n].add_(table[first : first + n])
         at += n
+
+
+def _gathered(key: int, start: int, n: int, device: torch.device) -> Tensor:
+    """The numbers of ``add_noise_``, [n] int32, for devices where each operation is a launch."""
+    size = schema.NOISE_CHUNK
+    first, end = start // size, -(-(start + n) // size)
+    chunks = torch.arange(first, end, device=device)
+    places = hash_(chunks.mul_(schema.PRIME3).add_(key)).remainder_(size)
+    at = places.unsqueeze(1) + torch.arange(size, device=device)
+    return _noise(device)[at].view(-1)[start - first * size :][:n]
 
 
 def place(key: int, chunk: int) -> int:

@@ -33,6 +33,7 @@ class Step:
     name: str
     cost: str
     change: Callable[[PlanOptions], PlanOptions]
+    is_last: bool = False  # excludes later steps, so it is taken only if the plan then fits
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def way_down(given: argparse.Namespace, asked: PlanOptions) -> tuple[MemoryPlan,
             smaller = use((*taken, step))
         except ValueError:  # the model or the optimizer does not support it
             continue
-        if smaller.total < least.total:
+        if smaller.total < least.total and (smaller.total <= card or not step.is_last):
             taken, least = (*taken, step), smaller
     if least.total > card:
         raise ValueError(_nothing_fits(_applied(taken, start), least))
@@ -130,6 +131,13 @@ def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[Step]:
             f"buckets of {BUCKET_SIZE:,} elements",
             "more and smaller messages",
             lambda now: replace(now, bucket=min(now.bucket, BUCKET_SIZE)),
+        )
+    if asked.ranks == 1 and asked.stage is None:
+        yield Step(
+            "weights in int8",
+            "more noise in each update",
+            lambda now: replace(now, weight_storage="int8", stage="2"),
+            is_last=True,
         )
     bus = "moved in each step"
     yield Step(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.backward.streams import IN_FLIGHT
-from ds_ext.ops import weight_update
+from ds_ext.ops import int8, weight_update
 from ds_ext.ops.executors.triton.table import Table
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
@@ -66,6 +66,7 @@ def ours(
     bucket: int,
     accumulates: bool = False,
     offloads: Collection[str] = (),
+    in_int8: bool = False,
 ) -> MemoryUse:
     """Returns the memory of a rule on the rank with the most memory.
 
@@ -79,6 +80,8 @@ def ours(
         accumulates: whether this rank's runs of gradients are kept in fp32 until the step.
         offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host.
             Only one bucket's share is on the device.
+        in_int8: whether large matrices are stored in 8 bits (stages 0 to 2). Their values in bf16,
+            of a module and of a bucket that is stepped, count as gradients.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
@@ -100,10 +103,15 @@ def ours(
         stays = max_bytes_over_ranks(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
         return stays + visiting * (most - stays)
 
+    stored = [math.prod(shape) for shape in shapes.values() if in_int8 and int8.fits(shape)]
+    widest = max(stored, default=0)
+    expanded = min(sum(stored), max(bucket, widest) + widest) if stored else 0
+    as_bf16 = weights - sum(stored)
     return MemoryUse(
-        weights=weights * dtype.itemsize,
+        weights=as_bf16 * dtype.itemsize + sum(map(int8.nbytes, stored)),
         state=held(state),
-        gradients=in_flight * dtype.itemsize + (kept if accumulates and stage is not None else 0),
+        gradients=(in_flight + expanded) * dtype.itemsize
+        + (kept if accumulates and stage is not None else 0),
         master=held(lambda rule, p, *_: weight_update.master(p, rule)),
     )
 

@@ -25,6 +25,8 @@ ALL = "all"
 KEYS = {
     "stage": "zero_optimization.stage",
     "shard_size": "ds_ext.shard_size",
+    "weight_storage": "ds_ext.weight_storage",
+    "dtype": "bf16.enabled",
     "optimizer": "optimizer.type",
     "params": "optimizer.params",
     "offload_param": "zero_optimization.offload_param",
@@ -46,6 +48,7 @@ class PlanOptions:
     params: Mapping[str, Any]  # optimizer.params
     stage: str | None  # a key of ``STAGES``, or FSDP2; None: see ``stages``
     dtype: str
+    weight_storage: str | None  # "int8"
     bucket: int  # elements
     accumulates: bool
     offload_param: bool
@@ -76,6 +79,8 @@ class PlanOptions:
             return [3]
         if self.stage:
             return [STAGES[self.stage]]
+        if self.weight_storage:
+            return [0] if self.optimizer == ALL else [0, 1, 2]
         if self.optimizer == ALL:
             return [1 if self.pipeline_stages > 1 else 3]
         if self.pipeline_stages > 1:
@@ -116,6 +121,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "and the model; default: all of one --optimizer, else 3",
     )
     add("--dtype", choices=DTYPES, help="of weights and gradients (default bf16)")
+    add("--weight-storage", choices=["int8"], help="as ds_ext.weight_storage; ZeRO-0 to ZeRO-2")
     add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
     add("--batch", type=_positive, metavar="ROWS", help="rows a rank computes at once (default 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
@@ -180,6 +186,7 @@ def read(options: argparse.Namespace) -> PlanOptions:
         params=params,
         stage=pick("stage", None),
         dtype=dtype,
+        weight_storage=pick("weight_storage", None),
         bucket=pick("bucket", gpu_bucket_size(DTYPES[dtype].itemsize, smallest)),
         accumulates=pick("accumulate", False) or options.pipeline_stages > 1,
         offload_param=pick("offload_param", False),
@@ -201,6 +208,27 @@ def read(options: argparse.Namespace) -> PlanOptions:
             "--stage."
         )
     return asked
+
+
+def check_storage(asked: PlanOptions) -> None:
+    """Raises ValueError if ``--weight-storage`` does not support other options."""
+    if not asked.weight_storage:
+        return
+    excluded = {
+        "stage": asked.stage not in (None, "0", "1", "2") and asked.stage,
+        "dtype": asked.dtype != "bf16" and asked.dtype,
+        "params": asked.params.get("weight_update", "stochastic") != "stochastic"
+        and asked.params["weight_update"],
+        "offload_param": asked.offload_param,
+        "offload_optimizer": asked.offload_optimizer,
+        "pipeline_stages": asked.pipeline_stages > 1 and asked.pipeline_stages,
+    }
+    for option, value in excluded.items():
+        if value:
+            raise ValueError(
+                f"{asked.spelled('weight_storage')} {asked.weight_storage} does not support "
+                f"{asked.spelled(option)} {value} yet: remove one of them."
+            )
 
 
 def _check_groups(asked: PlanOptions) -> None:
@@ -253,6 +281,7 @@ def _of_config(path: Path) -> dict[str, Any]:
         "shard_size": own.shard_size,
         "batch_splits": own.batch_splits,
         "chunked_loss": bool(own.chunked_loss),
+        "weight_storage": own.weight_storage,
         "accumulate": how.policy == "sharded",
         "batch": config.get("train_micro_batch_size_per_gpu"),
         "dtype": _dtype(config),

@@ -60,7 +60,8 @@ def title(plan: MemoryPlan) -> str:
 
 def _where(asked: PlanOptions) -> str:
     """The dtype, ranks and batch of the plan in words."""
-    where = f"{asked.dtype} on {asked.ranks} data-parallel rank{'s'[: asked.ranks > 1]}"
+    storage = f", matrices stored in {asked.weight_storage}," if asked.weight_storage else ""
+    where = f"{asked.dtype}{storage} on {asked.ranks} data-parallel rank{'s'[: asked.ranks > 1]}"
     if asked.shard_size:
         where += f", {asked.shard_size} ranks per replica for ds_ext"
     if asked.batch is None:
@@ -107,6 +108,8 @@ def not_counted(asked: PlanOptions, n: int, unit: str) -> str:
         f"{live:.2f} {unit} (stage3_max_live_parameters,\n10^9 by default). Gradients are the "
         f"peak with buckets of {asked.bucket:,} elements\n(--bucket), also for AdamW. "
     )
+    if asked.weight_storage:
+        text += "They include the matrices that exist in bf16 at a\ntime. "
     if asked.stage == FSDP2:
         text += (
             "FSDP2 gathers two layers, and embedding and head\nall the time, not counted either. "

@@ -101,6 +101,7 @@ class MemoryPlan:
 
     def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[Row]:
         asked = self.asked
+        options.check_storage(asked)
         try:
             rules = memory.rules_of(optimizer, self.model, asked.params)
         except ValueError as error:
@@ -115,7 +116,8 @@ class MemoryPlan:
                 label += f", {' and '.join(offloads)} offloaded"
             ranks = asked.shard_size if stage and asked.shard_size else asked.ranks
             of = (rules, self.shapes, stage, ranks, self.dtype, asked.bucket)
-            held = memory.ours(*of, asked.accumulates, offloads)
+            in_int8 = asked.weight_storage == "int8"
+            held = memory.ours(*of, asked.accumulates, offloads, in_int8)
             noted = memory.cached_norms(rules, self.shapes, stage, ranks, self.dtype)
             held = replace(held, state=held.state + noted)
             kept = held.gradients - memory.ours(*of).gradients

@@ -98,6 +98,23 @@ def test_the_config_fits_and_has_no_needless_step(rows, fit, total, folder, tmp_
     assert seen >= STEPS[rows]
 
 
+def test_weights_in_int8_are_a_step_if_they_suffice(fit, total, tmp_path):
+    deep = SIZES | WIDE | {"vocab_size": 500, "num_hidden_layers": 12}
+    transformers.LlamaConfig(**deep, **HEADS).save_pretrained(tmp_path / "model")
+    given = ("--optimizer", "adalomo", "--bucket", SMALL, "--memory")
+    step = "weights in int8 (more noise in each update)"
+    table, config = fit(*given, 19 * MIB, seq=8)
+    assert [*table][-1] == step and float(table[step]["total"]) == pytest.approx(
+        total(config, seq=8), abs=0.011
+    )
+    assert config["ds_ext"]["weight_storage"] == "int8"
+    assert config["zero_optimization"]["stage"] == 2
+    assert float(table[step]["saves"]) > 4
+    # Offload of weights saves more.
+    table, config = fit(*given, float(table[step]["total"]) * MIB - 2 * MIB, seq=8)
+    assert step not in table and "offload_param" in config["zero_optimization"]
+
+
 def test_the_given_optimizer_stays(fit):
     given = ("--optimizer", "came", "--params", '{"weight_update": "master24"}', "--checkpointing")
     table, _ = fit(*given, "--ranks", 2, "--bucket", SMALL, "--memory", 100)

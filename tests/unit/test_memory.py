@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import ds_ext
 from ds_ext.backward import settings
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
-from ds_ext.ops import fingerprints, weight_update
+from ds_ext.ops import fingerprints, int8, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import memory
 from ds_ext.planner import models as known
-from tests.common import models
+from tests.common import int8_model, models
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
 from tests.common.states import tensors
@@ -77,6 +78,34 @@ def test_a_plain_step_holds_what_is_planned(name, hypers, model, dtype):
     assert planned.master == held(kept)
     state = held(t for s in states for t in tensors(s))
     assert close(planned.state + planned.master, state), (planned, state)
+
+
+@pytest.mark.parametrize("name", ["adalomo", "flashadamw"])
+def test_weights_in_8_bits_hold_what_is_planned(name):
+    model = int8_model.made().requires_grad_(True)
+    ds_ext.store_int8(model)
+    optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-3)
+    ds_ext.fuse_into_backward(model, optimizer)
+    model(int8_model.batch(0)).backward()
+    optimizer.step()
+    rule, shapes = optimizer.hypers(), shapes_of(model)
+    planned = memory.ours(rule, shapes, 0, 1, torch.bfloat16, BUCKET, in_int8=True)
+    codes = [each.stored for p in model.parameters() if (each := int8.find(p))]
+    others = [p for p in model.parameters() if not int8.find(p)]
+    weights = held(codes + others)
+    state = held(t for s in optimizer.state.values() for t in tensors(s))
+    assert planned.weights == weights
+    assert close(planned.weights + planned.state, weights + state), planned
+    assert len(codes) == len(int8_model.STORED) + 1 and all(int8.find(p) is None for p in others)
+
+
+def test_an_8b_model_in_8_bits_fits_16_gb():
+    shapes = memory.shapes_of(known.skeleton(known.config("llama-3.1-8b")))
+    rule = OPTIMIZERS["adalomo"].hypers()
+    plan = memory.ours(rule, shapes, 0, 1, torch.bfloat16, 2**24, in_int8=True)
+    assert plan.weights + plan.state == pytest.approx(8.03e9 * (1 + 2 / 256), rel=0.01)
+    most = 128_256 * 4096  # the output head: its gradient, and its values in bf16
+    assert 2 * 2 * most < plan.gradients < 4 * 2 * most
 
 
 ON_RANKS = list(itertools.product(MODELS, DTYPES, [1, 2, 3, 8]))

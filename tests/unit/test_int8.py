@@ -1,0 +1,265 @@
+"""Weights stored in 8 bits: exact when nothing changes, unbiased when something does."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext.backward import int8_weights
+from ds_ext.ops import int8, rounding
+from tests.common.int8_model import STORED, WIDTH, Model, batch, made
+
+CHECKPOINTING = [None, "reentrant", "nonreentrant"]
+
+
+def fused(model, kind=ds_ext.AdaLomo, **settings):
+    optimizer = kind(model.parameters(), lr=settings.pop("lr", 1e-2), seed=settings.pop("seed", 0))
+    return optimizer, ds_ext.fuse_into_backward(model, optimizer, **settings)
+
+
+def train(model, optimizer, owner, steps):
+    losses = []
+    for step in steps:
+        loss = model(batch(step))
+        owner.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def held(model):
+    return {name: int8.find(model.get_parameter(name)) for name in STORED}
+
+
+@pytest.mark.parametrize("size", [2**16, 3 * 2**18 + 256])
+def test_values_are_codes_times_powers_of_two_and_stay_when_encoded_again(size):
+    torch.manual_seed(0)
+    weight = (torch.randn(size) * torch.logspace(-30, 30, size)).bfloat16()
+    weight[:256] = 0
+    stored = int8.Int8Weight(weight)
+    values, groups = stored.decoded(), weight.float().view(-1, int8.SIZE)
+    mantissa, _ = torch.frexp(stored.scales)
+    assert (mantissa == 0.5).all() and values.dtype == torch.bfloat16
+    # A scale of half the size would not reach the largest element of its group.
+    scales = stored.scales.float()
+    assert (127 * scales >= groups.abs().amax(1)).all()
+    assert (127 * scales / 2 < groups.abs().amax(1))[1:].all()
+    error = (values.float().view(-1, int8.SIZE) - groups).abs()
+    assert (error <= scales.unsqueeze(1) / 2).all()
+    for key in range(5):
+        stored.values.copy_(values)
+        stored.encode(key)
+        assert torch.equal(stored.decoded(), values)
+
+
+def test_the_mean_over_keys_is_the_value():
+    torch.manual_seed(0)
+    stored = int8.Int8Weight(torch.randn(2**16).bfloat16())
+    values = (stored.values + 1e-2 * torch.randn(2**16)).bfloat16()  # between two codes
+    keys = 64
+    total = torch.zeros(2**16, dtype=torch.float64)
+    for key in range(keys):
+        stored.values.copy_(values)
+        stored.encode(key)
+        total += stored.decoded()
+    steps = values.double() / stored.scales.double().repeat_interleave(int8.SIZE)
+    p = steps - steps.floor()
+    is_between = (p * keys > 4) & ((1 - p) * keys > 4)
+    assert is_between.sum() > 10_000
+    error = (total / keys - values) / (values / steps).abs()  # in codes
+    z = (error / (p * (1 - p) / keys).sqrt())[is_between]
+    assert abs(z.mean()) < 4 / len(z) ** 0.5
+    assert 0.9 < z.square().mean() < 1.1
+    assert (error[p == 0] == 0).all() and (p == 0).sum() > 1000
+
+
+def test_a_group_with_a_nan_is_nan():
+    weight = torch.ones(2**16).bfloat16()
+    weight[300] = torch.inf
+    values = int8.Int8Weight(weight).decoded()
+    assert values[256:512].isnan().all() and (values.isnan().sum() == 256)
+
+
+def test_devices_and_blocks_have_the_same_random_bits(monkeypatch):
+    for key, start, n in ((3, 0, 2**16), (2**32 - 1, 256, 3 * 2**16), (5, 2**18, 1000)):
+        bits = torch.zeros(n, dtype=torch.int32)
+        rounding.add_noise_(bits, key, start)
+        assert torch.equal(bits, rounding._gathered(key, start, n, bits.device))
+    stored = int8.Int8Weight(torch.randn(2**18 + 256).bfloat16())
+    values, found = (stored.values * 1.01).bfloat16(), []
+    for block in (2**16, 2**18):
+        monkeypatch.setattr(int8, "BLOCK", block)
+        stored.values.copy_(values)
+        stored.encode(7)
+        found.append(stored.decoded().clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_a_step_is_that_of_a_bf16_model_rounded_once_more(checkpointing):
+    plain, model = made(checkpointing), made(checkpointing)
+    before = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    ds_ext.store_int8(model)
+    assert train(plain, *fused(plain), [0]) == train(model, *fused(model), [0])
+    saved = model.state_dict()
+    for name, stepped in plain.named_parameters():
+        if name not in STORED:
+            assert torch.equal(saved[name], stepped), name
+            continue
+        assert not torch.equal(saved[name], before[name])
+        scales = int8.find(model.get_parameter(name)).scales.float().repeat_interleave(int8.SIZE)
+        steps = (saved[name].float() - stepped.float()).flatten() / scales
+        assert (steps.abs() < 1).all(), name
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+@pytest.mark.parametrize("kind", [ds_ext.AdaLomo, ds_ext.AdamW, ds_ext.LOMO])
+def test_steps_without_gradients_leave_the_weights(kind, policy):
+    model = made()
+    ds_ext.store_int8(model)
+    before = {name: each.decoded().clone() for name, each in held(model).items()}
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.0)
+    ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
+    for step in range(100):
+        (model(batch(step)) * 0).backward()
+        optimizer.step()
+    assert optimizer.state[model.embed.weight]["step"] == 100
+    for name, each in held(model).items():
+        assert torch.equal(each.decoded(), before[name]), name
+
+
+def test_the_mean_over_seeds_is_the_update_in_fp32():
+    exact = made().float()
+    before = {name: exact.get_parameter(name).detach().clone() for name in STORED}
+    train(exact, *fused(exact, ds_ext.LOMO, lr=1e-2), [0])
+    seeds = 64
+    found = {name: [] for name in STORED}
+    for seed in range(seeds):
+        model = made()
+        ds_ext.store_int8(model)
+        optimizer, owner = fused(model, ds_ext.LOMO, lr=1e-2, seed=seed)
+        # The same gradients in each run, up to their rounding to bf16.
+        train(model, optimizer, owner, [0])
+        for name, each in held(model).items():
+            found[name].append(each.decoded().float() - before[name])
+    for name in STORED:
+        updates = torch.stack(found[name]).double()
+        update = (exact.get_parameter(name).detach() - before[name]).double()
+        # Along the update: errors of single elements add up to what their variance allows.
+        along = (updates * update).sum((1, 2)) / update.square().sum()
+        error = along.std() / seeds**0.5
+        assert error < 0.02
+        assert abs(along.mean() - 1) < 4 * error + 2**-7, (name, along.mean(), error)
+        # Element by element, where both neighbours come up often.
+        scales = int8.find(model.get_parameter(name)).scales.repeat_interleave(int8.SIZE)
+        is_random = updates.std(0) > 0.2 * scales.view(update.shape)
+        assert is_random.sum() > 500
+        z = (updates.mean(0) - update) / updates.std(0) * seeds**0.5
+        assert 0.7 < z[is_random].square().mean() < 1.3, name
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_weights_exist_only_while_they_are_used(checkpointing):
+    model = made(checkpointing)
+    ds_ext.store_int8(model)
+    optimizer, owner = fused(model, max_grad_norm=1.0, bucket_size=1)
+    alive = []
+
+    def look(*_):
+        alive.append(sorted(name for name, each in held(model).items() if not each.is_freed))
+
+    for module in (*model.up, *model.down):
+        module.register_forward_pre_hook(look)
+        module.weight.register_post_accumulate_grad_hook(look)
+    for step in range(2):
+        loss = model(batch(step))
+        look()
+        owner.backward(loss)
+        look()
+        optimizer.step()
+        look()
+    assert all(each.is_freed for each in held(model).values())
+    assert [] in alive and {len(names) for names in alive} <= {0, 1, 2, 3}
+    owned = [{name.split(".")[0] for name in names} - {"embed"} for names in alive]
+    assert all(len(names) <= 1 for names in owned) or checkpointing is not None
+    assert model.up[0].weight.isnan().all() and model.up[0].weight.shape == (4 * WIDTH, WIDTH)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        model.up[0].weight.data.mul_(2)
+
+
+def test_a_loaded_run_goes_on_with_the_same_bits():
+    whole = made()
+    ds_ext.store_int8(whole)
+    run = fused(whole, ds_ext.AdamW, lr=1e-3)
+    losses = train(whole, *run, range(3))
+    weights = {name: x.clone() for name, x in whole.state_dict().items()}
+    states = copy.deepcopy(run[0].state_dict())
+    losses += train(whole, *run, range(3, 6))
+    model = made()
+    ds_ext.store_int8(model)
+    model.load_state_dict(weights)
+    optimizer, owner = fused(model, ds_ext.AdamW, lr=1e-3)
+    optimizer.load_state_dict(states)
+    assert train(model, optimizer, owner, range(3, 6)) == losses[3:]
+    for name, each in held(model).items():
+        other = held(whole)[name]
+        assert torch.equal(each.codes, other.codes) and torch.equal(each.scales, other.scales)
+
+
+def test_state_dicts_have_bf16_copies_and_share_tied_weights():
+    model = made()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    ds_ext.store_int8(model)
+    saved = model.state_dict()
+    assert all(
+        torch.equal(saved[name], x) and x.dtype == torch.bfloat16 for name, x in before.items()
+    )
+    assert saved["head.weight"] is saved["embed.weight"]
+    assert torch.equal(model.up.state_dict()["0.weight"], before["up.0.weight"])
+    version = model.up[0].weight._version
+    with int8_weights.expanded(model.parameters()):
+        assert torch.equal(model.up[0].weight, before["up.0.weight"])
+        model.up[0].weight.data.mul_(2)
+    assert model.up[0].weight._version > version  # cached norms of the weights are out of date
+    assert torch.equal(model.state_dict()["up.0.weight"], 2 * before["up.0.weight"])
+    ds_ext.restore_bf16(model)
+    assert torch.equal(model.head.weight, before["head.weight"])
+    assert torch.equal(model(batch(0)), model(batch(0)))
+    with torch.no_grad():
+        model.up[0].weight.div_(2)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_training_learns():
+    model = made()
+    ds_ext.store_int8(model)
+    losses = train(model, *fused(model, ds_ext.AdamW, lr=1e-3), itertools.repeat(0, 30))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="embed.weight is torch.float32: load"):
+        ds_ext.store_int8(Model())
+    with pytest.raises(ValueError, match="no trainable matrix"):
+        ds_ext.store_int8(nn.Linear(8, 8).bfloat16())
+    model = made()
+    ds_ext.store_int8(model)
+    with pytest.raises(ValueError, match="call it once"):
+        ds_ext.store_int8(model)
+    for key, value in (
+        ("weight_update", "master"),
+        ("weight_update", "nearest"),
+        ("ema_decay", 0.9),
+    ):
+        optimizer = ds_ext.AdaLomo(model.parameters(), **{key: value})
+        with pytest.raises(ValueError, match=f"{key} = .*weight_storage"):
+            ds_ext.fuse_into_backward(model, optimizer)
+    plain = made()
+    fused(plain)
+    with pytest.raises(ValueError, match="call store_int8 before it"):
+        ds_ext.store_int8(plain)
+    with pytest.raises(ValueError, match="assign=True"):
+        model.load_state_dict(made().state_dict(), assign=True)
