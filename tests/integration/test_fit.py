@@ -6,7 +6,9 @@ import pytest
 import transformers
 
 from ds_ext.commands.cli import main
+from ds_ext.planner import fit as fit_steps
 from ds_ext.planner import options
+from tests import way_down, worlds
 from tests.common.choose import params
 from tests.common.cli import refused
 from tests.integration.test_cli import HEADS, SIZES, plan, read
@@ -96,6 +98,34 @@ def test_the_config_fits_and_has_no_needless_step(rows, fit, total, folder, tmp_
         assert "nothing is wrong" in capsys.readouterr().out
         card = min(totals[-1] - 0.02, 0.8 * card)
     assert seen >= STEPS[rows]
+
+
+@pytest.mark.parametrize("name", params([*way_down.WAYS], [*way_down.WAYS][:1]))
+def test_each_total_is_that_of_training_with_the_config(name):
+    (steps,) = worlds.once(1, way_down.way, name, limit=400)
+    page = way_down.shown(name)
+    for step, (label, planned, measured) in zip(steps, page, strict=False):
+        assert step.planned == pytest.approx(step.measured, rel=0.02), step
+        assert step.losses[1] < step.losses[0]
+        assert label == step.name, "stale: run `python -m tests.way_down`"
+        assert planned == pytest.approx(step.planned / 2**20, abs=0.01)
+        assert measured == pytest.approx(step.measured / 2**20, rel=0.02)
+    host = {"device": "cpu"}
+    last, keys = steps[-1].config, paths(steps[-1].config)
+    zero, own = last["zero_optimization"], last.get("ds_ext", {})
+    for step in steps[1:]:
+        kind = step.name.partition(" of ")[0]
+        wanted = {
+            "chunked loss": own.get("chunked_loss") is True,
+            "checkpointing": own.get("batch_splits") == 2,
+            "layers run 2 pieces": own.get("batch_splits") == 2,
+            "layers run 4 pieces": own.get("batch_splits") == 4,
+            "buckets": zero["reduce_bucket_size"] == way_down.SMALL,
+            "optimizer states in host memory": zero.get("offload_optimizer") == host,
+            "weights in host memory": zero.get("offload_param") == host,
+        }
+        assert wanted.get(kind, last["optimizer"]["type"] == step.name), step.name
+    assert len(keys) == len([s for s in steps[1:] if s.name not in fit_steps.OPTIMIZERS])
 
 
 def test_the_given_optimizer_stays(fit):
