@@ -24,12 +24,11 @@ import torch
 import transformers
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from benchmarks import report
 from ds_ext.commands import config
 from ds_ext.commands.cli import main
 from ds_ext.forward import chunked_loss
 from ds_ext.ops import rounding, scratch
-from ds_ext.planner import fit, options
+from ds_ext.planner import fit, options, plan
 from tests import worlds
 from tests.common import pretend, streams
 
@@ -131,23 +130,19 @@ def small_limits() -> Iterator[None]:
 
 def table(ways: dict[str, list[Step]]) -> str:
     """The table of docs/planning.md."""
-    rows = [
-        {
-            "step": f"{step.name} ({name})" if step is steps[0] else step.name,
-            "plan": f"{step.planned / MIB:.2f}",
-            "measured": f"{step.measured / MIB:.2f}",
-        }
-        for name, steps in ways.items()
-        for step in steps
-    ]
-    return report.table(rows)
+    rows = [["", "plan", "measured"]]
+    for name, steps in ways.items():
+        for step in steps:
+            label = f"{step.name} ({name})" if step is steps[0] else step.name
+            rows.append([label, f"{step.planned / MIB:.2f}", f"{step.measured / MIB:.2f}"])
+    return "\n".join(["```text", *plan.aligned(rows), "```"])
 
 
 def shown(name: str) -> list[tuple[str, float, float]]:
     """The rows of docs/planning.md from the first one of a way on."""
     found = BLOCK.search(PAGE.read_text())
     assert found is not None
-    rows = [line.strip("| ").split(" | ") for line in found[2].splitlines()[2:]]
+    rows = [line.rsplit(maxsplit=2) for line in found[2].splitlines()[2:-1]]
     first = next(i for i, row in enumerate(rows) if row[0].endswith(f"({name})"))
     return [(row[0].partition(" (")[0], *map(float, row[1:])) for row in rows[first:]]
 
