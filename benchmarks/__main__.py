@@ -18,6 +18,7 @@ BENCHMARKS = {
     "scale": "bytes that 64 to 4,096 simulated ranks send, and predicted times",
     "spread": "the same by ZeRO-3, FSDP2 and pipelines, side by side",
     "train": "tokens per second of a whole step",
+    "pieces": "a large batch in pieces, and gradient accumulation: time, bytes, gathers",
     "quality": "optimizers and learning rates for fine-tuning",
     "estimate": "learning rates estimated in training, beside tabled ones",
     "scratch": "which optimizer trains best from scratch",
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).benchmark
-    if name in ("comm", "scale", "spread", "trends"):
+    if name in ("comm", "pieces", "scale", "spread", "trends"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # counts do not depend on the device
     # Without an accelerator, DeepSpeed may not choose the CPU by itself.
     if not torch.cuda.is_available():

@@ -30,6 +30,11 @@ from ds_ext.logs import logger
 MIN_FILL = 1 / 16
 
 
+def has_room(elements: int, more: int, size: int) -> bool:
+    """Returns whether a bucket with ``elements`` takes a parameter of ``more`` elements."""
+    return elements + more <= size or elements < MIN_FILL * size
+
+
 class Sent(NamedTuple):
     """A bucket that is being reduced."""
 
@@ -347,8 +352,7 @@ class Buckets:
         return pieces
 
     def _has_room(self, elements: int, more: int) -> bool:
-        """Whether a bucket with ``elements`` takes a parameter of ``more`` elements."""
-        return elements + more <= self.size or elements < MIN_FILL * self.size
+        return has_room(elements, more, self.size)
 
     def _hold(self, param: Tensor, grad: ReducedGrad) -> None:
         """Adds up the parts of a gradient."""

@@ -7,7 +7,7 @@ keeps no scores. Temporary memory inside operators is not counted.
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from ds_ext.forward.batch_splits import split_batch
+from ds_ext.backward.buckets import has_room
+from ds_ext.forward.batch_splits import layers_of, split_batch
 from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.planner import models
 from ds_ext.planner.live_memory import LiveMemory
@@ -41,6 +42,8 @@ class GradientLifetime:
 
     bucket: int | None  # elements; None to keep all gradients
     behind: int = 0  # how many full buckets live while the next one fills
+    visiting: float = 0.0  # bytes per element that come from the host while a bucket is stepped
+    together: bool = False  # whether layers in pieces are ZeRO-3's leaf modules
 
 
 class HeldGradients:
@@ -51,15 +54,38 @@ class HeldGradients:
         self.bucket: list[Tensor] = []
         self.earlier = deque[list[Tensor]](maxlen=lifetime.behind)
 
+    def watch(self, params: Sequence[Tensor]) -> None:
+        """Takes the gradients of parameters when the last of them has come."""
+
+        def take(_: Tensor) -> None:
+            if all(param.grad is not None for param in params):
+                for param in params:
+                    self.take(param)
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(take)
+
     def take(self, param: Tensor) -> None:
-        """Gradient hook that moves a parameter's gradient into the bucket."""
+        """Moves a parameter's gradient into the bucket."""
         assert param.grad is not None
+        size, more = self.lifetime.bucket, param.grad.numel()
+        if size is not None and not has_room(self.elements, more, size):
+            self.step()
         self.bucket.append(param.grad)
         param.grad = None
-        size = self.lifetime.bucket
-        if size is not None and sum(g.numel() for g in self.bucket) >= size:
-            self.earlier.append(self.bucket)
-            self.bucket = []
+        if size is not None and self.elements >= size:
+            self.step()
+
+    @property
+    def elements(self) -> int:
+        """The elements in the bucket."""
+        return sum(grad.numel() for grad in self.bucket)
+
+    def step(self) -> None:
+        """Copies what is offloaded to the device while the gradients of a bucket are alive."""
+        torch.empty(round(self.elements * self.lifetime.visiting), dtype=torch.uint8)
+        self.earlier.append(self.bucket)
+        self.bucket = []
 
 
 def peak(
@@ -109,12 +135,16 @@ def peak(
 def _peak(model: Any, tokens: Tensor, gradients: GradientLifetime) -> int:
     """Implements ``peak`` for a model and tokens that are fake tensors."""
     waiting = HeldGradients(gradients)
-    for param in model.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(waiting.take)
+    leaves = layers_of(model) if gradients.together else []
+    together = [[*layer.parameters()] for layer in leaves]
+    inside = {param for params in together for param in params}
+    alone = [[p] for p in model.parameters() if p.requires_grad and p not in inside]
+    for params in together + alone:
+        waiting.watch(params)
     with LiveMemory([*model.parameters(), *model.buffers()]) as watch:
         weights: int = watch.now
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        waiting.step()
     most: int = watch.most
     return most - weights
 

@@ -67,6 +67,7 @@ def ours(
     accumulates: bool = False,
     offloads: Collection[str] = (),
     in_int8: bool = False,
+    visiting: float | None = None,
 ) -> MemoryUse:
     """Returns the memory of a rule on the rank with the most memory.
 
@@ -79,15 +80,16 @@ def ours(
         bucket: reduce_bucket_size, in elements.
         accumulates: whether this rank's runs of gradients are kept in fp32 until the step.
         offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host.
-            Only one bucket's share is on the device.
         in_int8: whether large matrices are stored in 8 bits (stages 0 to 2). Their values in bf16,
             of a module and of a bucket that is stepped, count as gradients.
+        visiting: the share of the offloaded parts that is on the device; by default one bucket's.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
     behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket, behind)
-    visiting = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))  # a bucket's share
+    if visiting is None:
+        visiting = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))
     whole = _weights(shapes, stage, ranks)
     weights = whole
     if "param" in offloads:

@@ -27,8 +27,14 @@ class Row:
     held: MemoryUse  # without activations
     gradients: GradientLifetime = GradientLifetime(0)  # how long gradients live in backward
     kept: float = 0.0  # bytes of other gradients, which live throughout backward
+    visiting: float = 0.0  # bytes of ``held`` that come from the host with a bucket
     lora: int = 0  # the rank of adapters, if only adapters are trained
     optimizer: type[RuleOptimizer] | None = None  # None if it is not an optimizer of ds_ext
+
+    @property
+    def constant(self) -> float:
+        """Bytes throughout backward: without activations, and gradients of short lives."""
+        return self.held.total - self.held.gradients - self.visiting + self.kept
 
 
 class MemoryPlan:
@@ -68,7 +74,7 @@ class MemoryPlan:
         """Returns the memory of a row, with activations if a micro-batch is given."""
         if batch is None:
             return row.held
-        more = self._peak(row, batch) + row.kept - row.held.gradients
+        more = self._peak(row, batch) + row.constant - row.held.total
         return replace(row.held, activations=max(0.0, more))
 
     def _peak(self, row: Row, batch: MicroBatch) -> int:
@@ -91,7 +97,7 @@ class MemoryPlan:
         """
         if row.held.total > card * GIB:  # the step does not fit
             return 0
-        available = card * GIB - (row.held.total - row.held.gradients) - row.kept
+        available = card * GIB - row.constant
         each = batch.splits
         one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (each, 2 * each))
         most = each + int((available - one) // ((two - one) / each))
@@ -117,13 +123,20 @@ class MemoryPlan:
             ranks = asked.shard_size if stage and asked.shard_size else asked.ranks
             of = (rules, self.shapes, stage, ranks, self.dtype, asked.bucket)
             in_int8 = asked.weight_storage == "int8"
-            held = memory.ours(*of, asked.accumulates, offloads, in_int8)
+            held, away, home = (
+                memory.ours(*of, asked.accumulates, offloads, in_int8, visiting)
+                for visiting in (None, 0.0, 1.0)
+            )
+            # Kept gradients are stepped after backward.
+            each = 0.0 if asked.accumulates else (home.total - away.total) / self.n
             noted = memory.cached_norms(rules, self.shapes, stage, ranks, self.dtype)
             held = replace(held, state=held.state + noted)
             kept = held.gradients - memory.ours(*of).gradients
             behind = IN_FLIGHT if stage == 3 else 0
-            waiting = GradientLifetime(None if stage is None else asked.bucket, behind)
-            yield Row(label, held, waiting, kept, optimizer=optimizer)
+            bucket = None if stage is None else asked.bucket
+            waiting = GradientLifetime(bucket, behind, each, together=stage == 3)
+            visiting = held.total - noted - away.total
+            yield Row(label, held, waiting, kept, visiting, optimizer=optimizer)
 
     def _by_fsdp2(self, optimizer: type[RuleOptimizer], rules: Mapping[str, Any]) -> Row:
         """The row of a ds_ext optimizer with FSDP2."""

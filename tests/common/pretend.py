@@ -59,6 +59,7 @@ class Memory(TorchDispatchMode):
         self.peak = 0
         self.bound = 0  # what is alive, and what may have died since it was last counted
         self.copied: dict[str, int] = {"in": 0, "out": 0}  # bytes
+        self.counts = True
         self.accelerator = Accelerator()
 
     @classmethod
@@ -72,7 +73,9 @@ class Memory(TorchDispatchMode):
 
     def put(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if not self.holds(x):
+        if not self.holds(x) and not self.counts:
+            self.elders[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        elif not self.holds(x):
             self.elders.pop(storage._cdata, None)
             self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
             self.bound += storage.nbytes()
@@ -80,6 +83,13 @@ class Memory(TorchDispatchMode):
                 self.bound = self.alive()
                 self.peak = max(self.peak, self.bound)
         return x
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """A context whose new tensors on the device are not counted."""
+        self.counts = False
+        yield
+        self.counts = True
 
     def begin(self) -> None:
         """Counts anew, what comes from now on."""

@@ -167,6 +167,19 @@ def writes(func, args, kwargs):
 
 
 @contextlib.contextmanager
+def buckets_held():
+    """Buckets stay in memory as long as a GPU's streams hold them; all runs in line."""
+    stream = mock.Mock()
+    with (
+        mock.patch.object(streams, "WITH_STREAMS", {"cpu"}),
+        mock.patch.object(torch.cuda, "Stream", lambda *_: stream),
+        mock.patch.object(torch.cuda, "current_stream", lambda *_: stream),
+        mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def simulated():
     """A GPU whose memory is the host's."""
     gpu = GPU()

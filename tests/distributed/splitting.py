@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import ds_ext
+from benchmarks import pieces
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.plain import mean_step
 from tests.common.ranks import message, whole
@@ -120,6 +121,22 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
             engine.backward(engine(**batch(step, rank)).loss)
             engine.step()
     return whole(engine.module), gathers.call_count
+
+
+PARTS = 4  # pieces, or micro-batches
+# Matrices above ZeRO-3's threshold for parameters that stay gathered.
+WIDE = (1024, 320, 640, 4, 5, 5, False)
+
+
+def run(way: str, stage: int) -> pieces.Run:
+    """A way to train on 8 rows of 64 tokens."""
+    return pieces.Run(way, "wide", PARTS, 8, 64, 2**16, stage)
+
+
+def counted(way: str, stage: int) -> pieces.Counted:
+    """Bytes and gathers of a step."""
+    with mock.patch.dict(pieces.MODELS, wide=WIDE):
+        return pieces.counted(run(way, stage))
 
 
 def refusals(rank_rows: int) -> list[str]:

@@ -2,6 +2,9 @@
 
 import pytest
 
+from benchmarks import pieces
+from benchmarks.memory import shapes_of
+from ds_ext.planner import memory, rows
 from tests import worlds
 from tests.common import updates
 from tests.common.choose import params
@@ -29,6 +32,23 @@ def test_pieces_update_as_the_whole_batch(case):
 def test_zero3_gathers_each_layer_once_for_all_pieces():
     counts = [worlds.run(2, jobs.train, Case(3, splits=n))[0][1] for n in (1, 2, 4)]
     assert counts[1] == counts[2] <= counts[0]
+
+
+@pytest.mark.parametrize("stage", params([2, 3], [3]))
+def test_pieces_keep_no_gradients_and_need_one_gather_per_pass(stage, monkeypatch):
+    monkeypatch.setitem(pieces.MODELS, "wide", jobs.WIDE)
+    monkeypatch.setattr(rows, "IN_FLIGHT", 1)  # a CPU sends one bucket while the next one fills
+    found = {}
+    for way in (pieces.PIECES, pieces.ACCUMULATION, pieces.WHOLE):
+        found[way] = worlds.run(2, jobs.counted, way, stage)[0]
+        assert found[way].peak == pytest.approx(jobs.run(way, stage).planned(2), rel=0.02), way
+    in_pieces, kept, whole = found.values()
+    runs = 4 * memory.elements(shapes_of(jobs.WIDE)) / 2  # a rank's part of the gradients
+    assert in_pieces.peak < kept.peak - runs < whole.peak
+    if stage == 3:  # forward and backward
+        layer = [(320, 320), (640, 320), (320, 640)]
+        gathers = [{x.gathers[shape] for shape in layer} for x in found.values()]
+        assert gathers == [{2}, {2 * jobs.PARTS}, {2}]
 
 
 def test_models_that_cannot_be_split_are_refused_by_their_key():

@@ -6,7 +6,9 @@ import pytest
 import transformers
 
 from ds_ext.commands.cli import main
+from ds_ext.planner import fit as fit_steps
 from ds_ext.planner import options
+from tests import way_down, worlds
 from tests.common.choose import params
 from tests.common.cli import refused
 from tests.integration.test_cli import HEADS, SIZES, plan, read
@@ -113,6 +115,34 @@ def test_weights_in_int8_are_a_step_if_they_suffice(fit, total, tmp_path):
     # Offload of weights saves more.
     table, config = fit(*given, float(table[step]["total"]) * MIB - 2 * MIB, seq=8)
     assert step not in table and "offload_param" in config["zero_optimization"]
+
+
+@pytest.mark.parametrize("name", params([*way_down.WAYS], [*way_down.WAYS][:1]))
+def test_each_total_is_that_of_training_with_the_config(name):
+    (steps,) = worlds.once(1, way_down.way, name, limit=400)
+    page = way_down.shown(name)
+    for step, (label, planned, measured) in zip(steps, page, strict=False):
+        assert step.planned == pytest.approx(step.measured, rel=0.02), step
+        assert step.losses[1] < step.losses[0]
+        assert label == step.name, "stale: run `python -m tests.way_down`"
+        assert planned == pytest.approx(step.planned / 2**20, abs=0.01)
+        assert measured == pytest.approx(step.measured / 2**20, rel=0.02)
+    host = {"device": "cpu"}
+    last, keys = steps[-1].config, paths(steps[-1].config)
+    zero, own = last["zero_optimization"], last.get("ds_ext", {})
+    for step in steps[1:]:
+        kind = step.name.partition(" of ")[0]
+        wanted = {
+            "chunked loss": own.get("chunked_loss") is True,
+            "checkpointing": own.get("batch_splits") == 2,
+            "layers run 2 pieces": own.get("batch_splits") == 2,
+            "layers run 4 pieces": own.get("batch_splits") == 4,
+            "buckets": zero["reduce_bucket_size"] == way_down.SMALL,
+            "optimizer states in host memory": zero.get("offload_optimizer") == host,
+            "weights in host memory": zero.get("offload_param") == host,
+        }
+        assert wanted.get(kind, last["optimizer"]["type"] == step.name), step.name
+    assert len(keys) == len([s for s in steps[1:] if s.name not in fit_steps.OPTIMIZERS])
 
 
 def test_the_given_optimizer_stays(fit):

@@ -174,6 +174,26 @@ def test_gradients_that_wait_count():
     )
 
 
+def test_gradients_of_a_leaf_module_wait_for_each_other():
+    def of(together):
+        lifetime = GradientLifetime(1, together=together)
+        batch = MicroBatch(1, 4, False, splits=2)
+        return activations.peak(small(vocab_size=50), torch.float32, batch, lifetime)
+
+    layer = 2 * (64 + 64 * 64 + 64 * 32) + 3 * 64 * 96  # of the model's three
+    assert of(True) > 4 * layer > 2 * of(False)
+
+
+def test_what_comes_from_the_host_with_a_bucket_meets_activations():
+    def of(visiting):
+        batch = MicroBatch(1, 64, False)
+        return activations.peak(small(), torch.float32, batch, GradientLifetime(1, 0, visiting))
+
+    head = 301 * 64
+    assert of(100) - of(0) > 90 * head  # the head is stepped first, while activations are alive
+    assert of(0.01) == of(0)
+
+
 @pytest.mark.parametrize("name", params([*KINDS], ["qwen3_moe"]))
 def test_activations_of_other_kinds_of_models(name):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 301, "intermediate_size": 96}

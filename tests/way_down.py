@@ -1,0 +1,154 @@
+"""The steps of ``plan --fit`` on a small Llama: bytes that are planned, and those of real training.
+
+    python -m tests.way_down  # writes the table of docs/planning.md anew
+
+Each step's config trains two steps under ``deepspeed.initialize``, on one rank, on a pretended
+device (pretend.py) that holds buckets as long as a GPU's streams do. The peak of the second step is
+compared. Not counted on either side: weights that ZeRO-3 copies for computing, scratch blocks and
+the table of random bits. Limits that are sizes of real models (buckets, chunks of logits) are
+smaller here.
+"""
+
+import contextlib
+import gc
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import deepspeed
+import torch
+import transformers
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+from ds_ext.commands import config
+from ds_ext.commands.cli import main
+from ds_ext.forward import chunked_loss
+from ds_ext.ops import rounding, scratch
+from ds_ext.planner import fit, options, plan
+from tests import worlds
+from tests.common import pretend, streams
+
+PAGE = Path(__file__).parent.parent / "docs/planning.md"
+BLOCK = re.compile(r"(?ms)^(<!-- steps: [^\n]* -->)\n(.*?)^(<!-- end of steps -->)$")
+MIB = 2**20
+SIZES: dict[str, Any] = dict(
+    vocab_size=2000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+)  # fmt: skip
+BUCKET, SMALL, CHUNK = 2**22, 2**18, 2**17  # elements
+WAYS = {  # the options of each run of ``plan --fit``; together they take every step
+    "4 rows of 128 tokens": "--batch 4 --seq 128 --memory 14",
+    "4 rows, FlashAdamW": "--batch 4 --seq 128 --memory 40 --optimizer flashadamw",
+    "1 row of 512 tokens": "--batch 1 --seq 512 --memory 75",
+}
+
+
+class Step(NamedTuple):
+    """A step down."""
+
+    name: str
+    planned: int  # bytes
+    measured: int  # bytes
+    losses: list[float]  # of the two training steps
+    config: dict[str, Any]  # that trained
+
+
+def way(name: str) -> list[Step]:
+    """The steps of one of ``WAYS``, measured; a job of one rank."""
+    with tempfile.TemporaryDirectory() as folder, small_limits():
+        model = transformers.LlamaConfig(**SIZES)
+        model.save_pretrained(folder)
+        written = Path(folder) / "ds.json"
+        given = WAYS[name].split()
+        card = given.index("--memory") + 1
+        given[card] = str(float(given[card]) / 1024)  # GiB
+        inner, found = fit.way_down, []
+        with mock.patch.object(fit, "way_down", lambda *a: found.append(inner(*a)) or found[0]):
+            assert main(["plan", "--model", folder, *given, "--fit", str(written)]) == 0
+        steps = []
+        for taken in found[0][1]:
+            path = written
+            if taken is not found[0][1][-1]:
+                path = Path(folder) / "step.json"
+                path.write_text(config.as_text(config.of_plan(taken.asked)))
+            assert taken.asked.batch is not None
+            shape = (taken.asked.batch.rows, taken.asked.batch.tokens)
+            measured, losses = trained(path, model, shape)
+            used = json.loads(path.read_text())
+            steps.append(Step(taken.name, round(taken.use.total), measured, losses, used))
+        return steps
+
+
+def trained(path: Path, model: Any, shape: tuple[int, int]) -> tuple[int, list[float]]:
+    """Trains two steps with a config -> the peak bytes of the second one, and both losses."""
+    scratch.clear()
+    fetch = PartitionedParameterCoordinator.fetch_sub_module
+
+    def uncounted(*args: Any, **kwargs: Any) -> Any:
+        with memory.uncounted():
+            return fetch(*args, **kwargs)
+
+    with (
+        streams.buckets_held(),
+        pretend.device() as memory,
+        mock.patch.object(PartitionedParameterCoordinator, "fetch_sub_module", uncounted),
+    ):
+        with memory.uncounted():
+            rounding._noise(pretend.DEVICE)
+        torch.manual_seed(0)
+        llama = transformers.LlamaForCausalLM(model).train()
+        engine = deepspeed.initialize(model=llama, config=str(path))[0]
+        tokens = torch.randint(0, model.vocab_size, shape).to(engine.device)
+        losses = []
+        for _ in range(2):
+            gc.collect()
+            memory.peak = memory.bound = memory.alive()
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+            del loss
+        peak = memory.peak - scratch.nbytes(pretend.DEVICE)
+        engine.destroy()
+    return peak, losses
+
+
+@contextlib.contextmanager
+def small_limits() -> Iterator[None]:
+    """Limits in the proportion of the small model."""
+    with (
+        mock.patch.object(options, "gpu_bucket_size", lambda *_: BUCKET),
+        mock.patch.object(fit, "BUCKET_SIZE", SMALL),
+        mock.patch.object(chunked_loss, "CHUNK_LOGITS", CHUNK),
+    ):
+        yield
+
+
+def table(ways: dict[str, list[Step]]) -> str:
+    """The table of docs/planning.md."""
+    rows = [["", "plan", "measured"]]
+    for name, steps in ways.items():
+        for step in steps:
+            label = f"{step.name} ({name})" if step is steps[0] else step.name
+            rows.append([label, f"{step.planned / MIB:.2f}", f"{step.measured / MIB:.2f}"])
+    return "\n".join(["```text", *plan.aligned(rows), "```"])
+
+
+def shown(name: str) -> list[tuple[str, float, float]]:
+    """The rows of docs/planning.md from the first one of a way on."""
+    found = BLOCK.search(PAGE.read_text())
+    assert found is not None
+    rows = [line.rsplit(maxsplit=2) for line in found[2].splitlines()[2:-1]]
+    first = next(i for i, row in enumerate(rows) if row[0].endswith(f"({name})"))
+    return [(row[0].partition(" (")[0], *map(float, row[1:])) for row in rows[first:]]
+
+
+if __name__ == "__main__":
+    made = table({name: worlds.once(1, way, name, limit=600)[0] for name in WAYS})
+    page = PAGE.read_text()
+    PAGE.write_text(BLOCK.sub(lambda found: f"{found[1]}\n{made}\n{found[3]}", page))
+    print(made)
