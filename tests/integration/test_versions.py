@@ -114,10 +114,8 @@ assert main(["check", "ds.json"]) == 1
 @pytest.fixture
 def index(monkeypatch):
     """Versions that the package index is said to have."""
-    had = {
-        "torch": ["2.99.0", "2.4.1", "2.4.0", "2.3.1"],
-        "accelerate": ["1.99.0", "1.10.0", "1.9"],
-    }
+    had = {"torch": ["2.99.0", "2.4.1", "2.4.0", "2.3.1"], "accelerate": ["2.0", "1.10.0", "1.9"]}
+    had |= {"deepspeed": ["0.19.8"], "transformers": ["5.24.0"]}
     monkeypatch.setattr(table, "available", lambda name, index: had[name])
     return had
 
@@ -129,7 +127,7 @@ def test_the_lowest_version_is_the_lowest_that_setup_cfg_allows(index):
 @pytest.fixture
 def page(monkeypatch, tmp_path):
     """A copy of docs/install.md, which the table is written to."""
-    copy = tmp_path / "page.md"
+    copy = tmp_path / "page"
     copy.write_text((ROOT / "docs/install.md").read_text())
     monkeypatch.setattr(table, "PAGE", copy)
     return copy
