@@ -5,6 +5,8 @@
 # make check   lint, format, types, import walls
 # make matrix  docs/support.md's table and docs/tests-by-feature.md, from the tests that ran
 # make clients each client program in a fresh environment: docs/clients.md (an hour or more)
+# make versions the oldest and newest torch, DeepSpeed, ...: docs/install.md (a quarter of an hour)
+# make peers   other projects' tests with ds_ext's optimizers: docs/tests.md (about 10 minutes)
 # make readme  the code, keys and rates that README.md and docs/ quote, from the package
 # make docs    a site of them, in build/site; broken links are errors
 # make release the source and a wheel in dist/, checked and tried; TAG=1 also tags the commit
@@ -31,7 +33,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo compare test test-all check matrix clients readme docs release clean
+.PHONY: demo compare test test-all check matrix clients versions peers readme docs release clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -67,6 +69,14 @@ clients: .venv/.base
 	@index="$(TORCH_INDEX)"; \
 	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then index=; fi; \
 	$(BIN)/python -m tests.clients $${index:+--torch-index "$$index"} $(ARGS)
+
+versions: .venv/.test
+	@index="$(TORCH_INDEX)"; \
+	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then index=; fi; \
+	$(BIN)/python -m tests.versions $${index:+--torch-index "$$index"} $(ARGS) $(OLDEST)
+
+peers: .venv/.test
+	$(BIN)/python -m tests.peers $(ARGS)
 
 readme: .venv/.test
 	$(BIN)/python -m tests.snippets

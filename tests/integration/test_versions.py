@@ -11,11 +11,14 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
+import deepspeed
 import pytest
 
 from ds_ext.config import validation
 from ds_ext.engine import versions
 from ds_ext.versions import check_torch, numbers, written
+from tests import versions as table
+from tests.versions import quick_tests, run_with
 
 ROOT = Path(__file__).parents[2]
 OLDEST = Path(sys.prefix) / "oldest"
@@ -33,20 +36,6 @@ oldest = pytest.mark.skipif(
 )
 
 
-def run(*arguments):
-    """Tests, or code, that run with the oldest versions."""
-    own = {"DS_EXT_TEST_PACKAGES": str(OLDEST)}
-    own["PYTHONPATH"] = os.pathsep.join([str(OLDEST), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | own,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_pipelines_need_a_newer_deepspeed():
     versions.refuse_old_pipelines("0.19.4")
     with pytest.raises(ValueError, match="PipelineModule: DeepSpeed 0.19.0 .*install 0.19.4"):
@@ -56,15 +45,7 @@ def test_pipelines_need_a_newer_deepspeed():
 @pytest.mark.slow
 @oldest
 def test_the_oldest_versions_equal_the_authors():
-    """ZeRO 0 to 3, a resumed run, and HF Trainer, by tests that compare with the authors' code."""
-    of_trainer = "equals_one_process and adalomo and not lora or would_drop"
-    tests = {
-        "tests/distributed/test_zero.py": "equals_the_authors and (adalomo or came) or resumed",
-        "tests/integration/test_trainer.py": of_trainer,
-    }
-    words = " or ".join(f"({words})" for words in tests.values())
-    options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", words)
-    done = run("-m", "pytest", *options, *tests)
+    done = quick_tests(OLDEST)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
@@ -74,7 +55,7 @@ def test_the_oldest_versions_equal_the_authors():
 def test_these_are_the_oldest_that_are_supported():
     code = "import deepspeed, ds_ext; print(deepspeed.__version__, 'adalomo' in "
     code += "__import__('deepspeed.runtime.config', fromlist=['x']).DEEPSPEED_OPTIMIZERS)"
-    version, knows = run("-c", code).stdout.split()[-2:]
+    version, knows = run_with(OLDEST, "-c", code).stdout.split()[-2:]
     assert numbers(version) == versions.LOWEST and knows == "True"
     lowest = {d.name: d.version for d in distributions(path=[str(OLDEST)])}
     required = (ROOT / "setup.cfg").read_text()
@@ -128,3 +109,63 @@ assert main(["check", "ds.json"]) == 1
     assert "DeepSpeed is not installed here" in done.stdout
     required = (ROOT / "setup.cfg").read_text().split("install_requires =")[1].split("\n[")[0]
     assert "deepspeed" not in required
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """Versions that the package index is said to have."""
+    had = {"torch": ["2.99.0", "2.4.1", "2.4.0", "2.3.1"], "accelerate": ["2.0", "1.10.0", "1.9"]}
+    had |= {"deepspeed": ["0.19.8"], "transformers": ["5.24.0"]}
+    monkeypatch.setattr(table, "available", lambda name, index: had[name])
+    return had
+
+
+def test_the_lowest_version_is_the_lowest_that_setup_cfg_allows(index):
+    assert (table.lowest("torch", []), table.lowest("accelerate", [])) == ("2.4.0", "1.10.0")
+
+
+@pytest.fixture
+def page(monkeypatch, tmp_path):
+    """A copy of docs/install.md, which the table is written to."""
+    copy = tmp_path / "page"
+    copy.write_text((ROOT / "docs/install.md").read_text())
+    monkeypatch.setattr(table, "PAGE", copy)
+    return copy
+
+
+def test_a_row_replaces_that_of_its_version_alone(page):
+    before = page.read_text().splitlines()
+    table.write({"torch 2.15.0": ("failed", "2030-01-01"), "torch 9": ("1 passed", "2030-01-01")})
+    after = page.read_text().splitlines()
+    changed = [line for line in after if line not in before]
+    assert changed == [
+        "| torch 2.15.0 | failed | 2030-01-01 |",
+        "| torch 9 | 1 passed | 2030-01-01 |",
+    ]
+    assert len(after) == len(before) + 1
+
+
+def test_without_an_index_of_cpu_builds_results_of_torch_stay(page, index, monkeypatch):
+    index |= {"torch": ["2.15.0", "2.5.0"]}
+    monkeypatch.setattr(sys, "argv", ["versions", "--only", "torch"])
+    before = page.read_text()
+    with pytest.raises(SystemExit):
+        table.main()
+    new = page.read_text().replace("| torch 2.5.0 | not run | – |\n", "")
+    assert new == before != page.read_text()
+
+
+@pytest.mark.parametrize(
+    "status, summary, said",
+    [
+        (0, "15 passed, 3 deselected in 9s", "15 passed"),
+        (1, "1 failed, 14 passed in 9s", "failed: 1 failed, 14 passed in 9s"),
+        (0, "14 passed, 1 skipped in 9s", "failed: 14 passed, 1 skipped in 9s"),
+        (5, "15 deselected in 9s", "failed: 15 deselected in 9s"),
+    ],
+)
+def test_a_version_passes_if_all_tests_ran(monkeypatch, tmp_path, status, summary, said):
+    done = subprocess.CompletedProcess([], status, f"...\n== {summary} ==\n", "")
+    monkeypatch.setattr(table, "quick_tests", lambda folder: done)
+    monkeypatch.setattr(table, "BUILD", tmp_path)
+    assert table.result("deepspeed", [f"deepspeed=={deepspeed.__version__}"], []) == said

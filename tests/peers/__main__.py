@@ -1,0 +1,233 @@
+"""Runs tests of other projects as they are, and with ds_ext's optimizers in place of torch's.
+
+    python -m tests.peers [SUITE ...]
+
+The tests come from source distributions of the package index, in the versions below, and are run
+on CPUs, offline. ``swapped/sitecustomize.py`` puts the optimizers in, also in the processes that a
+test starts. A test differs if its outcome is another one than without ds_ext. ``differences.json``
+has the reasons: for each suite regular expressions, which are searched in the test's name and its
+message. The command fails if a test differs without a reason, or if a reason finds no test. It
+writes the table of docs/tests.md. Archives, reports and logs are in build/peers.
+"""
+
+import argparse
+import collections
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+import xml.etree.ElementTree as ElementTree
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "peers"
+PAGE = ROOT / "docs/tests.md"
+REASONS = HERE / "differences.json"
+START, END = "<!-- peers: make peers -->", "<!-- end of peers -->"
+HEAD = "suite|as they are|with ds_ext|tests that differ|seconds|date"
+
+
+class Suite(NamedTuple):
+    """The tests of a project."""
+
+    name: str  # on the command line, and in differences.json
+    archive: str  # the source distribution; without a version: that of the installed package
+    tests: tuple[str, ...]  # pytest's arguments, in the archive's folder
+    beside: tuple[str, ...] = ()  # what the tests import and ds_ext's do not need
+    path: tuple[str, ...] = ()  # folders for Python's path
+    minutes: float = 10  # the limit of a run
+
+
+# Tests of timm's torch.optim.Adam and AdamW; its SGD has Nesterov's momentum, which LOMO lacks.
+OF_TIMM = " or ".join(f"[{name}{end}" for name in ("adam", "adamw") for end in "]-")
+SUITES = (
+    Suite("torch", "torch", (str(HERE / "torch_optimizers.py"),), ("expecttest==0.3.0",)),
+    Suite(
+        "accelerate",
+        "accelerate==1.15.0",
+        tuple(
+            f"tests/test_{name}.py"
+            for name in ("optimizer", "scheduler", "state_checkpointing", "accelerator", "cpu")
+        ),
+        ("parameterized==0.9.0",),
+    ),
+    Suite(
+        "transformers",
+        "transformers==5.23.0",
+        (str(HERE / "transformers_training.py"),),
+        path=(str(BUILD / "transformers-5.23.0" / "tests"),),
+    ),
+    Suite(
+        "peft",
+        "peft==0.21.2",
+        (
+            "tests/test_loraplus.py",
+            "tests/test_riemannian_lora.py",
+            "tests/test_custom_models.py::TestPeftCustomModel::test_disable_adapters",
+            *("-k", "not Adamss"),  # which needs scikit-learn
+        ),
+        ("diffusers==0.42.1", "parameterized==0.9.0"),
+    ),
+    Suite(
+        "timm",
+        "timm==1.0.31",
+        ("tests/test_optim.py", "-k", OF_TIMM, "-p", "torchvision_operators"),
+        ("torchvision==0.28.0", "expecttest==0.3.0"),
+        (str(HERE / "vision"),),
+    ),
+)
+
+Outcomes = dict[str, str]  # by test: "passed", "skipped", or "failed" and the message
+
+
+def fetched(suite: Suite) -> Path:
+    """Downloads and unpacks a suite's archive, and what it needs, and returns its folder."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    if suite.beside and not (beside := BUILD / f"{suite.name}-beside").exists():
+        command = ["install", "--no-deps", "--target", str(beside), *suite.beside]
+        subprocess.run([*pip, *command], check=True)
+    if "==" not in suite.archive:
+        return ROOT
+    name, number = suite.archive.split("==")
+    folder = BUILD / f"{name}-{number}"
+    if not folder.exists():
+        command = ["download", "--no-deps", "--no-binary", name, "-d", str(BUILD), suite.archive]
+        subprocess.run([*pip, *command], check=True)
+        with tarfile.open(BUILD / f"{folder.name}.tar.gz") as archive:
+            archive.extractall(BUILD, filter="data")
+        (folder / "tests" / "__init__.py").touch()  # archives lack it; tests import each other
+    return folder
+
+
+def run(suite: Suite, folder: Path, with_ours: bool) -> Outcomes:
+    """Runs a suite's tests, and returns their outcomes."""
+    swapped = [HERE / "swapped"] if with_ours else []
+    own = [folder / "src", folder] if folder != ROOT else []
+    path = [*swapped, *own, *suite.path, BUILD / f"{suite.name}-beside", ROOT]
+    report = BUILD / f"{suite.name}{'-with-ds_ext' if with_ours else ''}.xml"
+    report.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_DEVICE": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--junitxml={report}"]
+    with open(report.with_suffix(".log"), "w") as log:
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *suite.tests],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=suite.minutes * 60,
+        )
+    if not report.exists():
+        raise SystemExit(f"{suite.name}: pytest has written no report; see {log.name}")
+    return outcomes(report)
+
+
+def outcomes(report: Path) -> Outcomes:
+    """Returns the outcome of each test in a report of pytest."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        said = {child.tag: child.get("message", "") for child in case}
+        outcome = "skipped" if "skipped" in said else "passed"
+        for tag in said.keys() & {"failure", "error"}:
+            outcome = f"failed {said[tag]}"
+        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
+    return found
+
+
+def differing(without: Outcomes, ours: Outcomes) -> list[str]:
+    """Returns the tests whose outcome differs, and those that only ds_ext has and that fail.
+
+    Each is followed by its outcome with ds_ext.
+    """
+    expected = dict.fromkeys(ours, "passed") | without
+    word = {test: outcome.split()[0] for test, outcome in ours.items()}
+    return [
+        f"{test}: {ours.get(test, 'missing')}"
+        for test in sorted(expected)
+        if (test in without or word[test] == "failed")
+        and word.get(test) != expected[test].split()[0]
+    ]
+
+
+def explained(tests: list[str], reasons: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Returns the reasons with the number of their tests, and what is wrong with the reasons."""
+    counts: collections.Counter[str] = collections.Counter()
+    wrong = []
+    for test in tests:
+        fitting = [pattern for pattern in reasons if re.search(pattern, test, re.DOTALL)]
+        counts.update(fitting[:1])
+        wrong += [] if fitting else [f"{test} differs, and differences.json has no reason"]
+    unused = [pattern for pattern in reasons if not counts[pattern]]
+    wrong += [f"differences.json: no test that differs has {pattern!r}" for pattern in unused]
+    return [f"{counts[p]}: {reasons[p]}" for p in reasons if counts[p]], wrong
+
+
+def summary(found: Outcomes) -> str:
+    """Returns the numbers of a column."""
+    counts = collections.Counter(outcome.split()[0] for outcome in found.values())
+    return ", ".join(f"{counts[x]} {x}" for x in ("passed", "failed", "skipped") if counts[x])
+
+
+def write(rows: dict[str, str]) -> None:
+    """Puts the rows of suites into the table of the page, in the place of their older ones."""
+    before, table, after = re.split(f"{START}|{END}", PAGE.read_text())
+    old = {line.split()[1]: line for line in table.strip().splitlines()[2:]}
+    lines = [line for suite in SUITES if (line := (old | rows).get(suite.name))]
+    head = f"| {HEAD.replace('|', ' | ')} |\n|{'---|' * (HEAD.count('|') + 1)}\n"
+    PAGE.write_text(f"{before}{START}\n{head}{chr(10).join(lines)}\n{END}{after}")
+
+
+def compare(suite: Suite, reasons: dict[str, str]) -> tuple[str, list[str]]:
+    """Runs a suite twice, and returns its row and what is wrong with the reasons."""
+    start = time.monotonic()
+    folder = fetched(suite)
+    without, ours = run(suite, folder, False), run(suite, folder, True)
+    said, wrong = explained(differing(without, ours), reasons)
+    name = suite.archive if "==" in suite.archive else f"{suite.name}=={version(suite.name)}"
+    cells = (
+        name.replace("==", " "),
+        summary(without),
+        summary(ours),
+        "; ".join(said) or "none",
+        f"{time.monotonic() - start:.0f}",
+        datetime.date.today().isoformat(),
+    )
+    return f"| {' | '.join(cells)} |", wrong
+
+
+def main() -> None:
+    """Compares the suites that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
+    names = [suite.name for suite in SUITES]
+    parser.add_argument("names", nargs="*", metavar="SUITE", help=", ".join(names))
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(names):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    reasons = json.loads(REASONS.read_text())
+    failed = False
+    for suite in SUITES:
+        if not given.names or suite.name in given.names:
+            row, wrong = compare(suite, reasons.get(suite.name, {}))
+            print(row, *wrong, sep="\n", flush=True)
+            write({suite.name: row})
+            failed = failed or bool(wrong)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The comparison of other projects' tests without and with ds_ext's optimizers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.peers import __main__ as peers
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="same"/><testcase classname="a" name="broken"><failure message="one
+two"/></testcase><testcase classname="a" name="late"><error message="in a fixture"/></testcase>
+<testcase classname="a" name="left"><skipped message="no GPU"/></testcase></testsuite></testsuites>
+"""
+
+
+def test_a_report_gives_the_outcome_and_message_of_each_test(tmp_path):
+    (tmp_path / "report.xml").write_text(REPORT)
+    assert peers.outcomes(tmp_path / "report.xml") == {
+        "a::same": "passed",
+        "a::broken": "failed one two",
+        "a::late": "failed in a fixture",
+        "a::left": "skipped",
+    }
+
+
+@pytest.mark.parametrize(
+    "without, ours, found",
+    [
+        ({"x": "passed"}, {"x": "passed"}, []),
+        ({"x": "failed one"}, {"x": "failed two"}, []),
+        ({"x": "passed"}, {"x": "failed two"}, ["x: failed two"]),
+        ({"x": "failed one"}, {"x": "passed"}, ["x: passed"]),
+        ({"x": "passed"}, {"x": "skipped"}, ["x: skipped"]),
+        ({"x": "passed"}, {}, ["x: missing"]),
+        ({}, {"x": "passed", "y": "skipped"}, []),
+        ({}, {"x": "failed"}, ["x: failed"]),
+    ],
+)
+def test_a_test_differs_if_its_outcome_does(without, ours, found):
+    assert peers.differing(without, ours) == found
+
+
+def test_each_difference_needs_a_reason_and_each_reason_a_difference():
+    tests = ["x[1]: failed no key\nfoo", "x[2]: failed no key", "y: skipped"]
+    said, wrong = peers.explained(tests, {"no key": "LOMO lacks it", "x": "not asked", "z": "gone"})
+    assert said == ["2: LOMO lacks it"]
+    assert wrong == [
+        "y: skipped differs, and differences.json has no reason",
+        "differences.json: no test that differs has 'x'",
+        "differences.json: no test that differs has 'z'",
+    ]
+
+
+def test_reasons_are_of_suites_that_exist():
+    names = {suite.name for suite in peers.SUITES}
+    assert json.loads(peers.REASONS.read_text()).keys() <= names
+
+
+def test_a_row_replaces_that_of_its_suite_alone(monkeypatch, tmp_path):
+    before = peers.PAGE.read_text().splitlines()
+    monkeypatch.setattr(peers, "PAGE", tmp_path / "page")
+    peers.PAGE.write_text("\n".join(before) + "\n")
+    peers.write({"timm": "| timm 9 | 1 passed |"})
+    after = peers.PAGE.read_text().splitlines()
+    assert [line for line in after if line not in before] == ["| timm 9 | 1 passed |"]
+    assert len(after) == len(before)
+
+
+def test_swapped_optimizers_take_arguments_of_torch_and_are_of_ds_ext():
+    code = """
+import inspect, pickle, torch, ds_ext
+p = torch.nn.Parameter(torch.ones(2))
+made = [torch.optim.SGD([p], 0.1), torch.optim.Adam([p], 0.1, (0.8, 0.9), foreach=True)]
+made.append(torch.optim.AdamW([p], amsgrad=False))
+assert [type(pickle.loads(pickle.dumps(x))).rule.__name__ for x in made] == ["LOMO"] + ["AdamW"] * 2
+assert made[1].defaults["betas"] == (0.8, 0.9) and made[1].defaults["weight_decay"] == 0
+assert "momentum" in inspect.signature(torch.optim.SGD.__init__).parameters
+try:
+    torch.optim.SGD([p], 0.1, momentum=0.9)
+except ValueError as error:
+    print(error)
+"""
+    path = [str(peers.HERE / "swapped"), str(peers.ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "LOMO: unknown key momentum" in done.stdout, done.stderr
