@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import make_dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ds_ext import hyperparams, rules
 from ds_ext.ops import weight_update
 from ds_ext.optimizer.ema import EmaConfig
@@ -78,10 +80,9 @@ class GroupRules:
         hyperparams.refuse_misspelt(hypers, others, names_of_all_rules())
         if rule is self.rule:
             own = {k: v for k, v in defaults.items() if k in names}  # torch adds some of its own
-            return {**others, **hyperparams.check(hypers, {**own, **given}, "")}
+            return {**others, **checked_hypers(hypers, {**own, **given})}
         shared = {k: defaults[k] for k in SHARED if defaults.get(k) is not None}
-        checked = hyperparams.check(hypers, {**shared, **given}, "")
-        return {**others, "type": rule.__name__, **checked}
+        return {**others, "type": rule.__name__, **checked_hypers(hypers, {**shared, **given})}
 
     def hypers(self, group: Mapping[str, Any]) -> type:
         """Returns the class of a group's rule, a dataclass of hyper-parameters."""
@@ -113,6 +114,12 @@ class GroupRules:
             checked = hyperparams.check(hypers, given, f"param_groups[{group_index}]")
             made = self._made[group_index] = hypers, values, hypers(**checked)
         return made[2]
+
+
+def checked_hypers(hypers: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``hyperparams.check``, but keeps tensors. Each step reads them, as torch's do."""
+    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
+    return {**hyperparams.check(hypers, given, ""), **tensors}
 
 
 def _plain(value: Any) -> Any:

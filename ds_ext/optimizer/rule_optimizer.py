@@ -23,7 +23,7 @@ from ds_ext.optimizer import (
     validation,
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
-from ds_ext.optimizer.group_rules import hypers_of
+from ds_ext.optimizer.group_rules import checked_hypers, hypers_of
 from ds_ext.optimizer.host_offload import HostOffload
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.update_stats import UpdateStats
@@ -88,7 +88,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         Raises:
             ValueError: as of ``hyperparams.check``.
         """
-        return hyperparams.check(cls.hypers, given, "")
+        return checked_hypers(cls.hypers, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; see torch.optim.Optimizer.

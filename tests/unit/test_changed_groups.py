@@ -88,6 +88,25 @@ def test_scalars_of_numpy_and_torch_are_numbers(value):
     assert all(map(torch.equal, *(model.parameters() for model in stepped)))
 
 
+def test_a_tensor_that_is_a_rate_is_read_at_each_step():
+    found = []
+    for made in (ds_ext.LOMO, torch.optim.SGD):
+        torch.manual_seed(0)
+        rate, model = torch.tensor(0.5), network()
+        first, *others = model.parameters()
+        optimizer = made([first], lr=rate)
+        optimizer.add_param_group({"params": others})
+        for lr in (0.5, 0.125):
+            rate.fill_(lr)
+            optimizer.zero_grad()
+            model(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+        assert all(group["lr"] is rate for group in optimizer.param_groups)
+    for ours, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, torchs)
+
+
 def test_a_rule_is_made_anew_only_when_its_group_has_changed():
     model = network()
     optimizer = two_groups(ds_ext.LAMB, model)
