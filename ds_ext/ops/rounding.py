@@ -92,9 +92,9 @@ def _gathered(key: int, start: int, n: int, device: torch.device) -> Tensor:
     """The numbers of ``add_noise_``, [n] int32, for devices where each operation is a launch."""
     size = schema.NOISE_CHUNK
     first, end = start // size, -(-(start + n) // size)
-    chunks = torch.arange(first, end, device=device)
+    chunks = torch.arange(first, end, dtype=torch.int64, device=device)
     places = hash_(chunks.mul_(schema.PRIME3).add_(key)).remainder_(size)
-    at = places.unsqueeze(1) + torch.arange(size, device=device)
+    at = places.unsqueeze(1) + torch.arange(size, dtype=torch.int64, device=device)
     return _noise(device)[at].view(-1)[start - first * size :][:n]
 
 

@@ -83,7 +83,8 @@ class HeldGradients:
 
     def step(self) -> None:
         """Copies what is offloaded to the device while the gradients of a bucket are alive."""
-        torch.empty(round(self.elements * self.lifetime.visiting), dtype=torch.uint8)
+        size = round(self.elements * self.lifetime.visiting)
+        torch.empty(size, dtype=torch.uint8, device="cpu")
         self.earlier.append(self.bucket)
         self.bucket = []
 

@@ -123,6 +123,7 @@ print(json.dumps([passes, sass.launch_rows("adalomo")]))
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
     """Of AdaLomo: without calls for divisions of 64 bits, and without spilled registers."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

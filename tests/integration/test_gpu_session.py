@@ -248,6 +248,7 @@ def test_checks_see_a_wrong_step(monkeypatch):
 
 
 @needs.triton
+@pytest.mark.slow
 def test_checks_cover_dtypes_storages_and_ranks():
     found = rehearsed(checks)
     assert {row["verdict"] for row in found} == {"right"}
@@ -263,6 +264,7 @@ def test_a_nan_that_is_written_is_seen(monkeypatch):
 
 
 @needs.nvidia
+@pytest.mark.slow
 def test_kernels_are_compiled_as_launches_look_them_up(tmp_path, monkeypatch):
     """A launch after it, with a table in memory, adds no file to Triton's cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -318,6 +320,7 @@ def test_a_kernel_that_does_not_compile_fails_the_stage(monkeypatch):
     assert [row["verdict"] for row in rows] == ["WRONG", "WRONG"] and "COUNT" in str(rows[0])
 
 
+@pytest.mark.slow
 def test_tests_of_kernels_run_in_a_process():
     (row,) = rehearsed(kernel_tests)
     assert row["verdict"] == "right" and row["passed"] == 4

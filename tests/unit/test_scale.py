@@ -675,6 +675,7 @@ def test_sums_in_two_levels_wait_for_those_inside_and_those_across():
         assert takes(call, among) == ring.takes(call, among)
 
 
+@pytest.mark.slow
 def test_groups_of_ranks_shorten_rounds_by_rings_and_change_little_by_trees(monkeypatch):
     monkeypatch.setitem(giants.MODELS, "tiny", giants.Giant(SMALL))
     monkeypatch.setattr(outlook, "JUDGED", ("AdaLomo",))
