@@ -87,6 +87,7 @@ FEATURES = (
     "pipelines: resume on other stages and ranks",
     "weights offloaded to the host",
     "states offloaded to the host",
+    "weights stored in int8",
     "ZeRO++ hpZ",
     "ZeRO++ quantized weights, by a stand-in for the quantizer",
     "ZeRO++ quantized gradients",

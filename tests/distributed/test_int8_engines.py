@@ -16,6 +16,7 @@ def folder(tmp_path_factory):
     return lambda *names: str(base / " ".join(map(str, names)))
 
 
+@pytest.mark.supports("weights stored in int8", stage="stage", optimizer="LOMO")
 @pytest.mark.parametrize(
     "world, stage", params([(w, s) for w in (2, 1) for s in (0, 1, 2)], [(2, 2)])
 )

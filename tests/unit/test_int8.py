@@ -115,6 +115,7 @@ def test_a_step_is_that_of_a_bf16_model_rounded_once_more(checkpointing):
         assert (steps.abs() < 1).all(), name
 
 
+@pytest.mark.supports("weights stored in int8", stage=None, optimizer=lambda kind: kind.__name__)
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 @pytest.mark.parametrize("kind", [ds_ext.AdaLomo, ds_ext.AdamW, ds_ext.LOMO])
 def test_steps_without_gradients_leave_the_weights(kind, policy):
