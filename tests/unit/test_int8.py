@@ -115,6 +115,19 @@ def test_a_step_is_that_of_a_bf16_model_rounded_once_more(checkpointing):
         assert (steps.abs() < 1).all(), name
 
 
+def test_a_compiled_model_takes_the_same_steps():
+    found = []
+    for compiled in (False, True):
+        model = made()
+        ds_ext.store_int8(model)
+        if compiled:
+            model.compile(backend="aot_eager")
+        losses = train(model, *fused(model), range(3))
+        found.append((losses, model.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(x, found[1][1][name]) for name, x in found[0][1].items())
+
+
 @pytest.mark.supports("weights stored in int8", stage=None, optimizer=lambda kind: kind.__name__)
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 @pytest.mark.parametrize("kind", [ds_ext.AdaLomo, ds_ext.AdamW, ds_ext.LOMO])
