@@ -163,7 +163,9 @@ def start(run: Run, model: nn.Module, stage: int | None, ep: int):
     is_json = run.json and stage is not None
     optimizer = None if is_json else by_role.made(run.rule, model, run.hypers)
     if stage is None:
-        return ds_ext.fuse_into_backward(model, optimizer, bucket_size=700)
+        return ds_ext.fuse_into_backward(
+            model, optimizer, bucket_size=700, max_grad_norm=run.max_norm
+        )
     if run.leaves:
         set_z3_leaf_modules(model, [MixtralSparseMoeBlock])
     made = {
