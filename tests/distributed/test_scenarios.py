@@ -11,7 +11,7 @@ from tests.scenarios.ways import WAYS
 QUICK = 30  # sequences of a way in one process
 MANY = 400  # the same ones on every machine, so that a failure can be repeated
 SECONDS = 60.0  # for each way: a slow machine tries fewer
-LEAST = 10
+LEAST = 5
 
 
 @pytest.mark.parametrize("way", ["plain", "fused"])

@@ -1,6 +1,7 @@
 """Sequences in processes that may die: many until one fails, and that one made short."""
 
 import json
+import re
 import tempfile
 import time
 from collections import Counter
@@ -45,7 +46,7 @@ def search(way: str, seconds: float, first: int = 0, count: int = 10**9, most: i
                 found.refusals += refusals
             except AssertionError as error:  # a process died or hangs
                 at = Path(progress.name).read_text() or f"[{seed}, 0]"
-                seed, done, wrong = *json.loads(at), str(error)[-2000:]
+                seed, done, wrong = *json.loads(at), shown(error)
         if wrong:
             found.findings.append(report(way, seed, done, wrong, time.monotonic() - began))
         seed += 1
@@ -84,7 +85,13 @@ def fails(way: str, sequence: Sequence) -> str:
     try:
         return on(way, driver.play, sequence)[1]
     except AssertionError as error:
-        return str(error)[-2000:]
+        return shown(error)
+
+
+def shown(error: AssertionError) -> str:
+    """The end of what each rank printed, which worlds.py reports one after another."""
+    parts = re.split(r"^(?=rank \d+ (?:raised|had not|died|ended))", str(error), flags=re.M)
+    return "\n".join(part[:100] + "\n" + part[100:][-2000:] for part in parts)
 
 
 def report(way: str, seed: int, done: int, wrong: str, seconds: float) -> str:
