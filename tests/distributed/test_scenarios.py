@@ -1,6 +1,7 @@
 """Random sequences of a user's calls beside a reference in one process: see tests/scenarios."""
 
 import functools
+import warnings
 
 import pytest
 
@@ -25,6 +26,10 @@ def test_the_first_sequences(way):
 @pytest.mark.parametrize("way", [*WAYS])
 def test_as_many_sequences_as_there_is_time_for(way):
     found = search.search(way, SECONDS, first=10**6, count=MANY)
+    if found.findings and search.NOT_ALONE in found.findings[0]:
+        # Everything that a sequence draws is fixed, so an error comes again in the same processes.
+        warnings.warn(found.findings[0], stacklevel=1)
+        found = search.search(way, SECONDS, first=10**6, count=MANY)
     assert not found.findings, found.findings[0]
     assert found.sequences >= LEAST
 

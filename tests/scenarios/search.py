@@ -16,6 +16,7 @@ from tests.scenarios import driver
 from tests.scenarios.driver import Sequence
 from tests.scenarios.ways import WAYS
 
+NOT_ALONE = "which alone does not fail: the state of the process has a part in it"
 LIMIT = 60.0  # seconds after which a sequence is taken to hang
 
 
@@ -97,10 +98,7 @@ def shown(error: AssertionError) -> str:
 def report(way: str, seed: int, done: int, wrong: str, seconds: float) -> str:
     """What is told of a failure: the seed, and the shortest sequence that still fails."""
     setup, calls = driver.made(way, seed)
-    calls, how = (
-        calls[:done],
-        "which alone does not fail: the state of the process has a part in it",
-    )
+    calls, how = calls[:done], NOT_ALONE
     if fails(way, (setup, calls)):
         setup, calls = driver.shortest((setup, calls), lambda s: bool(fails(way, s)))
         how, wrong = "of which this is left:", fails(way, (setup, calls)) or wrong
