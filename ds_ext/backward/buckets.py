@@ -198,7 +198,7 @@ class Buckets:
             return
         self._find_receiver()
         if param not in self.waiting:
-            if not self._has_room(self.elements, size):
+            if not has_room(self.elements, size, self.size):
                 self.flush()
             self.elements += size
         own = None if grad is None else self._own(param, grad)
@@ -344,15 +344,12 @@ class Buckets:
         pieces: list[list[Tensor]] = []
         elements = 0
         for param in params:
-            if not pieces or not self._has_room(elements, self.counted[param]):
+            if not pieces or not has_room(elements, self.counted[param], self.size):
                 pieces.append([])
                 elements = 0
             pieces[-1].append(param)
             elements += self.counted[param]
         return pieces
-
-    def _has_room(self, elements: int, more: int) -> bool:
-        return has_room(elements, more, self.size)
 
     def _hold(self, param: Tensor, grad: ReducedGrad) -> None:
         """Adds up the parts of a gradient."""
