@@ -28,6 +28,8 @@ from typing import Any
 
 import pytest
 
+from tests import blocks
+
 FEATURES = (
     "fp32, each optimizer against its authors' code",
     "nine BERT classes",
@@ -107,7 +109,6 @@ STAGES = {None: "plain", "fsdp2": "FSDP2", 0: "0", 1: "1", 2: "2", 3: "3"}
 WHOLE, QUICK, SLOW = "", "not slow", "slow"  # the expressions of `-m` for all tests, and two parts
 REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer
 TESTS = "docs/tests-by-feature.md"  # the page that lists the tests
-BEGIN, END = "<!-- support matrix: made by `make matrix` -->", "<!-- end of support matrix -->"
 
 Cell = tuple[str, str, str]  # feature, stage, optimizer
 
@@ -355,19 +356,13 @@ def _cell(row: Mapping[str, str]) -> str:
     return f"{_EXCEPT}{', '.join(others)}" if others else "✓"
 
 
-def replace(text: str, table: str) -> str:
-    """``text`` with the table between its two marks."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
-
-
 def main() -> None:
     document = Path(sys.argv[1])  # in a folder of the repository
     root = document.resolve().parents[1]
     found = summary(json.loads((root / "build" / "support.json").read_text()))
     found = {"date": date.today().isoformat()} | found
     (root / "tests" / "support.json").write_text(json.dumps(found, indent=1) + "\n")
-    document.write_text(replace(document.read_text(), render(found)))
+    blocks.write(document, "support", render(found))
     (root / TESTS).write_text(by_feature(found))
 
 

@@ -26,10 +26,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests import blocks
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "versions"
 PAGE = ROOT / "docs/install.md"
-START, END = "<!-- versions: make versions -->", "<!-- end of versions -->"
 NAMES = {n.lower(): n for n in ("torch", "DeepSpeed", "transformers", "accelerate")}
 NOT_RUN = ("not run", "–")
 TESTS = {  # ZeRO 0 to 3, a resumed run and HF Trainer, compared with the authors' code
@@ -114,18 +115,15 @@ def result(name: str, wanted: list[str], index: list[str]) -> str:
 
 def write(rows: dict[str, tuple[str, str]]) -> None:
     """Puts rows (version: result, date) into the table. A row "not run" replaces none."""
-    before, table, after = re.split(f"{START}|{END}", PAGE.read_text())
-    old = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
-    had = {version: (result, date) for version, result, date in old}
+    had = {version: (result, date) for version, result, date in blocks.rows(PAGE, "versions")}
     rows = had | {k: row for k, row in rows.items() if row != NOT_RUN or k not in had}
 
     def place(version: str) -> tuple[int, Version]:
         name, number = version.split()
         return [*NAMES.values()].index(name), Version(number)
 
-    lines = [f"| {v} | {' | '.join(rows[v])} |\n" for v in sorted(rows, key=place)]
-    head = "| version | tests | date |\n|---|---|---|\n"
-    PAGE.write_text(f"{before}{START}\n{head}{''.join(lines)}{END}{after}")
+    lines = [(version, *rows[version]) for version in sorted(rows, key=place)]
+    blocks.write(PAGE, "versions", blocks.table(("version", "tests", "date"), lines))
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ smaller here.
 import contextlib
 import gc
 import json
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +28,10 @@ from ds_ext.commands.cli import main
 from ds_ext.forward import chunked_loss
 from ds_ext.ops import rounding, scratch
 from ds_ext.planner import fit, options, plan
-from tests import worlds
+from tests import blocks, worlds
 from tests.common import pretend, streams
 
 PAGE = Path(__file__).parent.parent / "docs/planning.md"
-BLOCK = re.compile(r"(?ms)^(<!-- steps: [^\n]* -->)\n(.*?)^(<!-- end of steps -->)$")
 MIB = 2**20
 SIZES: dict[str, Any] = dict(
     vocab_size=2000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
@@ -140,15 +138,12 @@ def table(ways: dict[str, list[Step]]) -> str:
 
 def shown(name: str) -> list[tuple[str, float, float]]:
     """The rows of docs/planning.md from the first one of a way on."""
-    found = BLOCK.search(PAGE.read_text())
-    assert found is not None
-    rows = [line.rsplit(maxsplit=2) for line in found[2].splitlines()[2:-1]]
+    rows = [line.rsplit(maxsplit=2) for line in blocks.read(PAGE, "steps").splitlines()[2:-1]]
     first = next(i for i, row in enumerate(rows) if row[0].endswith(f"({name})"))
     return [(row[0].partition(" (")[0], *map(float, row[1:])) for row in rows[first:]]
 
 
 if __name__ == "__main__":
     made = table({name: worlds.once(1, way, name, limit=600)[0] for name in WAYS})
-    page = PAGE.read_text()
-    PAGE.write_text(BLOCK.sub(lambda found: f"{found[1]}\n{made}\n{found[3]}", page))
+    blocks.write(PAGE, "steps", made)
     print(made)

@@ -25,11 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from tests import blocks
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "clients"
 PAGE = ROOT / "docs/clients.md"
-START, END = "<!-- clients: make clients -->", "<!-- end of clients -->"
 HEAD = tuple("client|run|ranks|ZeRO stage|Python|torch|DeepSpeed|loss|date".split("|"))
 INSTALL_MINUTES = 30
 
@@ -266,14 +267,11 @@ def rows_of(client: Client, given: argparse.Namespace) -> Iterator[tuple[str, ..
 
 def write(row: tuple[str, ...]) -> None:
     """Puts a row into the table, in the order of CLIENTS, in the place of its older one."""
-    before, table, after = re.split(f"{START}|{END}", PAGE.read_text())
-    rows = [tuple(line.strip("| ").split(" | ")) for line in table.strip().splitlines()[2:]]
-    rows.append(tuple(cell.replace("|", "/") or "–" for cell in row))
-    kept = {(row[0].split()[0], row[1]): row for row in rows}
+    own = [cell.replace("|", "/") or "–" for cell in row]
+    kept = {(row[0].split()[0], row[1]): row for row in [*blocks.rows(PAGE, "clients"), own]}
     order = [(run.package, run.what) for client in CLIENTS for run in client.runs]
-    head = f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}\n"
-    made = head + "".join(f"| {' | '.join(kept[key])} |\n" for key in order if key in kept)
-    PAGE.write_text(f"{before}{START}\n{made}{END}{after}")
+    made = blocks.table(HEAD, [kept[key] for key in order if key in kept])
+    blocks.write(PAGE, "clients", made)
 
 
 def main() -> None:

@@ -21,17 +21,19 @@ import sys
 import tarfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
+
+from tests import blocks
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "peers"
 PAGE = ROOT / "docs/tests.md"
 REASONS = HERE / "differences.json"
-START, END = "<!-- peers: make peers -->", "<!-- end of peers -->"
-HEAD = "suite|as they are|with ds_ext|tests that differ|seconds|date"
+HEAD = "suite|as they are|with ds_ext|tests that differ|seconds|date".split("|")
 
 
 class Suite(NamedTuple):
@@ -182,16 +184,14 @@ def summary(found: Outcomes) -> str:
     return ", ".join(f"{counts[x]} {x}" for x in ("passed", "failed", "skipped") if counts[x])
 
 
-def write(rows: dict[str, str]) -> None:
-    """Puts the rows of suites into the table of the page, in the place of their older ones."""
-    before, table, after = re.split(f"{START}|{END}", PAGE.read_text())
-    old = {line.split()[1]: line for line in table.strip().splitlines()[2:]}
-    lines = [line for suite in SUITES if (line := (old | rows).get(suite.name))]
-    head = f"| {HEAD.replace('|', ' | ')} |\n|{'---|' * (HEAD.count('|') + 1)}\n"
-    PAGE.write_text(f"{before}{START}\n{head}{chr(10).join(lines)}\n{END}{after}")
+def write(row: Sequence[str]) -> None:
+    """Puts the row of a suite into the table of the page, in the place of its older one."""
+    rows = {row[0].split()[0]: row for row in [*blocks.rows(PAGE, "peers"), row]}
+    kept = [rows[suite.name] for suite in SUITES if suite.name in rows]
+    blocks.write(PAGE, "peers", blocks.table(HEAD, kept))
 
 
-def compare(suite: Suite, reasons: dict[str, str]) -> tuple[str, list[str]]:
+def compare(suite: Suite, reasons: dict[str, str]) -> tuple[tuple[str, ...], list[str]]:
     """Runs a suite twice, and returns its row and what is wrong with the reasons."""
     start = time.monotonic()
     folder = fetched(suite)
@@ -206,7 +206,7 @@ def compare(suite: Suite, reasons: dict[str, str]) -> tuple[str, list[str]]:
         f"{time.monotonic() - start:.0f}",
         datetime.date.today().isoformat(),
     )
-    return f"| {' | '.join(cells)} |", wrong
+    return cells, wrong
 
 
 def main() -> None:
@@ -224,7 +224,7 @@ def main() -> None:
         if not given.names or suite.name in given.names:
             row, wrong = compare(suite, reasons.get(suite.name, {}))
             print(row, *wrong, sep="\n", flush=True)
-            write({suite.name: row})
+            write(row)
             failed = failed or bool(wrong)
     sys.exit(failed)
 
