@@ -1,6 +1,8 @@
 """The walls between the package's rooms, read from the source: imports run downwards only."""
 
 import ast
+import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -247,6 +249,25 @@ def in_a_new_process(code: str) -> str:
 def test_plain_pytorch_does_not_import_deepspeed():
     code = "import sys, ds_ext; print(*{'deepspeed', 'transformers', 'triton'} & set(sys.modules))"
     assert in_a_new_process(code) == ""
+
+
+@pytest.mark.slow  # make check runs it too
+def test_what_plain_pytorch_imports_is_required_at_installation():
+    code = "import sys, ds_ext; print(*(getattr(m, '__file__', 0) for m in sys.modules.values()))"
+    own = [
+        node
+        for path in in_a_new_process(code).split()
+        if Path(path).is_relative_to(PACKAGE)
+        for node in ast.parse(Path(path).read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    imported = {alias.name for n in own if isinstance(n, ast.Import) for alias in n.names}
+    imported |= {node.module for node in own if isinstance(node, ast.ImportFrom)}
+    setup = configparser.ConfigParser()
+    setup.read(PACKAGE.parent / "setup.cfg")
+    required = set(re.findall(r"(?m)^\w+", setup["options"]["install_requires"]))
+    packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert packages == required | {"ds_ext"}
 
 
 ORDERS = ["import ds_ext, deepspeed", "import deepspeed, ds_ext"]
