@@ -25,8 +25,8 @@ from ds_ext.backward.streams import IN_FLIGHT, SideStreams
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.logs import logger
 
-# A bucket that is filled to less than this fraction takes one more parameter of any size. Otherwise
-# norms between large matrices would each form a bucket.
+# A bucket that is filled to less than this fraction takes one more parameter of any size. Without
+# this rule, each normalization weight between two large matrices would get its own bucket.
 MIN_FILL = 1 / 16
 
 
@@ -50,8 +50,8 @@ class Buckets:
     Args:
         module: the model.
         layout: of the model.
-        size: most elements of a bucket, unless it has one larger parameter after a few small ones
-            (``MIN_FILL``). Parameters without a gradient on other ranks may wait longer.
+        size: the maximum elements of a bucket. A bucket below ``MIN_FILL`` accepts one larger
+            parameter. Parameters without a gradient on other ranks may wait longer.
         comm_dtype: returns the dtype that a gradient is reduced in, None for its own.
         look: called before the first gradient of a backward pass.
         wanted: returns whether to take a parameter's gradient; others stay in ``grad``.
@@ -86,7 +86,7 @@ class Buckets:
         self.sent: Sent | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
-        self.elements = 0  # of gradients that the other ranks were not asked about
+        self.elements = 0  # that no exchange of ready gradients covers yet
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
         self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
         self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
@@ -236,11 +236,10 @@ class Buckets:
 
     @torch.no_grad()
     def flush(self, ended: bool = False) -> bool:
-        """Reduces the gradients of the last question, and asks about those that wait now.
+        """Reduces the gradients that all ranks have, and starts the next exchange of ready ones.
 
-        Ranks ask each other which gradients all have. Unless ``asks_ahead``, or if backward has
-        ``ended``, the answer is read at once, and these gradients are reduced too. Otherwise the
-        next call reads it.
+        If ``asks_ahead`` is set and backward has not ``ended``, the next call reads the answer of
+        this exchange. Otherwise this call reads the answer and reduces these gradients too.
 
         Returns:
             Whether backward has ended on all ranks.
@@ -276,7 +275,7 @@ class Buckets:
         self.streams.hold(sent)
 
     def _deliver(self, grads: dict[Tensor, ReducedGrad], in_parts: set[Tensor]) -> None:
-        """Delivers a reduced bucket, except gradients of which further parts may come."""
+        """Passes a reduced bucket to the receiver, without partial gradients if more may come."""
         if not grads:
             return
         receiver = self._find_receiver()

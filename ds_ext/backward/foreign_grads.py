@@ -64,8 +64,9 @@ def measured() -> object | None:
 def preserved(by: object, loss: Tensor, own: Own) -> Iterator[None]:
     """A context for a backward pass of ``loss`` that measures the gradients of ``own()``.
 
-    Other parameters get no gradient, and their hooks are not called. The ``grad`` of other tensors
-    is restored at the end: until then a checkpointed segment reads that of its inputs.
+    Other parameters get no gradient, and their hooks are not called. The context
+    restores the ``grad`` of other tensors at its end. It cannot restore them earlier, because a
+    checkpointed segment reads the ``grad`` of its inputs.
     """
     this = Pass(by, own, [])
     try:

@@ -2,8 +2,9 @@
 
 ``fused`` steps a parameter as soon as its gradient is reduced, so no gradient is kept. To clip
 exactly, it runs the graph backward twice, first only to measure the norm. ``sharded`` keeps this
-rank's run of each gradient until the step, over any number of backward passes, and clips it. With
-measured or kept gradients, one that is not finite skips the whole step, else only its parameter.
+rank's run of each gradient until the step, over any number of backward passes, and clips it. If
+gradients are measured or accumulated first, one that is not finite skips the whole step. Otherwise
+it skips only its own parameter.
 """
 
 import functools
@@ -41,7 +42,7 @@ class FusedBackward:
         comm_dtype: returns the dtype that a parameter's gradient is reduced in, None for its own.
         is_boundary: returns, during a backward pass, whether the step follows it.
         on_replaced: called when another owner takes the parameters over; by default removes hooks.
-        on_discarded: called when a whole step was dropped, with whether gradients had come.
+        on_discarded: called after a step was discarded, with whether it had received gradients.
         rerun_context: returns a context for a backward pass of a loss that is run once more.
 
     Attributes:

@@ -13,7 +13,7 @@ from ds_ext.optimizer import nonfinite
 
 
 class GradientReader:
-    """Reads summed gradients of a scaled loss as mean gradients of the loss.
+    """Converts summed gradients of a scaled loss to averaged, unscaled gradients.
 
     Set ``loss_scale`` to the factor that the loss was multiplied by before backward.
     """

@@ -10,7 +10,7 @@ REPLACED = (
     "another engine or fuse_into_backward call steps this model now: use that one, or create a new "
     "one."
 )
-BEGUN = "ema() came after backward and before the step ended: end the step first."
+BEGUN = "ema() was called between backward and the end of the step: end the step first."
 STEPPED = (
     "zero_grad() discards gradients, but backward has already updated %d of %d parameters, and "
     "these updates stay. To discard a whole batch, skip its backward pass, or keep gradients until "

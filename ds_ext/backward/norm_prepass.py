@@ -1,9 +1,9 @@
 """The norm prepass, a backward pass that only measures the norm, without side effects.
 
 A checkpointed segment draws random numbers and updates buffers when backward runs it again, so both
-are restored. A function that writes to its saved tensors in backward is an error. Fused losses do:
-they compute gradients in forward, and multiply them in place in backward, by kernels that version
-counters do not see. A second backward pass would multiply them again.
+are restored. A function that overwrites its saved tensors in backward raises an error. Fused losses
+are such functions: they compute gradients in forward and multiply them in place in backward, by
+kernels that version counters do not see. A second backward pass would multiply them again.
 """
 
 import contextlib

@@ -169,7 +169,8 @@ def others_used(by: Owner) -> list[Owner]:
 def _may_hide_others(by: Owner) -> bool:
     """Whether the backward pass may reach other owners' parameters in checkpointed segments.
 
-    The graph of a segment does not contain the leaves of the whole graph, nor the reverse.
+    A segment's graph does not contain the leaves of the outer graph. The outer graph does not
+    contain the leaves of the segment.
     """
     own = by.uses
     others = [o.uses for o in others_used(by) if o.uses.used_at > own.made_at]

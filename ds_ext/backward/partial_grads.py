@@ -1,9 +1,9 @@
 """Parameters whose gradient comes in parts: it is not complete when their hook fires.
 
-First, weights that several segments of reentrant checkpointing use. Segments run forward without
-gradients, and each has its own backward pass, in which the hooks of all its parameters fire.
-Second, weights of modules whose parameters are taken together (ZeRO-3's leaf modules, FSDP2's
-units), if the module is called more than once.
+There are two cases. (1) Several segments of reentrant checkpointing use the weight. Each segment
+runs its own backward pass, in which the hooks of all its parameters fire. (2) A module takes its
+parameters together (ZeRO-3's leaf modules, FSDP2's units), and the model calls the module more than
+once.
 """
 
 import itertools
@@ -23,8 +23,8 @@ class Uses:
     """Counts the calls of modules before the next backward pass.
 
     A call without gradients counts if it is made inside a call with gradients, as in a checkpointed
-    segment. Generation between steps does not count, nor do calls made while ``brings_gradients``
-    returns False.
+    segment. Calls during generation between steps do not count. Calls while ``brings_gradients``
+    returns False do not count either.
     """
 
     def __init__(

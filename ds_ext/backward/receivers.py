@@ -66,10 +66,10 @@ class Stepper:
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
         """Returns the parameters that need votes, because the first round cannot check them.
 
-        They are the same on all ranks. All need votes if elements are bounded before rules read
-        them. All need votes, too, if parameters have different placements, because ranks without a
-        parameter take no part in its round. On a GPU, the host reads the votes on parameters that
-        no kernels step; to check them in a round it would have to wait for each round.
+        They are the same on all ranks. All parameters need votes in two cases: elements are bounded
+        before rules read them, or parameters have different placements, because ranks without a
+        parameter take no part in its round. On a GPU, the host reads votes only for parameters that
+        no kernel steps. A check in a round would make the host wait for every round.
         """
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
@@ -135,7 +135,7 @@ class SteppingMeasured:
         self.stepper, self.state = stepper, state
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns none: all gradients are known to be good, or none is used."""
+        """Returns no parameters, because an earlier pass has checked all gradients."""
         return VotedParams()
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:

@@ -28,8 +28,8 @@ class Reduction:
         streams: the side streams.
         size_of: the padded elements of each parameter.
         comm_dtype: returns the dtype that a parameter's gradient is summed in, None for its own.
-        leaf_params: parameters of leaf modules, which some ranks may not use. If no rank used them,
-            they have no run.
+        leaf_params: parameters of leaf modules, which some ranks may not use. If no rank used a
+            parameter, the result does not contain it.
     """
 
     def __init__(
@@ -104,10 +104,12 @@ class Reduction:
     def _votes(
         self, flats: dict[Tensor, Tensor], has: list[bool]
     ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
-        """Returns sums of squares, if no other rank adds to the gradients, and votes, if needed.
+        """Returns the sums of squares and the votes.
 
-        A vote is 1 for a good gradient, 0 for none, and ``BAD_VOTE`` if the gradient, its sum over
-        the ranks or its square may overflow. The first votes are on ``flats``, in order. The
+        The sums are empty if other ranks add to the gradients. The votes are None if none are
+        needed.
+        A vote is 1 for a finite gradient, 0 for none, and ``BAD_VOTE`` if the gradient, its sum
+        over the ranks or its square may overflow. The first votes are on ``flats``, in order. The
         others only say whether ``has`` is true.
         """
         squares: dict[Tensor, Tensor] = {}

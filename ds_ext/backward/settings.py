@@ -14,8 +14,8 @@ from ds_ext.hyperparams import Count, NonNegative, Size
 
 BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
 BUCKET_SIZE_ALONE = 2**21  # of one process: larger buckets save little time
-# A GPU steps a matrix faster than Python launches its kernels, so a bucket has a layer of a model
-# of 7B, but less where memory is short.
+# A GPU steps a matrix faster than Python launches its kernels. The default bucket therefore holds a
+# layer of a 7B model. It is smaller if the GPU has little free memory.
 GPU_BUCKET_BYTES, GPU_SHARE = 2**29, 1 / 32  # the share is of free memory
 
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
@@ -127,9 +127,9 @@ class GradientConfig:
     def bucket_size_for(self, layout: Layout) -> int:
         """Returns the elements of a bucket, the same on all ranks of a layout.
 
-        By default one process on a CPU needs no more memory: a bucket is no larger than the largest
-        gradient, which exists in any case. It sends nothing, but stepping parameters together saves
-        host time.
+        By default, a single CPU process uses a bucket no larger than its largest gradient, so the
+        bucket needs no extra memory. Such a process sends nothing, but stepping parameters together
+        saves host time.
         """
         if self.bucket_size is not None:
             return self.bucket_size

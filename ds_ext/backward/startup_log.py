@@ -1,8 +1,9 @@
 """Log messages when training begins: how the model is stepped, and warnings.
 
-The updates of AdaLomo, LAMB and Adafactor are in proportion to the weights (``relative`` where a
-rule is registered). So a learning rate for AdamW is too small for them, and a matrix that starts at
-zero, such as LoRA's ``lora_B``, hardly learns. Vectors of zeros, such as biases, are normal.
+The updates of AdaLomo, LAMB and Adafactor are in proportion to the weights. These rules are
+registered with ``relative``. A learning rate for AdamW is too small for them, and a matrix that
+starts at zero, such as LoRA's ``lora_B``, hardly learns. Vectors of zeros, such as biases, are
+normal.
 """
 
 import math
@@ -77,7 +78,7 @@ def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -
         if lr is not None and 0 < lr < LEAST_RATE:
             yield (
                 f"lr = {lr:g} is small for {rule}, whose lr is relative to the weights: "
-                f"{rates.advice(rule)}.{auto * is_config}"
+                f"{rates.advice(rule) or 'try larger ones'}.{auto * is_config}"
             )
     matrices = [p for p in relative if len(layout.shard(p).shape) > 1]
     if zeros := _zeros(matrices, layout):

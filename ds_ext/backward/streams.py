@@ -3,7 +3,8 @@
 Each bucket is reduced on one stream and stepped on another. The first waits only for backward, so a
 reduction never waits for a step. The second waits for the reduction of its own bucket.
 
-On a CPU, collectives run in the threads of their process group, and the rest runs in line.
+On a CPU, collectives run in the threads of their process group. All other work runs in the calling
+thread.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ IN_FLIGHT = 2  # buckets whose memory is in use by these streams while the next 
 class SideStreams:
     """Two CUDA streams for work in parallel with the current stream; none without ``overlap``.
 
-    The host launches kernels long before they run. So a tensor that these streams read must not be
-    freed when its last kernel is launched, because the current stream would reuse its memory too
-    early. ``hold`` keeps tensors until the current stream waits for their last kernel. It waits
-    before more than ``IN_FLIGHT`` buckets are held, which bounds the memory of gradients.
+    The allocator may reuse a freed tensor on the current stream while a side stream still reads it.
+    ``hold`` therefore keeps a reference until the current stream has waited for the last kernel
+    that reads the tensor. The current stream waits before more than ``IN_FLIGHT`` buckets are held,
+    which bounds the memory of gradients.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
@@ -36,7 +37,7 @@ class SideStreams:
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
-        """A context whose launches wait for the current stream, but for no step."""
+        """A context whose launches wait for the current stream. They do not wait for steps."""
         if not self.are_used:
             yield
             return

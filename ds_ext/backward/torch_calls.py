@@ -1,8 +1,8 @@
 """Wrappers of torch functions that read ``.grad``: zero_grad(), clip_grad_norm_, GradScaler.
 
 They handle parameters whose gradients are used inside backward, and call torch's function for all
-others. Each is installed once, when a model is first stepped from hooks. Where a script may have
-imported a function before, the wrapper replaces a function that it calls.
+others. Each is installed once, when a model is first stepped from hooks. A script may import
+``clip_grad_norm_`` before that. The wrapper therefore replaces the inner function that it calls.
 """
 
 import copy

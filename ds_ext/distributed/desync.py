@@ -35,9 +35,10 @@ class OrderCheck:
         self.asked: tuple[Callable[[], bool], Callable[[], list[str]]] | None = None
 
     def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> int:
-        """Compares a bucket, which gradients may have further parts, and whether it is the last.
+        """Compares the parameters of a bucket over the ranks; returns the bytes sent.
 
-        Returns the bytes sent.
+        It also compares which of them may have further partial gradients, and whether backward has
+        ended.
         """
         bucket = dict(waiting)
 

@@ -1,8 +1,8 @@
 """DTensors as runs of matrices: parameters that torch has sharded over a mesh.
 
-With ``fully_shard`` (FSDP2) a rank holds some rows of each parameter, with torch's tensor
-parallelism rows or columns, with both a box. Torch shards their gradients in the same way, averaged
-over the ranks.
+With ``fully_shard`` (FSDP2), a rank holds some rows of each parameter. With torch's tensor
+parallelism, it holds rows or columns. With both, it holds a block of rows and columns. Torch shards
+their gradients in the same way, averaged over the ranks.
 
 Importing torch.distributed.tensor takes seconds; a program with DTensors has imported it.
 """

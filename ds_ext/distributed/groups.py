@@ -2,10 +2,11 @@
 
 Each is created once per process, set of ranks and queue.
 
-On a GPU, the collectives of a group wait for each other in one queue. There are two queues beside
-DeepSpeed's: reductions of gradients, and the sums and publications of steps. So a reduction waits
-for no step, and DeepSpeed's gathers of the next layers wait for neither.
-Gloo runs collectives in threads and needs no second group, which costs a connection to each rank.
+On a GPU, the collectives of a group wait for each other in one queue. ds_ext therefore uses two
+groups in addition to DeepSpeed's: one for reductions of gradients, and one for the sums and the
+publications of steps. A reduction does not wait for a step, and DeepSpeed's all-gathers wait for
+neither. Gloo runs collectives in threads and needs no second group, which costs a connection to
+each rank.
 
 Groups last until ``torch.distributed.destroy_process_group``, because the ranks of an NCCL group
 wait for each other when it ends, which would hang if one of them is lost.

@@ -109,8 +109,8 @@ def with_advice(message: str) -> str:
     """Returns DeepSpeed's message. For a removed key, adds the ds_ext setting that replaces it."""
     if "zero_optimization.mics_" in message:
         return (
-            f"{message.rstrip('.')}; the optimizers of ds_ext cut a model among groups of n ranks "
-            'by "ds_ext": {"shard_size": n}.'
+            f"{message.rstrip('.')}; to shard the model within groups of n ranks with an optimizer "
+            'of ds_ext, set "ds_ext": {"shard_size": n}.'
         )
     return message
 

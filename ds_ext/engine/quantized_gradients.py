@@ -73,8 +73,8 @@ def placements(
         return lambda param: exact
     if size == 1 or ranks % size:
         raise ValueError(
-            f"{KEY} = True sums inside hosts and then across them, but this one has {size} of the "
-            f"{ranks} ranks: start the same number, 2 or more, on each host, or remove it."
+            f"{KEY} = True needs the same number of ranks, at least 2, on each host. This host has "
+            f"{size} of the {ranks} ranks: change the launch, or remove the setting."
         )
     rounded = FourBitPlacement(group, grad_divisor, size)
     matrices = {p for p in names if _is_rounded(p, ranks)}

@@ -169,7 +169,9 @@ def _check_complete(fused: FusedBackward) -> None:
     fused.optimizer.refuse_exchanged()
     state = fused.state
     if state.used_up or (state.square is not None and not state.kept):
-        raise RuntimeError("save_checkpoint came after backward and before engine.step().")
+        raise RuntimeError(
+            "save_checkpoint was called between backward and engine.step(): call it after the step."
+        )
 
 
 def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:

@@ -16,9 +16,9 @@ from ds_ext.engine.messages import warn
 from ds_ext.optimizer import RuleOptimizer
 
 _ADVICE = {
-    "optim": 'remove it: the config\'s "optimizer" says which one it is.',
-    "optim_args": "remove it, and put what it says into optimizer.params of the config.",
-    "optim_target_modules": "remove it, and put target_modules into optimizer.params of it.",
+    "optim": 'remove it: the config\'s "optimizer" names the optimizer.',
+    "optim_args": "remove it, and set its values in optimizer.params of the config.",
+    "optim_target_modules": "remove it, and set target_modules in optimizer.params of the config.",
 }
 _DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # in all versions of transformers
 
@@ -35,7 +35,7 @@ def refuse_ignored() -> None:
         value = getattr(value, "value", value)  # it may be an enum
         if value not in _DEFAULTS:
             _refuse_ignored(f"TrainingArguments.{name} = {value!r}", advice)
-    advice = 'remove it: the config\'s "optimizer" and "scheduler" say what Trainer makes.'
+    advice = 'remove it: the config\'s "optimizer" and "scheduler" define both.'
     if _given(trainer, "optimizer") or _given(trainer, "lr_scheduler"):
         _refuse_ignored("Trainer(optimizers=...)", advice)
     if getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:

@@ -138,6 +138,6 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
     experts = [p for layer in native for p in layer.deepspeed_moe.experts.parameters()]
     if any(not expert_parallel.is_expert(p) or parameters.is_divided(p) for p in experts):
         raise ValueError(
-            "tensor_parallel.partition_config: its patterns divide experts of deepspeed.moe "
-            "layers, but each rank sends them different tokens: leave them out."
+            "tensor_parallel.partition_config: its patterns match experts of deepspeed.moe layers. "
+            "They cannot be split, because ranks send them different tokens: remove the patterns."
         )

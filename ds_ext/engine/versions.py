@@ -22,8 +22,8 @@ def check(version: str = INSTALLED) -> None:
         lowest, next_ = written(LOWEST), written(NEXT)
         raise ImportError(
             f"ds_ext works with DeepSpeed {lowest} and newer, below {next_}, and {version} is "
-            f'installed: pip install "deepspeed>={lowest},<{next_}", or do without DeepSpeed by '
-            "ds_ext.fuse_into_backward in plain PyTorch."
+            f'installed: pip install "deepspeed>={lowest},<{next_}", or train without DeepSpeed: '
+            "call ds_ext.fuse_into_backward."
         )
 
 

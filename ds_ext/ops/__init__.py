@@ -99,7 +99,6 @@ __all__ = [
     "square_sum",
     "square_sums",
     "square_sums_of",
-    "square_sums",
     "times",
     "unit_quotient",
     "weighted_square_sums",

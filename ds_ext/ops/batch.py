@@ -101,9 +101,9 @@ class Weights:
     norm_cache: Any = None  # the executor's cached norms of the weights
 
     def storage(self) -> WeightStorage:
-        """Returns itself: passes read its fields as a ``WeightStorage``'s, except ``start``.
+        """Returns itself, because it has the fields of ``WeightStorage`` except ``start``.
 
-        ``Batch.noise_firsts`` replaces ``start``.
+        Passes read ``Batch.noise_firsts`` instead of ``start``.
         """
         return cast(WeightStorage, self)
 

@@ -15,9 +15,9 @@ moments, and the next update would be as large as a first one. The mantissa has 
 beta2 = 0.999 a root decays by 1/2000 per step, which fewer bits would always round away.
 
 Operations are those that a GPU makes fast with the same bits: x multiplies by the rounded 1 / max,
-and ``round`` rounds ties to even. The paper divides, and rounds m as v. An update takes m below
-2⁻¹⁰⁰ for 0, and v for at least 2⁻¹⁰⁰. That root has code 0, because the scales of roots are at
-least 2⁻⁴¹.
+and ``round`` rounds ties to even. The paper divides instead, and it rounds m in the same way as v.
+Updates treat m below 2⁻¹⁰⁰ as 0, and v below 2⁻¹⁰⁰ as 2⁻¹⁰⁰. The root of 2⁻¹⁰⁰ has code 0, because
+the scales of roots are at least 2⁻⁴¹.
 """
 
 from dataclasses import dataclass

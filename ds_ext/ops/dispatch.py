@@ -60,4 +60,4 @@ def run(asked: Any, where: Any) -> Any:
         made = executor.run(asked, where)
         if made is not NotImplemented:
             return made
-    raise TypeError(f"no executor makes {type(asked).__name__} over a {type(where).__name__}")
+    raise TypeError(f"no executor implements {type(asked).__name__} for {type(where).__name__}")

@@ -43,7 +43,8 @@ class Source:
     form: str
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     scalars: Mapping[str, Number] = field(default_factory=dict)
-    # Weights to read: as IS_WEIGHT, or times ``decay``, which passes add last.
+    # The weights to read. They are the input of IS_WEIGHT; with other forms, passes add ``decay``
+    # times the weights to the input.
     storage: WeightStorage | None = None
 
     def plus(self, form: str, tensors: Mapping[str, Tensor], **scalars: Number) -> "Source":

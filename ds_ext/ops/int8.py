@@ -87,9 +87,10 @@ class Int8Weight:
         self.values.untyped_storage().resize_(0)
 
     def decoded(self) -> Tensor:
-        """Returns a copy of the values in the host's memory, the same while somebody has it.
+        """Returns a copy of the values in the host's memory.
 
-        A state dict has one copy of tied weights.
+        It returns the same tensor again while a caller still holds it, so that a state dict has one
+        copy of tied weights.
         """
         values = self._copy()
         if values is None:

@@ -1,9 +1,9 @@
 """Matrix products with fp32 sums, made of bf16 products where these take less time.
 
-A bf16 number has 8 significant bits, so the product of two is exact in fp32. A bf16 gradient needs
-no other form. An fp32 number is a sum of bf16 terms: each one holds the next 8 bits. No global
-setting of torch is read or changed, except that fp32 products on a GPU follow torch's TF32 setting
-where bf16 products are not used.
+A bf16 number has 8 significant bits, so the product of two is exact in fp32. Products use a bf16
+gradient without conversion. An fp32 number is a sum of bf16 terms: each one holds the next 8 bits.
+No global setting of torch is read or changed, except that fp32 products on a GPU follow torch's
+TF32 setting where bf16 products are not used.
 """
 
 import functools

@@ -28,7 +28,7 @@ SCALE_CUT = 13  # low mantissa bits of an fp32 that a scale drops
 SCALE_FIRST = 83 << 10  # the remaining bits of the smallest scale
 MIN_SCALE, MAX_SCALE = 2.0**-44, 2.0**20 - 2.0**9
 MIN_ROOT_SCALE = 2.0**-41  # of roots, so that the root of MIN_SQUARE has code 0
-# An update takes smaller m for 0, and smaller v for this: then quotients and roots need no branch.
+# Updates treat a smaller m as 0 and a smaller v as MIN_SQUARE: quotients and roots need no branch.
 MIN_MOMENT = MIN_SQUARE = 2.0**-100
 # Random bits and hashes: see rounding.py, normal.py and fingerprints.py.
 NOISE_CHUNK = 2**16  # elements that get each 16-bit random number once
@@ -153,8 +153,8 @@ class Form(NamedTuple):
     """The form of a pass's input.
 
     Attributes:
-        meaning: a formula of columns. All forms but IS_RUN and IS_WEIGHT are also multiplied by
-            ``scale``, residuals before m is subtracted.
+        meaning: a formula of columns. Passes multiply every form by ``scale``, except IS_RUN and
+            IS_WEIGHT. They multiply residuals before they subtract m.
         is_by_matrix: whether a value depends on the row and the column of its element.
         advances: whether reading it advances moments.
     """

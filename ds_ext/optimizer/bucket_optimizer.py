@@ -181,8 +181,10 @@ class BucketOptimizer(ParamTable):
         The rules that groups have now reach their first round before they write anything.
 
         Args:
-            shards: the parameters, and the run of each. Tensor parallelism has not cut them.
-            is_alone: whether a round sends nothing. Then one may precede rules that write first.
+            shards: the parameters, and the run of each. Tensor parallelism must not have split
+                them.
+            is_alone: whether rounds send nothing, so that an extra one may precede rules that write
+                before their first round.
         """
         return {
             p

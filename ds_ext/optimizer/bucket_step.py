@@ -27,7 +27,7 @@ from ds_ext.optimizer.plans import BatchPlan, Plan
 from ds_ext.optimizer.state_checks import State
 from ds_ext.optimizer.updates import RunUpdate, StagedRun
 
-WeightNorms = dict[AnyNormCache, Runs]  # caches of the norms of weights, and the runs they are of
+WeightNorms = dict[AnyNormCache, Runs]  # by cache of weight norms: the weights
 
 
 class BatchedStep:
@@ -247,7 +247,7 @@ class BucketStep:
 
 
 def _with_turns(table: ParamTable, runs: Sequence[StagedRun]) -> list[StagedRun]:
-    """Runs whose turns share the work that one rank does for all, by its cost."""
+    """Sets the turn of each run, so that all ranks get shared work of similar cost."""
     params = tuple(_sharing(table, run.update) for run in runs)
     if not any(param.works for param in params):
         return [*runs]
@@ -259,7 +259,7 @@ def _with_turns(table: ParamTable, runs: Sequence[StagedRun]) -> list[StagedRun]
 
 
 def _sharing(table: ParamTable, u: RunUpdate) -> turns.Parameter:
-    """The work that one rank does for all, for a parameter; for the first expert of a stack."""
+    """The work on a parameter that one rank does for all; of a stack, that on its first expert."""
     rule, shard, works = table.rule_of(u.param), u.shard, list[turns.Work]()
     cost = rules.entry_of(type(rule)).shared_work
     if cost is not None and u.param in table.stacks and shard.numel:

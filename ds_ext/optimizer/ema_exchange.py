@@ -2,7 +2,7 @@
 
 Weights and averages of one dtype change places. bf16 weights and fp32 averages share the memory of
 both (``_swap``). With other dtypes this rank's weights are copied. Masters and fingerprints do not
-change, because the weights that return are the ones that a step has written.
+change, because leaving the context restores the weights of the last step.
 """
 
 import contextlib
@@ -99,7 +99,8 @@ def _swap(weight: Tensor, average: Tensor, is_back: bool) -> None:
     """Exchanges weights and averages, [n], in their memory.
 
     An fp32 average is the sum of its upper 16 bits, rounded, and its lower 16 bits as a signed
-    number. The former are the bf16 weights meanwhile, and the bits of the weights take their place.
+    number. During the exchange, the weight has the upper bits, and the average's memory has the
+    weight's bits in their place.
     An average in the middle of two bf16 numbers is rounded away from zero, not to even.
     """
     if weight.dtype == average.dtype:

@@ -22,10 +22,10 @@ SHARED = (
 
 @functools.cache
 def hypers_of(rule: type[rules.Rule]) -> type:
-    """Returns a rule with the hyper-parameters that it does not read itself after its own.
+    """Returns a subclass of a rule, with the hyper-parameters that the optimizer reads.
 
-    They are the fields of ``weight_update.RoundingConfig`` and ``ema.EmaConfig``, and those of
-    ``sections.SplitConfig`` if the rule steps sections of matrices.
+    These follow the rule's own: the fields of ``weight_update.RoundingConfig`` and
+    ``ema.EmaConfig``, and those of ``sections.SplitConfig`` if the rule steps sections of matrices.
     """
     split = (SplitConfig,) if rules.entry_of(rule).has_sections else ()
     bases = (weight_update.RoundingConfig, EmaConfig, *split, rule)

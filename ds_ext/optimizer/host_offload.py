@@ -2,9 +2,10 @@
 
 Weights (``offload_param``, for which DeepSpeed stores ZeRO-3's runs there) and states
 (``offload_optimizer``) are copied to the device of their gradient, stepped there, and copied back,
-one bucket at a time. A step on the host would copy 2 bytes of gradient per bf16 weight, not 4, but
-needs several passes over memory, which a GPU hides behind the copies. It would also sum in another
-order; this gives the same bits as without offload. ``benchmarks offload`` measures both.
+one bucket at a time. A step on the host would copy 2 bytes per bf16 weight instead of 4. But it
+needs several passes over host memory, and it adds numbers in another order. A step on the GPU
+overlaps with the copies, and gives the same bits as training without offload. ``benchmarks
+offload`` measures both.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from torch import Tensor
 from ds_ext.ops.state import State, mapped
 
 HOST = torch.device("cpu")
-SMALL = 2**17  # bytes of a tensor that stays on the device: launching its copy takes as long
+SMALL = 2**17  # bytes; launching the copy of a smaller tensor takes as long, so it stays
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Finds gradients that are not finite, and leaves their parameters unchanged.
 
 A gradient is bad if an element is not finite, or so large that sums of squares may overflow. If a
-rule writes nothing before its first round (``sums_first``), that round checks the gradient at no
-extra message: the sum of squares of each rank's run travels along, all ranks see the same total,
-and the rank's own sum is its part of the norm. If the rule needs sums of squares anyway, there is
-no extra pass either. Bad gradients are rare: the step of a batch that has some is dropped and begun
-again without them, which takes one more round. In a single process rounds send nothing. There the
+rule writes nothing before its first round (``sums_first``), that round also checks the gradient.
+Each rank adds its sum of squares to the message of the round, so the check needs no message of its
+own, and all ranks see the same total. The rank's own sum is its part of the norm. If the rule needs
+sums of squares anyway, there is no extra pass either. Bad gradients are rare: the step of a batch
+that has some is dropped and begun again without them, which takes one more round. In a single
+process rounds send nothing. There the
 first round checks the gradients of all rules: if a rule writes before its first round, one round
 precedes it. Exceptions are stacks of experts, sections and, on a GPU, parameters stepped alone.
 

@@ -1,6 +1,7 @@
 """The step without hooks: parameters are stepped by their ``grad``, bucket by bucket.
 
-This process holds parameters whole. It holds a part of a DTensor, whose sums travel between ranks.
+A process holds plain parameters completely. It holds a part of each DTensor, and the ranks
+all-reduce the sums of DTensors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

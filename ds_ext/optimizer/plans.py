@@ -86,7 +86,7 @@ class BatchPlan:
 
         Their addresses may differ. Passes read and write as many elements as were recorded.
         """
-        self._state = None  # of a step that was not made
+        self._state = None  # left by a step that raised an error
         try:
             state = self.state(states)
             runs = list(_runs(state))

@@ -84,8 +84,8 @@ def _problem(rule: SplitConfig, shape: Shape) -> str:
         return "only a matrix can be split"
     if odd := _undivided_state(rule, shape):
         return (
-            f"the state {odd} of {type(rule).__name__} has not one number for each element, so it "
-            "cannot be divided. Remove the key, or the option that needs this state"
+            f"the state {odd} of {type(rule).__name__} does not have one number for each element, "
+            "so it cannot be divided. Remove the key, or the option that needs this state"
         )
     rows = "rows" if rule.split_dim == 0 else "columns"
     size = shape[rule.split_dim]
@@ -166,7 +166,7 @@ def steps(
 def _divided(
     sections: Sequence[Section], whole: Shard
 ) -> tuple[tuple[int, tuple[Place, ...], Shard], ...]:
-    """The places of each section in a run, its shard, and what its random bits count on by."""
+    """For each section: the offset of its random bits, its places in the run, and its shard."""
     found, first = [], 0
     for turn, section in enumerate(sections):
         shard = section.shard(whole, turn)

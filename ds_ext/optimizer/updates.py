@@ -20,7 +20,7 @@ class RunUpdate(NamedTuple):
     p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
     g: ops.Gradient  # the same run of the gradient
     shard: Shard  # which elements of the whole parameter the run is
-    num_replicas: int = 1  # ranks whose sums for this run one ``Layout.total`` adds up
+    num_replicas: int = 1  # ranks with equal runs, whose sums ``Layout.total`` adds
 
 
 class StagedRun(NamedTuple):

@@ -312,7 +312,9 @@ def test_states_that_cannot_be_divided_are_refused(kind, hypers):
     param = nn.Parameter(torch.ones(12, 8))
     param.grad = torch.ones_like(param)
     optimizer = getattr(ds_ext, kind)([param], split=[6, 6], **hypers)
-    with pytest.raises(ValueError, match=rf"split is \[6, 6\], .* of {kind} has not one number"):
+    with pytest.raises(
+        ValueError, match=rf"split is \[6, 6\], .* of {kind} does not have one number"
+    ):
         optimizer.step()
     assert torch.equal(param, torch.ones(12, 8))
 

@@ -91,6 +91,13 @@ def test_a_rate_that_suits_adamw_is_told_of(lr, is_told):
     assert all(f"lr = {lr:g} " in line and rates.advice("AdaLomo") in line for line in told)
 
 
+def test_a_rule_without_a_tabled_rate_is_told_of_in_a_whole_sentence(monkeypatch):
+    monkeypatch.setattr(rates, "RATES", {})
+    model = nn.Linear(4, 4)
+    told = said(ds_ext.AdaLomo(model.parameters(), lr=5e-5), model)
+    assert any(line.endswith("relative to the weights: try larger ones.") for line in told)
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 @pytest.mark.parametrize("weight_update", ["stochastic", "master", "master24"])
 def test_the_bytes_of_state_are_those_that_are_held(name, weight_update):

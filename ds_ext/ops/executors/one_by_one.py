@@ -63,7 +63,7 @@ class OneByOne:
 
 @functools.cache
 def _warn(name: str, device: str) -> None:
-    logger.info("%s over a batch on %s: no table supports it, plain torch makes it", name, device)
+    logger.info("%s on %s: no kernel runs it over a batch, so PyTorch operations do", name, device)
 
 
 def _values(p: Any, shard: Shard) -> Tensor:

@@ -35,7 +35,9 @@ def load() -> ctypes.CDLL | None:
     try:
         library = _shipped() or ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.info("steps on the CPU are made by torch's own operations: %s", error)
+        logger.info(
+            "native CPU code is not available, so PyTorch operations step on the CPU: %s", error
+        )
         return None
     library.passes_entry_bytes.restype = ctypes.c_int64
     library.passes_run.restype = None

@@ -1,4 +1,4 @@
-"""A queue of launches, so that one copy to the device brings the tables of all of them.
+"""A queue of launches, whose tables it copies to the device in one transfer.
 
 A ``LaunchQueue`` merges the passes of a bucket's rules into as few launches as their order allows:
 a rule's passes come after those whose results they read, the same programs make passes over the

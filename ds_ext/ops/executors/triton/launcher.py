@@ -40,7 +40,7 @@ class SquareParts:
 
 @dataclass(frozen=True)
 class GradLimits:
-    """A number of each gradient of a batch that only the device knows, and its limit.
+    """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
 
     Attributes:
         found: has ``pointers`` to the numbers, [n]: fp32, such as sums of squares or votes.

@@ -33,7 +33,9 @@ class Spec:
         vars(self).update(fields)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a kernel is not told {name}: it has {', '.join(self.fields)}")
+        raise AttributeError(
+            f"the kernel has no constant {name}. Its constants: {', '.join(self.fields)}"
+        )
 
     def __repr__(self) -> str:
         return self._name
@@ -52,8 +54,8 @@ MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
 # Passes in which an element depends on no other element that an earlier pass has written.
 BY_ELEMENT = {"square_sums", "row_col_sums", "lerp", "square_lerp"}
 BY_ELEMENT |= {"apply", "noting_apply", "measured_apply"}
-# Forms whose quotients of roots need more registers than any form of a matrix: a kernel has the
-# registers of its hungriest pass, so that these few elements are launched apart.
+# Forms whose quotients of roots need more registers than any form of a matrix. A merged kernel uses
+# the registers of its most demanding pass, so these forms have their own launch.
 OF_VECTORS = {"IS_VECTOR", "IS_VECTOR_RESIDUAL"}
 # Passes whose bits do not depend on the number of warps.
 ANY_WARPS = {"lerp", "square_lerp", "apply", "copy_checked_values"}

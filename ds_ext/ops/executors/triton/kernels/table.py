@@ -56,7 +56,7 @@ def size(t, FIELD: tl.constexpr):
 
 @triton.jit
 def divided(a, b):
-    """The quotient and the rest of numbers of tiles, none of which is negative."""
+    """Returns the quotient and the remainder of two numbers of tiles, at least 0."""
     quotient = (tl.cast(a, tl.uint32) // tl.cast(b, tl.uint32)).to(tl.int32)
     return quotient, a - quotient * b
 
