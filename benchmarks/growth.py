@@ -17,7 +17,7 @@ from benchmarks.giants import Counted, Giant
 from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
 from benchmarks.outlook import Given
 from benchmarks.train import Job
-from ds_ext.backward.settings import BUCKET_SIZE, BUCKET_SIZE_ALONE
+from ds_ext.backward.gradient_config import BUCKET_SIZE, BUCKET_SIZE_ALONE
 from ds_ext.planner import activations
 from ds_ext.planner import memory as planner
 from ds_ext.planner.live_memory import LiveMemory

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import ds_ext
 from benchmarks import host_gpu, report
 from benchmarks.memory import LLAMAS, shapes_of
-from ds_ext.backward import settings
-from ds_ext.ops.executors.native import library, table
+from ds_ext.backward import gradient_config
+from ds_ext.ops.executors.native import library, native_table
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.rules import REGISTRY
 
@@ -85,7 +85,7 @@ def small(name: str, n: int, rounds: int) -> dict[str, object]:
     other(x).backward()
     steps: dict[str, Callable[[], object]] = {"plain": plain.step}
     fused = made(name, list(model.parameters()))
-    ds_ext.fuse_into_backward(model, fused, bucket_size=settings.BUCKET_SIZE)
+    ds_ext.fuse_into_backward(model, fused, bucket_size=gradient_config.BUCKET_SIZE)
 
     def in_backward() -> None:
         model(x).backward()
@@ -163,5 +163,5 @@ def doing_nothing() -> Iterator[Counter[str]]:
 
     if library.load() is None:
         raise SystemExit("There are no native passes on this machine: install a C++ compiler.")
-    with mock.patch.object(table, "_library", Library):
+    with mock.patch.object(native_table, "_library", Library):
         yield calls

@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_ext
 from benchmarks.memory import LLAMAS, shapes_of
-from ds_ext.backward import settings
-from ds_ext.ops.executors.native import table
+from ds_ext.backward import gradient_config
+from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.optimizer.updates import RunUpdate
 
 Bucket = list[RunUpdate]
-BUCKET = settings.gpu_bucket_size(torch.bfloat16.itemsize)
+BUCKET = gradient_config.gpu_bucket_size(torch.bfloat16.itemsize)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANKS = 2
 
@@ -164,7 +164,7 @@ class Calls(TorchDispatchMode):
 def doing_nothing() -> Iterator[Counter[str]]:
     """Kernels are launched and do nothing; memory is not touched. Counts launches and copies."""
     counts: Counter[str] = Counter()
-    run = launches.run
+    run = launches.launch_all
 
     def start(*args: object) -> None:
         counts["launches"] += 1
@@ -175,9 +175,9 @@ def doing_nothing() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(devices, "DEVICES", {DEVICE.type}),
-        mock.patch.object(table, "is_available", lambda: False),
+        mock.patch.object(native_table, "is_available", lambda: False),
         mock.patch.object(launches, "launch_kernel", start),
-        mock.patch.object(launches, "run", copied),
+        mock.patch.object(launches, "launch_all", copied),
         mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
     ):
         yield counts

@@ -30,11 +30,11 @@ from triton.compiler import ASTSource
 
 from benchmarks import report, traffic
 from benchmarks.memory import LLAMAS, shapes_of
-from ds_ext.backward import settings
+from ds_ext.backward import gradient_config
 from ds_ext.ops import Scaled
 from ds_ext.ops.executors.triton import devices, kernels, launches
 from ds_ext.ops.executors.triton.columns import AT
-from ds_ext.ops.executors.triton.launches import Kind, MergedLaunch
+from ds_ext.ops.executors.triton.launches import FusedPasses, MergedLaunch
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
@@ -132,7 +132,7 @@ one kernel, which has the registers of the hungriest.
 class Asked(NamedTuple):
     """A pass of a step, or a chain of passes that a program makes one after another."""
 
-    kind: Kind
+    kind: FusedPasses
     warps: int
     programs: int  # of a step
     most: int  # of a launch
@@ -180,7 +180,7 @@ def row(asked: Asked) -> dict[str, object]:
 
 def launch_rows(name: str) -> list[dict[str, object]]:
     """Returns the registers of an optimizer's launches."""
-    rows: dict[tuple[tuple[Kind, ...], int], dict[str, object]] = {}
+    rows: dict[tuple[tuple[FusedPasses, ...], int], dict[str, object]] = {}
     for one in launches_of_step(name):
         key = one.kinds, one.warps
         if key not in rows:
@@ -196,7 +196,7 @@ def launch_rows(name: str) -> list[dict[str, object]]:
     return [*rows.values()]
 
 
-def label(kind: Kind) -> str:
+def label(kind: FusedPasses) -> str:
     """Returns the names of a kind's passes, and what selects their code."""
     names = []
     for one in launches.passes_of(kind):
@@ -207,7 +207,7 @@ def label(kind: Kind) -> str:
     return ", ".join(names)
 
 
-def elements_of_thread(kind: Kind, warps: int) -> float:
+def elements_of_thread(kind: FusedPasses, warps: int) -> float:
     """Returns the elements of a thread: of a tile, or of an iteration of a loop."""
     one = launches.passes_of(kind)[0].fields
     size = one["LONG"] if "LONG" in one else one.get("TR", 1) * one.get("TC", 1)
@@ -289,7 +289,7 @@ def launches_of_step(name: str, model: str = "7B") -> list[MergedLaunch]:
 
 def passes_of_step(name: str, model: str = "7B") -> list[Asked]:
     """Returns the different passes of such a step."""
-    found: dict[tuple[Kind, int], list[int]] = {}
+    found: dict[tuple[FusedPasses, int], list[int]] = {}
     for one in launches_of_step(name, model):
         for chain, number in zip(one.chains, one.of_each, strict=True):
             kind = one.kinds[number]
@@ -331,14 +331,14 @@ def _noted(found: list[MergedLaunch]) -> Iterator[None]:
 
     with (
         mock.patch.object(devices, "DEVICES", {"meta"}),
-        mock.patch.object(launches, "run", run),
+        mock.patch.object(launches, "launch_all", run),
     ):
         yield
 
 
 def _buckets(weights: list[Tensor]) -> Iterator[list[Tensor]]:
     """The buckets of a backward pass, of the default size on a GPU."""
-    size = settings.gpu_bucket_size(torch.bfloat16.itemsize)
+    size = gradient_config.gpu_bucket_size(torch.bfloat16.itemsize)
     bucket: list[Tensor] = []
     for p in reversed(weights):
         if bucket and sum(x.numel() for x in bucket) + p.numel() > size:
@@ -356,12 +356,12 @@ def _nothing(total: Tensor) -> None:
 
 
 @functools.cache
-def counted(kind: Kind, warps: int) -> Counts:
+def counted(kind: FusedPasses, warps: int) -> Counts:
     """Returns the counts of a kind that is compiled alone."""
     return compiled_counts((kind,), warps, len(launches.passes_of(kind)))
 
 
-def compiled_counts(kinds: tuple[Kind, ...], warps: int, passes: int) -> Counts:
+def compiled_counts(kinds: tuple[FusedPasses, ...], warps: int, passes: int) -> Counts:
     """Returns the counts of a launch of these kinds."""
     return counts_of(compiled(launches.constants(kinds, passes, 4), warps).asm["cubin"])
 

@@ -14,7 +14,7 @@ from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call,
 from benchmarks.giants import MODELS, Counted, made
 from benchmarks.links import RING, TREE, Link
 from benchmarks.outlook import GROUP, HOST, JUDGED, SHARE, Given
-from ds_ext.backward.settings import BUCKET_SIZE
+from ds_ext.backward.gradient_config import BUCKET_SIZE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,9 +16,9 @@ from benchmarks.links import Takes
 from benchmarks.outlook import GROUP, Given
 from benchmarks.scale import LINKS
 from benchmarks.staged import Staged
-from ds_ext.backward.settings import BUCKET_SIZE
+from ds_ext.backward.gradient_config import BUCKET_SIZE
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import memory, muon
+from ds_ext.planner import memory, muon_cost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,10 +136,10 @@ def muons(args: argparse.Namespace, given: Sequence[Given]) -> Iterator[dict[str
     """Yields rows with what Muon sends and computes in ds_ext, in DeepSpeed and in dion."""
     model = made(args.model)[0]
     rules = memory.rules_of(OPTIMIZERS["muon"], model, {})
-    matrices, others = muon.divided(memory.shapes_of(model), rules)
+    matrices, others = muon_cost.divided(memory.shapes_of(model), rules)
     for ranks in args.muon_ranks:
         for bucket in sorted({args.bucket, LARGE}):
-            for name, step in muon.STEPS_OF.items():
+            for name, step in muon_cost.STEPS_OF.items():
                 cost = step(matrices, others, ranks, bucket)
                 calls = [Call("", *call) for call in cost.calls]
                 yield {
@@ -204,9 +204,10 @@ holds for ZeRO 1's gathers of new weights. ZeRO 0 has only the one round over al
 Activations between stages take no time here. Tests on a small model compare the calls of FSDP2 and
 of a pipeline with those of real ranks.
 
-**Muon** has a table of its own, which is computed from the algorithms (`ds_ext/planner/muon.py`)
-and not counted. Tests compare its numbers for ds_ext with the counted ones, and those for DeepSpeed
-with the calls of real ranks. All gradients are included, in bf16; gathers of weights are not.
+**Muon** has a table of its own, which is computed from the algorithms
+(`ds_ext/planner/muon_cost.py`) and not counted. Tests compare its numbers for ds_ext with the
+counted ones, and those for DeepSpeed with the calls of real ranks. All gradients are
+included, in bf16; gathers of weights are not.
 
 - ds_ext, ZeRO-3: one reduce-scatter of the gradients; per matrix with short side S, S(S+1)/2 fp32
   numbers all-reduced twice, or for a wide matrix the whole matrix in fp32 and S(S+1)/2 numbers.

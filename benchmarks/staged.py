@@ -21,12 +21,12 @@ from benchmarks.counting import Bucket, Owner, Pretended, zeros_on_hosts
 from benchmarks.giants import MODELS, Counted
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
-from ds_ext.backward.receivers import Keeping
+from ds_ext.backward.gradient_config import GradientConfig
+from ds_ext.backward.receivers import Accumulating
 from ds_ext.backward.reduced_grad import ReducedGrad
-from ds_ext.backward.settings import GradientConfig
 from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed.groups import size_of
-from ds_ext.distributed.layout import Weight
+from ds_ext.distributed.layout import ParamInfo
 from ds_ext.distributed.pipeline_layout import PipelineLayout
 from ds_ext.distributed.placement import Replicated, Sharded
 from ds_ext.planner import stages
@@ -65,13 +65,13 @@ def kept(
     with _pretending(group), zeros_on_hosts():
         placement = KINDS[zero](group)  # type: ignore[arg-type]
         names = {params[name]: name for name in own}
-        weights = [Weight(name, p.numel(), p.dtype) for name, p in params.items()]
+        weights = [ParamInfo(name, p.numel(), p.dtype) for name, p in params.items()]
         meta = torch.device("meta")
         layout = PipelineLayout(group, names, lambda p: placement, weights, [], meta)  # type: ignore[arg-type]
         state = StepState(GradientReader(layout, GradientConfig(size, "sharded")))
         place = 0
 
-        class Noting(Keeping):
+        class Noting(Accumulating):
             """Receiver that records the gradients that it keeps."""
 
             def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:

@@ -19,12 +19,12 @@ from torch import nn
 import ds_ext
 from benchmarks import report
 from benchmarks.host import BATCHED, made
+from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.native.norm_cache import NormCache
-from ds_ext.ops.executors.native.table import Table
 from ds_ext.ops.executors.table_batch import AnyTable
 from ds_ext.ops.executors.triton import devices, launches
-from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.table import Table as KernelTable
+from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
+from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.optimizer import OPTIMIZERS
 
 SIDE = 256  # rows and columns of the stepped matrix
@@ -97,7 +97,7 @@ def in_a_step(
         if is_fused:
             ds_ext.fuse_into_backward(model, optimizer)
         for _ in range(3):
-            with counted(Table if by == "native" else KernelTable) as found:
+            with counted(NativeTable if by == "native" else KernelTable) as found:
                 model(torch.randn(3, SIDE, dtype=dtype)).float().square().sum().backward()
                 optimizer.step()
             optimizer.zero_grad()
@@ -120,7 +120,7 @@ def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
     def noted(self: AnyTable, name: str, columns: Any, *args: Any, **how: Any) -> Any:
         reads_known = name == "square_sums" and _is_known(columns)
         if name in OVER_RUNS and not reads_known:
-            of_each = self.entries["n"] if isinstance(self, Table) else self.geometry.n
+            of_each = self.entries["n"] if isinstance(self, NativeTable) else self.geometry.n
             count(found, name, int(of_each.sum()), kind.fuses_squares, *args, **how)
         return run(self, name, columns, *args, **how)
 
@@ -159,8 +159,8 @@ def count(
 ) -> None:
     """Adds the elements that a pass on ``n`` elements reads and writes to ``found``.
 
-    The arguments are those of ``Table.run``. ``fuses_squares``: whether a pass for squares also
-    reads the weights.
+    The arguments are those of ``NativeTable.run``. ``fuses_squares``: whether a pass for squares
+    also reads the weights.
     """
     reads, writes = STATE.get(form, (0, 0))
     found["moments read"] += reads * n

@@ -8,11 +8,11 @@ from collections import Counter
 from typing import Any, NamedTuple, get_type_hints
 
 from ds_ext import hyperparams
-from ds_ext.backward.settings import ConfigSection
+from ds_ext.backward.gradient_config import ConfigSection
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.ema import EmaConfig
-from ds_ext.optimizer.sections import SplitConfig
+from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.rules import REGISTRY
 
 # The meaning of keys whose fields have no comment.
@@ -50,7 +50,7 @@ def keys() -> str:
     lines += [*(k.line() for kind in (RoundingConfig, EmaConfig) for k in _keys(kind)), ""]
     splitting = [entry.spelling for entry in REGISTRY.values() if entry.has_sections]
     lines += [f"## Sections of matrices: {', '.join(splitting)}", ""]
-    lines += [*(k.line() for k in _keys(SplitConfig)), ""]
+    lines += [*(k.line() for k in _keys(SectionConfig)), ""]
     own = {
         rule: [k for k in _keys(rule) if k.name == "seed" or k.name not in _WRITING]
         for rule in (entry.rule for entry in REGISTRY.values())

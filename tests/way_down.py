@@ -27,7 +27,7 @@ from ds_ext.commands import config
 from ds_ext.commands.cli import main
 from ds_ext.forward import chunked_loss
 from ds_ext.ops import rounding, scratch
-from ds_ext.planner import fit, options, plan
+from ds_ext.planner import fit, memory_plan, options
 from tests import blocks, worlds
 from tests.common import pretend, streams
 
@@ -133,7 +133,7 @@ def table(ways: dict[str, list[Step]]) -> str:
         for step in steps:
             label = f"{step.name} ({name})" if step is steps[0] else step.name
             rows.append([label, f"{step.planned / MIB:.2f}", f"{step.measured / MIB:.2f}"])
-    return "\n".join(["```text", *plan.aligned(rows), "```"])
+    return "\n".join(["```text", *memory_plan.aligned(rows), "```"])
 
 
 def shown(name: str) -> list[tuple[str, float, float]]:

@@ -26,7 +26,7 @@ from benchmarks.gpu.setting import RIGHT, WRONG, Rows, Setting, using_kernels
 from benchmarks.memory import OURS, Sizes, llama
 from ds_ext.backward import owners, startup_log
 from ds_ext.ops.executors.triton import launches
-from ds_ext.ops.executors.triton.launches import Spec
+from ds_ext.ops.executors.triton.launches import KernelConstants
 
 Asked = tuple[int, int, dict[str, Any]]  # parameters, warps, constants
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def _ended(process: "subprocess.Popen[str]") -> Iterator[str]:
 
 def plain(value: Any) -> Any:
     """A constant as JSON may have it: a dtype by its name."""
-    if isinstance(value, Spec):
+    if isinstance(value, KernelConstants):
         return {name: plain(x) for name, x in value.fields.items()}
     return getattr(value, "name", value)
 
@@ -157,7 +157,7 @@ def plain(value: Any) -> Any:
 def given(value: Any) -> Any:
     """The inverse of ``plain``."""
     if isinstance(value, dict):
-        return Spec(**{name: given(x) for name, x in value.items()})
+        return KernelConstants(**{name: given(x) for name, x in value.items()})
     tl = importlib.import_module("triton.language")
     types = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
     return types.get(value, value)

@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 
 from benchmarks.memory import LLAMAS, Sizes
-from ds_ext.backward import settings
-from ds_ext.ops.executors.native import table
+from ds_ext.backward import gradient_config
+from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 
 Row = dict[str, object]
@@ -102,7 +102,7 @@ GPU = Setting(
     ),
     sides=(16384, 4096),
     # A matrix each, and up to the default.
-    bucket_sizes=(1, 2**24, 2**26, settings.gpu_bucket_size(torch.bfloat16.itemsize)),
+    bucket_sizes=(1, 2**24, 2**26, gradient_config.gpu_bucket_size(torch.bfloat16.itemsize)),
     processes=16,
     kernels=None,
 )
@@ -142,7 +142,7 @@ def using_kernels(kind: str | None) -> Iterator[None]:
     """A context in which kernels step the tensors of a kind of device; None: torch's operations."""
     with (
         mock.patch.object(devices, "DEVICES", set() if kind is None else {kind}),
-        mock.patch.object(table, "is_available", lambda: False),
+        mock.patch.object(native_table, "is_available", lambda: False),
     ):
         yield
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ds_ext import ops
 from ds_ext.backward import owners
 from ds_ext.backward.module_hooks import Hook, check_leaf_inputs
-from ds_ext.backward.owners import Owner
-from ds_ext.backward.partial_grads import Uses
+from ds_ext.backward.owners import GradientOwner
+from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, compact_copy, has_other_users
 from ds_ext.backward.reduction import Reducing, Reduction
 from ds_ext.backward.streams import IN_FLIGHT, SideStreams
@@ -35,7 +35,7 @@ def has_room(elements: int, more: int, size: int) -> bool:
     return elements + more <= size or elements < MIN_FILL * size
 
 
-class Sent(NamedTuple):
+class InFlightBucket(NamedTuple):
     """A bucket that is being reduced."""
 
     reducing: Reducing
@@ -70,7 +70,7 @@ class Buckets:
         look: Callable[[], None],
         wanted: Callable[[Tensor], bool],
         begin: Callable[[], Receiver],
-        owner: Owner,
+        owner: GradientOwner,
         overlap: bool = False,
     ) -> None:
         self.layout = layout
@@ -83,7 +83,7 @@ class Buckets:
         self.owner = owner
         self.overlap = overlap
         self.streams = SideStreams(layout.device, overlap)
-        self.sent: Sent | None = None  # the bucket that is being reduced
+        self.sent: InFlightBucket | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
         self.elements = 0  # that no exchange of ready gradients covers yet
@@ -94,7 +94,7 @@ class Buckets:
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
         self.leaf_params = {p for params in leaves.values() for p in params}
-        self.uses = Uses(module, leaves | layout.units(), layout.brings_gradients)
+        self.uses = ModuleCalls(module, leaves | layout.units(), layout.brings_gradients)
         self.size_of = {p: placement.padded_numel(p) for p, placement in layout.of.items()}
         self.counted = {p: placement.max_padded_numel(p) for p, placement in layout.of.items()}
         self.reduction = Reduction(layout, self.streams, self.size_of, comm_dtype, self.leaf_params)
@@ -259,7 +259,7 @@ class Buckets:
             grads = {p: self.waiting.pop(p, None) for p in piece}  # None: not on this rank
             reducing = self.reduction.begin(grads, voted_params)
             self._receive()
-            self.sent = Sent(reducing, agreed.in_parts)
+            self.sent = InFlightBucket(reducing, agreed.in_parts)
             if not (self.overlap and reducing.blocks):
                 self._receive()
             self.streams.make_room(IN_FLIGHT - (self.sent is not None))

@@ -38,7 +38,7 @@ class SavedGrad(NamedTuple):
                 self.grad.copy_(self.copy)
 
 
-class Pass(NamedTuple):
+class MeasuringPass(NamedTuple):
     """A norm prepass, with the backward passes that run inside it."""
 
     by: object  # the owner of the measured gradients
@@ -46,7 +46,7 @@ class Pass(NamedTuple):
     saved: list[SavedGrad]
 
 
-_passes: dict[int, Pass] = {}  # in progress, by graph task id
+_passes: dict[int, MeasuringPass] = {}  # in progress, by graph task id
 _retaining: Any = WeakTensorKeyDictionary()  # tensors with retain_grad(): None
 _lock = threading.Lock()
 
@@ -68,7 +68,7 @@ def preserved(by: object, loss: Tensor, own: Own) -> Iterator[None]:
     restores the ``grad`` of other tensors at its end. It cannot restore them earlier, because a
     checkpointed segment reads the ``grad`` of its inputs.
     """
-    this = Pass(by, own, [])
+    this = MeasuringPass(by, own, [])
     try:
         with _part(this, [loss], is_inner=False):
             yield
@@ -79,7 +79,7 @@ def preserved(by: object, loss: Tensor, own: Own) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _part(this: Pass, roots: Sequence[Tensor], is_inner: bool) -> Iterator[None]:
+def _part(this: MeasuringPass, roots: Sequence[Tensor], is_inner: bool) -> Iterator[None]:
     """A context for one of the passes of ``this``, from ``roots``.
 
     The leaves of an inner pass may be inputs made for it. Their ``grad`` may be part of a larger

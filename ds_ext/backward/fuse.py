@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_ext import logs
-from ds_ext.backward import int8_weights, owners, settings, startup_log
+from ds_ext.backward import gradient_config, int8_weights, owners, startup_log
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
 from ds_ext.distributed.groups import Group, everyone
@@ -85,7 +85,7 @@ def fuse_into_backward(
     layout = fully_shard.FSDP2Layout(model, group) if is_cut else _whole_layout(model, group)
     _take_over(model, optimizer, group)
     layout.broadcast(model)
-    config = settings.GradientConfig(
+    config = gradient_config.GradientConfig(
         bucket_size,
         gradient_policy,
         max_grad_norm,
@@ -93,7 +93,7 @@ def fuse_into_backward(
         clip_mode,
         measure_updates=measure_updates,
         overlap=True,
-        words=settings.ARGUMENTS,
+        words=gradient_config.ARGUMENTS,
     )
     optimizer.separate_experts(model)
     fused = FusedBackward(model, optimizer, layout, config, is_boundary=layout.brings_gradients)

@@ -16,19 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import foreign_grads, int8_weights, messages, owners, settings, torch_calls
+from ds_ext.backward import (
+    error_texts,
+    foreign_grads,
+    gradient_config,
+    int8_weights,
+    owners,
+    torch_calls,
+)
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.norm_prepass import NormPrepass
-from ds_ext.backward.partial_grads import Uses
-from ds_ext.backward.receivers import Keeping, Measuring, Stepper, Stepping, SteppingMeasured
+from ds_ext.backward.partial_grads import ModuleCalls
+from ds_ext.backward.receivers import Accumulating, Measuring, Stepper, Stepping, SteppingMeasured
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad
 from ds_ext.backward.results import StepResult, collect_metrics
 from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer, ema_exchange, state_checks, validation
+from ds_ext.optimizer import RuleOptimizer, ema_exchange, param_checks, state_checks
 
 
 class FusedBackward:
@@ -56,7 +63,7 @@ class FusedBackward:
         module: nn.Module,
         optimizer: RuleOptimizer,
         layout: Layout,
-        grad_config: settings.GradientConfig,
+        grad_config: gradient_config.GradientConfig,
         comm_dtype: Callable[[Tensor], torch.dtype | None] = lambda param: None,
         is_boundary: Callable[[], bool] = lambda: True,
         on_replaced: Callable[[], None] | None = None,
@@ -135,7 +142,7 @@ class FusedBackward:
     def check_owner(self) -> None:
         """Raises RuntimeError if another owner has taken the parameters over, or inside ``ema``."""
         if self.is_replaced:
-            raise RuntimeError(messages.REPLACED)
+            raise RuntimeError(error_texts.REPLACED)
         self.optimizer.refuse_exchanged()
 
     def ema(self) -> AbstractContextManager[None]:
@@ -147,7 +154,7 @@ class FusedBackward:
         """
         self.check_owner()
         if self.is_begun:
-            raise RuntimeError(messages.BEGUN)
+            raise RuntimeError(error_texts.BEGUN)
         self.optimizer.follow_groups()
         return ema_exchange.exchanged(self.optimizer, self.layout)
 
@@ -174,7 +181,9 @@ class FusedBackward:
             return
         if self.state.used_up or self.buckets.holds():
             words = self.grad_config.words
-            raise RuntimeError(f"{words.clipping}: a parameter {messages.second_gradient(words)}")
+            raise RuntimeError(
+                f"{words.clipping}: a parameter {error_texts.second_gradient(words)}"
+            )
         self.layout.refuse_resized()
         self.optimizer.follow_groups()
         self.buckets.begin_with(Measuring(self.state))
@@ -201,7 +210,7 @@ class FusedBackward:
             self.buckets.finish()
         if self.layout.any(self.prepass.changed is not None):
             who = self.prepass.changed or "A function on another rank"
-            raise RuntimeError(messages.cannot_repeat(who, self.grad_config.words))
+            raise RuntimeError(error_texts.cannot_repeat(who, self.grad_config.words))
         self.state.reduce_norm(self.clipping)
 
     @contextmanager
@@ -257,7 +266,7 @@ class FusedBackward:
         stepped = self.state.stepped and self.state.used_up.intersection(params)
         if stepped and self.layout.is_first:
             counts = len(stepped), len(self.optimizer.group_of)
-            logger.warning(messages.STEPPED, *counts, self.grad_config.words.sharded)
+            logger.warning(error_texts.STEPPED, *counts, self.grad_config.words.sharded)
         given, trained = set(params), self.buckets.trained.intersection(self.optimizer.group_of)
         if any(owners.owner(p) is self for p in trained - given):
             self.buckets.discard(given)
@@ -305,7 +314,7 @@ class FusedBackward:
         so_far, device = self.state.norm_so_far(), self.layout.device
         norm = torch.tensor(so_far, dtype=torch.float64, device=device)
         if asked.get("error_if_nonfinite") and not norm.isfinite():
-            raise RuntimeError(messages.NOT_FINITE)
+            raise RuntimeError(error_texts.NOT_FINITE)
         return norm
 
     def leaf(self, param: Tensor) -> Tensor:
@@ -313,7 +322,7 @@ class FusedBackward:
         return self.layout.leaf(param)
 
     @property
-    def uses(self) -> Uses:
+    def uses(self) -> ModuleCalls:
         """The calls of the model's modules since the last backward pass."""
         return self.buckets.uses
 
@@ -348,7 +357,7 @@ class FusedBackward:
         """Whether the optimizer has the parameter. Raises ValueError if it cannot step it."""
         if param not in self.optimizer.group_of:
             return False
-        validation.refuse_complex(self.optimizer, [param])
+        param_checks.refuse_complex(self.optimizer, [param])
         return True
 
     def _keeps(self) -> bool:
@@ -368,12 +377,12 @@ class FusedBackward:
                 trained = [p for p in self.optimizer.group_of if p.requires_grad]
                 logger.info(self.grad_config.cost(sum(len(self.layout.shard(p)) for p in trained)))
             self.has_logged_cost = True
-            return Keeping(state, self.grad_config.accumulate_in)
+            return Accumulating(state, self.grad_config.accumulate_in)
         if state.is_measured:
             state.is_measured = False  # another backward pass needs its own norm
             return SteppingMeasured(self.stepper, state)
         if self.must_measure:
-            raise RuntimeError(messages.measure_first(self.grad_config.words))
+            raise RuntimeError(error_texts.measure_first(self.grad_config.words))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
         return Stepping(self.stepper, state)
 

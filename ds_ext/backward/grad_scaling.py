@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.backward import settings
+from ds_ext.backward import gradient_config
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
@@ -18,7 +18,7 @@ class GradientReader:
     Set ``loss_scale`` to the factor that the loss was multiplied by before backward.
     """
 
-    def __init__(self, layout: Layout, grad_config: settings.GradientConfig) -> None:
+    def __init__(self, layout: Layout, grad_config: gradient_config.GradientConfig) -> None:
         self.layout = layout
         self.grad_config = grad_config
         self.loss_scale = 1.0

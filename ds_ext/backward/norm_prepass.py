@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdRef
 
 from ds_ext.backward.autograd_graph import nodes
 
-Place: TypeAlias = tuple[nn.Module, str]  # of a buffer
+BufferKey: TypeAlias = tuple[nn.Module, str]  # of a buffer
 Digests: TypeAlias = dict[tuple[BackwardCFunction, str], Tensor]  # of what functions hold: []
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,7 +29,7 @@ _SMALL = 2**20  # bytes
 _BLOCK = 2**22  # elements that a CPU casts to int64 at a time
 
 
-class Version(NamedTuple):
+class BufferVersion(NamedTuple):
     """The identity of a buffer, and its version counter."""
 
     tensor: WeakIdRef
@@ -75,9 +75,9 @@ class NormPrepass:
                 x.data.copy_(values)  # keeps its version, because the graph may hold it
             self.seen = self._versions()
 
-    def _versions(self) -> dict[Place, Version]:
+    def _versions(self) -> dict[BufferKey, BufferVersion]:
         return {
-            (owner, name): Version(WeakIdRef(x), 0 if x.is_inference() else x._version)
+            (owner, name): BufferVersion(WeakIdRef(x), 0 if x.is_inference() else x._version)
             for owner in self.module.modules()
             for name, x in owner._buffers.items()
             if x is not None

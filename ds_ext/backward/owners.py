@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ds_ext.backward.partial_grads import Uses
-from ds_ext.backward.settings import GradientConfig
+from ds_ext.backward.gradient_config import GradientConfig
+from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer
 
 
-class Owner(Protocol):
+class GradientOwner(Protocol):
     """An object that steps parameters from hooks."""
 
     optimizer: RuleOptimizer
     grad_config: GradientConfig
 
     @property
-    def uses(self) -> Uses:
+    def uses(self) -> ModuleCalls:
         """The calls of its model's modules since the last backward pass."""
 
     def leaf(self, param: Tensor) -> Tensor:
@@ -53,23 +53,23 @@ class Owner(Protocol):
 
 
 _owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Owner
-_live: "weakref.WeakSet[Owner]" = weakref.WeakSet()
+_live: "weakref.WeakSet[GradientOwner]" = weakref.WeakSet()
 _lock = threading.Lock()  # for _live: a set that grows cannot be iterated over
 
 
-def live() -> list[Owner]:
+def live() -> list[GradientOwner]:
     """Returns all owners, of any thread."""
     with _lock:
         return list(_live)
 
 
-def owner(param: Tensor) -> Owner | None:
+def owner(param: Tensor) -> GradientOwner | None:
     """Returns the owner of ``param``."""
     found = _owners.get(param)
     return None if found is None else found()
 
 
-def claim(param: Tensor, by: Owner, name: str) -> None:
+def claim(param: Tensor, by: GradientOwner, name: str) -> None:
     """Makes ``by`` the owner of ``param``. Raises RuntimeError if it has another one."""
     other = owner(param)
     if other is not None and other is not by:
@@ -83,7 +83,7 @@ def claim(param: Tensor, by: Owner, name: str) -> None:
         _live.add(by)
 
 
-def release(params: Iterable[Tensor], by: Owner) -> None:
+def release(params: Iterable[Tensor], by: GradientOwner) -> None:
     """Removes the owner of those ``params`` that ``by`` owns."""
     with _lock:
         _live.discard(by)
@@ -92,7 +92,7 @@ def release(params: Iterable[Tensor], by: Owner) -> None:
             del _owners[param]
 
 
-def check_finished(params: Iterable[Tensor], group: Group = None) -> list[Owner]:
+def check_finished(params: Iterable[Tensor], group: Group = None) -> list[GradientOwner]:
     """Returns the owners of ``params``; all ranks of ``group`` call it.
 
     Raises RuntimeError on all ranks if an owner is in the middle of a step on any of them.
@@ -125,7 +125,7 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
         )
 
 
-def may_reach_others(by: Owner) -> bool:
+def may_reach_others(by: GradientOwner) -> bool:
     """Returns whether the backward pass in progress may be of the loss of another owner's model.
 
     Example: a generator's loss reaches the discriminator, whose gradients zero_grad() discards
@@ -134,7 +134,7 @@ def may_reach_others(by: Owner) -> bool:
     return _reaches_others(by) or _may_hide_others(by)
 
 
-def _reaches_others(by: Owner) -> bool:
+def _reaches_others(by: GradientOwner) -> bool:
     """Whether the graph of the backward pass in progress contains leaves of other owners."""
     return any(
         torch._C._will_engine_execute_node(get_gradient_edge(other.leaf(param)).node)
@@ -153,7 +153,7 @@ def is_stepped(leaves: Iterable[Tensor]) -> bool:
     return any(id(leaf) in stepped for leaf in leaves)
 
 
-def others_used(by: Owner) -> list[Owner]:
+def others_used(by: GradientOwner) -> list[GradientOwner]:
     """Returns other owners whose models this thread has called since their last backward pass.
 
     Forward passes run in the calling thread, on any device. Those of other threads are for other
@@ -166,7 +166,7 @@ def others_used(by: Owner) -> list[Owner]:
     ]
 
 
-def _may_hide_others(by: Owner) -> bool:
+def _may_hide_others(by: GradientOwner) -> bool:
     """Whether the backward pass may reach other owners' parameters in checkpointed segments.
 
     A segment's graph does not contain the leaves of the outer graph. The outer graph does not

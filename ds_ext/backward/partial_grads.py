@@ -19,7 +19,7 @@ from ds_ext.backward.module_hooks import Hook
 _clock = itertools.count(1)
 
 
-class Uses:
+class ModuleCalls:
     """Counts the calls of modules before the next backward pass.
 
     A call without gradients counts if it is made inside a call with gradients, as in a checkpointed

@@ -1,8 +1,8 @@
 """Receivers of the gradients of a backward pass: they step, measure or keep them.
 
 A backward pass has one receiver. With the policy ``fused``, ``Stepping`` and ``SteppingMeasured``
-use gradients at once and keep none. With ``sharded``, ``Keeping`` adds up this rank's runs until
-the step. ``Measuring`` receives the first of the two passes of exact clipping.
+use gradients at once and keep none. With ``sharded``, ``Accumulating`` adds up this rank's runs
+until the step. ``Measuring`` receives the first of the two passes of exact clipping.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -162,7 +162,7 @@ class Measuring:
         self.state.record(grads)
 
 
-class Keeping:
+class Accumulating:
     """Adds gradients to the kept ones, in ``dtype``; None: the accumulator's dtype."""
 
     adds_up = True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import rates
-from ds_ext.backward.settings import GradientConfig
+from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops import int8, state, weight_update
 from ds_ext.optimizer import RuleOptimizer

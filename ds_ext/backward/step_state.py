@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ds_ext.backward import messages
+from ds_ext.backward import error_texts
 from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.backward.streams import from_host
@@ -79,7 +79,9 @@ class StepState:
         again = self.used_up.intersection(params)
         if again:
             name = self.reader.layout.name(again.pop())
-            raise RuntimeError(f"{name} {messages.second_gradient(self.reader.grad_config.words)}")
+            raise RuntimeError(
+                f"{name} {error_texts.second_gradient(self.reader.grad_config.words)}"
+            )
         self.used_up.update(params)
 
     def record(self, grads: ReducedGrads) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import foreign_grads, module_hooks, owners, settings
+from ds_ext.backward import foreign_grads, gradient_config, module_hooks, owners
 from ds_ext.backward.autograd_graph import nodes
 
 _lock = threading.Lock()
@@ -53,7 +53,7 @@ def _discarding(
     @functools.wraps(zero_grad)
     def call(self: Any, set_to_none: bool = True) -> None:
         zero_grad(self, set_to_none)
-        found: dict[owners.Owner, list[Tensor]] = {}
+        found: dict[owners.GradientOwner, list[Tensor]] = {}
         for param in params_of(self):
             if (owner := owners.owner(param)) is not None:
                 found.setdefault(owner, []).append(param)
@@ -68,7 +68,9 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
     def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if found := {by for by in map(owners.owner, params) if by is not None}:
-            before, norm_of = _BEFOREHAND[next(iter(found)).grad_config.words is settings.CONFIG]
+            before, norm_of = _BEFOREHAND[
+                next(iter(found)).grad_config.words is gradient_config.CONFIG
+            ]
             asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
             if len(found) == 1 and (norm := found.pop().clipped_norm(params, asked)) is not None:
                 return norm

@@ -17,7 +17,7 @@ from ds_ext.checkpoint.folder import VERSION
 from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, State
+from ds_ext.ops.state import NestedState, Part, Parts
 from ds_ext.optimizer import RuleOptimizer, ema, host_offload
 
 
@@ -151,9 +151,9 @@ def _read(
     device: torch.device,
     offload: host_offload.HostOffload | None,
     *above: str,
-) -> State:
+) -> NestedState:
     """This rank's part of the state under the keys ``above``, ready for a step."""
-    made: State = {}
+    made: NestedState = {}
     for key, part in parts.items():
         if isinstance(part, Part):
             values = pieces.read(part, "state", own.name, *above, key)

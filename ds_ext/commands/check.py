@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ext.config import validation
+from ds_ext.config import config_checks
 from ds_ext.config.parsing import lookup, without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
 from ds_ext.optimizer.model_view import ModelView, at_zero, summary
@@ -144,17 +144,19 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     if autos:
         report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
     ours = _optimizer(config, report)
-    report.notes += validation.ignored(config)
+    report.notes += config_checks.ignored(config)
     optimizer = None if ours is None else _groups(config, ours, model, report)
     states = [] if optimizer is None else _states(config, optimizer)
     report.unchecked += _unchecked(config, model, ranks)
     if importlib.util.find_spec("deepspeed") is None:
-        report.problems += validation.problems(config, states=states)
+        report.problems += config_checks.problems(config, states=states)
         report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
     else:
-        from ds_ext.engine import deepspeed_config, schedulers, versions
+        from ds_ext.engine import deepspeed_config, deepspeed_versions, schedulers
 
-        report.problems += validation.problems(config, versions.INSTALLED, states=states)
+        report.problems += config_checks.problems(
+            config, deepspeed_versions.INSTALLED, states=states
+        )
         report.problems += deepspeed_config.problems(config, ranks)
         if ours is None or optimizer is not None:
             report.problems += schedulers.problems(config, optimizer or _stand_in())
@@ -224,7 +226,7 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
             yield f"{key}: how DeepSpeed divides the layers of the model; the run tells"
     if lookup(config, "zero_optimization.zero_quantized_weights"):
         yield "zero_optimization.zero_quantized_weights: whether the accelerator has DeepSpeed's op"
-    for key in validation.group_keys(config):
+    for key in config_checks.group_keys(config):
         if ranks is None:
             yield f"{key}: whether it divides the ranks; give --ranks to check it"
 

@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 
 from ds_ext.commands import config
-from ds_ext.planner import fit, options, plan
+from ds_ext.planner import fit, memory_plan, options
 
 HELP = "print the bytes per rank of an optimizer, of AdamW and of Megatron-LM"
 DESCRIPTION = (
@@ -20,7 +20,7 @@ add_options = options.add_options
 def run(given: argparse.Namespace) -> None:
     """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
     if given.fit is None:
-        plan.run(given)
+        memory_plan.run(given)
     else:
         _fit(given, given.fit)
 
@@ -32,8 +32,8 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
     if path.exists():
         raise ValueError(f"--fit {path}: the file exists: give another name.")
     made, taken = fit.way_down(given, asked)
-    last, unit = taken[-1].asked, plan.unit_of(step.use.total for step in taken)
-    totals = [step.use.total / plan.UNITS[unit] for step in taken]
+    last, unit = taken[-1].asked, memory_plan.unit_of(step.use.total for step in taken)
+    totals = [step.use.total / memory_plan.UNITS[unit] for step in taken]
     lines = [["", "total", "saves"], [taken[0].name, f"{totals[0]:.2f}", "-"]]
     for step, (before, total) in zip(taken[1:], itertools.pairwise(totals), strict=True):
         lines.append([f"{step.name} ({step.cost})", f"{total:.2f}", f"{before - total:.2f}"])
@@ -41,9 +41,9 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
         path.write_text(config.as_text(config.of_plan(last)), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--fit {path}: {error.strerror}") from None
-    print(f"{plan.title(made)}; {unit} per rank\n")
-    print("\n".join(plan.aligned(lines)))
-    print("\n" + plan.not_counted(last, made.n, unit))
+    print(f"{memory_plan.title(made)}; {unit} per rank\n")
+    print("\n".join(memory_plan.aligned(lines)))
+    print("\n" + memory_plan.not_counted(last, made.n, unit))
     print(f"\nFits {last.cards[0]:g} GiB, less what is not counted. Config: {path}")
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ds_ext import hyperparams
-from ds_ext.backward.settings import ConfigSection, GradientConfig
+from ds_ext.backward.gradient_config import ConfigSection, GradientConfig
 
 _DTYPES = {  # as DeepSpeed spells them
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),

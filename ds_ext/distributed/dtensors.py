@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_ext.distributed import groups
 from ds_ext.distributed.groups import Group, communicates
 from ds_ext.distributed.placement import Placement, flat
-from ds_ext.ops.shard import Box, Shard, Split
+from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,7 +95,7 @@ def _locate(
     parts = list(itertools.product(*map(range, sizes)))
     boxes = tuple(_boxes(shape, _held(shape, sizes, cuts, part)) for part in parts)
     own = parts.index(tuple(at[i] for i in cutting))
-    return DTensorLocation(Shard.of_split(shape, Split(boxes), own, 0), ranks, dim)
+    return DTensorLocation(Shard.of_split(shape, TensorParallelSplit(boxes), own, 0), ranks, dim)
 
 
 def _check(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]) -> None:
@@ -220,7 +220,7 @@ class DTensorPlacement(Placement):
         super().publish(map(local, params))
 
 
-class Placements:
+class DTensorPlacementCache:
     """The placements of DTensors, one for each layout. All ranks make them in the same order.
 
     Args:

@@ -47,7 +47,7 @@ class FSDP2Layout(Layout):
     def __init__(self, module: nn.Module, group: Group) -> None:
         names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
         _refuse_plain(names)
-        made = dtensors.Placements(size_of(group))
+        made = dtensors.DTensorPlacementCache(size_of(group))
         cut = {p: name for p, name in names.items() if dtensors.is_dtensor(p)}
         super().__init__(group, cut, made.of)  # type: ignore[arg-type]
         self.everyone = group

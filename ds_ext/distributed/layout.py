@@ -32,7 +32,7 @@ def complete(waiting: Mapping[Tensor, bool]) -> Agreement:
     return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
 
 
-class Weight(NamedTuple):
+class ParamInfo(NamedTuple):
     """A parameter of the model, on this or another rank."""
 
     name: str
@@ -118,9 +118,9 @@ class Layout:
         return len(self.placements) == 1 and not self.placements[0].is_divided
 
     @functools.cached_property
-    def weights(self) -> list[Weight]:
+    def weights(self) -> list[ParamInfo]:
         """The parameters of the whole model, in the same order on all its ranks."""
-        return [Weight(n, self.shards[p].numel, p.dtype) for p, n in self.names.items()]
+        return [ParamInfo(n, self.shards[p].numel, p.dtype) for p, n in self.names.items()]
 
     @functools.cached_property
     def index_of(self) -> Mapping[Tensor, int]:
@@ -355,6 +355,6 @@ def with_turns(shards: Mapping[Tensor, Shard]) -> dict[Tensor, Shard]:
     params = []
     for shard in shards.values():
         ranks, cost = len(shard.starts), float(min(shard.rows, shard.cols)) ** 3
-        params.append(turns.Parameter(0, ranks, (turns.Work(cost, ranks),)))
+        params.append(turns.SharedParam(0, ranks, (turns.SharedWork(cost, ranks),)))
     chosen = zip(shards.items(), turns.balanced(tuple(params)), strict=True)
     return {param: dataclasses.replace(shard, turn=turn) for (param, shard), turn in chosen}

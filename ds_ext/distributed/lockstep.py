@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops.executors.triton import memory
+from ds_ext.ops.executors.triton import launch_memory
 
 Sums: TypeAlias = tuple[Tensor, ...]
 StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
@@ -38,7 +38,7 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
     waiting = _advance_all(generators)
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
-        flat = memory.joined(partial)
+        flat = launch_memory.joined(partial)
         if flat is not None:  # the totals replace the sums
             total = yield flat
             if total is not flat:

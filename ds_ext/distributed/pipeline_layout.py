@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.distributed.groups import Group
-from ds_ext.distributed.layout import Layout, Weight
+from ds_ext.distributed.layout import Layout, ParamInfo
 from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.distributed.rank_failure import explained
 
@@ -47,7 +47,7 @@ class PipelineLayout(Layout):
         group: Group,
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
-        weights: Iterable[Weight],
+        weights: Iterable[ParamInfo],
         ties: Sequence[Tie],
         device: torch.device,
     ) -> None:

@@ -26,14 +26,14 @@ from torch import Tensor
 from ds_ext.distributed.groups import Group, communicates, size_of
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.ops import int8
-from ds_ext.ops.shard import Shard, Split
+from ds_ext.ops.shard import Shard, TensorParallelSplit
 
 
 class TensorParallelShard(NamedTuple):
     """This rank's part of a parameter that tensor parallelism has split."""
 
     shape: tuple[int, ...]  # of the whole parameter
-    split: Split  # the boxes of each rank of the tensor-parallel group
+    split: TensorParallelSplit  # the boxes of each rank of the tensor-parallel group
     rank: int  # in that group
 
     @property
@@ -47,7 +47,7 @@ class TensorParallelShard(NamedTuple):
         return self.split.numel(self.rank)
 
 
-class Levels(Protocol):
+class TwoLevelAllReduce(Protocol):
     """An all-reduce in several collectives: ``hierarchical_all_reduce.HierarchicalAllReduce``."""
 
     inside: Group
@@ -95,7 +95,7 @@ class Placement:
         self.statistics_group = statistics_group
         self.tensor_parallel_shards = tensor_parallel_shards or {}
         self.num_replicas = num_replicas
-        self.levels: Levels | None = None
+        self.levels: TwoLevelAllReduce | None = None
         self.bytes_sent = 0
 
     def connect(self, with_own_queue: Callable[..., Group]) -> None:

@@ -2,6 +2,6 @@
 
 import deepspeed  # noqa: F401  first: this import applies the patches of this package
 
-from ds_ext.engine import versions
+from ds_ext.engine import deepspeed_versions
 
-versions.check()
+deepspeed_versions.check()

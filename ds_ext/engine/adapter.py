@@ -17,21 +17,21 @@ from torch import Tensor
 from ds_ext.backward import startup_log
 from ds_ext.backward.autograd_graph import nodes
 from ds_ext.backward.fused_backward import FusedBackward
-from ds_ext.config import parsing, validation
+from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
 from ds_ext.engine import (
+    engine_settings,
     expert_parallel,
     hook_cleanup,
     pipeline,
     safe_access,
-    settings,
     unsupported_api,
 )
 from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of, share_time_limit
-from ds_ext.engine.messages import log, show, warn
 from ds_ext.engine.offload_states import OffloadedStates
 from ds_ext.engine.parameters import unpartitioned_shape
+from ds_ext.engine.rank_logging import log, show, warn
 from ds_ext.engine.zero3 import Zero3Layout
 from ds_ext.optimizer import RuleOptimizer, host_offload
 from ds_ext.optimizer.host_offload import HostOffload
@@ -44,7 +44,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     Args:
         engine: the engine. Its model is already on the device.
-        optimizer: an optimizer that ``validation.validate`` has accepted.
+        optimizer: an optimizer that ``config_checks.validate`` has accepted.
 
     Raises:
         ValueError: the settings do not support these parameters.
@@ -58,10 +58,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.layout = layout_of(engine)
         self.dp_process_group = self.layout.replica_group  # DeepSpeed uses it in file names
         share_time_limit(self.layout)
-        config = settings.effective(engine)
+        config = engine_settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
         grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)
-        if settings.is_filled_in(engine, grad_config.bucket_size):
+        if engine_settings.is_filled_in(engine, grad_config.bucket_size):
             grad_config = replace(grad_config, bucket_size=None)
         self._prepare_optimizer(config["zero_optimization"].get("offload_optimizer"))
         self.fused = FusedBackward(
@@ -76,7 +76,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             rerun_context=self._suspend_engine_hooks,
         )
         self.offloaded = OffloadedStates(self.fused)
-        self.loss_scaler = settings.loss_scaler(engine)
+        self.loss_scaler = engine_settings.loss_scaler(engine)
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._entered = -1  # graph task id of the engine's last backward pass
@@ -88,14 +88,14 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def log_start(self) -> None:
         """Logs the training setup and its warnings. Call it after the scheduler was checked."""
-        config, grad_config = settings.effective(self.engine), self.fused.grad_config
+        config, grad_config = engine_settings.effective(self.engine), self.fused.grad_config
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         if pipeline.is_pipeline(self.engine):
             where += f", the first of {self.engine.module.num_pipeline_stages()} stages"
         show(startup_log.line(self.optimizer, self.layout, grad_config, where))
         for line in parsing.log_lines(grad_config, self.fused.buckets.size, config):
             log(f"{type(self.optimizer).__name__}: {line}")
-        for line in validation.ignored(config):
+        for line in config_checks.ignored(config):
             log(line)
         warnings = consensus.gathered(list(startup_log.warnings(self.optimizer, self.layout)))
         for warning in dict.fromkeys(itertools.chain(*warnings)):
@@ -324,7 +324,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.clear_backward_seen_flag()
         self.layout.discard()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
-        if settings.counts_micro_batches(engine) and engine.micro_steps % steps:
+        if engine_settings.counts_micro_batches(engine) and engine.micro_steps % steps:
             log("zero_grad() discards the micro-batches of this step so far: the step starts again")
             engine.micro_steps -= engine.micro_steps % steps
         engine._unmanaged_backward_count = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_ext.distributed.placement import TensorParallelShard
 from ds_ext.engine import parameters
-from ds_ext.ops.shard import Box, Split
+from ds_ext.ops.shard import Box, TensorParallelSplit
 
 
 def tensor_parallel_shards(
@@ -40,7 +40,9 @@ def tensor_parallel_shards(
             tuple(_box(piece, made, r, name) for piece in pieces if piece.numel)
             for r, pieces in sorted(made.pieces_by_rank.items())
         )
-        found[param] = TensorParallelShard(made.logical_shape, Split(boxes, ranks), rank)
+        found[param] = TensorParallelShard(
+            made.logical_shape, TensorParallelSplit(boxes, ranks), rank
+        )
     return found
 
 

@@ -24,8 +24,8 @@ from ds_ext.checkpoint.pieces import Pieces, Saved, by_plain_name, piece, plain_
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed.groups import size_of
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import expert_parallel, settings
-from ds_ext.engine.messages import log
+from ds_ext.engine import engine_settings, expert_parallel
+from ds_ext.engine.rank_logging import log
 from ds_ext.engine.zero3 import Zero3Layout
 from ds_ext.errors import CheckpointError
 from ds_ext.ops import int8
@@ -139,7 +139,7 @@ class Contents:
             values = run.g[: len(own.shard)]
             gradients[own.name] = piece(values, own.part)
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
-        done = engine.micro_steps % steps if settings.counts_micro_batches(engine) else 0
+        done = engine.micro_steps % steps if engine_settings.counts_micro_batches(engine) else 0
         return {
             "passes": [done, steps],
             "losses": self._grad_divisor,

@@ -121,7 +121,7 @@ def listed(written: Sequence[Files]) -> dict[str, Any]:
     }
 
 
-class Opened(NamedTuple):
+class CheckpointData(NamedTuple):
     """The memory-mapped files of a checkpoint."""
 
     model: Saved  # this rank's model file
@@ -135,7 +135,7 @@ def open_files(
     rank: int,
     names: set[str],
     layers: Mapping[int, str],
-) -> Opened:
+) -> CheckpointData:
     """Memory-maps the files of a checkpoint.
 
     Args:
@@ -183,7 +183,7 @@ def open_files(
         )
         weights = [_whole_weights(whole, wanted)]
     pieces = Pieces([*saved, *({"weights": found} for found in weights)])
-    return Opened(model, saved, pieces)
+    return CheckpointData(model, saved, pieces)
 
 
 def _of_layers(path: Path, files: Sequence[str], layers: Mapping[int, str]) -> dict[str, Any]:

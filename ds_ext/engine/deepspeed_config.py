@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import logger
 from pydantic import BaseModel, ValidationError
 
-from ds_ext.config.validation import SIZES, batch_problems, size_problems
+from ds_ext.config.config_checks import SIZES, batch_problems, size_problems
 
 # Top-level keys that DeepSpeed's modules ``constants`` and ``config`` do not define as constants.
 _SECTIONS = {

@@ -6,7 +6,7 @@ from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 from torch import nn
 
 from ds_ext.backward import int8_weights
-from ds_ext.config import validation
+from ds_ext.config import config_checks
 from ds_ext.config.parsing import lookup, section
 from ds_ext.forward import batch_splits, chunked_loss
 
@@ -38,7 +38,7 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
 
 def _refuse_int8(engine: DeepSpeedEngine, model: nn.Module) -> None:
     """Raises ValueError for settings and models without weights in 8 bits."""
-    validation.raise_first(validation.int8_problems(engine._config._param_dict))
+    config_checks.raise_first(config_checks.int8_problems(engine._config._param_dict))
     is_moe = any(hasattr(module, "deepspeed_moe") for module in model.modules())
     if is_moe or isinstance(model, PipelineModule):
         raise int8_weights.unsupported("deepspeed.moe" if is_moe else "PipelineModule")

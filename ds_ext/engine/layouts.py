@@ -36,20 +36,20 @@ from ds_ext.distributed.groups import Group, everyone, size_of
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement, Replicated, Sharded
 from ds_ext.engine import (
+    engine_settings,
     expert_parallel,
     pipeline,
     quantized_gradients,
     replica_groups,
-    settings,
     zero3,
 )
 from ds_ext.engine.zero3 import Zero3Layout, Zero3Placement
 
-Kind: TypeAlias = type[Replicated] | type[Sharded]
+PlacementType: TypeAlias = type[Replicated] | type[Sharded]
 PlacementOf: TypeAlias = Callable[[Tensor], Placement]
 
 _CUT: dict[int, type[Sharded]] = {1: Sharded, 2: Sharded, 3: Zero3Placement}
-_BY_STAGE: dict[int, Kind] = {0: Replicated, **_CUT}
+_BY_STAGE: dict[int, PlacementType] = {0: Replicated, **_CUT}
 
 
 def layout_of(engine: DeepSpeedEngine) -> Layout:
@@ -109,7 +109,9 @@ def share_time_limit(layout: Layout) -> None:
 def _sum_group_size(engine: DeepSpeedEngine) -> int:
     """The size of the inner groups of hierarchical sums; 0 for one group of all ranks."""
     size = parsing.section(engine.config).sum_group_size
-    return settings.ranks_per_host("ds_ext.sum_group_size", "host") if size == "host" else size
+    return (
+        engine_settings.ranks_per_host("ds_ext.sum_group_size", "host") if size == "host" else size
+    )
 
 
 def _alike(placement: Placement) -> PlacementOf:
@@ -118,7 +120,7 @@ def _alike(placement: Placement) -> PlacementOf:
 
 
 def _with_experts(
-    dense: PlacementOf, kind: Kind, group: Group, losses: int, tensor_size: int
+    dense: PlacementOf, kind: PlacementType, group: Group, losses: int, tensor_size: int
 ) -> PlacementOf:
     """Placements with experts. Other parameters get their placement from ``dense``."""
 
@@ -139,7 +141,7 @@ def _with_experts(
 
 
 def _with_tensor_parallelism(
-    kind: Kind, group: Group, tensor_group: Group, losses: int, names: Mapping[Tensor, str]
+    kind: PlacementType, group: Group, tensor_group: Group, losses: int, names: Mapping[Tensor, str]
 ) -> PlacementOf:
     """Placements under tensor parallelism. All its ranks have equal unsplit parameters."""
     from ds_ext.engine import autotp  # needs DeepSpeed 0.19.8, like tensor parallelism

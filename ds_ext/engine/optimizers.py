@@ -10,8 +10,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from ds_ext.engine import pipeline
-from ds_ext.engine.messages import log
 from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
+from ds_ext.engine.rank_logging import log
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
 from ds_ext.optimizer.group_index import ParamGroup
 from ds_ext.optimizer.model_view import ModelView, summary

@@ -10,7 +10,7 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor, nn
 
 # Types of linear layers and embeddings, with and without tensor parallelism. DeepSpeed has these
-# embeddings since 0.19.8. For older versions ``config.validation`` refuses tensor parallelism.
+# embeddings since 0.19.8. For older versions ``config_checks`` refuses tensor parallelism.
 LINEARS = (nn.Linear, TensorParallel_Layer)
 _SPLIT = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
 EMBEDDINGS = (nn.Embedding, *(getattr(layers, name) for name in _SPLIT if hasattr(layers, name)))

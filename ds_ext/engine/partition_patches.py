@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext.engine import replica_groups, versions
+from ds_ext.engine import deepspeed_versions, replica_groups
 from ds_ext.engine.monkeypatch import Method, replaces
 from ds_ext.engine.parameters import deepspeed_parameter
 
@@ -83,7 +83,7 @@ def gather(original: Method, gathered: GatheredParameters, *args: Any, **kwargs:
 def _allgather_params_coalesced(
     original: Method, init: Init, params: list[Tensor], *args: Any, **kwargs: Any
 ) -> None:
-    one_by_one = not versions.WAITS_FOR_ALL and init.local_device.type == "cpu"
+    one_by_one = not deepspeed_versions.WAITS_FOR_ALL and init.local_device.type == "cpu"
     for some in [[param] for param in params] if one_by_one else [params]:
         original(init, some, *args, **kwargs)
 

@@ -22,24 +22,24 @@ from ds_ext.config import override
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine import (
     deepspeed_config,
+    engine_checks,
     expert_parallel,
     forward,
     hook_cleanup,
-    messages,
     optimizers,
     partition_patches,  # noqa: F401  adds its own to PATCHES
     pipeline,
+    rank_logging,
     save_load,
     schedulers,
     sequence_parallel,
     tiled,
     trainer_checks,
     unsupported_api,
-    validation,
 )
 from ds_ext.engine.adapter import ZeroAdapter
-from ds_ext.engine.messages import log
 from ds_ext.engine.monkeypatch import PATCHES, Method, replaces
+from ds_ext.engine.rank_logging import log
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules import base
 
@@ -62,7 +62,7 @@ def register() -> None:
 @replaces(OpBuilder)
 def jit_load(original: Method, builder: OpBuilder, *args: Any, **kwargs: Any) -> Any:
     """Logs a message before a build, which takes minutes in the first run on a machine."""
-    messages.announce_build(builder.name)
+    rank_logging.announce_build(builder.name)
     return original(builder, *args, **kwargs)
 
 
@@ -72,7 +72,7 @@ def jit_load(original: Method, builder: OpBuilder, *args: Any, **kwargs: Any) ->
 @replaces(DeepSpeedConfig, "__init__")
 def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kwargs: Any) -> None:
     """Reports invalid keys and values as the command ``check`` does, one line per key."""
-    with messages.traceback_once((ValueError, AssertionError)):
+    with rank_logging.traceback_once((ValueError, AssertionError)):
         try:
             taken = override.apply(given)
             if taken is not given:
@@ -102,16 +102,16 @@ def _configure_with_arguments(
 
 @replaces(DeepSpeedEngine)
 def _is_supported_optimizer(original: Method, engine: DeepSpeedEngine, name: str) -> Any:
-    with messages.traceback_once():
+    with rank_logging.traceback_once():
         optimizers.refuse_unknown(name)
     return original(engine, name)
 
 
 @replaces(DeepSpeedEngine)
 def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, model: Any) -> None:
-    validation.check_ranks(engine, model)  # first: ranks that differ would hang below
+    engine_checks.check_ranks(engine, model)  # first: ranks that differ would hang below
     if optimizers.is_ours(engine):
-        with messages.traceback_once():
+        with rank_logging.traceback_once():
             sequence_parallel.add_groups(engine, engine._ds_ext_mpu)
             forward.apply(engine, model)
     owners.check_finished(model.parameters())
@@ -130,7 +130,7 @@ def _configure_optimizer(
     original: Method, engine: DeepSpeedEngine, client: Any, *args: Any, **kwargs: Any
 ) -> None:
     try:
-        with messages.traceback_once(), explained():  # ZeRO-3 partitions the model here
+        with rank_logging.traceback_once(), explained():  # ZeRO-3 partitions the model here
             trainer_checks.refuse_dropped(client)
             if isinstance(client, RuleOptimizer):
                 pipeline.stash_groups(engine, client)
@@ -162,7 +162,7 @@ def _do_optimizer_sanity_check(
     ours = isinstance(basic_optimizer, RuleOptimizer)
     if ours:
         pipeline.restore_groups(basic_optimizer)
-        pipeline.on_all_stages(engine, lambda: validation.validate(engine, basic_optimizer))
+        pipeline.on_all_stages(engine, lambda: engine_checks.validate(engine, basic_optimizer))
     wrapper = ZERO_OPTIMIZATION if ours else original(engine, basic_optimizer)
     owners.take_over(p for p in engine.module.parameters() if p.requires_grad)
     return wrapper

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from ds_ext.checkpoint.pieces import plain_name
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group, size_of
-from ds_ext.distributed.layout import Weight
+from ds_ext.distributed.layout import ParamInfo
 from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Placement
-from ds_ext.engine import replica_groups, versions
+from ds_ext.engine import deepspeed_versions, replica_groups
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.group_index import ParamGroup
 from ds_ext.optimizer.model_view import ModelView
@@ -44,7 +44,7 @@ def check_supported(engine: DeepSpeedEngine) -> None:
     Raises:
         ValueError: it cannot. The message names the unsupported setting.
     """
-    versions.refuse_old_pipelines()
+    deepspeed_versions.refuse_old_pipelines()
     if any(kind.__name__ == "DualPipeVModule" for kind in type(engine.module).__mro__):
         raise ValueError(
             "ds_ext does not support DualPipeVModule, which puts two stages on each rank: use "
@@ -303,14 +303,14 @@ def _ties(module: PipelineModule) -> list[Tie]:
     ]
 
 
-def _weights(names: Mapping[Tensor, str], stage: int) -> list[Weight]:
+def _weights(names: Mapping[Tensor, str], stage: int) -> list[ParamInfo]:
     """The parameters of all stages.
 
     Raises ValueError on all ranks if an untied parameter is on several stages, or if a tied
     parameter differs between stages.
     """
-    own = [(Weight(name, p.numel(), p.dtype), p.requires_grad) for p, name in names.items()]
-    found: dict[str, tuple[int, tuple[Weight, bool]]] = {}
+    own = [(ParamInfo(name, p.numel(), p.dtype), p.requires_grad) for p, name in names.items()]
+    found: dict[str, tuple[int, tuple[ParamInfo, bool]]] = {}
     everyone = consensus.gathered((stage, own))
     for there, info in ((there, info) for there, of_rank in everyone for info in of_rank):
         name = info[0].name

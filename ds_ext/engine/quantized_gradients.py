@@ -12,9 +12,9 @@ from torch import Tensor
 from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.int4_reduce_scatter import BLOCK_SIZE, Int4ReduceScatter
 from ds_ext.distributed.placement import Placement
-from ds_ext.engine import settings
-from ds_ext.engine.messages import log
+from ds_ext.engine import engine_settings
 from ds_ext.engine.parameters import deepspeed_parameter
+from ds_ext.engine.rank_logging import log
 from ds_ext.engine.zero3 import Zero3Placement
 
 KEY = "zero_optimization.zero_quantized_gradients"
@@ -65,7 +65,7 @@ def placements(
     """
     exact, size, ranks = (
         Zero3Placement(group, grad_divisor),
-        settings.ranks_per_host(KEY, True),
+        engine_settings.ranks_per_host(KEY, True),
         size_of(group),
     )
     if ranks <= size:

@@ -15,8 +15,8 @@ from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer, MultipleA
 from torch import Tensor
 
 from ds_ext.distributed.groups import size_of
-from ds_ext.engine.messages import log
 from ds_ext.engine.parameters import deepspeed_parameter
+from ds_ext.engine.rank_logging import log
 
 KEY = "zero_optimization.zero_quantized_weights"
 

@@ -24,8 +24,8 @@ from ds_ext.checkpoint import checks, folder, swap
 from ds_ext.distributed import consensus
 from ds_ext.engine import checkpoint_contents, checkpoint_files, pipeline
 from ds_ext.engine.checkpoint_contents import Contents
-from ds_ext.engine.checkpoint_files import Files, Opened, Writer
-from ds_ext.engine.messages import log, warn
+from ds_ext.engine.checkpoint_files import CheckpointData, Files, Writer
+from ds_ext.engine.rank_logging import log, warn
 from ds_ext.errors import CheckpointError
 
 T = TypeVar("T")
@@ -251,14 +251,14 @@ def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _opened(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) -> Opened:
+def _opened(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) -> CheckpointData:
     """The memory-mapped files."""
     names = {own.name for own in contents.owned.values()}
     layers = pipeline.layer_names(contents.engine)
     return checkpoint_files.open_files(path, manifest, contents.layout.rank, names, layers)
 
 
-def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -> None:
+def _check(contents: Contents, opened: CheckpointData, with_state: bool, strict: bool) -> None:
     """Raises CheckpointError if the checkpoint does not match the model or the optimizer."""
     if with_state:
         contents.check(opened.pieces, strict)
@@ -266,7 +266,7 @@ def _check(contents: Contents, opened: Opened, with_state: bool, strict: bool) -
         checks.check_weights(opened.pieces, contents.owned, strict, contents.names)
 
 
-def _load(contents: Contents, opened: Opened, with_state: bool, path: Path) -> None:
+def _load(contents: Contents, opened: CheckpointData, with_state: bool, path: Path) -> None:
     """Loads weights, buffers and, if ``with_state``, the optimizer's state."""
     contents.engine.optimizer.checkpoint_event_prologue()
     if with_state:
@@ -285,7 +285,7 @@ def _publish(contents: Contents) -> None:
     layout.end_step()
 
 
-def _load_counts(engine: DeepSpeedEngine, opened: Opened, with_scheduler: bool) -> None:
+def _load_counts(engine: DeepSpeedEngine, opened: CheckpointData, with_scheduler: bool) -> None:
     """Loads step counts and schedules, even if a step's micro-batches are unfinished."""
     done, of = opened.saved[0]["accumulated"]["passes"] if opened.saved else (0, 1)
     checkpoint_contents.load_counts(engine, opened.model, (done, of), with_scheduler)

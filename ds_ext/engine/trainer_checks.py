@@ -12,7 +12,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from ds_ext.engine.messages import warn
+from ds_ext.engine.rank_logging import warn
 from ds_ext.optimizer import RuleOptimizer
 
 _ADVICE = {

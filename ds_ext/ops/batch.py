@@ -19,7 +19,7 @@ from ds_ext.ops.expressions import Source, WeightStorage
 from ds_ext.ops.shard import Shard
 
 Pointers: TypeAlias = NDArray[np.int64]
-Geometry: TypeAlias = tuple[int, int, int, int, int]  # start, elements, matrices, rows, columns
+GeometryTuple: TypeAlias = tuple[int, int, int, int, int]  # start, elements, matrices, rows, cols
 CPU = torch.device("cpu")
 MASTER = frozenset({"master", "marks"})  # the keys of a state that belong to the fp32 master
 
@@ -81,7 +81,7 @@ class Shifted:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PointerArray:
     """Addresses, and the tensors that must stay alive for them."""
 
     pointers: Pointers  # [n]
@@ -194,7 +194,7 @@ def _offsets(sizes: list[int]) -> tuple[NDArray[np.int64], int]:
     return ends - np.array(sizes, dtype=np.int64), int(ends[-1])
 
 
-def _box(shard: Shard) -> tuple[Geometry, int, int]:
+def _box(shard: Shard) -> tuple[GeometryTuple, int, int]:
     """The geometry of a run within its box, and the box's first row and column in the matrix."""
     if shard.split is None:
         return (shard.start, len(shard), shard.mats, shard.rows, shard.cols), 0, 0

@@ -50,7 +50,7 @@ def register(where: type, *executors: Executor) -> None:
     _executors[where] = executors
 
 
-def run(asked: Any, where: Any) -> Any:
+def execute(asked: Any, where: Any) -> Any:
     """Makes a pass by the first executor that supports it, and returns its results.
 
     Raises:

@@ -138,7 +138,7 @@ class Formula:
         return self.name, *(_taken_apart(x, numbers) for x in self.of)
 
 
-# The operations in torch; kernels/table.py has them for kernels.
+# The operations in torch; kernels/table_access.py has them for kernels.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add": operator.add,
     "sub": operator.sub,

@@ -182,12 +182,12 @@ def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
 
 def square_sums(runs: Sequence[Readable], shard: Shard, like: Gradient) -> tuple[Tensor, ...]:
     """Returns the sums of the squares of several runs, [] each; reads shared inputs once."""
-    return tuple(dispatch.run(SquareSums(runs, like), shard))
+    return tuple(dispatch.execute(SquareSums(runs, like), shard))
 
 
 def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
     """Returns the sums of the squares of flat tensors on one device, at least one, [n]."""
-    return cast(Tensor, dispatch.run(FlatSquareSums(runs), None))
+    return cast(Tensor, dispatch.execute(FlatSquareSums(runs), None))
 
 
 def largest(runs: Sequence[Tensor]) -> Tensor:
@@ -195,7 +195,7 @@ def largest(runs: Sequence[Tensor]) -> Tensor:
 
     A magnitude is inf or NaN if an element is inf or NaN.
     """
-    return cast(Tensor, dispatch.run(Largest(runs), None))
+    return cast(Tensor, dispatch.execute(Largest(runs), None))
 
 
 def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
@@ -211,7 +211,7 @@ def row_col_square_sums(x: Readable, shard: Shard, like: Gradient) -> tuple[Tens
 
     Rows and columns outside the run are 0, so summing over ranks gives the sums of the matrix.
     """
-    return cast(tuple[Tensor, Tensor], dispatch.run(RowColSums(x, like), shard))
+    return cast(tuple[Tensor, Tensor], dispatch.execute(RowColSums(x, like), shard))
 
 
 def weighted_square_sums(
@@ -226,7 +226,7 @@ def weighted_square_sums(
         [mats, rows], [mats, cols], [mats, cols].
     """
     asked = WeightedRowColSums(x, before, eps, beta, like)
-    return cast(tuple[Tensor, Tensor, Tensor], dispatch.run(asked, shard))
+    return cast(tuple[Tensor, Tensor, Tensor], dispatch.execute(asked, shard))
 
 
 def factors_(
@@ -245,12 +245,12 @@ def factors_(
     ``weighted_square_sums``, the factors limit RMS(x / sqrt(v)) to ``clip``.
     """
     asked = Factors(row, col, sums, eps, beta, clip)
-    return cast(tuple[Tensor, Tensor], dispatch.run(asked, shard))
+    return cast(tuple[Tensor, Tensor], dispatch.execute(asked, shard))
 
 
 def scattered_squares(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """Returns the squares of a run at its place in the whole parameter, 0 elsewhere, [numel]."""
-    return cast(Tensor, dispatch.run(ScatteredSquares(x, like), shard))
+    return cast(Tensor, dispatch.execute(ScatteredSquares(x, like), shard))
 
 
 def advance_1x1_(
@@ -260,22 +260,22 @@ def advance_1x1_(
 
     The statistics ``row`` and ``col``, [numel, 1], both hold v.
     """
-    return cast(Tensor, dispatch.run(Advance1x1(row, col, squares, eps, beta), shard))
+    return cast(Tensor, dispatch.execute(Advance1x1(row, col, squares, eps, beta), shard))
 
 
 def own_run(v: Tensor, shard: Shard) -> Tensor:
     """Returns the run's part of ``v``, a vector over the whole parameter, [len(shard)]."""
-    return cast(Tensor, dispatch.run(OwnRun(v), shard))
+    return cast(Tensor, dispatch.execute(OwnRun(v), shard))
 
 
 def lerp_(m: Writable, x: Readable, weight: float, shard: Shard) -> None:
     """m ← m + weight · (x − m), for a run."""
-    dispatch.run(Lerp(m, x, weight), shard)
+    dispatch.execute(Lerp(m, x, weight), shard)
 
 
 def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Shard) -> None:
     """v ← v + weight · (x² + eps − v), for a run."""
-    dispatch.run(SquareLerp(v, x, eps, weight), shard)
+    dispatch.execute(SquareLerp(v, x, eps, weight), shard)
 
 
 def apply_(
@@ -286,12 +286,12 @@ def apply_(
     It is computed as p − lr · (u + weight_decay · p), because the factor 1 − lr · weight_decay
     would have the same rounding error at every step.
     """
-    dispatch.run(Apply(p, u, lr, weight_decay), shard)
+    dispatch.execute(Apply(p, u, lr, weight_decay), shard)
 
 
 def unit_quotient(x: Readable, shard: Shard, like: Gradient) -> Quotient:
     """Returns x as a quotient whose factors are all 1."""
-    return cast(Quotient, dispatch.run(UnitQuotient(x, like), shard))
+    return cast(Quotient, dispatch.execute(UnitQuotient(x, like), shard))
 
 
 def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Quotient:
@@ -303,12 +303,12 @@ def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Qu
         least: the smallest norm that rows are divided by.
         shard: the geometry of the run.
     """
-    return cast(Quotient, dispatch.run(NormalizeRows(x, sums, least), shard))
+    return cast(Quotient, dispatch.execute(NormalizeRows(x, sums, least), shard))
 
 
 def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Shard) -> Quotient:
     """Returns x with columns of norm √rows: ``normalize_rows`` for columns, sums [mats, cols]."""
-    return cast(Quotient, dispatch.run(NormalizeColumns(x, sums, least), shard))
+    return cast(Quotient, dispatch.execute(NormalizeColumns(x, sums, least), shard))
 
 
 def normalize_whole_rows(
@@ -320,12 +320,12 @@ def normalize_whole_rows(
     whole rows. Factors of other ranks' rows are 0, and the sums only include the run.
     """
     asked = NormalizeWholeRows(x, least, like)
-    return cast(tuple[Quotient, Tensor], dispatch.run(asked, shard))
+    return cast(tuple[Quotient, Tensor], dispatch.execute(asked, shard))
 
 
 def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool = False) -> None:
     """Writes fingerprints of 16-bit runs, [n], to the second of each pair, [ceil(n / GROUP)]."""
-    dispatch.run(Mark(given, are_batched), None)
+    dispatch.execute(Mark(given, are_batched), None)
 
 
 def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool = False) -> None:
@@ -336,7 +336,7 @@ def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bo
             their fingerprints or None: see ``fingerprints.mend_``.
         are_batched: whether the runs are stepped in batches.
     """
-    dispatch.run(Mend(given, are_batched), None)
+    dispatch.execute(Mend(given, are_batched), None)
 
 
 def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:

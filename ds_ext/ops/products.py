@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ds_ext.ops.executors.native import products as native
+from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.expressions import Gradient, Scaled, accumulator, part, read
 from ds_ext.ops.shard import Block
 

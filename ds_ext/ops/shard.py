@@ -47,7 +47,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorParallelSplit:
     """The boxes of a parameter that each rank of tensor parallelism holds.
 
     A rank's boxes lie one after another in its memory; a divided fused QKV has several. The rank's
@@ -101,7 +101,7 @@ class Shard:
     start: int
     stop: int
     size: int  # of a full run: cuts are its multiples, unless ``split`` or ``cut_at`` is given
-    split: Split | None = None  # if given, elements count box by box, not row by row
+    split: TensorParallelSplit | None = None  # if given, elements count box by box, not row by row
     cut_at: tuple[int, ...] | None = None  # if given, the elements at which runs start
     turn: int = 0  # which of the ranks with a run does the work of one rank: ``has_turn``
 
@@ -127,7 +127,9 @@ class Shard:
         return cls(tuple(shape), min(rank * size, numel), min((rank + 1) * size, numel), size)
 
     @classmethod
-    def of_split(cls, shape: tuple[int, ...], split: Split, part: int, rank: int) -> "Shard":
+    def of_split(
+        cls, shape: tuple[int, ...], split: TensorParallelSplit, part: int, rank: int
+    ) -> "Shard":
         """The run of data parallelism's ``rank`` in the boxes of tensor parallelism's ``part``."""
         first, n = split.first(part), split.numel(part)
         size = -(-n // split.ranks)
@@ -320,26 +322,26 @@ class Section(NamedTuple):
         start, stop = self.before(whole.start), self.before(whole.stop)
         return Shard(self.shape, start, stop, whole.size, cut_at=cut_at, turn=whole.turn + turn)
 
-    def places(self, whole: Shard) -> tuple["Place", ...]:
+    def places(self, whole: Shard) -> tuple["StridedRange", ...]:
         """Returns where the section's elements lie in a run of the parameter, in order."""
         start, stop, size = whole.start, whole.stop, self.period or 1
         low, high = -(-start // size) * size, stop // size * size  # the whole periods
         found = [self._place(start, min(low, stop), start)]
         if low < high:
             n = (high - low) // size
-            found.append(Place(low + self.first - start, n, size, self.width))
+            found.append(StridedRange(low + self.first - start, n, size, self.width))
         found.append(self._place(max(low, high), stop, start))
         return tuple(place for place in found if place.width > 0)
 
-    def _place(self, low: int, high: int, start: int) -> "Place":
+    def _place(self, low: int, high: int, start: int) -> "StridedRange":
         """The place of elements [low, high) of one period, counted from ``start``."""
         begin = low // (self.period or 1) * self.period + self.first
         low, high = max(low, begin), min(high, begin + self.width)
-        return Place(low - start, 1, high - low, high - low)
+        return StridedRange(low - start, 1, high - low, high - low)
 
 
 @dataclass(frozen=True)
-class Place:
+class StridedRange:
     """``count`` times ``width`` consecutive elements of a run, ``step`` apart."""
 
     first: int

@@ -60,16 +60,16 @@ class Part:
 
 
 Parts: TypeAlias = Mapping[str, Union[Part, "Parts"]]
-State: TypeAlias = dict[str, Union[Tensor, "State"]]
+NestedState: TypeAlias = dict[str, Union[Tensor, "NestedState"]]
 
 
-def zeros(parts: Parts, p: Tensor, stream: int = 0) -> State:
+def zeros(parts: Parts, p: Tensor, stream: int = 0) -> NestedState:
     """The state of a run ``p`` before its first step, on its device: zeros, except for streams.
 
     ``stream`` is the parameter's number. Nested parts, such as the parts of an expert, get their
     own streams.
     """
-    made: State = {}
+    made: NestedState = {}
     for key, part in parts.items():
         if isinstance(part, Part):
             dtype = part.dtype or accumulator(p.dtype)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Work(NamedTuple):
+class SharedWork(NamedTuple):
     """The work for one matrix, which rank ``first + (turn + shift) % ranks`` does."""
 
     cost: float  # in any unit
@@ -16,16 +16,16 @@ class Work(NamedTuple):
     shift: int = 0
 
 
-class Parameter(NamedTuple):
+class SharedParam(NamedTuple):
     """A parameter whose turn is to be chosen."""
 
     turn: int  # the turn to prefer among equal ones
     ranks: int  # ranks that hold a run of the parameter
-    works: tuple[Work, ...]  # one for each matrix, or for each section of a fused one
+    works: tuple[SharedWork, ...]  # one for each matrix, or for each section of a fused one
 
 
 @functools.lru_cache(4096)
-def balanced(params: Sequence[Parameter]) -> tuple[int, ...]:
+def balanced(params: Sequence[SharedParam]) -> tuple[int, ...]:
     """Returns the turn of each parameter: the most expensive first, on the least loaded ranks.
 
     The result depends on nothing else, so all ranks choose the same turns, also after a resume.

@@ -11,16 +11,16 @@ from torch import Tensor
 from ds_ext import rules
 from ds_ext.distributed import lockstep
 from ds_ext.ops.batch import CPU
-from ds_ext.ops.executors.native import table
+from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
-from ds_ext.optimizer import dtensor_state, sections, validation
+from ds_ext.optimizer import dtensor_state, param_checks, sections
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
 from ds_ext.optimizer.group_index import GroupIndex
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.plans import Plans, are_batched
+from ds_ext.optimizer.plans import BucketPlans, are_batched
 from ds_ext.optimizer.updates import RunUpdate, StagedRun, by_device
 
 
@@ -29,7 +29,7 @@ class BucketOptimizer(ParamTable):
 
     def __init__(self) -> None:
         super().__init__()
-        self._plans = Plans()
+        self._plans = BucketPlans()
         self._has_batched_rule = False
         self._is_native: bool | None = None
         self._norms: WeightNorms = {}  # of weights since the last ``commit_weight_norms``
@@ -48,7 +48,7 @@ class BucketOptimizer(ParamTable):
         for i, group in enumerate(self.index.groups):
             if sections.are_set(self._rules.of(i, group)):
                 for p in (p for p in group["params"] if p.requires_grad):
-                    validation.refuse_shape(self, p, self.shard(p))
+                    param_checks.refuse_shape(self, p, self.shard(p))
 
     def follow_groups(self) -> None:
         """Indexes ``param_groups`` again if they were edited since the last call.
@@ -67,7 +67,7 @@ class BucketOptimizer(ParamTable):
         """
         before, index = self.index, GroupIndex(self.param_groups, self.numbers)
         new = {p: None for p in index.number_of if p not in before.number_of}
-        validation.refuse_params(self, new)
+        param_checks.refuse_params(self, new)
         kinds = {self.hypers_of(group) for group in index.groups}
         self._has_batched_rule = any(rules.entry_of(kind).is_batched for kind in kinds)
         self.index = index
@@ -222,7 +222,7 @@ class BucketOptimizer(ParamTable):
     def uses_native(self) -> bool:
         """Whether parameters on a CPU are stepped in batches, by native passes."""
         if self._is_native is None and self._has_batched_rule:
-            self._is_native = table.is_available()
+            self._is_native = native_table.is_available()
         return self._has_batched_rule and bool(self._is_native)
 
     def agree_on_native(self, device: torch.device, is_any: Callable[[bool], bool]) -> None:

@@ -17,13 +17,13 @@ from ds_ext.ops.batch import Flat, Runs
 from ds_ext.ops.executors.batched import added_up
 from ds_ext.ops.executors.table_batch import AnyNormCache
 from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
-from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.plans import BatchPlan, Plan
+from ds_ext.optimizer.plans import BatchPlan, BucketPlan
 from ds_ext.optimizer.state_checks import State
 from ds_ext.optimizer.updates import RunUpdate, StagedRun
 
@@ -183,7 +183,7 @@ class BucketStep:
         self,
         table: ParamTable,
         staged: Sequence[StagedRun],
-        plan: Plan | None,
+        plan: BucketPlan | None,
         check: GradCheck,
         norms: WeightNorms,
     ) -> None:
@@ -258,18 +258,18 @@ def _with_turns(table: ParamTable, runs: Sequence[StagedRun]) -> list[StagedRun]
     return found
 
 
-def _sharing(table: ParamTable, u: RunUpdate) -> turns.Parameter:
+def _sharing(table: ParamTable, u: RunUpdate) -> turns.SharedParam:
     """The work on a parameter that one rank does for all; of a stack, that on its first expert."""
-    rule, shard, works = table.rule_of(u.param), u.shard, list[turns.Work]()
+    rule, shard, works = table.rule_of(u.param), u.shard, list[turns.SharedWork]()
     cost = rules.entry_of(type(rule)).shared_work
     if cost is not None and u.param in table.stacks and shard.numel:
         shard = expert_stacks.split(shard)[0][1]  # each expert has ranks of its own
     if cost is not None and shard.is_cut:
         for i, section in enumerate(sections.of(rule, shard.shape)):
             own, first = section.shard(shard), bisect(shard.starts, section.first) - 1
-            works.append(turns.Work(cost(rule, own), len(own.starts), first, i))
-        works = works or [turns.Work(cost(rule, shard), len(shard.starts))]
-    return turns.Parameter(u.shard.turn, len(shard.starts), tuple(works))
+            works.append(turns.SharedWork(cost(rule, own), len(own.starts), first, i))
+        works = works or [turns.SharedWork(cost(rule, shard), len(shard.starts))]
+    return turns.SharedParam(u.shard.turn, len(shard.starts), tuple(works))
 
 
 def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[StepGenerator]:
@@ -313,7 +313,7 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     return begun
 
 
-def _queue(plan: Plan | None, staged: Sequence[StagedRun]) -> LaunchQueue | None:
+def _queue(plan: BucketPlan | None, staged: Sequence[StagedRun]) -> LaunchQueue | None:
     """The queue of launches of a bucket on a GPU; None elsewhere."""
     device = staged[0].update.g.device if staged else None
     if plan is None or device is None or not devices.supports(device):

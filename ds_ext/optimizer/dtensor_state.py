@@ -17,7 +17,7 @@ from ds_ext.distributed.placement import Placement
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, zeros
-from ds_ext.optimizer import validation
+from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.param_table import ParamTable
 
 
@@ -38,7 +38,7 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
         state, rule, run = table.state[param], table.rule_of(param), at.run(param)
         if not state:
             shard = at.shard(param)
-            validation.refuse_shape(table, param, shard)
+            param_checks.refuse_shape(table, param, shard)
             parts = table.state_spec(param, shard, rule)
             state.update(zeros(parts, run, table.number_of[param]), step=0)
             if run.dtype == torch.bfloat16:  # a master made later would copy old weights

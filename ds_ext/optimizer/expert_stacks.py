@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_ext import ops
 from ds_ext.ops import Gradient
 from ds_ext.ops.shard import Section, Shard
-from ds_ext.ops.state import Parts, State
+from ds_ext.ops.state import NestedState, Parts
 
 EXPERTS = "experts"  # the key of their states in the state of the parameter
 
@@ -77,7 +77,7 @@ def state_spec(rule: Any, shard: Shard, first: int = 0) -> Parts:
     }
 
 
-def check_state(optimizer: str, param: Tensor, state: State, stacked: bool) -> None:
+def check_state(optimizer: str, param: Tensor, state: NestedState, stacked: bool) -> None:
     """Raises ValueError if a stack's state is not nested by expert, or another state is."""
     if (EXPERTS in state) != stacked:
         raise ValueError(

@@ -73,7 +73,7 @@ def _log(names: Mapping[Tensor, str], known: Mapping[Tensor, Keys], unknown: lis
         logs.logger.info('"split": "auto" found %s', "; ".join(lines))
 
 
-# Sizes, heads and dimension of a matrix, as of ``SplitConfig``.
+# Sizes, heads and dimension of a matrix, as of ``SectionConfig``.
 Sizes = tuple[list[int], int | None, int]
 
 

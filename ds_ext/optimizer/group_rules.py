@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_ext import hyperparams, rules
 from ds_ext.ops import weight_update
 from ds_ext.optimizer.ema import EmaConfig
-from ds_ext.optimizer.sections import SplitConfig
+from ds_ext.optimizer.sections import SectionConfig
 
 # The optimizer's hyper-parameters that are defaults for groups of other rules, too.
 SHARED = (
@@ -25,9 +25,10 @@ def hypers_of(rule: type[rules.Rule]) -> type:
     """Returns a subclass of a rule, with the hyper-parameters that the optimizer reads.
 
     These follow the rule's own: the fields of ``weight_update.RoundingConfig`` and
-    ``ema.EmaConfig``, and those of ``sections.SplitConfig`` if the rule steps sections of matrices.
+    ``ema.EmaConfig``, and those of ``sections.SectionConfig`` if the rule steps sections of
+    matrices.
     """
-    split = (SplitConfig,) if rules.entry_of(rule).has_sections else ()
+    split = (SectionConfig,) if rules.entry_of(rule).has_sections else ()
     bases = (weight_update.RoundingConfig, EmaConfig, *split, rule)
     return make_dataclass(rule.__name__, [], bases=bases, frozen=True)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.ops.state import State, mapped
+from ds_ext.ops.state import NestedState, mapped
 
 HOST = torch.device("cpu")
 SMALL = 2**17  # bytes; launching the copy of a smaller tensor takes as long, so it stays
@@ -58,7 +58,7 @@ class HostOffload:
             stored = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=self.pin_memory)
         return stored.copy_(x, non_blocking=True)
 
-    def store_state(self, state: State, stepped: State) -> None:
+    def store_state(self, state: NestedState, stepped: NestedState) -> None:
         """Overwrites the stored ``state`` by its copy that was stepped."""
         for key in state.keys() - stepped.keys():
             del state[key]
@@ -74,9 +74,9 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x if x.device == device else x.to(device, non_blocking=device.type != HOST.type)
 
 
-def state_to_device(state: State, device: torch.device) -> State:
+def state_to_device(state: NestedState, device: torch.device) -> NestedState:
     """Returns a state, nested in dicts, whose tensors are on ``device``."""
-    found: State = mapped(state, lambda x: to_device(x, device))
+    found: NestedState = mapped(state, lambda x: to_device(x, device))
     return found
 
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator, advance
-from ds_ext.ops.batch import Flat, Placed
+from ds_ext.ops.batch import Flat, PointerArray
 from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
+from ds_ext.ops.executors.triton.launch_memory import Addresses
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.launcher import GradLimits
-from ds_ext.ops.executors.triton.memory import Addresses
-from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.formulas import Formula
 
 # A rank votes 1 for a good gradient, BAD_VOTE for a bad one. The sum over ranks of a good gradient
@@ -136,7 +136,7 @@ class GradCheck:
         self.bad: dict[Tensor, None] = {}
 
 
-class Step(Protocol):
+class CheckedStep(Protocol):
     """The step of some parameters by one generator, which can be begun more than once."""
 
     params: list[Tensor]
@@ -155,13 +155,13 @@ class Step(Protocol):
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
 
 
-class DeviceStep(Step, Protocol):
+class DeviceStep(CheckedStep, Protocol):
     """A step of a batch by kernels."""
 
     batch: TableBatch
 
 
-def checked_on_host(step: Step, check: GradCheck) -> StepGenerator:
+def checked_on_host(step: CheckedStep, check: GradCheck) -> StepGenerator:
     """Yields the rounds of a step; drops gradients that the first round finds bad."""
     rule = step.begin()
     sums = next(rule) if step.sums_first else ()
@@ -224,7 +224,7 @@ def _limits_of_votes(step: DeviceStep, votes: Mapping[Tensor, Tensor]) -> GradLi
     found = [votes[param] for param in step.params]
     pointers = np.array([x.data_ptr() for x in found], dtype=np.int64)
     bounds = np.full(len(found), MAX_GOOD_VOTES, dtype=np.float32)
-    return GradLimits(Placed(pointers, found), bounds)
+    return GradLimits(PointerArray(pointers, found), bounds)
 
 
 def _record(step: DeviceStep, limits: GradLimits, check: GradCheck, is_square: bool) -> None:

@@ -21,8 +21,8 @@ from ds_ext.optimizer import fused_matrices, sections
 from ds_ext.optimizer.group_index import ParamGroup
 from ds_ext.optimizer.group_rules import hypers_of
 from ds_ext.optimizer.model_view import ModelView, finds, summary
-from ds_ext.optimizer.sections import SplitConfig
-from ds_ext.rules import Entry, named
+from ds_ext.optimizer.sections import SectionConfig
+from ds_ext.rules import RuleEntry, named
 
 Keys: TypeAlias = Mapping[str, Any]  # of a group: a "type" and hyper-parameters of that
 SECTION = "optimizer.params"
@@ -36,7 +36,7 @@ class Grouped(NamedTuple):
 
 
 def of_config(
-    entry: Entry, given: Keys, model: ModelView, params: Sequence[Any], where: str = SECTION
+    entry: RuleEntry, given: Keys, model: ModelView, params: Sequence[Any], where: str = SECTION
 ) -> Grouped:
     """Returns the groups and hyper-parameters that a config asks for.
 
@@ -66,7 +66,7 @@ def of_config(
     return Grouped(_named(entry, groups, hypers["weight_decay"]), hypers)
 
 
-def problems(entry: Entry, given: Keys) -> list[str]:
+def problems(entry: RuleEntry, given: Keys) -> list[str]:
     """Returns errors in a config's keys, as far as they can be found without a model."""
     rest = dict(given)
     entries = rest.pop("param_groups", None)
@@ -86,7 +86,7 @@ def problems(entry: Entry, given: Keys) -> list[str]:
     return found
 
 
-def stand_ins(entry: Entry, given: Keys) -> Grouped:
+def stand_ins(entry: RuleEntry, given: Keys) -> Grouped:
     """Returns the groups that a config may make, each with one matrix without storage.
 
     Args:
@@ -105,7 +105,7 @@ def stand_ins(entry: Entry, given: Keys) -> Grouped:
     return Grouped([{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)], hypers)
 
 
-def _named(entry: Entry, groups: Sequence[ParamGroup], decay: float) -> list[ParamGroup]:
+def _named(entry: RuleEntry, groups: Sequence[ParamGroup], decay: float) -> list[ParamGroup]:
     """Gives groups unique names for metrics: "AdaLomo", "AdaLomo_no_decay", "lora_"."""
     names: Counter[str] = Counter()
     made = []
@@ -132,7 +132,7 @@ def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) ->
 
 
 def matched_groups(
-    entry: Entry,
+    entry: RuleEntry,
     model: ModelView,
     groups: Sequence[ParamGroup],
     entries: Any,
@@ -163,7 +163,7 @@ def matched_groups(
 
 
 def role_groups(
-    entry: Entry,
+    entry: RuleEntry,
     model: ModelView,
     groups: Sequence[ParamGroup],
     target_modules: Any = "all-linear",
@@ -201,7 +201,7 @@ def role_groups(
 
 
 def _section_groups(
-    entry: Entry,
+    entry: RuleEntry,
     model: ModelView,
     groups: Sequence[ParamGroup],
     hypers: dict[str, Any],
@@ -213,7 +213,7 @@ def _section_groups(
     Removes "auto" from ``hypers``, and the keys of sections from groups whose rule has none: those
     of the biases that an entry matches together with a matrix.
     """
-    keys = hyperparams.names(SplitConfig)
+    keys = hyperparams.names(SectionConfig)
     is_own = [(named(g["type"]) if "type" in g else entry).has_sections for g in groups]
     groups = [
         group if own else {k: v for k, v in group.items() if k not in keys}
@@ -232,7 +232,7 @@ def _section_groups(
     for group in groups:
         i = of_entries.get(group.get("name", ""))
         at = where if i is None else _entry(i, where)
-        how = SplitConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
+        how = SectionConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
         for p in (p for p in group["params"] if p in model.owners):
             shape = model.shape(p)[p in model.stacked :]
             sections.refuse(how, shape, model.owners[p][0], hyperparams.joined(at, ""))
@@ -285,7 +285,7 @@ def _entries_of(entries: Any, where: str = SECTION) -> list[Any]:
     return entries
 
 
-def _entry_keys(entry: Entry, i: int, given: Any, where: str = SECTION) -> Keys:
+def _entry_keys(entry: RuleEntry, i: int, given: Any, where: str = SECTION) -> Keys:
     """The checked keys of entry number ``i``, without "match"; ValueError for wrong keys."""
     where = _entry(i, where)
     if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
@@ -294,7 +294,7 @@ def _entry_keys(entry: Entry, i: int, given: Any, where: str = SECTION) -> Keys:
     return _checked(entry, {k: v for k, v in given.items() if k != "match"}, where)
 
 
-def _checked(entry: Entry, given: Keys, where: str) -> Keys:
+def _checked(entry: RuleEntry, given: Keys, where: str) -> Keys:
     """The checked keys of a group; ValueError for wrong keys."""
     keys = {k: v for k, v in given.items() if k != "type"}
     rule = named(given["type"], f"{where}.type").rule if "type" in given else entry.rule
@@ -302,7 +302,7 @@ def _checked(entry: Entry, given: Keys, where: str) -> Keys:
     return {k: rule.__name__ if k == "type" else checked[k] for k in given}
 
 
-def _rest(entry: Entry, others: Any, where: str = SECTION) -> Keys:
+def _rest(entry: RuleEntry, others: Any, where: str = SECTION) -> Keys:
     """The keys of the remaining parameters: those of the registry, and those of the config."""
     registered = entry.roles["other"]
     if others is None:
@@ -348,7 +348,7 @@ def _targets(targets: Any, matrices: list[Tensor], model: ModelView, where: str)
     ]
 
 
-def _targets_key(entry: Entry, where: str = SECTION) -> str:
+def _targets_key(entry: RuleEntry, where: str = SECTION) -> str:
     return f"{entry.rule.__name__}: {hyperparams.joined(where, 'target_modules')}"
 
 

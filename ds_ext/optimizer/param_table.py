@@ -54,7 +54,7 @@ class ParamTable:
         self.offload: host_offload.HostOffload | None = None
         self.update_stats: UpdateStats | None = None
         self._rules = GroupRules(self.rule)
-        self._placements = dtensors.Placements()
+        self._placements = dtensors.DTensorPlacementCache()
 
     @property
     def group_of(self) -> dict[Tensor, ParamGroup]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_ext import rules
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import validation
+from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 from ds_ext.optimizer.updates import RunUpdate
 
@@ -34,14 +34,14 @@ def step(optimizer: BucketOptimizer) -> None:
     """
     optimizer.check_param_groups()
     stepped = [p for p in optimizer.number_of if p.grad is not None]
-    validation.refuse_complex(optimizer, stepped)
+    param_checks.refuse_complex(optimizer, stepped)
     kinds = {optimizer.hypers_of(group) for group in optimizer.param_groups}
     are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
     size = BATCHED_BUCKET_ELEMENTS if are_batched else BUCKET_ELEMENTS
     by_placement: dict[Placement | None, list[Tensor]] = {}  # in the same order on all ranks
     for param in stepped:
         if not optimizer.state.get(param):
-            validation.refuse_shape(optimizer, param, optimizer.local_shard(param))
+            param_checks.refuse_shape(optimizer, param, optimizer.local_shard(param))
         by_placement.setdefault(optimizer.placement(param), []).append(param)
     found = [
         (placement, bucket)

@@ -32,7 +32,7 @@ from ds_ext.optimizer.state_checks import State
 from ds_ext.optimizer.updates import RunUpdate, StagedRun
 
 
-class Piece(NamedTuple):
+class BatchItem(NamedTuple):
     """One matrix or vector of a batch: a parameter's run, or the run of one expert."""
 
     at: int  # position of the parameter's run in the bucket
@@ -62,7 +62,7 @@ class BatchPlan:
     """
 
     def __init__(
-        self, group_index: int, pieces: Sequence[Piece], rule: Any, device: torch.device
+        self, group_index: int, pieces: Sequence[BatchItem], rule: Any, device: torch.device
     ) -> None:
         self.group_index, self.pieces, self.device = group_index, pieces, device
         self.parts: Parts = rule.state_spec(pieces[0].shard)
@@ -129,7 +129,7 @@ def _sizes(runs: Runs) -> tuple[list[int], list[torch.dtype]]:
     return [x.numel() for x in runs.tensors], [x.dtype for x in runs.tensors]
 
 
-class Plan:
+class BucketPlan:
     """Divides the runs of a bucket into batches, and runs that are stepped alone.
 
     Args:
@@ -153,7 +153,7 @@ class Plan:
         self.halves = [i for i, u in enumerate(updates) if u.p.dtype in ROUND]
         self.alone: list[int] = []
         self.joined: list[int] = []
-        found: dict[tuple[Any, ...], list[Piece]] = {}
+        found: dict[tuple[Any, ...], list[BatchItem]] = {}
         rule_of = {i: table.rule_at(i) for i in {table.group_index_of[u.param] for u in updates}}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
             dtypes = u.p.dtype, u.g.dtype
@@ -210,13 +210,13 @@ class Plan:
         )
 
 
-class Plans:
+class BucketPlans:
     """The plans of the buckets stepped so far."""
 
     MAX_PLANS = 4096  # more occur only if each step forms different buckets
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], Plan] = {}  # by parameters and device
+        self._made: dict[tuple[Any, ...], BucketPlan] = {}  # by parameters and device
 
     def clear(self) -> None:
         """Drops all plans, after groups or stacks have changed."""
@@ -251,7 +251,7 @@ class Plans:
 
     def prepare(
         self, table: ParamTable, staged: Sequence[StagedRun], allow_batches: bool
-    ) -> Plan | None:
+    ) -> BucketPlan | None:
         """Makes the missing states of a bucket, checks the others, and plans its step.
 
         Args:
@@ -279,7 +279,7 @@ class Plans:
             raise
         return None
 
-    def _of(self, table: ParamTable, staged: Sequence[StagedRun]) -> Plan:
+    def _of(self, table: ParamTable, staged: Sequence[StagedRun]) -> BucketPlan:
         """Returns the plan of a bucket that has all states."""
         updates = [run.update for run in staged]
         states: list[State] = [run.state for run in staged]
@@ -291,7 +291,7 @@ class Plans:
         if is_new or plan is None:
             if len(self._made) >= self.MAX_PLANS:
                 self._made.clear()
-            plan = self._made[key] = Plan(table, updates, states)
+            plan = self._made[key] = BucketPlan(table, updates, states)
         for i in plan.joined:
             states[i]["step"] += 1
         return plan
@@ -360,13 +360,16 @@ def are_batched(
     return True
 
 
-def _pieces(table: ParamTable, at: int, u: RunUpdate, state: State, is_flat: bool) -> list[Piece]:
+def _pieces(
+    table: ParamTable, at: int, u: RunUpdate, state: State, is_flat: bool
+) -> list[BatchItem]:
     """The pieces of the run at position ``at``: one, as a vector or not, or one for each expert."""
     number, start = table.number_of[u.param], u.shard.start
     if u.param not in table.stacks:
-        return [Piece(at, u.shard.flat if is_flat else u.shard, number, start)]
+        return [BatchItem(at, u.shard.flat if is_flat else u.shard, number, start)]
     first = table.elements_before(u.param, u.shard) + start
     found = zip(state[expert_stacks.EXPERTS], expert_stacks.split(u.shard), strict=True)
     return [
-        Piece(at, shard, number, first + run.start, run, expert) for expert, (run, shard) in found
+        BatchItem(at, shard, number, first + run.start, run, expert)
+        for expert, (run, shard) in found
     ]

@@ -17,10 +17,10 @@ from ds_ext.optimizer import (
     ema,
     ema_exchange,
     expert_stacks,
+    param_checks,
     param_groups,
     plain_step,
     state_checks,
-    validation,
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 from ds_ext.optimizer.group_rules import checked_hypers, hypers_of
@@ -141,7 +141,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         for param in found - self.stacks.keys():
             if self.state.get(param, {}).get("step") == 0:
                 del self.state[param]
-        validation.refuse_states(
+        param_checks.refuse_states(
             self, {p: self.state[p] for p in found if self.state.get(p)}, found
         )
         self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
@@ -232,7 +232,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         self.follow_groups()
         gone = [p for p in self.state if isinstance(p, Tensor) and p not in self.group_of]
         left = {p: self.state.pop(p) for p in gone}
-        saved = super().state_dict() | {"ds_ext": validation.FORMAT}
+        saved = super().state_dict() | {"ds_ext": param_checks.FORMAT}
         self.state.update(left)
         for i, param in enumerate(self.params()):
             if i in saved["state"]:

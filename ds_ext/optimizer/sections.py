@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.hyperparams import Count, Dim, Sizes
-from ds_ext.ops.shard import Place, Section, Shard
+from ds_ext.ops.shard import Section, Shard, StridedRange
 from ds_ext.ops.state import Part
 from ds_ext.ops.weight_storage import StochasticWeight
 from ds_ext.ops.weight_update import Weight
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class SplitConfig:
+class SectionConfig:
     """The hyper-parameters that name the sections of matrices, for rules that step sections."""
 
     split: Sizes | None = None  # rows of each part; "auto": from the model's config
@@ -35,7 +35,7 @@ class SplitConfig:
 
 def are_set(rule: Any) -> bool:
     """Returns whether a rule's hyper-parameters name sections."""
-    return isinstance(rule, SplitConfig) and (rule.split, rule.heads, rule.split_dim) != (
+    return isinstance(rule, SectionConfig) and (rule.split, rule.heads, rule.split_dim) != (
         None,
         None,
         0,
@@ -74,7 +74,7 @@ def refuse(rule: Any, shape: Shape, name: str, where: str = "") -> None:
         )
 
 
-def _problem(rule: SplitConfig, shape: Shape) -> str:
+def _problem(rule: SectionConfig, shape: Shape) -> str:
     """Why a matrix does not have the sections; "" if it has them."""
     if rule.split == "auto":
         return '"auto" needs a model: create the optimizer with for_model, or list the sizes'
@@ -165,7 +165,7 @@ def steps(
 @functools.lru_cache(4096)
 def _divided(
     sections: Sequence[Section], whole: Shard
-) -> tuple[tuple[int, tuple[Place, ...], Shard], ...]:
+) -> tuple[tuple[int, tuple[StridedRange, ...], Shard], ...]:
     """For each section: the offset of its random bits, its places in the run, and its shard."""
     found, first = [], 0
     for turn, section in enumerate(sections):
@@ -178,7 +178,7 @@ def _divided(
 class _Copies:
     """A section's elements of a run's tensors: a view if they are consecutive, else a copy."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[StridedRange]) -> None:
         self.places = places
         self.are_consecutive = len(places) < 2 and all(place.count == 1 for place in places)
         self.made: list[tuple[Tensor, Tensor]] = []  # runs, and copies to write back
@@ -186,7 +186,7 @@ class _Copies:
     def read(self, run: Tensor) -> Tensor:
         """Returns the elements, [n]."""
         if self.are_consecutive:
-            at = self.places[0] if self.places else Place(0, 0, 0, 0)
+            at = self.places[0] if self.places else StridedRange(0, 0, 0, 0)
             return run[at.first : at.first + at.width]
         return torch.cat([x.flatten() for x in self._views(run)])
 

@@ -19,7 +19,7 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, mapped, zeros
-from ds_ext.optimizer import dtensor_state, ema, validation
+from ds_ext.optimizer import dtensor_state, ema, param_checks
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
@@ -27,7 +27,7 @@ from ds_ext.optimizer.updates import RunUpdate
 State = dict[str, Any]
 
 
-class Misfit(Exception):
+class StateMismatch(Exception):
     """Says how a state differs from what its rule declares."""
 
 
@@ -37,7 +37,7 @@ def make(table: ParamTable, u: RunUpdate, state: State) -> None:
     Raises:
         ValueError: the rule cannot step parameters of this shape.
     """
-    validation.refuse_shape(table, u.param, u.shard)
+    param_checks.refuse_shape(table, u.param, u.shard)
     parts = table.state_spec(u.param, u.shard, table.rule_of(u.param))
     state.update(zeros(parts, u.p, table.number_of[u.param]), step=0)
 
@@ -88,7 +88,7 @@ def check_state(
     parts = table.state_spec(param, shard, rule)
     try:
         fit(parts, state, len(shard), dtype, device)
-    except Misfit as why:
+    except StateMismatch as why:
         raise ValueError(
             f"{type(table).__name__}: the state of {table.name(param)} does not fit it: "
             f"{why}. If you resized the parameter or edited its state, delete the state: "
@@ -111,7 +111,7 @@ def check_model(table: ParamTable, layout: Layout) -> None:
         )
     for param in table.group_of:
         shard = layout.shard(param)
-        validation.refuse_shape(table, param, shard)
+        param_checks.refuse_shape(table, param, shard)
         if state := table.state.get(param):
             run = functools.partial(layout.run, param)
             check_state(table, param, shard, state, param.dtype, None, run)
@@ -128,10 +128,10 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
         ValueError: they are of another optimizer, of parameters of other shapes, or of a newer
             ds_ext.
     """
-    validation.refuse_newer(table, state_dict)
+    param_checks.refuse_newer(table, state_dict)
     kind, params = type(table).__name__, table.params()
     groups = state_dict["param_groups"]
-    validation.refuse_saved_groups(table, groups)
+    param_checks.refuse_saved_groups(table, groups)
     of_saved = GroupRules(table.rule)
     rule_of = [of_saved.of(row, group) for row, group in enumerate(groups) for _ in group["params"]]
     ids = itertools.chain(*(group["params"] for group in groups))
@@ -140,13 +140,13 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
         given = state_dict["state"].get(i)
         if not given:
             continue
-        validation.refuse_states(table, {param: given}, table.stacks)
+        param_checks.refuse_states(table, {param: given}, table.stacks)
         shard = table.shard(param)
         parts = table.state_spec(param, shard, rule)
         state = mapped(dtensor_state.own(table, param, given, parts), lambda x: x)
         try:
             fit(parts, state, len(shard), param.dtype, param.device, copy=True)
-        except Misfit as why:
+        except StateMismatch as why:
             raise ValueError(
                 f"not a state of {kind} for these parameters: the state of {table.name(param)} "
                 f"does not fit it: {why}. Nothing was loaded."
@@ -176,7 +176,7 @@ def fit(
         copy: whether to copy tensors that fit already.
 
     Raises:
-        Misfit: a key is missing, or a tensor has another shape or kind of dtype.
+        StateMismatch: a key is missing, or a tensor has another shape or kind of dtype.
     """
     step = _number_of_steps(state)
     if state["step"] is not step:
@@ -200,12 +200,12 @@ def _fit(
 ) -> None:
     """Fits the part of a state under the keys ``above``."""
     if not isinstance(state, dict):
-        raise Misfit(
+        raise StateMismatch(
             f"{'.'.join(above)} is {type(state).__name__}, not a dict of {', '.join(parts)}"
         )
     for key, part in parts.items():
         if key not in state:
-            raise Misfit(_lacks(".".join((*above, key))))
+            raise StateMismatch(_lacks(".".join((*above, key))))
         if isinstance(part, Part):
             state[key] = _fitted(part, state[key], dtype, device, copy, *above, key)
         else:
@@ -218,12 +218,12 @@ def _fitted(
     """Returns a tensor with the declared dtype on ``device``: itself, if it fits already."""
     wanted = part.dtype or ops.accumulator(dtype)
     if not isinstance(x, Tensor) or is_dtensor(x):
-        raise Misfit(f"{'.'.join(keys)} is {type(x).__name__}, not a tensor of this process")
+        raise StateMismatch(f"{'.'.join(keys)} is {type(x).__name__}, not a tensor of this process")
     if x.shape != part.shape:
-        raise Misfit(f"{'.'.join(keys)} has the shape {[*x.shape]}, not {[*part.shape]}")
+        raise StateMismatch(f"{'.'.join(keys)} has the shape {[*x.shape]}, not {[*part.shape]}")
     is_cast = x.dtype != wanted
     if is_cast and not (x.is_floating_point() and wanted.is_floating_point):
-        raise Misfit(f"{'.'.join(keys)} is {x.dtype}, not {wanted}")
+        raise StateMismatch(f"{'.'.join(keys)} is {x.dtype}, not {wanted}")
     if not copy and not is_cast and x.device == (device or x.device) and x.is_contiguous():
         return x
     found = x.detach().to(device or x.device, wanted, copy=copy)
@@ -233,12 +233,12 @@ def _fitted(
 def _number_of_steps(state: State) -> int:
     """The "step" of a state, which torch's optimizers keep as a tensor."""
     if "step" not in state:
-        raise Misfit(_lacks("step"))
+        raise StateMismatch(_lacks("step"))
     step = state["step"]
     if isinstance(step, Tensor) and step.numel() == 1:
         step = step.item()
     if not isinstance(step, (int, float)) or step < 0 or int(step) != step:
-        raise Misfit(f"its step is {step!r}, not a number of steps")
+        raise StateMismatch(f"its step is {step!r}, not a number of steps")
     return int(step)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import State
+from ds_ext.ops.state import NestedState
 from ds_ext.optimizer import host_offload
 from ds_ext.optimizer.host_offload import HostOffload
 
@@ -30,12 +30,12 @@ class StagedRun(NamedTuple):
     """
 
     stored: RunUpdate
-    stored_state: State
+    stored_state: NestedState
     update: RunUpdate
-    state: State
+    state: NestedState
 
     @classmethod
-    def of(cls, u: RunUpdate, state: State, offload: HostOffload | None) -> "StagedRun":
+    def of(cls, u: RunUpdate, state: NestedState, offload: HostOffload | None) -> "StagedRun":
         """Returns a run whose weight and state are on the device of its gradient."""
         device = u.g.device
         staged = state if offload is None else host_offload.state_to_device(state, device)

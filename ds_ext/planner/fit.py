@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ds_ext.backward.settings import BUCKET_SIZE
+from ds_ext.backward.gradient_config import BUCKET_SIZE
 from ds_ext.optimizer import named
 from ds_ext.planner import options
 from ds_ext.planner.memory import MemoryUse
@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Step:
+class MemoryStep:
     """A change of the options of a plan that needs less memory."""
 
     name: str
@@ -37,7 +37,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ResourceUse:
     """The plan after a step."""
 
     name: str
@@ -62,7 +62,7 @@ def check(given: argparse.Namespace, asked: PlanOptions) -> None:
         )
 
 
-def way_down(given: argparse.Namespace, asked: PlanOptions) -> tuple[MemoryPlan, list[Taken]]:
+def way_down(given: argparse.Namespace, asked: PlanOptions) -> tuple[MemoryPlan, list[ResourceUse]]:
     """Returns the plan, and its memory at first and after each step. The last one fits.
 
     Steps are tried in the order of ``_steps``. Steps that save nothing, and steps that the model or
@@ -83,11 +83,11 @@ def way_down(given: argparse.Namespace, asked: PlanOptions) -> tuple[MemoryPlan,
     plan = MemoryPlan(start, asked.model)
 
     @functools.cache
-    def use(now: tuple[Step, ...]) -> MemoryUse:
+    def use(now: tuple[MemoryStep, ...]) -> MemoryUse:
         changed = plan.changed(_applied(now, start))
         return changed.total(changed.rows[0], changed.asked.batch)
 
-    taken: tuple[Step, ...] = ()
+    taken: tuple[MemoryStep, ...] = ()
     least = use(taken)
     for step in _steps(given, asked):
         if least.total <= card:
@@ -104,20 +104,20 @@ def way_down(given: argparse.Namespace, asked: PlanOptions) -> tuple[MemoryPlan,
         fewer = tuple(other for other in taken if other is not step)
         if use(fewer).total <= card:
             taken = fewer
-    found = [Taken(f"{named(first).__name__}, ZeRO-{start.stage}", "", start, use(()))]
+    found = [ResourceUse(f"{named(first).__name__}, ZeRO-{start.stage}", "", start, use(()))]
     for n, step in enumerate(taken, 1):
         now = taken[:n]
-        found.append(Taken(step.name, step.cost, _applied(now, start), use(now)))
+        found.append(ResourceUse(step.name, step.cost, _applied(now, start), use(now)))
     return plan, found
 
 
-def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[Step]:
+def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[MemoryStep]:
     """Yields the steps in the order in which they are tried."""
     assert asked.batch is not None
     rows = asked.batch.rows
-    yield Step("chunked loss", "the output head runs again", _in_chunks)
+    yield MemoryStep("chunked loss", "the output head runs again", _in_chunks)
     for n in sorted({*(2**k for k in range(1, rows.bit_length())), max(2, rows)}):
-        yield Step(
+        yield MemoryStep(
             "checkpointing" if rows == 1 else f"layers run {n} pieces of the batch",
             "layers run again",
             functools.partial(_in_pieces, n),
@@ -125,26 +125,28 @@ def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[Step]:
     if asked.optimizer == options.ALL:
         for name in OPTIMIZERS[1:]:
             change = functools.partial(_with_optimizer, name, asked)
-            yield Step(name, "has its own learning rate", change)
+            yield MemoryStep(name, "has its own learning rate", change)
     if given.bucket is None:
-        yield Step(
+        yield MemoryStep(
             f"buckets of {BUCKET_SIZE:,} elements",
             "more and smaller messages",
             lambda now: replace(now, bucket=min(now.bucket, BUCKET_SIZE)),
         )
     if asked.ranks == 1 and asked.stage is None:
-        yield Step(
+        yield MemoryStep(
             "weights in int8",
             "more noise in each update",
             lambda now: replace(now, weight_storage="int8", stage="2"),
             is_last=True,
         )
     bus = "moved in each step"
-    yield Step(
+    yield MemoryStep(
         "optimizer states in host memory", bus, lambda now: replace(now, offload_optimizer=True)
     )
     if asked.stage in (None, "3"):
-        yield Step("weights in host memory", bus, lambda now: replace(now, offload_param=True))
+        yield MemoryStep(
+            "weights in host memory", bus, lambda now: replace(now, offload_param=True)
+        )
 
 
 def _in_chunks(now: PlanOptions) -> PlanOptions:
@@ -165,7 +167,7 @@ def _with_optimizer(name: str, asked: PlanOptions, now: PlanOptions) -> PlanOpti
     return replace(now, optimizer=name, params={**rate.params, **asked.params})
 
 
-def _applied(steps: Sequence[Step], start: PlanOptions) -> PlanOptions:
+def _applied(steps: Sequence[MemoryStep], start: PlanOptions) -> PlanOptions:
     return functools.reduce(lambda now, step: step.change(now), steps, start)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.ops import int8, weight_update
-from ds_ext.ops.executors.triton.table import Table
+from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import nbytes, zeros
@@ -146,7 +146,7 @@ def cached_norms(
         shard = Shard.of_rank(shape, 0, cut)
         if dtype in DTYPES and plans.caches_norms(own, shard):
             geometry = (shard.start, len(shard), shard.mats, shard.rows, shard.cols)
-            cache = Table([geometry], [0], torch.device("meta")).new_norm_cache()
+            cache = KernelTable([geometry], [0], torch.device("meta")).new_norm_cache()
             total += count * cache.nbytes("by_matrix" if shard.is_matrix else "flat")
     return total
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ds_ext.backward.settings import GPU_BUCKET_BYTES, GPU_SHARE, gpu_bucket_size
-from ds_ext.config import parsing, validation
+from ds_ext.backward.gradient_config import GPU_BUCKET_BYTES, GPU_SHARE, gpu_bucket_size
+from ds_ext.config import config_checks, parsing
 from ds_ext.config.parsing import without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
@@ -316,7 +316,7 @@ def _check_values(config: dict[str, Any]) -> None:
             raise ValueError(f"{key}.enabled is {is_on!r}; allowed: true or false.")
     # At stage 3 both offload sections are checked. The option --stage may replace the stage.
     zero3 = {"zero_optimization": zero | {"stage": 3}}
-    validation.raise_first(validation.offload_problems(zero3))
+    config_checks.raise_first(config_checks.offload_problems(zero3))
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ds_ext.backward.streams import IN_FLIGHT
-from ds_ext.config import validation
+from ds_ext.config import config_checks
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.planner import activations, fsdp2, lora, memory, models, options, stages
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
@@ -154,7 +154,7 @@ class MemoryPlan:
         """The offloaded parts. Raises ValueError if the engine would refuse the setting."""
         asked = self.asked
         kinds = dict.fromkeys(rules.values())
-        has_state = any(validation.has_state(rule, self.dtype) for rule in kinds)
+        has_state = any(config_checks.has_state(rule, self.dtype) for rule in kinds)
         if asked.offload_optimizer and not has_state and asked.optimizer != options.ALL:
             name = type(next(iter(kinds))).__name__
             raise ValueError(f"{asked.spelled('offload_optimizer')}: {name} has next to no state.")

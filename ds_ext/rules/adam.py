@@ -18,7 +18,7 @@ from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import State, Sums
 
 # An update, the weight to update, and the geometry of both.
-Step: TypeAlias = tuple[ops.AdamStep, ops.Writable, Shard]
+AdamUpdate: TypeAlias = tuple[ops.AdamStep, ops.Writable, Shard]
 Formats: TypeAlias = tuple[Format, Format]
 
 
@@ -75,7 +75,7 @@ class Adam:
         shard: Shard,
         c1: float = 1.0,
         c2: float = 1.0,
-    ) -> Generator[Sums, Sums, Step]:
+    ) -> Generator[Sums, Sums, AdamUpdate]:
         """Returns the step of a run. If a cut splits a group, one round completes the group."""
         total = shard.numel
         p, x, whole = yield from formats.whole_groups(p, g, shard, self.unit(total))

@@ -51,7 +51,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Entry:
+class RuleEntry:
     """A registered rule, and its properties in the tables of the documentation."""
 
     rule: type[Rule]
@@ -99,7 +99,7 @@ class Entry:
         return (self.rule.__doc__ or "").strip().partition("\n")[0]
 
 
-REGISTRY: dict[str, Entry] = {}  # by the lower-case name of the rule
+REGISTRY: dict[str, RuleEntry] = {}  # by the lower-case name of the rule
 _subscribers: list[Callable[[str], None]] = []
 
 R = TypeVar("R", bound=type)
@@ -167,7 +167,7 @@ def register(
             roles = {"other": others, "embedding": embedding or others, "head": head or others}
         is_for_all = "type" not in (others or {}) if any_shape is None else any_shape
         spelled = spelling or rule.__name__
-        REGISTRY[name] = Entry(
+        REGISTRY[name] = RuleEntry(
             *(rule, paper, state, rounds, is_batched, sums_first, is_flat, roles, is_for_all),
             *(relative, spelled, has_sections, shared_work),
         )
@@ -187,7 +187,7 @@ def key_of(name: str) -> str:
     return name.lower().removeprefix("ds_ext.").replace("-", "")
 
 
-def named(name: Any, key: str = "optimizer.type") -> Entry:
+def named(name: Any, key: str = "optimizer.type") -> RuleEntry:
     """Returns the registered rule that a config names: see ``key_of``.
 
     Raises:
@@ -202,7 +202,7 @@ def named(name: Any, key: str = "optimizer.type") -> Entry:
     raise ValueError(f"{key} is {name!r}, no optimizer of ds_ext.{guess} Known: {known}.")
 
 
-def entry_of(rule: type) -> Entry:
+def entry_of(rule: type) -> RuleEntry:
     """Returns the entry of a rule, or of a class that adds hyper-parameters to a rule."""
     return REGISTRY[rule.__name__.lower()]
 

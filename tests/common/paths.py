@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_ext.ops.executors import single
-from ds_ext.ops.executors.native import library, table
+from ds_ext.ops.executors.native import library, native_table
 from ds_ext.ops.executors.triton import devices
 
 # Where kernels run: on a GPU if there is one, else in Triton's interpreter on the CPU.
@@ -21,7 +21,7 @@ def use(monkeypatch: pytest.MonkeyPatch, path: str, is_default: bool = True) -> 
     is_native = path == "native"
     assert not is_native or library.load() is not None, "no C++ compiler"
     monkeypatch.setattr(devices, "DEVICES", {DEVICE.type} if path == "kernels" else set())
-    monkeypatch.setattr(table, "is_available", lambda: is_native)
+    monkeypatch.setattr(native_table, "is_available", lambda: is_native)
     single._batch_of.cache_clear()  # batches whose tables another path has made
     if is_default and DEVICE != HOST:
         torch.set_default_device(HOST if is_native else DEVICE)

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ds_ext.ops.executors.native import library, table
+from ds_ext.ops.executors.native import library, native_table
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, plans, state_checks
 from ds_ext.rules import REGISTRY
 from tests.common.hypers import SIMULATED
@@ -46,8 +46,8 @@ def main() -> None:
     # Torch's own threads are none of the sanitizer's: the passes have theirs.
     torch.set_num_threads(1)
     threads = mock.patch.object(torch, "get_num_threads", lambda: 3)
-    with built, threads, mock.patch.object(table, "INSTRUCTIONS", 1):
-        assert table.is_available()
+    with built, threads, mock.patch.object(native_table, "INSTRUCTIONS", 1):
+        assert native_table.is_available()
         if args.plant == "race":
             race()
         elif args.plant:

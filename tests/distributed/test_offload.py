@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ext.config import validation
+from ds_ext.config import config_checks
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from ds_ext.optimizer.host_offload import HostOffload
 from ds_ext.planner import memory
@@ -224,7 +224,7 @@ def test_an_optimizer_without_state_is_refused_on_every_rank():
 
 
 def refuse(given: dict[str, Any], rule: Any, dtype: torch.dtype) -> None:
-    validation.raise_first(validation.problems(given, states=[(rule, dtype)]))
+    config_checks.raise_first(config_checks.problems(given, states=[(rule, dtype)]))
 
 
 def config(name: str, stage: int = 3, **section: Any) -> dict[str, Any]:
@@ -267,13 +267,13 @@ WITHOUT_EFFECT = [
 @pytest.mark.parametrize("given", GRANTED)
 def test_what_can_be_done_passes(given):
     refuse(given, OPTIMIZERS["lamb"].hypers(), torch.float32)
-    assert list(validation.ignored(given)) == []
+    assert list(config_checks.ignored(given)) == []
 
 
 @pytest.mark.parametrize("given, words", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_accepted_and_told_of(given, words):
     refuse(given, OPTIMIZERS["lamb"].hypers(), torch.float32)
-    (line,) = validation.ignored(given)
+    (line,) = config_checks.ignored(given)
     assert "no effect" in line and all(word in line for word in words)
 
 
@@ -290,10 +290,10 @@ def test_states_are_offloaded_where_there_are_any(optimizer):
         ):
             refuse(given, hypers(), torch.bfloat16)
     master = hypers(weight_update="master")
-    assert validation.has_state(master, torch.bfloat16)
-    assert validation.has_state(master, torch.float32) == has_state
+    assert config_checks.has_state(master, torch.bfloat16)
+    assert config_checks.has_state(master, torch.float32) == has_state
     if optimizer == "adafactor":
-        assert validation.has_state(hypers(beta1=0.9), torch.float32)
+        assert config_checks.has_state(hypers(beta1=0.9), torch.float32)
 
 
 @pytest.mark.parametrize("optimizer, how", params(SAVED, SAVED[:1]))

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from benchmarks.gpu.compiling import given
 from benchmarks.sass import compiled
 from ds_ext.ops.executors.triton import kernels, launches
-from ds_ext.ops.executors.triton.launches import Spec
+from ds_ext.ops.executors.triton.launches import KernelConstants
 
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
 DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}
 DIVIDES |= {"normalize", "normalize_whole_rows", "normalize_wide_rows"}
 
 
-def faults(asm: Mapping[str, str], passes: list[Spec]) -> list[str]:
+def faults(asm: Mapping[str, str], passes: list[KernelConstants]) -> list[str]:
     """What is wrong with code: what it has not rounded, and reads without vectors."""
     code = asm["ptx"]
     asked = re.findall(r"call .*@llvm\.fma\.(?:v(\d+))?f32", asm["llir"])  # by the kernels' text

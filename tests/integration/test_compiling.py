@@ -14,7 +14,7 @@ from benchmarks.gpu.compiling import plain
 from ds_ext import ops
 from ds_ext.ops import passes
 from ds_ext.ops.executors.triton import launches, sizes
-from ds_ext.ops.executors.triton.launches import Spec
+from ds_ext.ops.executors.triton.launches import KernelConstants
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
@@ -83,8 +83,8 @@ def one_of_each(asked):
     for label, warps, constants in asked:
         for one in all_passes(constants):
             if one.name not in single or one.fields.get("ALIGNED"):
-                alone = Spec(**one.fields | {"then": None})
-                kinds = Spec(number=0, passes=alone, rest=None)
+                alone = KernelConstants(**one.fields | {"then": None})
+                kinds = KernelConstants(number=0, passes=alone, rest=None)
                 single[one.name] = [label, warps, constants | {"PASSES": 1, "KINDS": kinds}]
     return [*single.values(), max(asked, key=lambda one: len(one[0]))]
 

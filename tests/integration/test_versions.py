@@ -14,8 +14,8 @@ from pathlib import Path
 import deepspeed
 import pytest
 
-from ds_ext.config import validation
-from ds_ext.engine import versions
+from ds_ext.config import config_checks
+from ds_ext.engine import deepspeed_versions
 from ds_ext.versions import check_torch, numbers, written
 from tests import versions as table
 from tests.versions import quick_tests, run_with
@@ -37,9 +37,9 @@ oldest = pytest.mark.skipif(
 
 
 def test_pipelines_need_a_newer_deepspeed():
-    versions.refuse_old_pipelines("0.19.4")
+    deepspeed_versions.refuse_old_pipelines("0.19.4")
     with pytest.raises(ValueError, match="PipelineModule: DeepSpeed 0.19.0 .*install 0.19.4"):
-        versions.refuse_old_pipelines("0.19.0")
+        deepspeed_versions.refuse_old_pipelines("0.19.0")
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_these_are_the_oldest_that_are_supported():
     code = "import deepspeed, ds_ext; print(deepspeed.__version__, 'adalomo' in "
     code += "__import__('deepspeed.runtime.config', fromlist=['x']).DEEPSPEED_OPTIMIZERS)"
     version, knows = run_with(OLDEST, "-c", code).stdout.split()[-2:]
-    assert numbers(version) == versions.LOWEST and knows == "True"
+    assert numbers(version) == deepspeed_versions.LOWEST and knows == "True"
     lowest = {d.name: d.version for d in distributions(path=[str(OLDEST)])}
     required = (ROOT / "setup.cfg").read_text()
     for name in ("deepspeed", "transformers", "accelerate"):
@@ -67,9 +67,9 @@ def test_these_are_the_oldest_that_are_supported():
 def test_another_version_is_one_sentence():
     for version in ("0.17.6", "0.18.5", "0.20.0"):
         with pytest.raises(ImportError, match=f"0.18.6 and newer, below 0.20, and {version} is"):
-            versions.check(version)
+            deepspeed_versions.check(version)
     for version in ("0.18.6", "0.18.9+cu12", "0.19.8", "0.19.99"):
-        versions.check(version)
+        deepspeed_versions.check(version)
     with pytest.raises(ImportError, match="torch 2.4 or newer, and 2.3.1.cpu is installed"):
         check_torch("2.3.1+cpu")
     check_torch("2.4.0")
@@ -77,11 +77,11 @@ def test_another_version_is_one_sentence():
 
 @pytest.mark.parametrize("config, key", LACKING)
 def test_what_a_version_lacks_is_refused_by_name(config, key):
-    (problem,) = validation.needs_newer_deepspeed(config, "0.18.6")
+    (problem,) = config_checks.needs_newer_deepspeed(config, "0.18.6")
     assert re.search(rf"{key} = .* needs DeepSpeed 0\.19\.\d or newer", problem)
-    assert not [*validation.needs_newer_deepspeed(config, "0.19.8")]
+    assert not [*config_checks.needs_newer_deepspeed(config, "0.19.8")]
     off = {"tensor_parallel": {"autotp_size": 1}, "expert_parallel": {"enabled": False}}
-    assert not [*validation.needs_newer_deepspeed(off, "0.18.6")]
+    assert not [*config_checks.needs_newer_deepspeed(off, "0.18.6")]
 
 
 def test_plain_pytorch_needs_no_deepspeed(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 import ds_ext
 from benchmarks.host_gpu import Calls
 from ds_ext.backward import startup_log
-from ds_ext.ops.executors.native import table as native_table
+from ds_ext.ops.executors.native import native_table as native_table
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.optimizer.nonfinite import BAD_VOTE, MAX_GOOD_VOTES, DeviceGradFlags, GradCheck
 from ds_ext.optimizer.updates import RunUpdate

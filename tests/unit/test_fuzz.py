@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ds_ext.checkpoint import checks, folder, resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
-from ds_ext.config import parsing, validation
+from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
@@ -283,7 +283,7 @@ def moves(found):
         ranks = moved
 
 
-KEYS = [key for key, *_ in validation.REFUSED] + [
+KEYS = [key for key, *_ in config_checks.REFUSED] + [
     *("gradient_clipping", "gradient_accumulation_steps", "managed_gradient_accumulation"),
     *("ds_ext.gradient_policy", "ds_ext.clip_mode", "ds_ext.clip_value", "ds_ext.measure_updates"),
     *("data_types.grad_accum_dtype", "zero_optimization.reduce_bucket_size", "ds_ext", "ds_ext.x"),
@@ -317,7 +317,7 @@ def honoured_or_refused(given_):
                 return
         inner[last] = value
     try:
-        validation.raise_first(validation.problems(config))
+        config_checks.raise_first(config_checks.problems(config))
         how = parsing.gradients(config)
     except ValueError as error:
         assert any(part in str(error) for key in given_ for part in key.split("."))

@@ -21,7 +21,7 @@ from ds_ext import rules
 from ds_ext.distributed import lockstep
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.ops import quantize
-from ds_ext.ops.executors.native import products as native_products
+from ds_ext.ops.executors.native import bf16_products as native_products
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import param_groups

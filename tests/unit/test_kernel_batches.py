@@ -15,8 +15,8 @@ from ds_ext import ops
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices, launches, sizes, tiles
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
-from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
@@ -81,8 +81,10 @@ def test_the_host_reads_nothing_and_copies_once_a_round(name, monkeypatch):
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
     monkeypatch.setattr(launches, "launch_kernel", lambda *_: None)
-    original = launches.run
-    monkeypatch.setattr(launches, "run", lambda *args: (copies.append(args[0]), original(*args)))
+    original = launches.launch_all
+    monkeypatch.setattr(
+        launches, "launch_all", lambda *args: (copies.append(args[0]), original(*args))
+    )
     weights = [nn.Parameter(torch.ones(shape, device="meta")) for shape in SHAPES]
     optimizer = OPTIMIZERS[name](weights, **SIMULATED[name])
     for _ in range(2):

@@ -14,8 +14,8 @@ from ds_ext.ops.batch import Runs
 from ds_ext.ops.executors import single
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import launches, sizes
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
-from ds_ext.ops.executors.triton.memory import Memory
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS

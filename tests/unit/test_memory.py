@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext.backward import settings
+from ds_ext.backward import gradient_config
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import lockstep
@@ -187,7 +187,7 @@ def gradients_alive(module, ranks, bucket, monkeypatch):
     monkeypatch.setattr(Buckets, "_own", measured)
     optimizer = OPTIMIZERS["lomo"](module.parameters())
     fused = FusedBackward(
-        module, optimizer, simulated(module, ranks), settings.GradientConfig(bucket)
+        module, optimizer, simulated(module, ranks), gradient_config.GradientConfig(bucket)
     )
     tokens = torch.randint(0, 301, (1, 4))
     module(tokens, labels=tokens).loss.backward()
@@ -215,7 +215,7 @@ def test_gradients_in_flight_are_as_planned(ranks, bucket, slack, monkeypatch):
 def test_kept_gradients_are_as_planned(ranks):
     module = llama()
     optimizer = OPTIMIZERS["lomo"](module.parameters())
-    how = settings.GradientConfig(3000, "sharded")
+    how = gradient_config.GradientConfig(3000, "sharded")
     fused = FusedBackward(module, optimizer, simulated(module, ranks), how)
     for _ in range(2):
         tokens = torch.randint(0, 301, (1, 4))

@@ -26,10 +26,10 @@ import ds_ext
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
-from ds_ext.ops.executors.native import library, products
-from ds_ext.ops.executors.native import table as native
+from ds_ext.ops.executors.native import bf16_products, library
+from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.table_batch import TableBatch
-from ds_ext.ops.shard import Box, Shard, Split
+from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
@@ -112,14 +112,14 @@ def test_equals_the_torch_ops(name, way, world, monkeypatch):
 )
 def test_rules_that_step_each_parameter_alone_equal_the_torch_ops(name, way, world, monkeypatch):
     dtype, mode = way
-    monkeypatch.setattr(products, "is_available", lambda: False)  # their operands are rounded
-    found, passes, run = [], Counter(), native.Table.run
+    monkeypatch.setattr(bf16_products, "is_available", lambda: False)  # their operands are rounded
+    found, passes, run = [], Counter(), native.NativeTable.run
 
     def counted(table, name, *args, **kwargs):
         passes[name] += 1
         run(table, name, *args, **kwargs)
 
-    monkeypatch.setattr(native.Table, "run", counted)
+    monkeypatch.setattr(native.NativeTable, "run", counted)
     for path in ("ops", "native"):
         paths.use(monkeypatch, path)
         passes.clear()
@@ -343,7 +343,9 @@ def test_parts_of_tensor_parallelism_are_batched(monkeypatch):
         found = []
         for path in ("native", "ops"):
             paths.use(monkeypatch, path)
-            found.append(split_steps("came", shape, Split(tuple((box,) for box in cut), 2)))
+            found.append(
+                split_steps("came", shape, TensorParallelSplit(tuple((box,) for box in cut), 2))
+            )
         for a, b in zip(*found, strict=True):
             assert (a - b).norm() <= 2e-5 * b.norm()
 
@@ -486,7 +488,7 @@ def interrupt_at(number: int):
     left = [number]
 
     def trace(frame, event, _):
-        if frame.f_code is not native.Table.run.__code__:
+        if frame.f_code is not native.NativeTable.run.__code__:
             return None
         if event == "line":
             left[0] -= 1

@@ -13,7 +13,7 @@ from torch import nn
 import ds_ext
 from benchmarks import traffic
 from ds_ext.distributed import lockstep
-from ds_ext.ops.executors.native.table import Table
+from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
@@ -245,13 +245,13 @@ def test_matrices_are_passed_over_twice_in_backward(monkeypatch):
     model = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 40))
     fused = ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
     passes = []
-    run = Table.run
+    run = NativeTable.run
 
     def noted(self, name, *args, **how):
         passes.append((name, int(self.entries["n"].max())))
         return run(self, name, *args, **how)
 
-    monkeypatch.setattr(Table, "run", noted)
+    monkeypatch.setattr(NativeTable, "run", noted)
     for step in range(3):
         passes.clear()
         model(torch.randn(3, 60)).square().sum().backward()

@@ -8,7 +8,7 @@ import torch
 
 from ds_ext import ops
 from ds_ext.ops import products
-from ds_ext.ops.executors.native import products as native
+from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.products import add_product_, product
 from ds_ext.ops.shard import Shard
 

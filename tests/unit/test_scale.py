@@ -36,7 +36,7 @@ from ds_ext.distributed import lockstep as rounds
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import memory, models, muon
+from ds_ext.planner import memory, models, muon_cost
 from ds_ext.rules import REGISTRY, lowrank
 from tests.common import apart
 from tests.common.choose import params, spread
@@ -427,10 +427,10 @@ def test_the_computed_bytes_of_muon_are_the_counted_ones(world, monkeypatch):
     monkeypatch.setitem(giants.MODELS, "tiny", giants.Giant(SMALL))
     model = giants.made("tiny")[0]
     rules = memory.rules_of(OPTIMIZERS["muon"], model, {})
-    matrices, others = muon.divided(memory.shapes_of(model), rules)
+    matrices, others = muon_cost.divided(memory.shapes_of(model), rules)
     assert len(matrices) == 2 * 7
     for bucket in (2**12, 2**20):
-        calls = muon.ds_ext(matrices, others, world, bucket).calls
+        calls = muon_cost.ds_ext(matrices, others, world, bucket).calls
         step = Counted("tiny", world, bucket).step("Muon")
         computed = {kind: sum(n for k, n in calls if k == kind) for kind, _ in calls}
         assert computed[ALL_REDUCE] + counting.NORM == sum(n for b in step for n in b.rounds)
@@ -482,9 +482,9 @@ def test_the_computed_calls_of_deepspeeds_muon_are_those_of_real_ranks(tmp_path)
     real = torch.load(tmp_path / "calls.pt", weights_only=False)
     model = llama(SMALL, torch.float32, torch.device("meta"))
     rules = memory.rules_of(OPTIMIZERS["muon"], model, {})
-    given = muon.divided(memory.shapes_of(model), rules)
+    given = muon_cost.divided(memory.shapes_of(model), rules)
     for (world, bucket), (gradients, calls) in zip(MUONS, real, strict=True):
-        (_, whole), *computed = muon.deepspeed(*given, world, bucket).calls
+        (_, whole), *computed = muon_cost.deepspeed(*given, world, bucket).calls
         assert sum(n for _, n in gradients) == 2 * whole  # fp32, not bf16
         assert calls == Counter((kind, 2 * n) for kind, n in computed)
 

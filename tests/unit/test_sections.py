@@ -12,8 +12,8 @@ from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
-from ds_ext.ops.shard import Box, Shard, Split
-from ds_ext.optimizer import OPTIMIZERS, validation
+from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
+from ds_ext.optimizer import OPTIMIZERS, param_checks
 from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
@@ -323,10 +323,10 @@ def test_boxes_of_tensor_parallelism_are_refused():
     """Each of two ranks has half of the columns."""
     optimizer = ds_ext.Muon([nn.Parameter(torch.ones(12, 8))], split=[6, 6])
     (param,) = optimizer.params()
-    boxes = Split(((Box(0, 12, 0, 4),), (Box(0, 12, 4, 4),)))
+    boxes = TensorParallelSplit(((Box(0, 12, 0, 4),), (Box(0, 12, 4, 4),)))
     with pytest.raises(ValueError, match="split and heads need ranks that hold whole rows of"):
-        validation.refuse_shape(optimizer, param, Shard.of_split((12, 8), boxes, 0, 0))
-    validation.refuse_shape(optimizer, param, Shard.of_rank((12, 8), 0, 2))
+        param_checks.refuse_shape(optimizer, param, Shard.of_split((12, 8), boxes, 0, 0))
+    param_checks.refuse_shape(optimizer, param, Shard.of_rank((12, 8), 0, 2))
 
 
 def test_wrong_sizes_of_groups_made_by_hand_are_refused_before_a_weight_changes():

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext.backward import settings
-from ds_ext.config import parsing, validation
+from ds_ext.backward import gradient_config
+from ds_ext.config import config_checks, parsing
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
 
 
 def refuse(*given):
-    validation.raise_first(validation.problems(*given))
+    config_checks.raise_first(config_checks.problems(*given))
 
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
@@ -49,8 +49,8 @@ def config(key, value):
 
 
 def test_the_table_holds_every_setting():
-    assert [key for key, *_ in validation.REFUSED if key not in {k for k, *_ in SETTINGS}] == []
-    assert len(validation.REFUSED) == len(SETTINGS)
+    assert [key for key, *_ in config_checks.REFUSED if key not in {k for k, *_ in SETTINGS}] == []
+    assert len(config_checks.REFUSED) == len(SETTINGS)
 
 
 @pytest.mark.parametrize("key, value, advice", REFUSED)
@@ -76,7 +76,7 @@ WITHOUT_EFFECT = [
 
 
 def test_the_table_holds_every_setting_without_effect():
-    assert [key for key, *_ in validation.IGNORED] == [key for key, *_ in WITHOUT_EFFECT]
+    assert [key for key, *_ in config_checks.IGNORED] == [key for key, *_ in WITHOUT_EFFECT]
 
 
 @pytest.mark.parametrize("key, told, untold", WITHOUT_EFFECT)
@@ -84,10 +84,10 @@ def test_a_setting_without_effect_is_accepted_and_told_of(key, told, untold):
     for value in told:
         given = config(key, value)
         refuse(given)
-        (line,) = validation.ignored(given)
+        (line,) = config_checks.ignored(given)
         assert line.startswith(f"{key} = {value!r} has no effect: ")
     for value in untold:
-        assert list(validation.ignored(config(key, value))) == []
+        assert list(config_checks.ignored(config(key, value))) == []
 
 
 USUAL = {
@@ -110,11 +110,11 @@ USUAL = {
 @pytest.mark.parametrize("given", [USUAL, {}])
 def test_a_usual_config_passes(given):
     refuse(given)
-    assert list(validation.ignored(given)) == []
+    assert list(config_checks.ignored(given)) == []
 
 
 def test_gradients_are_kept_where_they_have_to_be_and_nowhere_else():
-    assert parsing.gradients({}) == settings.GradientConfig()
+    assert parsing.gradients({}) == gradient_config.GradientConfig()
     assert parsing.gradients({"gradient_accumulation_steps": 1}).policy == "fused"
     for kept in (
         {"gradient_accumulation_steps": 2},
@@ -152,7 +152,7 @@ AUTO = {
 
 def test_auto_is_as_if_the_key_were_absent():
     assert parsing.gradients(AUTO) == parsing.gradients({})
-    assert parsing.section(AUTO) == settings.ConfigSection()
+    assert parsing.section(AUTO) == gradient_config.ConfigSection()
     assert parsing.bucket_size(AUTO) is None
     refuse(AUTO, "0.18.6")
     assert parsing.log_lines(parsing.gradients(AUTO), 7, AUTO) == parsing.log_lines(
@@ -205,7 +205,7 @@ def test_contradictions_are_refused_by_name(given, parts):
 def test_a_section_that_is_no_section_is_not_searched():
     given = {"fp16": None, "zero_optimization": True, "compile": []}
     refuse(given)
-    assert list(validation.ignored(given)) == []
+    assert list(config_checks.ignored(given)) == []
 
 
 def test_bucket_size():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ext.ops.shard import BLOCK, Block, Box, Shard, Split
+from ds_ext.ops.shard import BLOCK, Block, Box, Shard, TensorParallelSplit
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 worlds = st.integers(1, 40)
@@ -141,7 +141,7 @@ def test_one_rank_with_elements_has_a_turn(world):
         shards = [Shard.of_rank(shape, rank, world) for rank in range(world)]
         holders = [rank for rank, shard in enumerate(shards) if len(shard)]
         assert turns(shards, 70) == [[holders[i % len(holders)]] for i in range(70)]
-    split = Split(((Box(0, 3, 0, 4),), (Box(3, 2, 0, 4),)), 2)
+    split = TensorParallelSplit(((Box(0, 3, 0, 4),), (Box(3, 2, 0, 4),)), 2)
     shards = [Shard.of_split((5, 4), split, part, rank) for part in (0, 1) for rank in (0, 1)]
     assert turns(shards, 8) == [[0], [1], [2], [3]] * 2
     stack = [Shard((4, 3), 0, 5, 8, cut_at=(5,)), Shard((4, 3), 5, 12, 8, cut_at=(5,))]

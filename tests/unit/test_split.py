@@ -12,7 +12,7 @@ import torch
 from ds_ext.distributed import lockstep
 from ds_ext.ops import weight_update
 from ds_ext.ops.executors.triton import launches
-from ds_ext.ops.shard import Box, Shard, Split
+from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
@@ -41,7 +41,7 @@ QUICK_ON_KERNELS = [("adalomo", "cols-uneven"), ("came", "qkv")]
 
 
 def shards_of(boxes, world, shape=SHAPE):
-    split = Split(boxes, world)
+    split = TensorParallelSplit(boxes, world)
     parts = range(len(boxes))
     return [Shard.of_split(shape, split, i, r) for i, r in itertools.product(parts, range(world))]
 

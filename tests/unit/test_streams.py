@@ -11,13 +11,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_ext
-from ds_ext.backward.settings import GradientConfig
+from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.streams import IN_FLIGHT, SideStreams
 from ds_ext.distributed import groups
 from ds_ext.distributed.layout import Layout, complete
 from ds_ext.distributed.placement import Replicated
-from ds_ext.engine.settings import is_filled_in
-from ds_ext.ops.executors.native import table
+from ds_ext.engine.engine_settings import is_filled_in
+from ds_ext.ops.executors.native import native_table
 from tests.common.streams import simulated
 
 LAYERS, SIDE = 8, 32
@@ -27,7 +27,7 @@ MATRIX = 4 * SIDE * SIDE  # bytes
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch):
     """Only torch's operations are noted."""
-    monkeypatch.setattr(table, "is_available", lambda: False)
+    monkeypatch.setattr(native_table, "is_available", lambda: False)
 
 
 @pytest.fixture(params=[1, 4], ids=["alone", "of four ranks"])

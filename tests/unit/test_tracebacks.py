@@ -11,7 +11,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension
 
 from ds_ext.distributed import consensus
-from ds_ext.engine import layouts, messages
+from ds_ext.engine import layouts, rank_logging
 from ds_ext.engine.monkeypatch import PATCHES
 
 
@@ -20,12 +20,12 @@ def test_a_traceback_comes_from_the_first_rank_alone(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error[1]))
     own = sys.excepthook
     first, alike, other = ValueError("wrong"), ValueError("wrong"), ValueError("its own")
-    messages.shorten_traceback(first)  # on the first rank
+    rank_logging.shorten_traceback(first)  # on the first rank
     assert sys.excepthook is own
     monkeypatch.setattr(consensus, "is_first", lambda: False)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     for error in (alike, ValueError("another")):
-        messages.shorten_traceback(error)
+        rank_logging.shorten_traceback(error)
     for error in (first, alike, other):
         sys.excepthook(type(error), error, None)
     assert shown == [first, other]
@@ -38,7 +38,7 @@ def said(monkeypatch, tmp_path):
     """What is said of an op that is built in ``tmp_path``."""
     lines = []
     for level in ("log", "warn"):
-        monkeypatch.setattr(messages, level, lines.append)
+        monkeypatch.setattr(rank_logging, level, lines.append)
     monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda name, verbose: str(tmp_path))
     return lines
 
@@ -57,7 +57,7 @@ def test_a_lock_that_every_build_leaves_is_no_sign_of_one(said, tmp_path, monkey
     monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
     for name in ("lock", "an_op.so"):
         (tmp_path / name).touch()
-    messages.announce_build("an_op")
+    rank_logging.announce_build("an_op")
     assert not said
 
 
@@ -81,12 +81,12 @@ def test_a_lock_that_a_killed_build_left_is_told_of(said, tmp_path):
     """Not one that a process holds, as torch's does, which has the file open."""
     baton = cpp_extension.FileBaton(str(tmp_path / "lock"))
     assert baton.try_acquire()
-    messages.announce_build("an_op")
+    rank_logging.announce_build("an_op")
     assert "builds its op" in said.pop()
     os.close(baton.fd)  # as when its process is killed
-    messages.announce_build("an_op")
+    rank_logging.announce_build("an_op")
     assert said.pop().endswith(f"delete {tmp_path / 'lock'}")
     (tmp_path / "lock").unlink()
     (tmp_path / "an_op.so").touch()
-    messages.announce_build("an_op")
+    rank_logging.announce_build("an_op")
     assert not said

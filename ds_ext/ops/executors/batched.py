@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import passes, schema
-from ds_ext.ops.batch import CPU, Flat, Placed, Runs, Shifted, Weights
+from ds_ext.ops.batch import CPU, Flat, PointerArray, Runs, Shifted, Weights
 from ds_ext.ops.dispatch import Makers
-from ds_ext.ops.executors.native import table
+from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.table_batch import AnyTable, TableBatch, new_table
 from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launcher import SquareParts
-from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.expressions import Number, Quotient, Source, source_of
 from ds_ext.ops.formulas import Formula
 
@@ -91,7 +91,7 @@ def takes(runs: Sequence[Tensor]) -> bool:
 
 def supports(device: torch.device) -> bool:
     """Whether tables make passes on a device: native ones on a CPU, kernels on a GPU."""
-    return devices.supports(device) or device == CPU and table.is_available()
+    return devices.supports(device) or device == CPU and native_table.is_available()
 
 
 def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
@@ -295,7 +295,7 @@ def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bo
     for size, alike in by_size.items():
         runs, residuals, marks = zip(*alike, strict=True)
         found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.int64)
-        columns = {"w": Runs(runs), "aux": Runs(residuals), "marks": Placed(found, marks)}
+        columns = {"w": Runs(runs), "aux": Runs(residuals), "marks": PointerArray(found, marks)}
         how = "SPLIT" if size == 2 else "CORRECTED"
         _flat(runs).run("mend", columns, storage=(how, torch.bfloat16))
 

@@ -6,18 +6,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops.batch import CPU, Batch, Geometry
+from ds_ext.ops.batch import CPU, Batch, GeometryTuple
+from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.native.norm_cache import NormCache
-from ds_ext.ops.executors.native.table import Table
 from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
+from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.launcher import GradLimits
-from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.table import Table as KernelTable
 from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
 
-AnyTable: TypeAlias = Table | KernelTable
+AnyTable: TypeAlias = NativeTable | KernelTable
 AnyNormCache: TypeAlias = NormCache | DeviceNormCache
 
 
@@ -81,9 +81,9 @@ class TableBatch(Batch):
 
 
 def new_table(
-    geometries: Sequence[Geometry], firsts: Sequence[int], device: torch.device
+    geometries: Sequence[GeometryTuple], firsts: Sequence[int], device: torch.device
 ) -> AnyTable:
     """Returns a table that makes passes over runs on a device."""
     if devices.supports(device):
         return KernelTable(geometries, firsts, device)
-    return Table(geometries, firsts)
+    return NativeTable(geometries, firsts)

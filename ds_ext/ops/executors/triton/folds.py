@@ -9,7 +9,7 @@ from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartialOffsets:
     """The offset of each parameter's partial sums in one tensor."""
 
     starts: Int64s  # bytes
@@ -17,7 +17,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Fold:
+class PartialReduction:
     """Reductions of partial sums; a parameter may have several."""
 
     tiles: Tiles
@@ -26,17 +26,17 @@ class Fold:
     outs: Int64s  # offset of its output in the parameter's output, bytes
 
 
-def parts(counts: Int64s) -> Parts:
+def parts(counts: Int64s) -> PartialOffsets:
     """Returns offsets of ``counts`` numbers of each parameter, aligned to 16 bytes."""
     ends = np.cumsum(-(-counts // 4) * 4)
     starts = np.concatenate([[0], ends[:-1]])
-    return Parts(4 * starts, int(ends[-1]))
+    return PartialOffsets(4 * starts, int(ends[-1]))
 
 
-def of_tiles(programs: Int64s) -> tuple[Parts, Fold]:
+def of_tiles(programs: Int64s) -> tuple[PartialOffsets, PartialReduction]:
     """Reduces one partial sum per tile to one sum per parameter."""
     made, owners = parts(programs), np.arange(len(programs))
-    return made, Fold(of_one(programs), owners, made.starts, np.zeros_like(programs))
+    return made, PartialReduction(of_one(programs), owners, made.starts, np.zeros_like(programs))
 
 
 def of_one(counts: Int64s) -> Tiles:
@@ -45,7 +45,7 @@ def of_one(counts: Int64s) -> Tiles:
     return _sums(counts, ones, ones)
 
 
-def row_sums(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
+def row_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
     """Reduces row sums: per parameter [tiles across, mats touched, rows of their tiles]."""
     down, mats = at.of("down"), tiles.touched(g)
     height, wide = at.of("height"), tiles.across(g)
@@ -55,10 +55,10 @@ def row_sums(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
     rows, row0 = g.rows[owners], at.of("row0")[owners]
     sums = _sums(wide[owners], height[owners], np.minimum(high, rows - row0))
     outs = 4 * ((at.of("mat0")[owners] + mat) * rows + row0)
-    return made, Fold(sums, owners, made.starts[owners] + 4 * mat * high, outs)
+    return made, PartialReduction(sums, owners, made.starts[owners] + 4 * mat * high, outs)
 
 
-def col_sums(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
+def col_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
     """Reduces column sums: per parameter [mats touched, tiles down, cols]."""
     down, mats = at.of("down"), tiles.touched(g)
     made = parts(mats * down * g.cols)
@@ -66,7 +66,7 @@ def col_sums(g: Geometry, at: Tiles) -> tuple[Parts, Fold]:
     cols, high = g.cols[owners], down[owners]
     sums = _sums(high, cols, cols)
     outs = 4 * (at.of("mat0")[owners] + mat) * cols
-    return made, Fold(sums, owners, made.starts[owners] + 4 * mat * high * cols, outs)
+    return made, PartialReduction(sums, owners, made.starts[owners] + 4 * mat * high * cols, outs)
 
 
 def _by_matrix(mats: Int64s) -> tuple[Int64s, Int64s]:

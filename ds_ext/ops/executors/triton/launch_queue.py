@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ds_ext.ops.executors.triton import launches
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launches import Chain, Launch
-from ds_ext.ops.executors.triton.memory import Memory
 
 
-class Pass(NamedTuple):
+class QueuedPass(NamedTuple):
     """A pass of a rule: launches over different parameters."""
 
     launches: list[Launch]
@@ -31,7 +31,7 @@ class LaunchQueue:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._sequences: list[list[Pass]] = [[]]
+        self._sequences: list[list[QueuedPass]] = [[]]
         self._folds: list[Launch] = []
 
     def begin_sequence(self) -> None:
@@ -52,7 +52,7 @@ class LaunchQueue:
         """
         found = list(launches)
         if found:
-            self._sequences[-1].append(Pass(found, only_sums))
+            self._sequences[-1].append(QueuedPass(found, only_sums))
         self._folds.extend(x for x in folds if len(x.rows))
 
     def launch(self) -> None:
@@ -62,10 +62,10 @@ class LaunchQueue:
         waves = _waves(rules)
         waves.append([[one] for one in folds])
         if joints := [joint for wave in waves for joint in launches.merge_launches(wave)]:
-            launches.run(joints, self.memory)
+            launches.launch_all(joints, self.memory)
 
 
-def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:
+def _waves(rules: Sequence[Sequence[QueuedPass]]) -> list[list[Chain]]:
     """Waves of chains that may run in parallel; each rule's last pass is in the last wave."""
     leveled = [_levels(passes) for passes in rules if passes]
     count = max((len(levels) for levels in leveled), default=0)
@@ -76,7 +76,7 @@ def _waves(rules: Sequence[Sequence[Pass]]) -> list[list[Chain]]:
     return waves
 
 
-def _levels(passes: Sequence[Pass]) -> Sequence[Sequence[Chain]]:
+def _levels(passes: Sequence[QueuedPass]) -> Sequence[Sequence[Chain]]:
     """The levels of a sequence of passes; the passes of one level may run at the same time.
 
     A pass over the same elements as the pass before extends that pass's chain. Otherwise a pass

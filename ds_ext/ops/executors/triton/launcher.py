@@ -13,11 +13,11 @@ from torch import Tensor
 from ds_ext.ops import schema
 from ds_ext.ops.executors.triton import folds, tiles
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS, NUMBERS
-from ds_ext.ops.executors.triton.folds import Fold, Parts
+from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
+from ds_ext.ops.executors.triton.folds import PartialOffsets, PartialReduction
+from ds_ext.ops.executors.triton.launch_memory import Addresses, Memory
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
-from ds_ext.ops.executors.triton.launches import Constants, HostNumber, Launch, Spec
-from ds_ext.ops.executors.triton.memory import Addresses, Memory
-from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
+from ds_ext.ops.executors.triton.launches import Constants, HostNumber, KernelConstants, Launch
 from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 from ds_ext.ops.formulas import Formula
 
@@ -148,19 +148,21 @@ class Launcher:
         return tiles.by_parameter(self.geometry)
 
     @functools.cached_property
-    def sums(self) -> dict[str, tuple[Parts, Fold]]:
+    def sums(self) -> dict[str, tuple[PartialOffsets, PartialReduction]]:
         """Reductions of one partial sum per tile to one sum per parameter, by the tiles' name."""
         of = {"flat": self.flat, "by_matrix": self.by_matrix}
         return {name: folds.of_tiles(at.programs) for name, at in of.items()}
 
     @functools.cached_property
-    def sums_of_tiles(self) -> tuple[tuple[Parts, Fold], tuple[Parts, Fold]]:
+    def sums_of_tiles(
+        self,
+    ) -> tuple[tuple[PartialOffsets, PartialReduction], tuple[PartialOffsets, PartialReduction]]:
         """Reductions of the tiles' row sums, and of their column sums."""
         g, at = self.geometry, self.by_matrix
         return folds.row_sums(g, at), folds.col_sums(g, at)
 
     @functools.cached_property
-    def sums_of_strips(self) -> tuple[Parts, Fold]:
+    def sums_of_strips(self) -> tuple[PartialOffsets, PartialReduction]:
         """Reduction of the strips' column sums."""
         return folds.col_sums(self.geometry, self.by_strip)
 
@@ -210,11 +212,11 @@ class Launcher:
 
     def _filled(
         self, at: Tiles, columns: Columns
-    ) -> tuple[Int64s, dict[str, HostNumber], dict[str, Spec]]:
+    ) -> tuple[Int64s, dict[str, HostNumber], dict[str, KernelConstants]]:
         """The rows of a table, its columns that are host numbers, the formulas by constant."""
         rows = at.rows.copy()
         numbers: dict[str, HostNumber] = {}
-        formulas: dict[str, Spec] = {}
+        formulas: dict[str, KernelConstants] = {}
         given: list[Tensor | float] = []
         for name, value in columns.items():
             pointers = getattr(value, "pointers", None)
@@ -242,7 +244,9 @@ class Launcher:
         first = number.data_ptr()
         return first + 4 * np.arange(self.n) if number.numel() == self.n else first
 
-    def reduction_launch(self, how: tuple[Parts, Fold], part: Tensor, out: Any) -> Launch:
+    def reduction_launch(
+        self, how: tuple[PartialOffsets, PartialReduction], part: Tensor, out: Any
+    ) -> Launch:
         """The launch that reduces the partial sums ``part`` and writes to ``out.pointers``."""
         fold = how[1]
         parts = part.data_ptr() + fold.parts
@@ -262,19 +266,19 @@ class Launcher:
         constants: Constants = (("JUDGED", limits is not None),)
         return Launch("fold", constants, at, None, rows, at.programs, numbers, alive)
 
-    def room(self, how: tuple[Parts, Fold]) -> tuple[Tensor, Addresses]:
+    def room(self, how: tuple[PartialOffsets, PartialReduction]) -> tuple[Tensor, Addresses]:
         """Memory for the tiles' partial sums, and the addresses of each parameter's."""
         part = self.scratch(how[0].total)
         return part, Addresses(part, how[0].starts)
 
 
 @functools.cache
-def _spec(structure: Any) -> Spec:
+def _spec(structure: Any) -> KernelConstants:
     """The kernel constant of a formula's structure, which ``Formula.taken_apart`` returns."""
     name, *of = structure
     if name != "given":
         of = [*map(_spec, of)]
-    return Spec(name=name, **dict(zip("abc", [*of, None, None], strict=False)))
+    return KernelConstants(name=name, **dict(zip("abc", [*of, None, None], strict=False)))
 
 
 def _looked_through(at: Tiles) -> Tiles:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.columns import AT, COLUMNS
-from ds_ext.ops.executors.triton.memory import Memory
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.tiles import Int64s, Tiles
 
 
-class Spec:
-    """A kernel constant with named fields, which may be ``Spec``s themselves.
+class KernelConstants:
+    """A kernel constant with named fields, which may be ``KernelConstants`` themselves.
 
     Triton identifies constants by ``repr``, from which it also derives names. Nested tuples would
     not do, because some versions of Triton do not support them.
@@ -41,7 +41,7 @@ class Spec:
         return self._name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Spec) and self._name == other._name
+        return isinstance(other, KernelConstants) and self._name == other._name
 
     def __hash__(self) -> int:
         return hash(self._name)
@@ -49,7 +49,7 @@ class Spec:
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
 HostNumber: TypeAlias = float | NDArray[np.float32]  # one for all parameters, or one for each
-Kind: TypeAlias = Spec  # passes that a program makes one after another: see kernels/run.py
+FusedPasses: TypeAlias = KernelConstants  # passes that a program runs in turn
 MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
 # Passes in which an element depends on no other element that an earlier pass has written.
 BY_ELEMENT = {"square_sums", "row_col_sums", "lerp", "square_lerp"}
@@ -105,7 +105,7 @@ class MergedLaunch:
     """Several chains merged into one launch, whose parameters have different kinds of passes."""
 
     chains: list[Chain]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[FusedPasses, ...]
     of_each: list[int]  # the kind of each chain
     warps: int
 
@@ -143,8 +143,8 @@ def merge_launches(chains: Iterable[Chain]) -> list[MergedLaunch]:
     if apart and len(apart) < len(found):
         rest = [x for x in found if not any(x is y for y in apart)]
         return [*merge_launches(rest), *merge_launches(apart)]
-    by_warps: dict[int, list[tuple[Chain, Kind]]] = {}
-    others: list[tuple[Chain, Kind, int]] = []  # may use any number of warps
+    by_warps: dict[int, list[tuple[Chain, FusedPasses]]] = {}
+    others: list[tuple[Chain, FusedPasses, int]] = []  # may use any number of warps
     for chain in found:
         kind, warps = _kind(tuple((one.kernel, one.constants) for one in chain))
         if all(one.kernel in ANY_WARPS for one in chain):
@@ -157,9 +157,11 @@ def merge_launches(chains: Iterable[Chain]) -> list[MergedLaunch]:
     return [one for warps, some in by_warps.items() for one in _merged_launches(some, warps)]
 
 
-def _merged_launches(given: Sequence[tuple[Chain, Kind]], warps: int) -> Iterator[MergedLaunch]:
+def _merged_launches(
+    given: Sequence[tuple[Chain, FusedPasses]], warps: int
+) -> Iterator[MergedLaunch]:
     """Launches of up to ``MAX_PARAMETERS`` parameters each."""
-    some: list[tuple[Chain, Kind]] = []
+    some: list[tuple[Chain, FusedPasses]] = []
     count = 0
     for chain, kind in given:
         start, n = 0, len(chain[0].rows)
@@ -174,17 +176,17 @@ def _merged_launches(given: Sequence[tuple[Chain, Kind]], warps: int) -> Iterato
         yield _merged_launch(some, warps)
 
 
-def _merged_launch(some: Sequence[tuple[Chain, Kind]], warps: int) -> MergedLaunch:
+def _merged_launch(some: Sequence[tuple[Chain, FusedPasses]], warps: int) -> MergedLaunch:
     # ordered by first use, so that equal sets of kinds share a compiled kernel
     kinds = sorted({kind for _, kind in some}, key=lambda kind: _met.setdefault(kind, len(_met)))
     of_each = [kinds.index(kind) for _, kind in some]
     return MergedLaunch([chain for chain, _ in some], tuple(kinds), of_each, warps)
 
 
-_met: dict[Kind, int] = {}
+_met: dict[FusedPasses, int] = {}
 
 
-def run(joints: Sequence[MergedLaunch], memory: Memory) -> None:
+def launch_all(joints: Sequence[MergedLaunch], memory: Memory) -> None:
     """Runs launches one after another, after one copy of all their tables.
 
     Args:
@@ -283,20 +285,20 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 @functools.cache
-def constants(kinds: tuple[Kind, ...], passes: int, log2_count: int) -> dict[str, Any]:
+def constants(kinds: tuple[FusedPasses, ...], passes: int, log2_count: int) -> dict[str, Any]:
     """The constants of a launch."""
     found = None
     for number, kind in reversed([*enumerate(kinds)]):
-        found = Spec(number=number, passes=kind, rest=found)
+        found = KernelConstants(number=number, passes=kind, rest=found)
     return {"COUNT": 1 << log2_count, "PASSES": passes, "KINDS": found}
 
 
-def passes_of(kind: Kind) -> list[Spec]:
+def passes_of(kind: FusedPasses) -> list[KernelConstants]:
     """The passes of a kind, in their order."""
     return [kind] + ([] if kind.then is None else passes_of(kind.then))
 
 
-def kinds_of(named: Mapping[str, Any]) -> list[Kind]:
+def kinds_of(named: Mapping[str, Any]) -> list[FusedPasses]:
     """The kinds of passes of a launch: the inverse of ``constants``."""
     found, one = [], named["KINDS"]
     while one is not None:
@@ -306,18 +308,18 @@ def kinds_of(named: Mapping[str, Any]) -> list[Kind]:
 
 
 @functools.cache
-def _label(kinds: tuple[Kind, ...]) -> str:
+def _label(kinds: tuple[FusedPasses, ...]) -> str:
     """The label of a launch: the passes of each kind."""
     return " | ".join(", ".join(one.name for one in passes_of(kind)) for kind in kinds)
 
 
 @functools.cache
-def _kind(passes: tuple[tuple[str, Constants], ...]) -> tuple[Kind, int]:
+def _kind(passes: tuple[tuple[str, Constants], ...]) -> tuple[FusedPasses, int]:
     """Passes that a program makes one after another -> their kind, their number of warps."""
     found, most = None, 0
     for kernel, given in reversed(passes):
         named, warps = _pass(kernel, given)
-        found, most = Spec(name=kernel, then=found, **named), max(warps, most)
+        found, most = KernelConstants(name=kernel, then=found, **named), max(warps, most)
     assert found is not None
     return found, most
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton.kernels.table import (
+from ds_ext.ops.executors.triton.kernels.table_access import (
     AUX,
     MARKS,
     N,

@@ -16,7 +16,7 @@ from ds_ext.ops.executors.triton.kernels.elementwise import (
     square_lerp,
     square_sums,
 )
-from ds_ext.ops.executors.triton.kernels.factored import clipped_factors, factors
+from ds_ext.ops.executors.triton.kernels.factored_kernels import clipped_factors, factors
 from ds_ext.ops.executors.triton.kernels.marks import mark, mend, mend_unmarked
 from ds_ext.ops.executors.triton.kernels.sums import (
     copy_checked_values,
@@ -26,7 +26,7 @@ from ds_ext.ops.executors.triton.kernels.sums import (
     row_col_sums,
     weighted_sums,
 )
-from ds_ext.ops.executors.triton.kernels.table import (
+from ds_ext.ops.executors.triton.kernels.table_access import (
     FIELDS,
     FOUND,
     KIND,

@@ -7,7 +7,7 @@ sum depends on the geometry alone.
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels.table import (
+from ds_ext.ops.executors.triton.kernels.table_access import (
     BEFORE,
     COL,
     COLS,

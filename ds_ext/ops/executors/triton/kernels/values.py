@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels.moments import (
+from ds_ext.ops.executors.triton.kernels.moment_kernels import (
     adam,
     adam8_step,
     adam_step,
@@ -11,7 +11,7 @@ from ds_ext.ops.executors.triton.kernels.moments import (
     sign8_step,
     sign_step,
 )
-from ds_ext.ops.executors.triton.kernels.table import (
+from ds_ext.ops.executors.triton.kernels.table_access import (
     BOUND,
     COL,
     COLS,

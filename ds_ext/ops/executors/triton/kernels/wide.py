@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops.executors.triton.kernels.sums import LARGEST_FACTOR
-from ds_ext.ops.executors.triton.kernels.table import (
+from ds_ext.ops.executors.triton.kernels.table_access import (
     BEFORE,
     COL,
     COLS,

@@ -25,7 +25,7 @@ _STORED = {of: i for i, of in enumerate(schema.STORED)}
 _PASSES = {name: i for i, name in enumerate(schema.PASSES)}
 
 
-class Table:
+class NativeTable:
     """One row per parameter: its geometry, which is fixed, and the arguments of the next pass.
 
     Args:

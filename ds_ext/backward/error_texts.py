@@ -1,6 +1,6 @@
 """Errors and warnings about gradients of a step that is in progress."""
 
-from ds_ext.backward.settings import Words
+from ds_ext.backward.gradient_config import SettingNames
 
 NOT_FINITE = (
     "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. The step "
@@ -18,7 +18,7 @@ STEPPED = (
 )
 
 
-def cannot_repeat(who: str, words: Words) -> str:
+def cannot_repeat(who: str, words: SettingNames) -> str:
     """Returns the error if the function ``who`` writes, in backward, to its saved tensors."""
     return (
         f"{words.clipping}: {who} overwrites its saved tensors in backward, as fused losses do "
@@ -28,7 +28,7 @@ def cannot_repeat(who: str, words: Words) -> str:
     )
 
 
-def measure_first(words: Words) -> str:
+def measure_first(words: SettingNames) -> str:
     """Returns the error if gradients arrive before their norm was measured."""
     return (
         f"{words.clipping} needs the norm of all gradients before ds_ext uses the first one: call "
@@ -37,7 +37,7 @@ def measure_first(words: Words) -> str:
     )
 
 
-def second_gradient(words: Words) -> str:
+def second_gradient(words: SettingNames) -> str:
     """Returns the error for a second gradient of a parameter, to follow the parameter's name."""
     return (
         f"got a second gradient after its update and before {words.step}. ds_ext uses and frees "

@@ -15,7 +15,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 
 Matrix = tuple[int, ...]  # rows and columns
-Step = Callable[[Sequence[Matrix], Sequence[int], int, int], "StepCost"]
+StepCostFunction = Callable[[Sequence[Matrix], Sequence[int], int, int], "StepCost"]
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
 ALL_TO_ALL = "all-to-all"
 BYTES = 2  # of a bf16 number
@@ -86,8 +86,8 @@ def ds_ext(matrices: Sequence[Matrix], others: Sequence[int], ranks: int, bucket
         calls += [(ALL_REDUCE, sum(r[i] for r in rounds if len(r) > i)) for i in range(3)]
         costs = [rule.operations(shard) for shard in shards]
         loads = [0.0] * ranks
-        works = ((turns.Work(cost, ranks),) for cost in costs)
-        chosen = turns.balanced(tuple(turns.Parameter(0, ranks, work) for work in works))
+        works = ((turns.SharedWork(cost, ranks),) for cost in costs)
+        chosen = turns.balanced(tuple(turns.SharedParam(0, ranks, work) for work in works))
         for turn, cost in zip(chosen, costs, strict=True):
             loads[turn] += cost
         operations += max(loads)
@@ -145,7 +145,7 @@ def dion(matrices: Sequence[Matrix], others: Sequence[int], ranks: int, bucket: 
     return StepCost(calls, operations)
 
 
-STEPS_OF: dict[str, Step] = {
+STEPS_OF: dict[str, StepCostFunction] = {
     "ds_ext's Muon, ZeRO-3": ds_ext,
     "DeepSpeed's Muon, ZeRO-3": deepspeed,
     "dion's Muon, FSDP2": dion,

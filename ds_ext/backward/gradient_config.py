@@ -21,7 +21,7 @@ GPU_BUCKET_BYTES, GPU_SHARE = 2**29, 1 / 32  # the share is of free memory
 PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
-WeightStorage = Annotated[Literal["int8"], Field(description='"int8"')]
+WeightStorageName = Annotated[Literal["int8"], Field(description='"int8"')]
 Chunks = Annotated[bool | Count, Field(description="true, false or a whole number > 0")]
 SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
 
@@ -43,11 +43,11 @@ class ConfigSection:
     sum_group_size: SumGroups = 0  # ranks of a group that adds up sums first; 0: all at once
     batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
     chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
-    weight_storage: WeightStorage | None = None  # "int8": stores large matrices in 8 bits
+    weight_storage: WeightStorageName | None = None  # "int8": stores large matrices in 8 bits
 
 
 @dataclass(frozen=True)
-class Words:
+class SettingNames:
     """The names of settings and calls in errors and warnings, as the caller writes them."""
 
     where: str  # the section of the settings of ``ConfigSection``; "" for arguments
@@ -59,7 +59,7 @@ class Words:
     step: str
 
 
-CONFIG = Words(
+CONFIG = SettingNames(
     where="ds_ext",
     clipping="gradient_clipping",
     no_clipping='"gradient_clipping": 0',
@@ -68,7 +68,7 @@ CONFIG = Words(
     backward="engine.backward(loss), or engine.scale(loss).backward(),",
     step="engine.step()",
 )
-ARGUMENTS = Words(  # of fuse_into_backward
+ARGUMENTS = SettingNames(  # of fuse_into_backward
     where="",
     clipping="max_grad_norm",
     no_clipping="max_grad_norm=0",
@@ -92,7 +92,7 @@ class GradientConfig:
     accumulate_in: torch.dtype | None = None  # of kept gradients; None: fp32
     measure_updates: bool = False  # the RMS of updates and weights, by group
     overlap: bool = False  # reduce and step buckets in parallel with backward, two in flight
-    words: Words = CONFIG
+    words: SettingNames = CONFIG
 
     def __post_init__(self) -> None:
         given = {

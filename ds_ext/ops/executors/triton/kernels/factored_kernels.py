@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels.moments import moved
-from ds_ext.ops.executors.triton.kernels.table import (
+from ds_ext.ops.executors.triton.kernels.moment_kernels import moved
+from ds_ext.ops.executors.triton.kernels.table_access import (
     CLIP,
     COL,
     COLS,

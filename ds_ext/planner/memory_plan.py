@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import memory, models, muon, options, plot
+from ds_ext.planner import memory, models, muon_cost, options, plot
 from ds_ext.planner.advice import advice
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.options import DTYPES, FSDP2, PlanOptions
@@ -32,9 +32,9 @@ def run(given: argparse.Namespace) -> None:
     if asked.optimizer != options.ALL and asked.ranks > 1 and asked.pipeline_stages == 1:
         if any(row.optimizer is OPTIMIZERS["muon"] for row in plan.rows):
             rules = memory.rules_of(OPTIMIZERS["muon"], plan.model, asked.params)
-            matrices, others = muon.divided(plan.shapes, rules)
+            matrices, others = muon_cost.divided(plan.shapes, rules)
             ranks = asked.shard_size or asked.ranks
-            print("\n" + muon.summary(matrices, others, ranks, asked.bucket))
+            print("\n" + muon_cost.summary(matrices, others, ranks, asked.bucket))
     print("\n" + advice(plan, table))
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton.kernels.table import (
+from ds_ext.ops.executors.triton.kernels.table_access import (
     INTERPRETED,
     LERP1,
     LERP2,

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_ext.ops.executors.triton.folds import Parts
-from ds_ext.ops.executors.triton.memory import Addresses
+from ds_ext.ops.executors.triton.folds import PartialOffsets
+from ds_ext.ops.executors.triton.launch_memory import Addresses
 
 
 class DeviceNormCache:
@@ -27,7 +27,7 @@ class DeviceNormCache:
         tiles: the name of the tiles that last wrote the runs.
     """
 
-    def __init__(self, parts: Mapping[str, Parts], device: torch.device) -> None:
+    def __init__(self, parts: Mapping[str, PartialOffsets], device: torch.device) -> None:
         self.parts, self.device = parts, device
         self.tiles = ""
         self.columns: dict[str, Addresses] = {}  # a sum and a weight per tile

@@ -8,7 +8,7 @@ from torch import Tensor
 from ds_ext import hyperparams, rules
 from ds_ext.distributed.unsupported_wrappers import refuse_flat
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import State
+from ds_ext.ops.state import NestedState
 from ds_ext.optimizer import expert_stacks, sections
 from ds_ext.optimizer.group_rules import names_of_all_rules
 from ds_ext.optimizer.param_table import ParamTable
@@ -78,7 +78,7 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
 
 
 def refuse_states(
-    table: ParamTable, states: Mapping[Tensor, State], stacked: Container[Tensor]
+    table: ParamTable, states: Mapping[Tensor, NestedState], stacked: Container[Tensor]
 ) -> None:
     """Raises ValueError if a stack's state is not nested by expert, or another state is."""
     for param, state in states.items():

@@ -1,6 +1,6 @@
 """Checks an engine before ds_ext drives it: its ranks, its model, and its config.
 
-``ds_ext.config.validation`` checks the keys of the config.
+``ds_ext.config.config_checks`` checks the keys of the config.
 """
 
 from typing import Any
@@ -12,11 +12,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch._dynamo import OptimizedModule
 
-from ds_ext.config import validation
-from ds_ext.config.validation import raise_first
+from ds_ext.config import config_checks
+from ds_ext.config.config_checks import raise_first
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import (
+    deepspeed_versions,
     expert_parallel,
     hook_cleanup,
     optimizers,
@@ -26,9 +27,8 @@ from ds_ext.engine import (
     replica_groups,
     schedulers,
     trainer_checks,
-    versions,
 )
-from ds_ext.engine.settings import effective
+from ds_ext.engine.engine_settings import effective
 from ds_ext.optimizer import RuleOptimizer
 
 # Keys that may differ between ranks, because they only control logging.
@@ -97,7 +97,7 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     dtypes = {p.dtype for p in optimizer.group_of}
     states = ((optimizer.rule_of(p), dtype) for p in firsts for dtype in dtypes)
     kept_for = pipeline.gradients_kept_for(engine)
-    raise_first(validation.problems(config, versions.INSTALLED, kept_for, states))
+    raise_first(config_checks.problems(config, deepspeed_versions.INSTALLED, kept_for, states))
     is_divided = engine.mp_world_size > 1 or engine.has_moe_layers or pipeline.is_pipeline(engine)
     if replica_groups.shard_size(config) and is_divided:
         raise ValueError(
@@ -127,7 +127,7 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
             'stage 0, 1 or 2, or "expert_parallel" (AutoEP) with the experts of the model itself.'
         )
     sequences = engine.sequence_parallel_size > 1
-    raise_first(validation.expert_problems(stage, sequences, tensor_size))
+    raise_first(config_checks.expert_problems(stage, sequences, tensor_size))
     # deepspeed.moe treats the mpu parallel_state_sp as tensor-parallel too.
     if tensor_size <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The passes over a batch as launches. ``Table`` has the interface of ``native.table.Table``."""
+"""The passes over a batch as launches. ``KernelTable`` has the interface of ``NativeTable``."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ import torch
 from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.triton import sizes, tiles
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS
+from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
+from ds_ext.ops.executors.triton.launch_memory import Addresses
 from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
 from ds_ext.ops.executors.triton.launches import Constants, Launch
-from ds_ext.ops.executors.triton.memory import Addresses
-from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
 
 
 @dataclass(frozen=True)
 class Read:
-    """The arguments of a pass, as ``Table.run`` takes them."""
+    """The arguments of a pass, as ``KernelTable.run`` takes them."""
 
     columns: Columns
     form: str
@@ -223,7 +223,7 @@ PASSES: dict[str, Callable[[Launcher, Read], SquareParts | None]] = {
 }
 
 
-class Table(Launcher):
+class KernelTable(Launcher):
     """The passes over many parameters on a GPU."""
 
     fuses_squares = False  # one pass adds up squares of an input and of the weights that it reads
@@ -241,7 +241,7 @@ class Table(Launcher):
         decays: bool = False,
         fresh: bool = False,
     ) -> SquareParts | None:
-        """Makes a pass: see ``native.table.Table.run``.
+        """Makes a pass: see ``NativeTable.run``.
 
         A column is an object with ``pointers``, [n], or a number. A number may be a float, an
         array [n], a tensor on the device with n elements or one, or a formula.
