@@ -11,8 +11,8 @@ import torch
 from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.triton import sizes, tiles
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS
+from ds_ext.ops.executors.triton.launch_tables import Constants, Launch
 from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
-from ds_ext.ops.executors.triton.launches import Constants, Launch
 from ds_ext.ops.executors.triton.memory import Addresses
 from ds_ext.ops.executors.triton.norm_cache import DeviceNormCache
 
@@ -189,16 +189,16 @@ def _mend(table: Launcher, read: Read) -> None:
     dtype = "int16" if is_split else "int8"
     made = []
     for one in table.launches("mend", (("AD", dtype),), table.by_group, read.columns):
-        marked = one.rows[:, AT["marks"]] != 0
+        t = one.template
+        marked = one.addresses[t.columns.index(AT["marks"])] != 0
         for kernel, constants, own in (
-            ("mend", one.constants, marked),
-            ("mend_unmarked", one.constants[1:], ~marked & is_split),
+            ("mend", t.constants, marked),
+            ("mend_unmarked", t.constants[1:], ~marked & is_split),
         ):
             if own.any():
-                some = {"rows": one.rows[own], "programs": one.programs[own]}
-                at = np.arange(len(own)) if one.own is None else one.own
-                named = {"kernel": kernel, "constants": constants, "own": at[own]}
-                made.append(replace(one, **named, **some))
+                at = np.arange(len(own)) if t.own is None else t.own
+                some = replace(t, kernel=kernel, constants=constants, own=at[own])
+                made.append(one.cut(own, some))
     table.enqueue(made)
 
 
