@@ -28,6 +28,9 @@ from ds_ext.logs import logger
 # A bucket that is filled to less than this fraction takes one more parameter of any size. Otherwise
 # norms between large matrices would each form a bucket.
 MIN_FILL = 1 / 16
+# A parameter of at most this fraction of a bucket waits for the end of backward, with others that
+# are so small: a batch of a bucket's few vectors takes the host as long as one of its matrices.
+SMALL = 1 / 2**12
 
 
 def has_room(elements: int, more: int, size: int) -> bool:
@@ -172,9 +175,11 @@ class Buckets:
         """Adds a gradient to the one that autograd computes in this pass, if any."""
         self.joining[param] = self.joining[param] + grad if param in self.joining else grad
 
-    @torch.no_grad()
     def take(self, param: Tensor) -> None:
         """The hook: moves a parameter's gradient into the bucket; ``grad`` may be None."""
+        if torch.is_grad_enabled():  # it is not in hooks, unless by ``create_graph``
+            with torch.no_grad():
+                return self.take(param)
         if self.aside is not None:
             self.aside[param] = None
             return
@@ -246,9 +251,16 @@ class Buckets:
             Whether backward has ended on all ranks.
         """
         self._reduce_ready()
-        more = {p: self.uses.in_parts(p) for p in self.waiting}
-        self.asked, self.elements = self.layout.agree(more, ended), 0
+        small = {} if ended else self._small_waiting()
+        more = {p: self.uses.in_parts(p) for p in self.waiting if p not in small}
+        self.asked, self.elements = self.layout.agree(more, ended), sum(small.values())
         return (ended or not self.asks_ahead) and self._reduce_ready()
+
+    def _small_waiting(self) -> dict[Tensor, int]:
+        """The elements of small parameters that wait; none if there are enough to be reduced."""
+        sizes = {p: self.counted[p] for p in self.waiting}
+        small = {p: n for p, n in sizes.items() if n <= SMALL * self.size}
+        return small if sum(small.values()) < MIN_FILL * self.size else {}
 
     def _reduce_ready(self) -> bool:
         """Reduces gradients that the ranks agree on; returns whether backward ended on all."""
