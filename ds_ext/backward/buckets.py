@@ -90,6 +90,7 @@ class Buckets:
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
         self.elements = 0  # of gradients that the other ranks were not asked about
+        self.small: dict[Tensor, int] = {}  # those of them that wait for the end: see SMALL
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
         self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
         self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
@@ -206,6 +207,8 @@ class Buckets:
             if not has_room(self.elements, size, self.size):
                 self.flush()
             self.elements += size
+            if size <= SMALL * self.size:
+                self.small[param] = size
         own = None if grad is None else self._own(param, grad)
         before = self.waiting.get(param)  # of another checkpointed segment
         if before is not None:
@@ -251,16 +254,12 @@ class Buckets:
             Whether backward has ended on all ranks.
         """
         self._reduce_ready()
-        small = {} if ended else self._small_waiting()
-        more = {p: self.uses.in_parts(p) for p in self.waiting if p not in small}
-        self.asked, self.elements = self.layout.agree(more, ended), sum(small.values())
+        elements = sum(self.small.values())
+        if ended or elements >= MIN_FILL * self.size:
+            self.small, elements = {}, 0
+        more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.small}
+        self.asked, self.elements = self.layout.agree(more, ended), elements
         return (ended or not self.asks_ahead) and self._reduce_ready()
-
-    def _small_waiting(self) -> dict[Tensor, int]:
-        """The elements of small parameters that wait; none if there are enough to be reduced."""
-        sizes = {p: self.counted[p] for p in self.waiting}
-        small = {p: n for p, n in sizes.items() if n <= SMALL * self.size}
-        return small if sum(small.values()) < MIN_FILL * self.size else {}
 
     def _reduce_ready(self) -> bool:
         """Reduces gradients that the ranks agree on; returns whether backward ended on all."""
@@ -320,6 +319,7 @@ class Buckets:
             self._receive()
             for param in params:
                 self.waiting.pop(param, None)
+                self.small.pop(param, None)
                 self.parts.pop(param, None)
                 self.joining.pop(param, None)
             return
@@ -340,6 +340,7 @@ class Buckets:
             self.streams.hold(self.sent, is_stepped=False)
         self.sent = self.receiver = self.asked = None
         self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
+        self.small = {}
 
     def begin_with(self, receiver: Receiver) -> None:
         """Begins a backward pass with this receiver, not the one of ``begin``."""

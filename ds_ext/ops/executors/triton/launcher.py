@@ -31,6 +31,7 @@ from ds_ext.ops.formulas import Formula
 Columns = Mapping[str, Any]
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
 VECTORS, OUT = range(AT["x"], AT["aux"] + 1), range(AT["x"], AT["out"] + 1)
+HOST_NUMBERS = (float, np.ndarray, int)
 MAX_TEMPLATES = 256  # of one object; more are needed only if each step makes other passes
 OF_WIDE_ROWS = {
     "weighted_sums": "wide_weighted_sums",
@@ -204,7 +205,9 @@ class Launcher:
         addresses = np.empty((len(given), self.n), dtype=np.int64)
         for row, x in zip(addresses, given.values(), strict=True):
             row[:] = x
-        are_even = None if at.aligned is None else _are_even(addresses, [*given], vectors)
+        are_even = (
+            None if at.aligned is None else _are_even(addresses[_rows_of((*given,), vectors)])
+        )
         is_of_each = [not isinstance(x, float) for x in numbers.values()]
         # All that templates depend on. They keep ``at`` alive, so that its id is its own.
         key = (kernel, constants, id(at), *given, *numbers, *is_of_each, *formulas.items())
@@ -239,17 +242,17 @@ class Launcher:
         formulas: dict[str, Spec] = {}
         given: list[Tensor | float] = []
         for name, value in columns.items():
-            pointers = getattr(value, "pointers", None)
-            if pointers is not None:
-                addresses[name] = pointers
-            elif name not in NUMBERS:
-                addresses[name] = value
+            if isinstance(value, HOST_NUMBERS):
+                if name not in NUMBERS:
+                    addresses[name] = value
+                else:
+                    numbers[name] = value if isinstance(value, np.ndarray) else float(value)
             elif isinstance(value, Formula):
                 formulas[FORMULAS[name]] = _spec(value.taken_apart(given))
-            elif isinstance(value, float | int | np.ndarray):
-                numbers[name] = value if isinstance(value, np.ndarray) else float(value)
-            else:
+            elif isinstance(value, Tensor):
                 addresses[name] = self._addresses(value)
+            else:
+                addresses[name] = value.pointers
         assert len(given) <= schema.GIVEN, "a formula of more numbers than a pass takes"
         for i, value in enumerate(given):
             if isinstance(value, Tensor):
@@ -313,12 +316,17 @@ def _of_kind(kernel: str, constants: Constants, kind: TileKind, at: Tiles) -> tu
     return kernel if at.widths is None else OF_WIDE_ROWS[kernel], constants
 
 
-def _are_even(addresses: Int64s, names: Sequence[str], vectors: range) -> bool | tuple[bool, ...]:
-    """Whether addresses are aligned for vector access: True, or for each parameter."""
-    read = addresses[[i for i, name in enumerate(names) if AT[name] in vectors]]
-    if not np.bitwise_or.reduce(read, axis=None) % sizes.ALIGNMENT:
+@functools.cache
+def _rows_of(names: tuple[str, ...], vectors: range) -> list[int]:
+    """The positions of the columns that are read or written in vectors."""
+    return [i for i, name in enumerate(names) if AT[name] in vectors]
+
+
+def _are_even(addresses: Int64s) -> bool | tuple[bool, ...]:
+    """Whether addresses, [any, n], are aligned for vector access: True, or for each parameter."""
+    if not np.bitwise_or.reduce(addresses, axis=None) % sizes.ALIGNMENT:
         return True
-    even: list[bool] = (np.bitwise_or.reduce(read) % sizes.ALIGNMENT == 0).tolist()
+    even: list[bool] = (np.bitwise_or.reduce(addresses) % sizes.ALIGNMENT == 0).tolist()
     return tuple(even)
 
 

@@ -35,17 +35,14 @@ class Read:
     @property
     def run(self) -> Constants:
         """The constants for reading a plain run."""
-        return (("XD", _name(self.dtype)), ("BOUNDED", "bound" in self.columns))
+        return _run_constants(self.dtype, "bound" in self.columns)
 
     @property
     def constants(self) -> Constants:
         """The constants for reading any form: see ``value_of`` in kernels/values.py."""
-        how, dtype = self.storage or ("PLAIN", None)
-        more: Constants = (("DECAYS", self.decays), ("WD", _name(dtype)), ("STORAGE", how))
         scale = self.columns.get("scale", 1.0)
-        more = (*more, ("SCALES", not (isinstance(scale, float) and scale == 1.0)))
-        more = (*more, ("SCALED", None), ("DECAYED", None))
-        return (("FORM", self.form), *self.run, *more)
+        scales = not (isinstance(scale, float) and scale == 1.0)
+        return _constants(self.form, self.run, self.decays, self.storage, scales)
 
     @property
     def only_sums(self) -> bool:
@@ -56,6 +53,25 @@ class Read:
     def tiles(self) -> str:
         """The name of the tiles of a pass over runs."""
         return "by_matrix" if schema.FORMS[self.form].is_by_matrix else "flat"
+
+
+@functools.cache
+def _run_constants(dtype: torch.dtype | None, is_bounded: bool) -> Constants:
+    return (("XD", _name(dtype)), ("BOUNDED", is_bounded))
+
+
+@functools.cache
+def _constants(
+    form: str,
+    run: Constants,
+    decays: bool,
+    storage: tuple[str, torch.dtype] | None,
+    scales: bool,
+) -> Constants:
+    how, dtype = storage or ("PLAIN", None)
+    more: Constants = (("DECAYS", decays), ("WD", _name(dtype)), ("STORAGE", how))
+    more = (*more, ("SCALES", scales), ("SCALED", None), ("DECAYED", None))
+    return (("FORM", form), *run, *more)
 
 
 def _square_sums(table: Launcher, read: Read) -> None:
