@@ -159,6 +159,16 @@ class Launcher:
         return tiles.by_parameter(self.geometry)
 
     @functools.cached_property
+    def of_rows(self) -> Tiles:
+        """Tiles of a factor for each row."""
+        return tiles.of_factors(self.geometry.mats * self.geometry.rows)
+
+    @functools.cached_property
+    def of_cols(self) -> Tiles:
+        """Tiles of a factor for each column."""
+        return tiles.of_factors(self.geometry.mats * self.geometry.cols)
+
+    @functools.cached_property
     def sums(self) -> dict[str, tuple[Parts, Fold]]:
         """Reductions of one partial sum per tile to one sum per parameter, by the tiles' name."""
         of = {"flat": self.flat, "by_matrix": self.by_matrix}
@@ -210,8 +220,8 @@ class Launcher:
         )
         is_of_each = [not isinstance(x, float) for x in numbers.values()]
         # All that templates depend on. They keep ``at`` alive, so that its id is its own.
-        key = (kernel, constants, id(at), *given, *numbers, *is_of_each, *formulas.items())
-        key = (*key, are_even, self.limits is None)
+        key = (kernel, constants, id(at), are_even, *given, *numbers, *is_of_each)
+        key = (*key, *formulas.items())
         templates = self._templates.get(key)
         if templates is None:
             if len(self._templates) >= MAX_TEMPLATES:
@@ -243,10 +253,11 @@ class Launcher:
         given: list[Tensor | float] = []
         for name, value in columns.items():
             if isinstance(value, HOST_NUMBERS):
-                if name not in NUMBERS:
-                    addresses[name] = value
-                else:
+                if name in NUMBERS:
                     numbers[name] = value if isinstance(value, np.ndarray) else float(value)
+                else:
+                    assert not isinstance(value, float), f"{name} is an address"
+                    addresses[name] = value
             elif isinstance(value, Formula):
                 formulas[FORMULAS[name]] = _spec(value.taken_apart(given))
             elif isinstance(value, Tensor):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ds_ext.ops import rounding, schema
-from ds_ext.ops.executors.triton import sizes, tiles
+from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS
 from ds_ext.ops.executors.triton.launch_tables import Constants, Launch
 from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
@@ -156,9 +156,8 @@ def _factors(table: Launcher, read: Read) -> None:
 
 
 def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
-    g = table.geometry
-    count, size = (g.rows, g.cols) if is_by_row else (g.cols, g.rows)
-    at = tiles.made(-(-g.mats * count // sizes.LONG), n=g.mats * count)
+    size = table.geometry.cols if is_by_row else table.geometry.rows
+    at = table.of_rows if is_by_row else table.of_cols
     columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
     table.enqueue(table.launches("normalize", (), at, columns))
 

@@ -122,6 +122,11 @@ def by_parameter(g: Geometry) -> Tiles:
     return made(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
 
 
+def of_factors(counts: Int64s) -> Tiles:
+    """Runs of ``counts`` factors."""
+    return made(-(-counts // sizes.LONG), n=counts)
+
+
 def _by_rows(g: Geometry, height: Int64s | int) -> dict[str, Int64s]:
     """The geometry of tiles that are ``height`` rows high."""
     first, last = g.start // g.cols, (g.start + g.n - 1) // g.cols
