@@ -34,7 +34,8 @@ from ds_ext.backward import gradient_config
 from ds_ext.ops import Scaled
 from ds_ext.ops.executors.triton import devices, kernels, launches
 from ds_ext.ops.executors.triton.columns import AT
-from ds_ext.ops.executors.triton.launches import FusedPasses, MergedLaunch
+from ds_ext.ops.executors.triton.launch_tables import Launch, LaunchTables, MergedLaunch
+from ds_ext.ops.executors.triton.launches import FusedPasses
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
@@ -326,8 +327,8 @@ def _padded(one: Mapping[str, Any], rows: Any, programs: Any) -> int:
 def _noted(found: list[MergedLaunch]) -> Iterator[None]:
     """Context in which tensors of "meta" are those of a GPU, and launches are noted."""
 
-    def run(joints: Sequence[MergedLaunch], memory: Any) -> None:
-        found.extend(joints)
+    def run(tables: LaunchTables, given: Sequence[Launch], memory: Any) -> None:
+        found.extend(tables.joints)
 
     with (
         mock.patch.object(devices, "DEVICES", {"meta"}),

@@ -28,6 +28,9 @@ from ds_ext.logs import logger
 # A bucket that is filled to less than this fraction takes one more parameter of any size. Without
 # this rule, each normalization weight between two large matrices would get its own bucket.
 MIN_FILL = 1 / 16
+# A parameter of at most this fraction of a bucket waits for the end of backward, with others that
+# are so small: a batch of a bucket's few vectors takes the host as long as one of its matrices.
+SMALL = 1 / 2**12
 
 
 def has_room(elements: int, more: int, size: int) -> bool:
@@ -87,6 +90,7 @@ class Buckets:
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
         self.elements = 0  # that no exchange of ready gradients covers yet
+        self.small: dict[Tensor, int] = {}  # those of them that wait for the end: see SMALL
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
         self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
         self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
@@ -172,9 +176,11 @@ class Buckets:
         """Adds a gradient to the one that autograd computes in this pass, if any."""
         self.joining[param] = self.joining[param] + grad if param in self.joining else grad
 
-    @torch.no_grad()
     def take(self, param: Tensor) -> None:
         """The hook: moves a parameter's gradient into the bucket; ``grad`` may be None."""
+        if torch.is_grad_enabled():  # it is not in hooks, unless by ``create_graph``
+            with torch.no_grad():
+                return self.take(param)
         if self.aside is not None:
             self.aside[param] = None
             return
@@ -201,6 +207,8 @@ class Buckets:
             if not has_room(self.elements, size, self.size):
                 self.flush()
             self.elements += size
+            if size <= SMALL * self.size:
+                self.small[param] = size
         own = None if grad is None else self._own(param, grad)
         before = self.waiting.get(param)  # of another checkpointed segment
         if before is not None:
@@ -245,8 +253,11 @@ class Buckets:
             Whether backward has ended on all ranks.
         """
         self._reduce_ready()
-        more = {p: self.uses.in_parts(p) for p in self.waiting}
-        self.asked, self.elements = self.layout.agree(more, ended), 0
+        elements = sum(self.small.values())
+        if ended or elements >= MIN_FILL * self.size:
+            self.small, elements = {}, 0
+        more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.small}
+        self.asked, self.elements = self.layout.agree(more, ended), elements
         return (ended or not self.asks_ahead) and self._reduce_ready()
 
     def _reduce_ready(self) -> bool:
@@ -307,6 +318,7 @@ class Buckets:
             self._receive()
             for param in params:
                 self.waiting.pop(param, None)
+                self.small.pop(param, None)
                 self.parts.pop(param, None)
                 self.joining.pop(param, None)
             return
@@ -327,6 +339,7 @@ class Buckets:
             self.streams.hold(self.sent, is_stepped=False)
         self.sent = self.receiver = self.asked = None
         self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
+        self.small = {}
 
     def begin_with(self, receiver: Receiver) -> None:
         """Begins a backward pass with this receiver, not the one of ``begin``."""

@@ -212,8 +212,9 @@ class BucketOptimizer(ParamTable):
     def _with_rules(self, shards: Mapping[Tensor, Shard]) -> Iterator[tuple[Tensor, Shard, Any]]:
         """Yields runs and their rules, with the hyper-parameters that their groups have now."""
         rule_of: dict[int, Any] = {}
+        group_index_of = self.group_index_of
         for param, shard in shards.items():
-            i = self.group_index_of[param]
+            i = group_index_of[param]
             if i not in rule_of:
                 rule_of[i] = self.rule_at(i)
             yield param, shard, rule_of[i]

@@ -318,7 +318,7 @@ def _queue(plan: BucketPlan | None, staged: Sequence[StagedRun]) -> LaunchQueue 
     device = staged[0].update.g.device if staged else None
     if plan is None or device is None or not devices.supports(device):
         return None
-    return LaunchQueue(Memory(device, plan.memory_sizes))
+    return LaunchQueue(Memory(device, plan.memory_sizes), plan.launch_tables)
 
 
 def _sums_first(rule: Any, shard: Shard) -> bool:

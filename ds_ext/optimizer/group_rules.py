@@ -18,6 +18,7 @@ SHARED = (
     *hyperparams.names(weight_update.RoundingConfig),
     *hyperparams.names(EmaConfig),
 )
+PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that strict checks accept
 
 
 @functools.cache
@@ -125,6 +126,8 @@ def checked_hypers(hypers: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """An immutable value that strict checks accept."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, list):
         return tuple(value)
     return value.item() if hasattr(value, "item") else value

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext.backward import reduction
+from ds_ext.backward import buckets, reduction
 
 
 class Layer(nn.Module):
@@ -56,3 +56,27 @@ def test_small_parameters_join_a_bucket_and_large_ones_fill_it(sent, size, expec
     assert sent == expected
     for p, old in zip(model.parameters(), before, strict=True):
         assert not torch.equal(p, old)
+
+
+@pytest.mark.parametrize(
+    "min_fill, expected",
+    [
+        (1 / 16, [[512, 512], [512, 512], [8, 8, 8, 8]]),
+        (16 / 1056, [[512, 512, 8, 8], [512, 512, 8, 8]]),  # they do not wait if they fill as much
+    ],
+)
+def test_tiny_parameters_wait_for_the_end_of_backward(sent, monkeypatch, min_fill, expected):
+    monkeypatch.setattr(buckets, "SMALL", 8 / 1056)
+    monkeypatch.setattr(buckets, "MIN_FILL", min_fill)
+    model = nn.Sequential(Layer(), Layer())
+    x = torch.randn(3, 8)
+    model(x).square().sum().backward()
+    stepped = [p.detach() - 0.1 * p.grad for p in model.parameters()]
+    model.zero_grad()
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=1056)
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert sent == expected
+    for p, expected_p in zip(model.parameters(), stepped, strict=True):
+        torch.testing.assert_close(p.detach(), expected_p)

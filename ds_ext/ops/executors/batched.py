@@ -51,7 +51,7 @@ def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
     sources = [_source(x) for x in runs]
     for x in sources:  # check all before one of them advances moments
         _refuse("square_sums", batch.own, x.form, x.scalars)
-    totals = list(batch.own.zeros(len(runs) * len(batch)).view(len(runs), -1).unbind())
+    totals = [batch.own.zeros(len(batch)) for _ in runs]
     weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
     if len(sources) == 2 and len(weights) == 1 and batch.own.fuses_squares and _same(*sources):
         own, other = totals[weights[0]], totals[1 - weights[0]]

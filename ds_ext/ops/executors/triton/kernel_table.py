@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from ds_ext.ops import rounding, schema
-from ds_ext.ops.executors.triton import sizes, tiles
+from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.launch_memory import Addresses
+from ds_ext.ops.executors.triton.launch_tables import Constants, Launch
 from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
-from ds_ext.ops.executors.triton.launches import Constants, Launch
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,14 @@ class Read:
     @property
     def run(self) -> Constants:
         """The constants for reading a plain run."""
-        return (("XD", _name(self.dtype)), ("BOUNDED", "bound" in self.columns))
+        return _run_constants(self.dtype, "bound" in self.columns)
 
     @property
     def constants(self) -> Constants:
         """The constants for reading any form: see ``value_of`` in kernels/values.py."""
-        how, dtype = self.storage or ("PLAIN", None)
-        more: Constants = (("DECAYS", self.decays), ("WD", _name(dtype)), ("STORAGE", how))
         scale = self.columns.get("scale", 1.0)
-        more = (*more, ("SCALES", not (isinstance(scale, float) and scale == 1.0)))
-        more = (*more, ("SCALED", None), ("DECAYED", None))
-        return (("FORM", self.form), *self.run, *more)
+        scales = not (isinstance(scale, float) and scale == 1.0)
+        return _constants(self.form, self.run, self.decays, self.storage, scales)
 
     @property
     def only_sums(self) -> bool:
@@ -56,6 +53,25 @@ class Read:
     def tiles(self) -> str:
         """The name of the tiles of a pass over runs."""
         return "by_matrix" if schema.FORMS[self.form].is_by_matrix else "flat"
+
+
+@functools.cache
+def _run_constants(dtype: torch.dtype | None, is_bounded: bool) -> Constants:
+    return (("XD", _name(dtype)), ("BOUNDED", is_bounded))
+
+
+@functools.cache
+def _constants(
+    form: str,
+    run: Constants,
+    decays: bool,
+    storage: tuple[str, torch.dtype] | None,
+    scales: bool,
+) -> Constants:
+    how, dtype = storage or ("PLAIN", None)
+    more: Constants = (("DECAYS", decays), ("WD", _name(dtype)), ("STORAGE", how))
+    more = (*more, ("SCALES", scales), ("SCALED", None), ("DECAYED", None))
+    return (("FORM", form), *run, *more)
 
 
 def _square_sums(table: Launcher, read: Read) -> None:
@@ -140,9 +156,8 @@ def _factors(table: Launcher, read: Read) -> None:
 
 
 def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
-    g = table.geometry
-    count, size = (g.rows, g.cols) if is_by_row else (g.cols, g.rows)
-    at = tiles.made(-(-g.mats * count // sizes.LONG), n=g.mats * count)
+    size = table.geometry.cols if is_by_row else table.geometry.rows
+    at = table.of_rows if is_by_row else table.of_cols
     columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
     table.enqueue(table.launches("normalize", (), at, columns))
 
@@ -189,16 +204,16 @@ def _mend(table: Launcher, read: Read) -> None:
     dtype = "int16" if is_split else "int8"
     made = []
     for one in table.launches("mend", (("AD", dtype),), table.by_group, read.columns):
-        marked = one.rows[:, AT["marks"]] != 0
+        t = one.template
+        marked = one.addresses[t.columns.index(AT["marks"])] != 0
         for kernel, constants, own in (
-            ("mend", one.constants, marked),
-            ("mend_unmarked", one.constants[1:], ~marked & is_split),
+            ("mend", t.constants, marked),
+            ("mend_unmarked", t.constants[1:], ~marked & is_split),
         ):
             if own.any():
-                some = {"rows": one.rows[own], "programs": one.programs[own]}
-                at = np.arange(len(own)) if one.own is None else one.own
-                named = {"kernel": kernel, "constants": constants, "own": at[own]}
-                made.append(replace(one, **named, **some))
+                at = np.arange(len(own)) if t.own is None else t.own
+                some = replace(t, kernel=kernel, constants=constants, own=at[own])
+                made.append(one.cut(own, some))
     table.enqueue(made)
 
 

@@ -6,17 +6,20 @@ same elements, and all passes that may run at the same time are one launch.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.executors.triton.launches import Chain, Launch
+from ds_ext.ops.executors.triton.launch_tables import Chain, Launch, LaunchTables, Part
+
+# Templates, the end of each pass and of each sequence, and the templates of the folds.
+Key: TypeAlias = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 class QueuedPass(NamedTuple):
     """A pass of a rule: launches over different parameters."""
 
-    launches: list[Launch]
+    launches: list[Part]
     only_sums: bool  # whether it only writes sums, which no pass reads before they are reduced
 
 
@@ -27,20 +30,31 @@ class LaunchQueue:
 
     Args:
         memory: where launches allocate tables, partial sums and results.
+        tables: the tables of earlier queues by all that they depend on. This queue uses them if it
+            has the same passes, and adds its own.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    MAX_TABLES = 64  # more are needed only if each step makes other passes
+
+    def __init__(self, memory: Memory, tables: dict[Key, LaunchTables] | None = None) -> None:
         self.memory = memory
+        self._tables = {} if tables is None else tables
+        self._clear()
+
+    def _clear(self) -> None:
         self._sequences: list[list[QueuedPass]] = [[]]
+        self._given: list[Launch] = []
         self._folds: list[Launch] = []
+        self._key: list[object] = []
 
     def begin_sequence(self) -> None:
         """Begins a sequence of passes that do not read results of the passes queued so far."""
         if self._sequences[-1]:
             self._sequences.append([])
+            self._key.append(None)
 
     def add(
-        self, launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
+        self, launches: Sequence[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
     ) -> None:
         """Adds a pass to the current sequence, and the launches that add up its partial sums.
 
@@ -50,19 +64,33 @@ class LaunchQueue:
             only_sums: whether the pass writes only partial sums, and sums that ranks reduce, which
                 no pass reads before ``launch``.
         """
-        found = list(launches)
-        if found:
-            self._sequences[-1].append(QueuedPass(found, only_sums))
-        self._folds.extend(x for x in folds if len(x.rows))
+        if launches:
+            templates, first = [one.template for one in launches], len(self._given)
+            parts = [Part(x, first + i, 0, len(x.rows)) for i, x in enumerate(templates)]
+            self._sequences[-1].append(QueuedPass(parts, only_sums))
+            self._given += launches
+            self._key += [*templates, only_sums]
+        self._folds += [one for one in folds if len(one.template.rows)]
 
     def launch(self) -> None:
         """Launches the passes, and then the folds."""
-        rules, folds = self._sequences, self._folds
-        self._sequences, self._folds = [[]], []
-        waves = _waves(rules)
-        waves.append([[one] for one in folds])
-        if joints := [joint for wave in waves for joint in launches.merge_launches(wave)]:
-            launches.launch_all(joints, self.memory)
+        sequences, given, folds = self._sequences, self._given, self._folds
+        key = tuple(self._key), tuple([one.template for one in folds])
+        self._clear()
+        if not given and not folds:
+            return
+        tables, first = self._tables.get(key), len(given)
+        given += folds
+        if tables is None:
+            templates = [one.template for one in given]
+            waves = _waves(sequences)
+            last = [Part(x, i, 0, len(x.rows)) for i, x in enumerate(templates)][first:]
+            waves.append([[part] for part in last])
+            joints = [joint for wave in waves for joint in launches.merge_launches(wave)]
+            if len(self._tables) >= self.MAX_TABLES:
+                self._tables.clear()
+            tables = self._tables[key] = LaunchTables(joints, templates)
+        launches.launch_all(tables, given, self.memory)
 
 
 def _waves(rules: Sequence[Sequence[QueuedPass]]) -> list[list[Chain]]:
@@ -82,9 +110,9 @@ def _levels(passes: Sequence[QueuedPass]) -> Sequence[Sequence[Chain]]:
     A pass over the same elements as the pass before extends that pass's chain. Otherwise a pass
     that only writes sums goes into the level after the last writer, any other into a new level.
     """
-    levels: list[list[list[Launch]]] = []
+    levels: list[list[list[Part]]] = []
     written = 0  # the number of levels up to the last one that writes
-    last: list[list[Launch]] = []
+    last: list[list[Part]] = []
     for one in passes:
         # a pass that writes must wait for every pass that may read
         may_follow = one.only_sums or (levels and len(levels[-1]) == len(last))
@@ -104,8 +132,8 @@ def _levels(passes: Sequence[QueuedPass]) -> Sequence[Sequence[Chain]]:
     return levels
 
 
-def _are_over(chains: Sequence[Chain], launches: Sequence[Launch]) -> bool:
+def _are_over(chains: Sequence[Chain], launches: Sequence[Part]) -> bool:
     """Whether passes cover the same elements, launch by launch."""
     if len(chains) != len(launches):
         return False
-    return all(a[-1].is_over(b) for a, b in zip(chains, launches, strict=True))
+    return all(a[-1].template.is_over(b.template) for a, b in zip(chains, launches, strict=True))

@@ -1,7 +1,7 @@
 """Launches of kernels over many parameters: their tiles, tables and sums."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,19 +11,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton import folds, tiles
+from ds_ext.ops.executors.triton import folds, sizes, tiles
 from ds_ext.ops.executors.triton.columns import AT, FORMULAS, NUMBERS
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.folds import PartialOffsets, PartialReduction
 from ds_ext.ops.executors.triton.launch_memory import Addresses, Memory
-from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
-from ds_ext.ops.executors.triton.launches import Constants, HostNumber, KernelConstants, Launch
-from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
+from ds_ext.ops.executors.triton.launch_queue import Key, LaunchQueue
+from ds_ext.ops.executors.triton.launch_tables import (
+    Constants,
+    HostNumber,
+    Launch,
+    LaunchTables,
+    Template,
+)
+from ds_ext.ops.executors.triton.launches import KernelConstants
+from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, TileKind, Tiles
 from ds_ext.ops.formulas import Formula
 
 Columns = Mapping[str, Any]
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
-VECTORS, OUT = slice(AT["x"], AT["aux"] + 1), slice(AT["x"], AT["out"] + 1)
+VECTORS, OUT = range(AT["x"], AT["aux"] + 1), range(AT["x"], AT["out"] + 1)
+HOST_NUMBERS = (float, np.ndarray, int)
+MAX_TEMPLATES = 256  # of one object; more are needed only if each step makes other passes
 OF_WIDE_ROWS = {
     "weighted_sums": "wide_weighted_sums",
     "normalize_whole_rows": "normalize_wide_rows",
@@ -77,12 +86,14 @@ class Launcher:
         start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
+        self._templates: dict[tuple[Any, ...], list[Template]] = {}
+        self._tables: dict[Key, LaunchTables] = {}  # of passes that are launched at once
 
     def enqueue(
-        self, launches: Iterable[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
+        self, launches: Sequence[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
     ) -> None:
         """Adds a pass to the queue, or launches it: see ``LaunchQueue.add``."""
-        queue = self.queue or LaunchQueue(Memory(self.device))
+        queue = self.queue or LaunchQueue(Memory(self.device), self._tables)
         queue.add(launches, folds, only_sums)
         if self.queue is None:
             queue.launch()
@@ -148,6 +159,16 @@ class Launcher:
         return tiles.by_parameter(self.geometry)
 
     @functools.cached_property
+    def of_rows(self) -> Tiles:
+        """Tiles of a factor for each row."""
+        return tiles.of_factors(self.geometry.mats * self.geometry.rows)
+
+    @functools.cached_property
+    def of_cols(self) -> Tiles:
+        """Tiles of a factor for each column."""
+        return tiles.of_factors(self.geometry.mats * self.geometry.cols)
+
+    @functools.cached_property
     def sums(self) -> dict[str, tuple[PartialOffsets, PartialReduction]]:
         """Reductions of one partial sum per tile to one sum per parameter, by the tiles' name."""
         of = {"flat": self.flat, "by_matrix": self.by_matrix}
@@ -183,60 +204,75 @@ class Launcher:
         constants: Constants,
         at: Tiles,
         columns: Columns,
-        vectors: slice = VECTORS,
-    ) -> Iterator[Launch]:
+        vectors: range = VECTORS,
+    ) -> list[Launch]:
         """Launches of a kernel over all parameters: one for aligned runs, one for the others.
 
         If tiles are as wide as rows, each width has its own launch, and rows that are wider than
         any tile use another kernel: a parameter's bits must not depend on its neighbours.
         """
-        constants = (*constants, ("JUDGED", self.limits is not None))
         if self.limits is not None:
             columns = {**columns, "found": self.limits.found, "most": self.limits.most}
-        rows, numbers, formulas = self._filled(at, columns)
-        alive = list(columns.values())
-        for kind, own in at.kinds(rows[:, vectors]):
-            rows_of, programs, some, chosen = rows, at.programs, numbers, None
-            if len(own) < self.n:
-                rows_of, programs, chosen = rows[own], programs[own], own
-                some = {k: x if isinstance(x, float) else x[own] for k, x in numbers.items()}
-            named: Constants = tuple((k, formulas.get(k, value)) for k, value in constants)
-            if kind.aligned is not None:
-                named = (*named, ("ALIGNED", kind.aligned))
-            name = kernel
-            if kind.width:
-                named = (*named, ("TC", kind.width))
-            elif at.widths is not None:
-                name = OF_WIDE_ROWS[kernel]
-            yield Launch(name, named, at, chosen, rows_of, programs, some, alive)
+        given, numbers, formulas = self._divided(columns)
+        addresses = np.empty((len(given), self.n), dtype=np.int64)
+        for row, x in zip(addresses, given.values(), strict=True):
+            row[:] = x
+        are_even = (
+            None if at.aligned is None else _are_even(addresses[_rows_of((*given,), vectors)])
+        )
+        is_of_each = [not isinstance(x, float) for x in numbers.values()]
+        # All that templates depend on. They keep ``at`` alive, so that its id is its own.
+        key: tuple[object, ...] = (kernel, constants, id(at), are_even, *given, *numbers)
+        key = (*key, *is_of_each, *formulas.items())
+        templates = self._templates.get(key)
+        if templates is None:
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            constants = (*constants, ("JUDGED", self.limits is not None))
+            named = tuple((name, formulas.get(name, value)) for name, value in constants)
+            kinds = at.kinds(None if are_even in (None, True) else np.array(are_even))
+            columns_of_numbers = [*zip(map(AT.__getitem__, numbers), is_of_each, strict=True)]
+            templates = self._templates[key] = [
+                Template(
+                    *_of_kind(kernel, named, kind, at),
+                    at,
+                    None if len(own) == self.n else own,
+                    [AT[name] for name in given],
+                    columns_of_numbers,
+                )
+                for kind, own in kinds
+            ]
+        alive, values = [*columns.values()], [*numbers.values()]
+        return [Launch(x, addresses, values, alive).cut(x.own) for x in templates]
 
-    def _filled(
-        self, at: Tiles, columns: Columns
-    ) -> tuple[Int64s, dict[str, HostNumber], dict[str, KernelConstants]]:
-        """The rows of a table, its columns that are host numbers, the formulas by constant."""
-        rows = at.rows.copy()
+    def _divided(
+        self, columns: Columns
+    ) -> tuple[dict[str, Int64s | int], dict[str, HostNumber], dict[str, KernelConstants]]:
+        """The addresses of columns, the host numbers of others, the formulas by constant."""
+        addresses: dict[str, Int64s | int] = {}
         numbers: dict[str, HostNumber] = {}
         formulas: dict[str, KernelConstants] = {}
         given: list[Tensor | float] = []
         for name, value in columns.items():
-            pointers = getattr(value, "pointers", None)
-            if pointers is not None:
-                rows[:, AT[name]] = pointers
-            elif name not in NUMBERS:
-                rows[:, AT[name]] = value
+            if isinstance(value, HOST_NUMBERS):
+                if name in NUMBERS:
+                    numbers[name] = value if isinstance(value, np.ndarray) else float(value)
+                else:
+                    assert not isinstance(value, float), f"{name} is an address"
+                    addresses[name] = value
             elif isinstance(value, Formula):
                 formulas[FORMULAS[name]] = _spec(value.taken_apart(given))
-            elif isinstance(value, float | int | np.ndarray):
-                numbers[name] = value if isinstance(value, np.ndarray) else float(value)
+            elif isinstance(value, Tensor):
+                addresses[name] = self._addresses(value)
             else:
-                rows[:, AT[name]] = self._addresses(value)
+                addresses[name] = value.pointers
         assert len(given) <= schema.GIVEN, "a formula of more numbers than a pass takes"
         for i, value in enumerate(given):
             if isinstance(value, Tensor):
-                rows[:, AT[f"given{i}"]] = self._addresses(value)
+                addresses[f"given{i}"] = self._addresses(value)
             else:
                 numbers[f"given{i}"] = float(value)
-        return rows, numbers, formulas
+        return addresses, numbers, formulas
 
     def _addresses(self, number: Tensor) -> Int64s | int:
         """The address of each parameter's number, or of one number for all."""
@@ -250,21 +286,26 @@ class Launcher:
         """The launch that reduces the partial sums ``part`` and writes to ``out.pointers``."""
         fold = how[1]
         parts = part.data_ptr() + fold.parts
-        outs = out.pointers[fold.owners].astype(np.int64) + fold.outs
+        outs = out.pointers[fold.owners] + fold.outs
         return self._fold(fold.tiles, fold.owners, parts, outs, [part, out])
 
     def _fold(
         self, at: Tiles, owners: Int64s, parts: Int64s, outs: Int64s, alive: list[object]
     ) -> Launch:
         """The launch that reduces partial sums; ``owners`` are the parameters of the reductions."""
-        rows, numbers, limits = at.rows.copy(), {}, self.limits
-        rows[:, AT["part"]], rows[:, AT["out"]] = parts, outs
-        if limits is not None:
-            rows[:, AT["found"]] = limits.found.pointers[owners]
-            numbers["most"] = limits.most[owners]
-            alive.append(limits)
-        constants: Constants = (("JUDGED", limits is not None),)
-        return Launch("fold", constants, at, None, rows, at.programs, numbers, alive)
+        limits = self.limits
+        key = ("fold", id(at), limits is None)
+        if key not in self._templates:
+            constants: Constants = (("JUDGED", limits is not None),)
+            columns, numbers = [AT["part"], AT["out"]], list[tuple[int, bool]]()
+            if limits is not None:
+                columns, numbers = [*columns, AT["found"]], [(AT["most"], True)]
+            self._templates[key] = [Template("fold", constants, at, None, columns, numbers)]
+        (template,) = self._templates[key]
+        if limits is None:
+            return Launch(template, np.array([parts, outs]), [], alive)
+        found = np.array([parts, outs, limits.found.pointers[owners]])
+        return Launch(template, found, [limits.most[owners]], [*alive, limits])
 
     def room(self, how: tuple[PartialOffsets, PartialReduction]) -> tuple[Tensor, Addresses]:
         """Memory for the tiles' partial sums, and the addresses of each parameter's."""
@@ -279,6 +320,29 @@ def _spec(structure: Any) -> KernelConstants:
     if name != "given":
         of = [*map(_spec, of)]
     return KernelConstants(name=name, **dict(zip("abc", [*of, None, None], strict=False)))
+
+
+def _of_kind(kernel: str, constants: Constants, kind: TileKind, at: Tiles) -> tuple[str, Constants]:
+    """The kernel of the parameters of one kind, and its constants."""
+    if kind.aligned is not None:
+        constants = (*constants, ("ALIGNED", kind.aligned))
+    if kind.width:
+        return kernel, (*constants, ("TC", kind.width))
+    return kernel if at.widths is None else OF_WIDE_ROWS[kernel], constants
+
+
+@functools.cache
+def _rows_of(names: tuple[str, ...], vectors: range) -> list[int]:
+    """The positions of the columns that are read or written in vectors."""
+    return [i for i, name in enumerate(names) if AT[name] in vectors]
+
+
+def _are_even(addresses: Int64s) -> bool | tuple[bool, ...]:
+    """Whether addresses, [any, n], are aligned for vector access: True, or for each parameter."""
+    if not np.bitwise_or.reduce(addresses, axis=None) % sizes.ALIGNMENT:
+        return True
+    even: list[bool] = (np.bitwise_or.reduce(addresses) % sizes.ALIGNMENT == 0).tolist()
+    return tuple(even)
 
 
 def _looked_through(at: Tiles) -> Tiles:

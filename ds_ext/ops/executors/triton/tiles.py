@@ -1,6 +1,5 @@
 """Divides the runs of a batch into tiles: the geometry in the rows of a launch's table."""
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -47,28 +46,17 @@ class Tiles:
         column: Int64s = self.rows[:, AT[name]]
         return column
 
-    def kinds(self, addresses: Int64s) -> list[tuple[TileKind, Int64s]]:
+    def kinds(self, are_even: NDArray[np.bool_] | None) -> list[tuple[TileKind, Int64s]]:
         """Returns the parameters that may share a launch, by kind, without kinds of empty runs.
 
         Args:
-            addresses: the addresses that are read and written in vectors, [n, any].
+            are_even: whether the runs of each parameter begin at multiples of 16 bytes, [n]; None:
+                all do.
         """
         if self.aligned is None:
-            return self._plain
-        if not np.bitwise_or.reduce(addresses, axis=None) % sizes.ALIGNMENT:
-            return self._usual
-        are_even = np.bitwise_or.reduce(addresses, axis=1) % sizes.ALIGNMENT == 0
-        return self._grouped(self.aligned & are_even)
-
-    @functools.cached_property
-    def _plain(self) -> list[tuple[TileKind, Int64s]]:
-        return [(TileKind(None, 0), np.arange(len(self.rows)))] if self.programs.any() else []
-
-    @functools.cached_property
-    def _usual(self) -> list[tuple[TileKind, Int64s]]:
-        """The kinds if all runs begin at multiples of 16 bytes."""
-        assert self.aligned is not None
-        return self._grouped(self.aligned)
+            own = np.arange(len(self.rows))
+            return [(TileKind(None, 0), own)] if self.programs.any() else []
+        return self._grouped(self.aligned if are_even is None else self.aligned & are_even)
 
     def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[TileKind, Int64s]]:
         widths = np.zeros(len(aligned), dtype=np.int64) if self.widths is None else self.widths
@@ -132,6 +120,11 @@ def by_group(g: Geometry) -> Tiles:
 def by_parameter(g: Geometry) -> Tiles:
     """One program per parameter for all its statistics."""
     return made(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
+
+
+def of_factors(counts: Int64s) -> Tiles:
+    """Runs of ``counts`` factors."""
+    return made(-(-counts // sizes.LONG), n=counts)
 
 
 def _by_rows(g: Geometry, height: Int64s | int) -> dict[str, Int64s]:
