@@ -181,8 +181,16 @@ def readable(params: Iterable[Tensor]) -> Iterator[None]:
         release(freed)
 
 
+def write(param: Tensor, values: Tensor) -> None:
+    """Stores new values, [numel], rounded to nearest."""
+    for stored in expand([param]):
+        stored.data.view(-1).copy_(values)
+        update(stored)
+    release([param])
+
+
 def update(param: Tensor, key: int | None = None) -> None:
-    """Stores the changed values of a parameter, as ``Int8Weight.encode``, and frees them.
+    """Stores the changed values of a parameter, as ``Int8Weight.encode``.
 
     Its version counter increases, because the values are rounded.
     """
@@ -190,4 +198,3 @@ def update(param: Tensor, key: int | None = None) -> None:
     assert held is not None
     held.encode(key)
     torch.autograd.graph.increment_version(param)
-    release([param])

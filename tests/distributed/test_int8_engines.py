@@ -24,11 +24,12 @@ def test_ranks_store_the_same_codes_and_go_on_from_a_checkpoint(folder, world, s
     got = worlds.once(world, jobs.run, stage, folder(world, stage))
     for rank in got[1:]:
         assert all(same(x, y) for x, y in zip(got[0], rank, strict=True) if isinstance(x, dict))
-    begin, halfway, loaded, after, again, saved, (half, edited) = got[0]
+    begin, halfway, loaded, after, again, saved, (half, edited), most = got[0]
     assert not any(torch.equal(halfway[name], begin[name]) for name in STORED)
     assert same(loaded, halfway) and same(again, after) and not same(after, halfway)
     assert all(x.dtype == torch.bfloat16 for x in saved.values())
     assert torch.equal(half, edited.float())
+    assert most == max(x.numel() for name, x in saved.items() if name in STORED)
 
 
 @pytest.mark.slow
@@ -39,7 +40,9 @@ def test_stages_store_the_same_codes(folder, world):
 
 
 def test_settings_without_weights_in_8_bits_are_refused_by_their_key():
-    stage3, offload, experts, value, master, fp32, moved = worlds.run(1, jobs.refusals)[0]
+    got, other = worlds.run(2, jobs.refusals)
+    assert got == other
+    stage3, offload, experts, value, master, fp32, moved, before, whole, after = got
     asked = 'ds_ext cannot honour ds_ext.weight_storage = "int8" together with'
     assert f"{asked} zero_optimization.stage = 3 yet: remove one." in stage3
     assert f"{asked} zero_optimization.offload_optimizer.device = 'cpu'" in offload
@@ -47,4 +50,8 @@ def test_settings_without_weights_in_8_bits_are_refused_by_their_key():
     assert "ds_ext.weight_storage is 'int4'; allowed: \"int8\" or null" in value
     assert "weight_update = 'master' does not support weights" in master
     assert "embed.weight is torch.float32: load the model in torch.bfloat16" in fp32
-    assert "offload_states does not support weights that are stored in 8 bits" in moved
+    stored = 'does not support weights that are stored in 8 bits ("ds_ext": {"weight_storage"'
+    assert f"offload_states {stored}" in moved
+    assert f"is a DTensor, and fully_shard (FSDP2) or tp_plan {stored}" in before
+    assert "non-contiguous parameters" in whole  # torch's own error
+    assert f"fully_shard (FSDP2) {stored}" in after

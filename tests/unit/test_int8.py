@@ -2,13 +2,17 @@
 
 import copy
 import itertools
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import ds_ext
-from ds_ext.backward import int8_weights
+from ds_ext.config import validation
+from ds_ext.engine import forward
 from ds_ext.ops import int8, rounding
 from tests.common.int8_model import STORED, WIDTH, Model, batch, made
 
@@ -223,6 +227,32 @@ def test_a_loaded_run_goes_on_with_the_same_bits():
         assert torch.equal(each.codes, other.codes) and torch.equal(each.scales, other.scales)
 
 
+def test_expanded_weights_can_be_read_and_edited():
+    model = made()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    ds_ext.store_int8(model)
+    weight, other = model.up[0].weight, model.down[0].weight
+    version = weight._version
+    with pytest.raises(KeyError), ds_ext.expand_int8(model.parameters()):
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        with torch.no_grad(), ds_ext.expand_int8(weight):  # an inner context frees nothing
+            weight.mul_(2)
+        other.data = other.data * 4
+        assert torch.equal(weight, 2 * before["up.0.weight"])
+        raise KeyError
+    assert weight._version > version  # cached norms of the weights are out of date
+    assert weight.isnan().all() and all(each.is_freed for each in held(model).values())
+    changed = {"up.0.weight": 2, "down.0.weight": 4}
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, changed.get(name, 1) * before[name]), name
+    with ds_ext.expand_int8(weight), torch.no_grad():
+        weight.normal_()
+        edited = weight.detach().clone()
+    error = model.state_dict()["up.0.weight"].float() - edited.float()
+    scales = int8.find(weight).scales.float().repeat_interleave(int8.SIZE)
+    assert 0.4 < (error.flatten() / scales).abs().max() <= 0.5
+
+
 def test_state_dicts_have_bf16_copies_and_share_tied_weights():
     model = made()
     before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -233,17 +263,9 @@ def test_state_dicts_have_bf16_copies_and_share_tied_weights():
     )
     assert saved["head.weight"] is saved["embed.weight"]
     assert torch.equal(model.up.state_dict()["0.weight"], before["up.0.weight"])
-    version = model.up[0].weight._version
-    with int8_weights.expanded(model.parameters()):
-        assert torch.equal(model.up[0].weight, before["up.0.weight"])
-        model.up[0].weight.data.mul_(2)
-    assert model.up[0].weight._version > version  # cached norms of the weights are out of date
-    assert torch.equal(model.state_dict()["up.0.weight"], 2 * before["up.0.weight"])
     ds_ext.restore_bf16(model)
     assert torch.equal(model.head.weight, before["head.weight"])
     assert torch.equal(model(batch(0)), model(batch(0)))
-    with torch.no_grad():
-        model.up[0].weight.div_(2)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
@@ -252,6 +274,59 @@ def test_training_learns():
     ds_ext.store_int8(model)
     losses = train(model, *fused(model, ds_ext.AdamW, lr=1e-3), itertools.repeat(0, 30))
     assert losses[-1] < 0.5 * losses[0]
+
+
+CONFIGS = [
+    ("zero_optimization.stage", 3),
+    ("zero_optimization.offload_optimizer.device", "cpu"),
+    ("tensor_parallel.autotp_size", 2),
+    ("expert_parallel.enabled", True),
+    ("fp16.enabled", True),
+]
+
+
+def engine_with(config):
+    """The attributes of an engine that has no model yet."""
+    return SimpleNamespace(_config=SimpleNamespace(_param_dict=config))
+
+
+@pytest.mark.parametrize("key, value", CONFIGS)
+def test_settings_are_refused_by_their_key(key, value):
+    config = value
+    for name in reversed(key.split(".")):
+        config = {name: config}
+    asked = {"ds_ext": {"weight_storage": "int8"}}
+    text = f'ds_ext.weight_storage = "int8" together with {key} = {value!r} yet: remove one.'
+    assert any(text in problem for problem in validation.problems(asked | config))
+    assert not any("int8" in problem for problem in validation.problems(config))
+    model = made()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        forward.apply(engine_with(asked | config), model)
+    ds_ext.store_int8(model)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        forward.apply(engine_with(config), model)
+
+
+@pytest.mark.parametrize("kind", ["PipelineModule", "deepspeed.moe"])
+def test_models_of_engines_are_refused(kind):
+    model = made()
+    if kind == "deepspeed.moe":
+        model.up[0].deepspeed_moe = nn.Module()
+    else:
+        model.__class__ = type("Pipeline", (PipelineModule,), {})
+    with pytest.raises(ValueError, match=f'^{kind} does not support .*"weight_storage": "int8"'):
+        forward.apply(engine_with({"ds_ext": {"weight_storage": "int8"}}), model)
+    assert not any(map(int8.find, model.parameters()))
+
+
+def test_kept_gradients_make_the_same_steps():
+    found = []
+    for policy in ("fused", "sharded"):
+        model = made()
+        ds_ext.store_int8(model)
+        train(model, *fused(model, ds_ext.AdamW, lr=1e-3, gradient_policy=policy), range(2))
+        found.append([(each.codes, each.scales) for each in held(model).values()])
+    assert all(map(torch.equal, itertools.chain(*found[0]), itertools.chain(*found[1])))
 
 
 def test_refusals():
