@@ -86,7 +86,7 @@ def expand_int8(params: Tensor | Iterable[Tensor]) -> Iterator[None]:
 
     When it ends, also by an exception, the weights are stored in 8 bits again, rounded to nearest.
     Other parameters stay as they are. If several ranks train the model, all must make the same
-    changes.
+    changes. At ZeRO stage 3 it expands partitions; use ``deepspeed.zero.GatheredParameters``.
 
     Args:
         params: a parameter, or parameters.
@@ -99,8 +99,9 @@ def expand_int8(params: Tensor | Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         for param, held in stored.items():
-            if param.data_ptr() != held.values.data_ptr():
-                held.values.copy_(param.detach())  # ``param.data`` was assigned
+            place = held.place(param)
+            if place.data_ptr() != held.values.data_ptr():
+                held.values.copy_(place.detach())  # ``param.data`` was assigned
             int8.update(param)
         int8.release(freed)
 
@@ -108,7 +109,8 @@ def expand_int8(params: Tensor | Iterable[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def codes_as_data(model: nn.Module) -> Iterator[None]:
     """A context in which the data of stored weights is their codes, as bf16 numbers [bytes / 2]."""
-    stored = {p: held for p in model.parameters() if (held := int8.find(p))}
+    found = {p: int8.find(p) for p in model.parameters()}
+    stored = {p: held for p, held in found.items() if held and held.partition is None}
     for param, held in stored.items():
         param.data = held.stored.view(param.dtype)
     try:

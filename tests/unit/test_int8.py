@@ -277,17 +277,22 @@ def test_training_learns():
 
 
 CONFIGS = [
-    ("zero_optimization.stage", 3),
     ("zero_optimization.offload_optimizer.device", "cpu"),
+    ("zero_optimization.offload_param.device", "cpu"),
+    ("zero_optimization.zero_quantized_weights", True),
+    ("zero_optimization.zero_quantized_gradients", True),
+    ("zero_optimization.zero_hpz_partition_size", 2),
     ("tensor_parallel.autotp_size", 2),
     ("expert_parallel.enabled", True),
     ("fp16.enabled", True),
 ]
 
 
-def engine_with(config):
+def engine_with(config, stage=0):
     """The attributes of an engine that has no model yet."""
-    return SimpleNamespace(_config=SimpleNamespace(_param_dict=config))
+    return SimpleNamespace(
+        _config=SimpleNamespace(_param_dict=config), zero_optimization_stage=lambda: stage
+    )
 
 
 @pytest.mark.parametrize("key, value", CONFIGS)
@@ -317,6 +322,13 @@ def test_models_of_engines_are_refused(kind):
     with pytest.raises(ValueError, match=f'^{kind} does not support .*"weight_storage": "int8"'):
         forward.apply(engine_with({"ds_ext": {"weight_storage": "int8"}}), model)
     assert not any(map(int8.find, model.parameters()))
+
+
+def test_stage_3_stores_the_weights_itself():
+    model = made()
+    ds_ext.store_int8(model)
+    with pytest.raises(ValueError, match='stage = 3 divides .*"weight_storage": "int8"'):
+        forward.apply(engine_with({}, stage=3), model)
 
 
 def test_kept_gradients_make_the_same_steps():
