@@ -1,7 +1,7 @@
 """Patches the methods that partition and gather ZeRO-3's parameters.
 
-The patches support 0-d parameters and replica groups. They also wait for collectives that older
-versions of DeepSpeed do not wait for.
+The patches support 0-d parameters, replica groups and partitions in 8 bits. They also wait for
+collectives that older versions of DeepSpeed do not wait for.
 """
 
 import contextlib

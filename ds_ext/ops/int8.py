@@ -73,7 +73,11 @@ class Int8Weight:
         return param if self.partition is None else self.partition
 
     def encode(self, key: int | None = None) -> None:
-        """Stores the values: rounded stochastically by ``key``, or to nearest without a key."""
+        """Stores the values: rounded stochastically by ``key``, or to nearest without a key.
+
+        Random bits have a resolution of 2**-16 codes. Only values below 2**-9 codes have a smaller
+        fraction, because bf16 has 8 significant bits. It is cut off, 2**-17 codes on average.
+        """
         self._copy = _none
         flat = self.values.view(-1)
         block = BLOCK if flat.device.type == "cpu" else GPU_BLOCK

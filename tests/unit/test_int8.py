@@ -80,6 +80,29 @@ def test_the_mean_over_keys_is_the_value():
     assert (error[p == 0] == 0).all() and (p == 0).sum() > 1000
 
 
+def test_a_partition_has_its_part_of_the_codes():
+    weight = torch.randn(256, 256).bfloat16()
+    whole, parts = nn.Parameter(weight.clone()), weight.flatten().split(2**14)
+    edited = (weight * 1.01).bfloat16().flatten()
+    int8.store(whole)
+    codes = []
+    for i, part in enumerate(parts):
+        param, partition = nn.Parameter(torch.empty(0)), part.clone()
+        int8.store(param, partition=partition, start=i * 2**14)
+        assert partition.isnan().all() and not param.numel()
+        int8.expand([param])
+        assert torch.equal(partition, int8.find(param).decoded())
+        partition.copy_(edited.split(2**14)[i])
+        version = partition._version
+        int8.update(param, key=3)
+        assert partition._version > version  # cached norms of the run are out of date
+        codes.append(int8.find(param).codes)
+    int8.expand([whole])
+    whole.data.view(-1).copy_(edited)
+    int8.update(whole, key=3)
+    assert torch.equal(torch.cat(codes), int8.find(whole).codes)
+
+
 def test_a_group_with_a_nan_is_nan():
     weight = torch.ones(2**16).bfloat16()
     weight[300] = torch.inf
