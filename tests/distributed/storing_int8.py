@@ -43,13 +43,15 @@ def stored(engine):
     """The codes and scales of the weights, and the other parameters."""
     found = {n: x for n, x in whole(engine.module).items() if n not in STORED}
     for name in STORED:
-        held = int8.find(engine.module.get_parameter(name))
+        param = engine.module.get_parameter(name)
+        held = int8.find(param)
         assert held.is_freed
         for part in (held.codes, held.scales):
             parts = [part.clone()]
             if held.partition is not None:
-                parts *= dist.get_world_size()
-                dist.all_gather(parts := [x.clone() for x in parts], part.contiguous())
+                group = param.ds_process_group
+                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, part.clone(), group)
             found[f"{name} {part.dtype}"] = torch.cat(parts)
     return found
 
@@ -120,6 +122,7 @@ HOW = {
     "zero.Init": {},
     "reentrant": {},
     "nonreentrant": {},
+    "shard_size": {"ds_ext": {"weight_storage": "int8", "shard_size": 2}},
     "clipped": {"gradient_clipping": 0.05},
     "accumulated": {"gradient_accumulation_steps": 2},
     "AdaLomo": {"optimizer": {"type": "AdaLomo", "params": {"lr": 0.01}}},
@@ -137,7 +140,7 @@ def alike(stage: int, how: str) -> dict[str, Any]:
         with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0):
             if dist.get_rank() == 0:
                 model.load_state_dict(weights)
-    engine = engine_of(stage, model, **HOW[how])
+    engine = engine_of(stage, model, **(HOW[how] if stage or how != "shard_size" else {}))
     for step in range(4):
         engine.backward(engine(batch(step)))
         engine.step()
@@ -219,7 +222,7 @@ def refusals() -> list[str]:
     adalomo = {"optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3, "weight_update": "master"}}}
     said = [
         message(lambda s=stage, e=extra: engine_of(s, made(), **e))
-        for stage, extra in ((2, offload), (0, moe), (0, wrong), (0, adalomo))
+        for stage, extra in ((2, offload), (0, moe), (0, wrong), (0, adalomo), (3, adalomo))
     ]
     persistent = {"zero_optimization": {"stage": 3}}
     said += [
