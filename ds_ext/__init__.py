@@ -5,7 +5,7 @@ Importing ds_ext registers its optimizers with DeepSpeed by name.
 
 from ds_ext import versions as versions  # first: reports an old torch in one sentence
 from ds_ext.backward.fuse import fuse_into_backward
-from ds_ext.backward.int8_weights import restore_bf16, store_int8
+from ds_ext.backward.int8_weights import expand_int8, restore_bf16, store_int8
 from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
 from ds_ext.forward.batch_splits import split_batch
@@ -18,6 +18,7 @@ __all__ = [
     *(optimizer.__name__ for optimizer in OPTIMIZERS.values()),
     "RuleOptimizer",
     "chunk_loss",
+    "expand_int8",
     "fuse_into_backward",
     "newest_checkpoint",
     "restore_bf16",

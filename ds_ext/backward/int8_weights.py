@@ -81,20 +81,36 @@ def restore_bf16(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def expanded(params: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which weights have bf16 values, which may be changed. It stores them again."""
-    found = int8.expand(params)
+def expand_int8(params: Tensor | Iterable[Tensor]) -> Iterator[None]:
+    """A context in which weights have their bf16 values, which may be read and changed.
+
+    When it ends, also by an exception, the weights are stored in 8 bits again, rounded to nearest.
+    Other parameters stay as they are. If several ranks train the model, all must make the same
+    changes. At ZeRO stage 3 it expands partitions; use ``deepspeed.zero.GatheredParameters``.
+
+    Args:
+        params: a parameter, or parameters.
+    """
+    params = [params] if isinstance(params, Tensor) else list(params)
+    stored = {p: held for p in params if (held := int8.find(p))}
+    freed = [p for p, held in stored.items() if held.is_freed]  # not by an outer context
+    int8.expand(freed)
     try:
         yield
     finally:
-        for param in found:
+        for param, held in stored.items():
+            place = held.place(param)
+            if place.data_ptr() != held.values.data_ptr():
+                held.values.copy_(place.detach())  # ``param.data`` was assigned
             int8.update(param)
+        int8.release(freed)
 
 
 @contextlib.contextmanager
 def codes_as_data(model: nn.Module) -> Iterator[None]:
     """A context in which the data of stored weights is their codes, as bf16 numbers [bytes / 2]."""
-    stored = {p: held for p in model.parameters() if (held := int8.find(p))}
+    found = {p: int8.find(p) for p in model.parameters()}
+    stored = {p: held for p, held in found.items() if held and held.partition is None}
     for param, held in stored.items():
         param.data = held.stored.view(param.dtype)
     try:
@@ -117,15 +133,16 @@ def unsupported(feature: str, advice: str = "remove one of them") -> ValueError:
     )
 
 
-def release_all(params: Iterable[Tensor]) -> None:
-    """Frees weights that backward expanded without a gradient; call it when backward has ended."""
-    int8.release(params, even_in_backward=True)
+def stored_params(optimizer: RuleOptimizer) -> list[Tensor]:
+    """Returns an optimizer's parameters that are stored in 8 bits.
 
-
-def check_settings(optimizer: RuleOptimizer) -> None:
-    """Raises ValueError if settings of an optimizer do not go with weights in 8 bits."""
-    for param in filter(int8.find, optimizer.group_of):
+    Raises:
+        ValueError: the optimizer's settings do not go with weights in 8 bits.
+    """
+    params = list(filter(int8.find, optimizer.group_of))
+    for param in params:
         step_key(optimizer, param)
+    return params
 
 
 def step_key(optimizer: RuleOptimizer, param: Tensor) -> int:
@@ -152,9 +169,7 @@ def _check(model: nn.Module) -> None:
         if int8.find(param) is not None:
             raise ValueError(f"store_int8: {name} is stored in 8 bits already: call it once.")
         if is_dtensor(param):
-            raise ValueError(
-                f"store_int8: {name} is a DTensor (fully_shard, tp_plan), which is not supported."
-            )
+            raise unsupported(f"{name} is a DTensor, and fully_shard (FSDP2) or tp_plan")
         if owners.owner(param) is not None:
             raise ValueError(
                 f"store_int8: {name} belongs to an engine or a fuse_into_backward call: call "
@@ -252,3 +267,4 @@ def _after_load(module: nn.Module, _: object) -> None:
         if (held := int8.find(param)) and held.is_loading:
             held.is_loading = False
             int8.update(param)
+            int8.release([param])

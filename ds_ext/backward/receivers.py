@@ -61,6 +61,7 @@ class Stepper:
         self.optimizer.commit_weight_norms()
         for param in in_int8:
             int8.update(param, step_key(self.optimizer, param))
+        int8.release(in_int8)
         state.stepped += len(stepped)
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:

@@ -82,7 +82,9 @@ def save_weights(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> 
 def _values(param: Tensor, own: OwnedRun) -> Tensor:
     """This rank's run of a weight; a copy in the host's memory if it is stored in 8 bits."""
     held = int8.find(param)
-    return own.run if held is None else held.decoded().view(-1)[own.shard.start : own.shard.stop]
+    if held is None:
+        return own.run
+    return held.decoded().view(-1)[own.shard.start - held.start : own.shard.stop - held.start]
 
 
 @torch.no_grad()
@@ -94,6 +96,12 @@ def load_weights(
     for param, own in owned.items():
         if pieces.first("weights", own.name) is None:
             missing.append(own.name)
+            continue
+        if held := int8.find(param):
+            # A run may end inside a group, whose scale needs all its elements.
+            stored = slice(held.start, held.start + held.values.numel())
+            values = pieces.read(Part.of(stored, own.part.total), "weights", own.name)
+            int8.write(param, values)
             continue
         values = pieces.read(own.part, "weights", own.name)
         optimizer.write_weights(param, own.run, own.shard, values)

@@ -355,8 +355,11 @@ _EXCLUDED_BY_SHARD_SIZE: list[tuple[str, Allowed]] = [
 
 # (key, is_allowed with ds_ext.weight_storage)
 _EXCLUDED_BY_INT8: list[tuple[str, Allowed]] = [
-    ("zero_optimization.stage", lambda v: v != 3),
     ("zero_optimization.offload_optimizer.device", lambda v: v == "none"),
+    ("zero_optimization.offload_param.device", lambda v: v == "none"),
+    ("zero_optimization.zero_quantized_weights", _off),
+    ("zero_optimization.zero_quantized_gradients", _off),
+    (_HPZ, _at_most_one),
     ("tensor_parallel.autotp_size", _at_most_one),
     ("expert_parallel.enabled", _off),
     ("fp16.enabled", _off),

@@ -23,7 +23,8 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
     own = section(engine._config._param_dict)
     if own.weight_storage or int8_weights.is_stored(model):
         _refuse_int8(engine, model)
-    if own.weight_storage and not int8_weights.is_stored(model):
+    at_stage_3 = engine.zero_optimization_stage() == 3  # int8_partitions stores partitions
+    if own.weight_storage and not at_stage_3 and not int8_weights.is_stored(model):
         int8_weights.store_int8(model, None if engine.dont_change_device else engine.device)
     if own.chunked_loss:
         chunked_loss.chunk_loss(model, None if own.chunked_loss is True else own.chunked_loss)
@@ -31,7 +32,7 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
         _refuse(engine, model)
         batch_splits.split_batch(model, own.batch_splits)
     # A leaf module needs an input with a gradient, which frozen embeddings do not give.
-    if engine.zero_optimization_stage() == 3 and all(p.requires_grad for p in model.parameters()):
+    if at_stage_3 and all(p.requires_grad for p in model.parameters()):
         for layer in batch_splits.layers_of(model):
             set_z3_leaf_module(layer, True)
 
@@ -42,6 +43,11 @@ def _refuse_int8(engine: DeepSpeedEngine, model: nn.Module) -> None:
     is_moe = any(hasattr(module, "deepspeed_moe") for module in model.modules())
     if is_moe or isinstance(model, PipelineModule):
         raise int8_weights.unsupported("deepspeed.moe" if is_moe else "PipelineModule")
+    if engine.zero_optimization_stage() == 3 and int8_weights.is_stored(model):
+        raise ValueError(
+            "zero_optimization.stage = 3 divides the model before it stores it in 8 bits: do not "
+            'call store_int8, set "ds_ext": {"weight_storage": "int8"}.'
+        )
 
 
 def _refuse(engine: DeepSpeedEngine, model: nn.Module) -> None:

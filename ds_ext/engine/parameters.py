@@ -24,6 +24,9 @@ class DeepSpeedParameter(Protocol):
     ds_tensor: Tensor  # this rank's run, [ceil(numel / ranks)], the tail padded
     ds_secondary_tensor: Tensor | None  # hpZ's second copy
     ds_process_group: Any  # the ranks that share the parameter
+    ds_id: int  # the order of gathers
+    ds_status: Any  # whether it is partitioned, being gathered, or gathered
+    ds_summary: Callable[[], Any]  # describes it in errors
     ds_persist: bool  # whether it stays gathered between steps
     all_gather_coalesced: Callable[..., Any]  # gathers a list of parameters; returns a handle
     group_name: str  # the name of the expert group, if it belongs to an expert

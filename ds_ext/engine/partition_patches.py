@@ -1,7 +1,7 @@
 """Patches the methods that partition and gather ZeRO-3's parameters.
 
-The patches support 0-d parameters and replica groups. They also wait for collectives that older
-versions of DeepSpeed do not wait for.
+The patches support 0-d parameters, replica groups and partitions in 8 bits. They also wait for
+collectives that older versions of DeepSpeed do not wait for.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext.engine import deepspeed_versions, replica_groups
+from ds_ext.backward.int8_weights import expand_int8
+from ds_ext.engine import deepspeed_versions, int8_partitions, replica_groups
 from ds_ext.engine.monkeypatch import Method, replaces
 from ds_ext.engine.parameters import deepspeed_parameter
 
@@ -73,6 +74,24 @@ def gather(original: Method, gathered: GatheredParameters, *args: Any, **kwargs:
     if size and modifier is not None:
         gathered.modifier_of_all, given["modifier_rank"] = modifier, modifier % size
     original(**given)
+
+
+# Weights stored in 8 bits.
+
+
+@replaces(Init)
+def _all_gather(
+    original: Method, init: Init, params: list[Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    int8_partitions.gather(params)
+    return original(init, params, *args, **kwargs)
+
+
+@replaces(Init)
+def _partition_param(original: Method, init: Init, param: Tensor, *args: Any, **given: Any) -> None:
+    # DeepSpeed writes to the partition if the gathered values have changed.
+    with expand_int8(param if given.get("has_been_updated") else ()):
+        original(init, param, *args, **given)
 
 
 # Before 0.19.8 DeepSpeed waits only for the last of several collectives, but gloo (CPU) completes

@@ -108,7 +108,7 @@ class Access:
 
     def _set_weights(self, param: Tensor, run: Tensor) -> None:
         layout = self.layout
-        with int8_weights.expanded([param]):
+        with int8_weights.expand_int8(param):
             self.optimizer.write_weights(param, layout.run(param), layout.shard(param), run)
             layout.publish([param])
         layout.end_step()

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import checks, folder, swap
 from ds_ext.distributed import consensus
@@ -27,6 +26,7 @@ from ds_ext.engine.checkpoint_contents import Contents
 from ds_ext.engine.checkpoint_files import CheckpointData, Files, Writer
 from ds_ext.engine.rank_logging import log, warn
 from ds_ext.errors import CheckpointError
+from ds_ext.ops import int8
 
 T = TypeVar("T")
 
@@ -143,11 +143,8 @@ def load_checkpoint(
         lambda: _check(contents, opened, with_state, load_module_strict),
         lambda text: CheckpointError(f"{path}: {text}"),
     )
-    with int8_weights.expanded(contents.layout.names):
-        consensus.run_on_all_ranks(
-            lambda: _load(contents, opened, with_state, path), CheckpointError
-        )
-        _publish(contents)
+    consensus.run_on_all_ranks(lambda: _load(contents, opened, with_state, path), CheckpointError)
+    _publish(contents)
     if not load_module_only:
         consensus.run_on_all_ranks(
             lambda: _load_counts(engine, opened, load_lr_scheduler_states), CheckpointError
@@ -279,9 +276,9 @@ def _load(contents: Contents, opened: CheckpointData, with_state: bool, path: Pa
 
 
 def _publish(contents: Contents) -> None:
-    """Sends loaded runs to the ranks that hold full parameters."""
+    """Sends loaded runs to the ranks that hold full parameters, if they have not read all."""
     layout = contents.layout
-    layout.publish(layout.names)
+    layout.publish([p for p in layout.names if int8.find(p) is None])
     layout.end_step()
 
 

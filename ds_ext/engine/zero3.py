@@ -12,12 +12,14 @@ from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_ext.backward.int8_weights import restore_bf16
 from ds_ext.backward.module_hooks import Hook
+from ds_ext.config.parsing import section
 from ds_ext.distributed.desync import OrderCheck
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Placement, Sharded
-from ds_ext.engine import hook_cleanup, quantized_weights, replica_groups
+from ds_ext.engine import hook_cleanup, int8_partitions, quantized_weights, replica_groups
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.replica_groups import ReplicaGroups
 from ds_ext.optimizer import host_offload
@@ -200,6 +202,10 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
     quantized_weights.exclude_unquantizable(offload, engine.module.parameters())
+    if section(engine.config).weight_storage:
+        int8_partitions.store(engine.module)
+    else:
+        restore_bf16(engine.module)  # which an earlier engine may have stored in 8 bits
     return offload
 
 

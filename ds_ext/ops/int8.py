@@ -33,6 +33,9 @@ class Int8Weight:
     Args:
         weight: a bf16 weight whose number of elements ``SIZE`` divides.
         device: of the codes and the values; None: the weight's.
+        start: the position of its first element in the whole parameter, which ``SIZE`` divides.
+        partition: this rank's part of the parameter, if ZeRO-3 has divided it: the tensor that has
+            the values while they exist.
 
     Attributes:
         stored: the memory of codes and scales, which ranks send each other, [bytes] int8.
@@ -41,7 +44,14 @@ class Int8Weight:
         values: the weight, whose storage may be freed.
     """
 
-    def __init__(self, weight: Tensor, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        device: torch.device | None = None,
+        start: int = 0,
+        partition: Tensor | None = None,
+    ) -> None:
+        self.start, self.partition = start, partition
         self.values = weight.detach().to(device or weight.device).contiguous().data
         n = weight.numel()
         self.stored = self.values.new_empty(nbytes(n), dtype=torch.int8)
@@ -58,8 +68,16 @@ class Int8Weight:
         """Whether the values do not exist."""
         return not self.values.untyped_storage().nbytes()
 
+    def place(self, param: Tensor) -> Tensor:
+        """Returns the tensor that has the values while they exist: ``param``, or its partition."""
+        return param if self.partition is None else self.partition
+
     def encode(self, key: int | None = None) -> None:
-        """Stores the values: rounded stochastically by ``key``, or to nearest without a key."""
+        """Stores the values: rounded stochastically by ``key``, or to nearest without a key.
+
+        Random bits have a resolution of 2**-16 codes. Only values below 2**-9 codes have a smaller
+        fraction, because bf16 has 8 significant bits. It is cut off, 2**-17 codes on average.
+        """
         self._copy = _none
         flat = self.values.view(-1)
         block = BLOCK if flat.device.type == "cpu" else GPU_BLOCK
@@ -71,7 +89,7 @@ class Int8Weight:
                 x.round_()
             else:
                 bits = x.abs().mul_(2**16).to(torch.int32)
-                add_noise_(bits.view(-1), key, start)
+                add_noise_(bits.view(-1), key, self.start + start)
                 x = bits.bitwise_right_shift_(16).to(x.dtype).copysign_(x)
             self.codes[start : start + block] = x.view(-1)
             self.scales[start // SIZE : (start + block) // SIZE] = scales
@@ -80,7 +98,7 @@ class Int8Weight:
         """Computes the values if they do not exist."""
         if self.is_freed:
             self.values.untyped_storage().resize_(self.values.numel() * self.values.itemsize)
-            _decode(self.codes, self.scales, self.values)
+            decode(self.stored, self.values)
 
     def free(self) -> None:
         """Frees the values."""
@@ -95,7 +113,7 @@ class Int8Weight:
         values = self._copy()
         if values is None:
             values = torch.empty(self.values.shape, dtype=self.values.dtype, device="cpu")
-            _decode(self.codes.cpu(), self.scales.cpu(), values)
+            decode(self.stored.cpu(), values)
             self._copy = weakref.ref(values)
         return values
 
@@ -113,18 +131,22 @@ def _scales(x: Tensor) -> Tensor:
     return scales.masked_fill_(most.isfinite().logical_not_(), torch.nan)
 
 
-def _decode(codes: Tensor, scales: Tensor, values: Tensor) -> None:
-    """Overwrites ``values`` by codes times scales."""
-    torch.mul(codes.view(-1, SIZE), scales.unsqueeze(1), out=values.view(-1, SIZE))
+def decode(stored: Tensor, values: Tensor) -> Tensor:
+    """Overwrites ``values`` by codes times scales, [bytes] or [runs, bytes]; returns it."""
+    n = values.numel() * stored.shape[-1] // stored.numel()
+    codes = stored[..., :n].unflatten(-1, (-1, SIZE))
+    scales = stored[..., n:].view(values.dtype).unsqueeze(-1)
+    torch.mul(codes, scales, out=values.view(codes.shape))
+    return values
 
 
 _stored: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # parameter: its Int8Weight
 
 
-def fits(shape: Sequence[int]) -> bool:
-    """Returns whether a weight of this shape is large enough, and its groups are complete."""
+def fits(shape: Sequence[int], runs: int = 1) -> bool:
+    """Returns whether a weight of this shape is large enough, and equal runs have whole groups."""
     numel = math.prod(shape)
-    return len(shape) >= 2 and numel >= MIN_NUMEL and numel % SIZE == 0
+    return len(shape) >= 2 and numel >= MIN_NUMEL and numel % (SIZE * runs) == 0
 
 
 def nbytes(numel: int) -> int:
@@ -138,9 +160,19 @@ def find(param: Tensor) -> Int8Weight | None:
     return found
 
 
-def store(param: Tensor, device: torch.device | None = None) -> None:
-    """Replaces the values of a bf16 parameter by codes, on ``device``."""
-    _stored[param] = Int8Weight(param, device)
+def store(
+    param: Tensor,
+    device: torch.device | None = None,
+    partition: Tensor | None = None,
+    start: int = 0,
+) -> None:
+    """Replaces the values of a bf16 parameter by codes, on ``device``.
+
+    If ZeRO-3 has divided the parameter, replaces this rank's ``partition``, which begins at
+    ``start``.
+    """
+    weight = param if partition is None else partition
+    _stored[param] = Int8Weight(weight, device, start, partition)
     release([param])
 
 
@@ -156,7 +188,7 @@ def expand(params: Iterable[Tensor]) -> list[Tensor]:
     for param in params:
         if (held := find(param)) is not None:
             held.expand()
-            param.data = held.values
+            held.place(param).data = held.values
             found.append(param)
     return found
 
@@ -167,7 +199,7 @@ def release(params: Iterable[Tensor], even_in_backward: bool = False) -> None:
         if (held := find(param)) is None or held.in_backward > even_in_backward:
             continue
         held.in_backward = False
-        param.data = held.absent
+        held.place(param).data = held.absent
         held.free()
 
 
@@ -182,13 +214,20 @@ def readable(params: Iterable[Tensor]) -> Iterator[None]:
         release(freed)
 
 
+def write(param: Tensor, values: Tensor) -> None:
+    """Stores new values, [numel], rounded to nearest."""
+    for stored in expand([param]):
+        _stored[stored].values.view(-1).copy_(values)
+        update(stored)
+    release([param])
+
+
 def update(param: Tensor, key: int | None = None) -> None:
-    """Stores the changed values of a parameter, as ``Int8Weight.encode``, and frees them.
+    """Stores the changed values of a parameter, as ``Int8Weight.encode``.
 
     Its version counter increases, because the values are rounded.
     """
     held = find(param)
     assert held is not None
     held.encode(key)
-    torch.autograd.graph.increment_version(param)
-    release([param])
+    torch.autograd.graph.increment_version(held.place(param))

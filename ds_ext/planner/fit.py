@@ -132,11 +132,12 @@ def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[MemoryStep
             "more and smaller messages",
             lambda now: replace(now, bucket=min(now.bucket, BUCKET_SIZE)),
         )
-    if asked.ranks == 1 and asked.stage is None:
+    if asked.stage is None:
+        stage = "2" if asked.ranks == 1 else "3"
         yield MemoryStep(
             "weights in int8",
             "more noise in each update",
-            lambda now: replace(now, weight_storage="int8", stage="2"),
+            lambda now: replace(now, weight_storage="int8", stage=stage),
             is_last=True,
         )
     bus = "moved in each step"

@@ -80,8 +80,8 @@ def ours(
         bucket: reduce_bucket_size, in elements.
         accumulates: whether this rank's runs of gradients are kept in fp32 until the step.
         offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host.
-        in_int8: whether large matrices are stored in 8 bits (stages 0 to 2). Their values in bf16,
-            of a module and of a bucket that is stepped, count as gradients.
+        in_int8: whether large matrices are stored in 8 bits. Their values in bf16, of a bucket that
+            is stepped and, at stages 0 to 2, of a module, count as gradients.
         visiting: the share of the offloaded parts that is on the device; by default one bucket's.
     """
     cut = ranks if stage in (1, 2, 3) else 1
@@ -105,9 +105,13 @@ def ours(
         stays = max_bytes_over_ranks(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
         return stays + visiting * (most - stays)
 
-    stored = [math.prod(shape) for shape in shapes.values() if in_int8 and int8.fits(shape)]
+    # ZeRO-3 stores runs, and keeps small weights gathered in bf16.
+    divided, persist = (ranks, PERSIST) if stage == 3 else (1, 0)
+    fitting = [math.prod(shape) for shape in shapes.values() if int8.fits(shape, divided)]
+    stored = [n // divided for n in fitting if in_int8 and n > persist]
     widest = max(stored, default=0)
-    expanded = min(sum(stored), max(bucket, widest) + widest) if stored else 0
+    module = 0 if stage == 3 else widest
+    expanded = min(sum(stored), max(bucket // divided, widest) + module) if stored else 0
     as_bf16 = weights - sum(stored)
     return MemoryUse(
         weights=as_bf16 * dtype.itemsize + sum(map(int8.nbytes, stored)),

@@ -73,19 +73,22 @@ class PlanOptions:
         return [named(self.optimizer, self.spelled("optimizer"))]
 
     @property
+    def _is_in_engine(self) -> bool:
+        """Whether options exclude a plain ``step()``."""
+        return self.offload_optimizer or bool(self.weight_storage)
+
+    @property
     def stages(self) -> list[int | None]:
         """The given stage. By default all stages for one optimizer, and ZeRO-3 for several."""
         if self.stage == FSDP2:
             return [3]
         if self.stage:
             return [STAGES[self.stage]]
-        if self.weight_storage:
-            return [0] if self.optimizer == ALL else [0, 1, 2]
         if self.optimizer == ALL:
             return [1 if self.pipeline_stages > 1 else 3]
         if self.pipeline_stages > 1:
             return [0, 1]
-        return [s for s in STAGES.values() if s is not None or not self.offload_optimizer]
+        return [s for s in STAGES.values() if s is not None or not self._is_in_engine]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +124,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "and the model; default: all of one --optimizer, else 3",
     )
     add("--dtype", choices=DTYPES, help="of weights and gradients (default bf16)")
-    add("--weight-storage", choices=["int8"], help="as ds_ext.weight_storage; ZeRO-0 to ZeRO-2")
+    add("--weight-storage", choices=["int8"], help="as ds_ext.weight_storage")
     add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
     add("--batch", type=_positive, metavar="ROWS", help="rows a rank computes at once (default 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
@@ -215,7 +218,7 @@ def check_storage(asked: PlanOptions) -> None:
     if not asked.weight_storage:
         return
     excluded = {
-        "stage": asked.stage not in (None, "0", "1", "2") and asked.stage,
+        "stage": asked.stage not in (None, "0", "1", "2", "3") and asked.stage,
         "dtype": asked.dtype != "bf16" and asked.dtype,
         "params": asked.params.get("weight_update", "stochastic") != "stochastic"
         and asked.params["weight_update"],

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+import ds_ext
+from ds_ext.ops import int8
+from ds_ext.planner import memory
 from tests import worlds
 from tests.common.choose import params
-from tests.common.int8_model import STORED
+from tests.common.int8_model import STORED, made
 from tests.common.states import same
 from tests.distributed import storing_int8 as jobs
 
@@ -18,33 +21,96 @@ def folder(tmp_path_factory):
 
 @pytest.mark.supports("weights stored in int8", stage="stage", optimizer="LOMO")
 @pytest.mark.parametrize(
-    "world, stage", params([(w, s) for w in (2, 1) for s in (0, 1, 2)], [(2, 2)])
+    "world, stage", params([(w, s) for w in (2, 1) for s in (0, 1, 2, 3)], [(2, 2), (2, 3)])
 )
 def test_ranks_store_the_same_codes_and_go_on_from_a_checkpoint(folder, world, stage):
     got = worlds.once(world, jobs.run, stage, folder(world, stage))
     for rank in got[1:]:
         assert all(same(x, y) for x, y in zip(got[0], rank, strict=True) if isinstance(x, dict))
-    begin, halfway, loaded, after, again, saved, (half, edited) = got[0]
-    assert not any(torch.equal(halfway[name], begin[name]) for name in STORED)
+    begin, halfway, loaded, after, again, saved, (half, edited), most = got[0]
+    codes = [f"{name} torch.int8" for name in STORED]
+    assert not any(torch.equal(halfway[name], begin[name]) for name in codes)
     assert same(loaded, halfway) and same(again, after) and not same(after, halfway)
     assert all(x.dtype == torch.bfloat16 for x in saved.values())
     assert torch.equal(half, edited.float())
+    largest = max(x.numel() for name, x in saved.items() if name in STORED)
+    assert most == (largest // world if stage == 3 else largest)
+
+
+@pytest.mark.parametrize(
+    "world, stage", params([(w, s) for w in (1, 2, 4) for s in (0, 3)], [(1, 3), (4, 3)])
+)
+def test_any_ranks_load_the_same_codes(folder, world, stage):
+    saved = worlds.once(2, jobs.run, 3, folder(2, 3))[0][1]
+    for got in worlds.run(world, jobs.loaded, stage, folder(2, 3)):
+        assert same(got, saved)
+
+
+def test_runs_that_cut_groups_are_not_stored():
+    for told in worlds.run(3, jobs.refusal, 3):
+        assert "has a multiple of 256 elements on each rank" in told
+
+
+WAYS = [(world, how) for how in jobs.HOW for world in (1, 2, 4)[2 * (how == "shard_size") :]]
+
+
+@pytest.mark.supports(
+    "weights stored in int8",
+    stage=3,
+    optimizer=lambda how: how if how.startswith("Ada") else "LOMO",
+)
+@pytest.mark.parametrize(
+    "world, how", params(WAYS, [(2, "zero.Init"), (4, "plain"), (2, "clipped"), (1, "AdaLomo")])
+)
+def test_stage_3_takes_the_same_steps_as_stage_0(world, how):
+    whole, begin = worlds.once(1, jobs.alike, 0, how)[0], made()
+    for name in STORED:
+        assert not torch.equal(
+            whole[f"{name} torch.int8"], int8.Int8Weight(begin.get_parameter(name)).codes
+        )
+    for got in worlds.run(world, jobs.alike, 3, how):
+        assert same(got, whole)
+
+
+def test_partitions_are_stored_gathered_edited_and_exported(tmp_path, monkeypatch):
+    for got in worlds.run(2, jobs.partitions, str(tmp_path)):
+        stored, shapes = (len(STORED) + 1) * 2**16, memory.shapes_of(made())
+        assert got["bf16"] - got["int8"] == (2 * stored - int8.nbytes(stored)) / 2
+        monkeypatch.setattr(memory, "PERSIST", 1000)
+        rule = ds_ext.LOMO.hypers()
+        plan = memory.ours(rule, shapes, 3, 2, torch.bfloat16, 70_000, in_int8=True)
+        assert got["bytes"] == plan.weights
+        assert got["released"] and got["shown"] and got["most"] == 2**15
+        before, after = got["edited"]
+        for name, x in before.items():
+            assert torch.equal(after[name], 2 * x if name == "up.0.weight" else x), name
+            assert torch.equal(got["saved"][name], after[name]), name
+        assert same(got["restored"], after) and same(*got["codes"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_stages_store_the_same_codes(folder, world):
-    first, *others = (worlds.once(world, jobs.run, s, folder(world, s))[0][3] for s in (0, 1, 2))
+    first, *others = (worlds.once(world, jobs.run, s, folder(world, s))[0][3] for s in range(4))
     assert all(same(first, other) for other in others)
 
 
 def test_settings_without_weights_in_8_bits_are_refused_by_their_key():
-    stage3, offload, experts, value, master, fp32, moved = worlds.run(1, jobs.refusals)[0]
+    got, other = worlds.run(2, jobs.refusals)
+    assert got == other
+    offload, experts, value, *masters, fp32, fp32_of_3, persistent, moved = got[:9]
+    before, whole, after = got[9:]
     asked = 'ds_ext cannot honour ds_ext.weight_storage = "int8" together with'
-    assert f"{asked} zero_optimization.stage = 3 yet: remove one." in stage3
     assert f"{asked} zero_optimization.offload_optimizer.device = 'cpu'" in offload
     assert f"{asked} expert_parallel.enabled = True" in experts
     assert "ds_ext.weight_storage is 'int4'; allowed: \"int8\" or null" in value
-    assert "weight_update = 'master' does not support weights" in master
+    assert len(masters) == 2
+    assert all("weight_update = 'master' does not support weights" in said for said in masters)
     assert "embed.weight is torch.float32: load the model in torch.bfloat16" in fp32
-    assert "offload_states does not support weights that are stored in 8 bits" in moved
+    assert "embed.weight is torch.float32: load the model in torch.bfloat16" in fp32_of_3
+    assert "no trainable matrix is larger than zero_optimization.stage3_param" in persistent
+    stored = 'does not support weights that are stored in 8 bits ("ds_ext": {"weight_storage"'
+    assert f"offload_states {stored}" in moved
+    assert f"is a DTensor, and fully_shard (FSDP2) or tp_plan {stored}" in before
+    assert "non-contiguous parameters" in whole  # torch's own error
+    assert f"fully_shard (FSDP2) {stored}" in after

@@ -2,13 +2,17 @@
 
 import copy
 import itertools
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import ds_ext
-from ds_ext.backward import int8_weights
+from ds_ext.config import config_checks
+from ds_ext.engine import forward
 from ds_ext.ops import int8, rounding
 from tests.common.int8_model import STORED, WIDTH, Model, batch, made
 
@@ -74,6 +78,29 @@ def test_the_mean_over_keys_is_the_value():
     assert abs(z.mean()) < 4 / len(z) ** 0.5
     assert 0.9 < z.square().mean() < 1.1
     assert (error[p == 0] == 0).all() and (p == 0).sum() > 1000
+
+
+def test_a_partition_has_its_part_of_the_codes():
+    weight = torch.randn(256, 256).bfloat16()
+    whole, parts = nn.Parameter(weight.clone()), weight.flatten().split(2**14)
+    edited = (weight * 1.01).bfloat16().flatten()
+    int8.store(whole)
+    codes = []
+    for i, part in enumerate(parts):
+        param, partition = nn.Parameter(torch.empty(0)), part.clone()
+        int8.store(param, partition=partition, start=i * 2**14)
+        assert partition.isnan().all() and not param.numel()
+        int8.expand([param])
+        assert torch.equal(partition, int8.find(param).decoded())
+        partition.copy_(edited.split(2**14)[i])
+        version = partition._version
+        int8.update(param, key=3)
+        assert partition._version > version  # cached norms of the run are out of date
+        codes.append(int8.find(param).codes)
+    int8.expand([whole])
+    whole.data.view(-1).copy_(edited)
+    int8.update(whole, key=3)
+    assert torch.equal(torch.cat(codes), int8.find(whole).codes)
 
 
 def test_a_group_with_a_nan_is_nan():
@@ -223,6 +250,32 @@ def test_a_loaded_run_goes_on_with_the_same_bits():
         assert torch.equal(each.codes, other.codes) and torch.equal(each.scales, other.scales)
 
 
+def test_expanded_weights_can_be_read_and_edited():
+    model = made()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    ds_ext.store_int8(model)
+    weight, other = model.up[0].weight, model.down[0].weight
+    version = weight._version
+    with pytest.raises(KeyError), ds_ext.expand_int8(model.parameters()):
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        with torch.no_grad(), ds_ext.expand_int8(weight):  # an inner context frees nothing
+            weight.mul_(2)
+        other.data = other.data * 4
+        assert torch.equal(weight, 2 * before["up.0.weight"])
+        raise KeyError
+    assert weight._version > version  # cached norms of the weights are out of date
+    assert weight.isnan().all() and all(each.is_freed for each in held(model).values())
+    changed = {"up.0.weight": 2, "down.0.weight": 4}
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, changed.get(name, 1) * before[name]), name
+    with ds_ext.expand_int8(weight), torch.no_grad():
+        weight.normal_()
+        edited = weight.detach().clone()
+    error = model.state_dict()["up.0.weight"].float() - edited.float()
+    scales = int8.find(weight).scales.float().repeat_interleave(int8.SIZE)
+    assert 0.4 < (error.flatten() / scales).abs().max() <= 0.5
+
+
 def test_state_dicts_have_bf16_copies_and_share_tied_weights():
     model = made()
     before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -233,17 +286,9 @@ def test_state_dicts_have_bf16_copies_and_share_tied_weights():
     )
     assert saved["head.weight"] is saved["embed.weight"]
     assert torch.equal(model.up.state_dict()["0.weight"], before["up.0.weight"])
-    version = model.up[0].weight._version
-    with int8_weights.expanded(model.parameters()):
-        assert torch.equal(model.up[0].weight, before["up.0.weight"])
-        model.up[0].weight.data.mul_(2)
-    assert model.up[0].weight._version > version  # cached norms of the weights are out of date
-    assert torch.equal(model.state_dict()["up.0.weight"], 2 * before["up.0.weight"])
     ds_ext.restore_bf16(model)
     assert torch.equal(model.head.weight, before["head.weight"])
     assert torch.equal(model(batch(0)), model(batch(0)))
-    with torch.no_grad():
-        model.up[0].weight.div_(2)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
@@ -252,6 +297,71 @@ def test_training_learns():
     ds_ext.store_int8(model)
     losses = train(model, *fused(model, ds_ext.AdamW, lr=1e-3), itertools.repeat(0, 30))
     assert losses[-1] < 0.5 * losses[0]
+
+
+CONFIGS = [
+    ("zero_optimization.offload_optimizer.device", "cpu"),
+    ("zero_optimization.offload_param.device", "cpu"),
+    ("zero_optimization.zero_quantized_weights", True),
+    ("zero_optimization.zero_quantized_gradients", True),
+    ("zero_optimization.zero_hpz_partition_size", 2),
+    ("tensor_parallel.autotp_size", 2),
+    ("expert_parallel.enabled", True),
+    ("fp16.enabled", True),
+]
+
+
+def engine_with(config, stage=0):
+    """The attributes of an engine that has no model yet."""
+    return SimpleNamespace(
+        _config=SimpleNamespace(_param_dict=config), zero_optimization_stage=lambda: stage
+    )
+
+
+@pytest.mark.parametrize("key, value", CONFIGS)
+def test_settings_are_refused_by_their_key(key, value):
+    config = value
+    for name in reversed(key.split(".")):
+        config = {name: config}
+    asked = {"ds_ext": {"weight_storage": "int8"}}
+    text = f'ds_ext.weight_storage = "int8" together with {key} = {value!r} yet: remove one.'
+    assert any(text in problem for problem in config_checks.problems(asked | config))
+    assert not any("int8" in problem for problem in config_checks.problems(config))
+    model = made()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        forward.apply(engine_with(asked | config), model)
+    ds_ext.store_int8(model)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        forward.apply(engine_with(config), model)
+
+
+@pytest.mark.parametrize("kind", ["PipelineModule", "deepspeed.moe"])
+def test_models_of_engines_are_refused(kind):
+    model = made()
+    if kind == "deepspeed.moe":
+        model.up[0].deepspeed_moe = nn.Module()
+    else:
+        model.__class__ = type("Pipeline", (PipelineModule,), {})
+    with pytest.raises(ValueError, match=f'^{kind} does not support .*"weight_storage": "int8"'):
+        forward.apply(engine_with({"ds_ext": {"weight_storage": "int8"}}), model)
+    assert not any(map(int8.find, model.parameters()))
+
+
+def test_stage_3_stores_the_weights_itself():
+    model = made()
+    ds_ext.store_int8(model)
+    with pytest.raises(ValueError, match='stage = 3 divides .*"weight_storage": "int8"'):
+        forward.apply(engine_with({}, stage=3), model)
+
+
+def test_kept_gradients_make_the_same_steps():
+    found = []
+    for policy in ("fused", "sharded"):
+        model = made()
+        ds_ext.store_int8(model)
+        train(model, *fused(model, ds_ext.AdamW, lr=1e-3, gradient_policy=policy), range(2))
+        found.append([(each.codes, each.scales) for each in held(model).values()])
+    assert all(map(torch.equal, itertools.chain(*found[0]), itertools.chain(*found[1])))
 
 
 def test_refusals():

@@ -1,0 +1,117 @@
+"""ZeRO-3's partitions stored in 8 bits. DeepSpeed gathers their codes, and expands them.
+
+A rank stores its run of a weight if all runs of the weight consist of whole groups. Its
+``ds_tensor`` has bf16 values only in a step, and while it is read or written.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+from torch import Tensor, nn
+
+from ds_ext.distributed.groups import communicates, size_of
+from ds_ext.distributed.rank_failure import explained
+from ds_ext.engine.parameters import deepspeed_parameter
+from ds_ext.engine.rank_logging import log
+from ds_ext.ops import int8
+
+KEY = "ds_ext.weight_storage"
+
+
+def store(module: nn.Module) -> None:
+    """Stores partitions in 8 bits, and makes DeepSpeed gather them in 8 bits.
+
+    Args:
+        module: the model, partitioned.
+
+    Raises:
+        ValueError: a trainable weight is not bf16, or no weight can be stored.
+    """
+    for name, param in module.named_parameters():
+        if param.requires_grad and param.dtype != torch.bfloat16:
+            raise ValueError(
+                f'{KEY} = "int8": {name} is {param.dtype}: load the model in torch.bfloat16.'
+            )
+    params = list(module.parameters())
+    stored = list(filter(_fits, params))
+    if not stored:
+        raise ValueError(
+            f'{KEY} = "int8": no trainable matrix is larger than '
+            "zero_optimization.stage3_param_persistence_threshold and has a multiple of "
+            f"{int8.SIZE} elements on each rank: remove {KEY}, or lower the threshold."
+        )
+    for param in (p for p in stored if int8.find(p) is None):
+        own = deepspeed_parameter(param)
+        start = dist.get_rank(own.ds_process_group) * own.ds_tensor.numel()
+        int8.store(param, partition=own.ds_tensor, start=start)
+    for param in params:
+        own = deepspeed_parameter(param)
+        own.all_gather_coalesced = _with_codes(own.all_gather_coalesced)
+    log(f"{KEY}: {len(stored)} of {len(params)} parameters are stored and gathered in 8 bits")
+
+
+def gather(params: Iterable[Tensor]) -> None:
+    """Gathers those of the parameters that are stored in 8 bits and not gathered yet."""
+    partitioned = ZeroParamStatus.NOT_AVAILABLE
+    stored = [p for p in params if int8.find(p) and deepspeed_parameter(p).ds_status == partitioned]
+    if stored:
+        CodesGather(stored).wait()
+
+
+def _fits(param: Tensor) -> bool:
+    own = deepspeed_parameter(param)
+    fits = int8.fits(own.ds_shape, size_of(own.ds_process_group))
+    return fits and param.requires_grad and not own.ds_persist
+
+
+def _with_codes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a parameter's ``all_gather_coalesced``, which gathers any list of parameters."""
+
+    @functools.wraps(original)
+    def gather(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        params = list(params)
+        stored = [p for p in params if int8.find(p)]
+        others = [p for p in params if not int8.find(p)]
+        handles: list[Any] = [CodesGather(stored)] if stored else []
+        handles += [original(others, *args, **kwargs)] if others else []
+        return MultipleAllGatherHandles(handles)
+
+    return gather
+
+
+class CodesGather:
+    """A gather of codes and scales in progress: a handle of DeepSpeed's gathers.
+
+    Args:
+        params: partitioned parameters that are stored in 8 bits.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.params = sorted(params, key=lambda p: deepspeed_parameter(p).ds_id)
+        for own in map(deepspeed_parameter, self.params):
+            if own.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(f"cannot gather {own.ds_summary()}")
+            own.ds_status = ZeroParamStatus.INFLIGHT
+        group = deepspeed_parameter(self.params[0]).ds_process_group
+        runs = [held.stored for p in self.params if (held := int8.find(p))]
+        self.codes, self.work = [run.unsqueeze(0) for run in runs], None
+        if communicates(group):
+            self.codes = [run.new_empty(size_of(group), len(run)) for run in runs]  # [ranks, bytes]
+            with explained():
+                flat = [codes.view(-1) for codes in self.codes]
+                self.work = group.allgather_into_tensor_coalesced(flat, runs)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Waits for the codes, and gives the parameters their bf16 values."""
+        if self.work is not None:
+            with explained():
+                self.work.wait()
+        for param, codes in zip(self.params, self.codes, strict=True):
+            own = deepspeed_parameter(param)
+            param.data = int8.decode(codes, param.new_empty(own.ds_shape))
+            own.ds_status = ZeroParamStatus.AVAILABLE
+        self.params, self.codes = [], []  # DeepSpeed waits once for each parameter
