@@ -220,8 +220,8 @@ class Launcher:
         )
         is_of_each = [not isinstance(x, float) for x in numbers.values()]
         # All that templates depend on. They keep ``at`` alive, so that its id is its own.
-        key = (kernel, constants, id(at), are_even, *given, *numbers, *is_of_each)
-        key = (*key, *formulas.items())
+        of_columns: tuple[object, ...] = (*given, *numbers, *is_of_each, *formulas.items())
+        key = (kernel, constants, id(at), are_even, *of_columns)
         templates = self._templates.get(key)
         if templates is None:
             if len(self._templates) >= MAX_TEMPLATES:
