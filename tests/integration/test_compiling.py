@@ -182,6 +182,7 @@ print(json.dumps([(sass.row(one), sass.counted(one.kind, one.warps).size) for on
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, most", [("flashadamw", 92)])
 def test_8_bit_moments_take_few_instructions(name, most, tmp_path):
     """With what rounds weights stochastically. No root or division calls a function."""

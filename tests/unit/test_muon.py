@@ -54,7 +54,7 @@ def worst_error(setting, world, shapes=SHAPES, **how):
 
 
 # What `make test` runs: each setting, each number of ranks.
-QUICK = {*zip(SETTINGS, itertools.cycle(WORLDS), strict=False), ("decay", 16), ("plain", 7)}
+QUICK = {*zip(SETTINGS, itertools.cycle(WORLDS), strict=False)}
 
 
 @pytest.mark.parametrize(
