@@ -73,7 +73,7 @@ def test_noise_and_gradients_that_are_not_finite_are_alike_in_all_copies(stage):
 SAVED = [("came", 3, ((3, 4), (3, 1), (1, 2))), ("galore", 1, ((3, 2), (2, 4)))]
 
 
-@pytest.mark.parametrize("case", params([(case,) for case in SAVED], [(SAVED[0],)]), ids=str)
+@pytest.mark.parametrize("case", params([(case,) for case in SAVED], []), ids=str)
 def test_a_checkpoint_is_gone_on_from_in_other_groups(case):
     kind, stage, further = case
     for got in worlds.once(4, copies.saved, kind, stage, list(further)):

@@ -14,7 +14,7 @@ from tests.support import of
 # What `make test` runs.
 QUICK = [
     *("mixtral-clip-sharded", "mixtral-resumed", "gpt-oss-stage3", "qwen3-muon-stage3"),
-    *("autoep-lomo", "autoep-stage3-ranks4-ep2", "autoep-tensor-adalomo", "autoep-sequence-came"),
+    *("autoep-lomo", "autoep-tensor-adalomo", "autoep-sequence-came"),
 ]
 
 

@@ -19,7 +19,7 @@ ELSEWHERE = [(k, stage) for k, stage in ALL if k not in MATRICES]  # these: test
 # What `make test` runs: each kind of state at one stage.
 QUICK = [("came", 3), ("adafactor", 0), ("flash 8-bit", 1), ("galore 8-bit", 2)]
 QUICK += [("muon", 1), ("apollo", 0)]
-QUICK_ELSEWHERE = [("came", 0), ("galore 8-bit", 2)]
+QUICK_ELSEWHERE = [("galore 8-bit", 2)]
 QUICK_BITS = [("stochastic", "adalomo", 2), ("master", "galore 8-bit", 2)]
 QUICK_BITS += [("master24", "adalomo", 3)]
 TOOLS = [(way, stage) for way in ("fp32", "master") for stage in STAGES] + [("master24", 2)]

@@ -239,6 +239,7 @@ def rehearsed(stage, on=ON):
 
 
 @needs.triton
+@pytest.mark.slow
 def test_checks_see_a_wrong_step(monkeypatch):
     shapes, device = ((6, 20), (9,)), torch.device("cpu")
     row = checks.check("adalomo", "fp32", "nearest", (1, 3), shapes, device)

@@ -139,7 +139,7 @@ def trained(name, path, monkeypatch):
     return weights, told, steps, fused.skipped
 
 
-@pytest.mark.parametrize("name", params(["adalomo", "lamb", "lomo"], ["adalomo"]))
+@pytest.mark.parametrize("name", params(["adalomo", "lamb", "lomo"], ["lomo"]))
 def test_in_backward_as_on_a_cpu(name, monkeypatch):
     weights, told, steps, skipped = trained(name, "kernels", monkeypatch)
     expected, of_cpu, steps_of_cpu, skipped_of_cpu = trained(name, "native", monkeypatch)

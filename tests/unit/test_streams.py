@@ -65,7 +65,11 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("name, how", HOW, ids=[" ".join([n, *h]) for n, h in HOW])
+# Alone, and as the first of four ranks in all ways.
+EACH = [(1, *HOW[0]), *((4, *how) for how in HOW)]
+
+
+@pytest.mark.parametrize("world, name, how", EACH, indirect=["world"], ids=str)
 def test_no_operation_runs_too_early(world, name, how):
     assert train(name, **how).errors == []
 
@@ -83,7 +87,10 @@ def test_the_simulation_sees_a_missing_wait(world, method, fault, monkeypatch):
     assert train("AdaLomo").errors
 
 
-@pytest.mark.parametrize("name, how", [x for x in HOW if "gradient_policy" not in x[1]], ids=str)
+KEEP_NONE = [x for x in EACH if "gradient_policy" not in x[2]]
+
+
+@pytest.mark.parametrize("world, name, how", KEEP_NONE, indirect=["world"], ids=str)
 def test_memory_of_gradients_is_bounded(world, name, how, monkeypatch):
     bound = (IN_FLIGHT + 1) * MATRIX  # and the bucket that fills
     small = 2 * MATRIX  # activations, and a gradient that is copied when it arrives
