@@ -24,7 +24,7 @@ from tests.distributed.zero import CASES, RULES, STEPS
 from tests.support import of
 
 # Three ranks on two cores are slow: what is run there is one case of each kind, and what awkward
-# cuts may break. (Numbers of ranks up to 1,024 are simulated in test_rules.py.)
+# cuts may break. (Numbers of ranks up to 1,024 are simulated in test_every_rule.py.)
 ON_THREE = re.compile(
     r"^(lomo|adalomo|adafactor|came)(-stage1|-reentrant|-plain)?$|^(lamb|galoreadamw)(-stage1)?$"
     r"|^adalomo-(groups|bf16-stage3|authors)$"

@@ -31,7 +31,7 @@ from tests.common import plain, table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.states import from_file, same
-from tests.common.table import MANY, WORLDS
+from tests.common.table import WORLDS
 
 STEPS = 20
 SHAPES = (
@@ -144,11 +144,6 @@ def worst_error(setting, world, gap=7, shapes=SHAPES, shift=0, simulate=lockstep
 )
 def test_sharded_equals_the_textbook_across_renewals(setting, world):
     assert worst_error(setting, world) <= EXACT
-
-
-@pytest.mark.slow
-def test_more_ranks_than_elements():
-    assert worst_error("decay", MANY, shapes=((1, 7), (13, 5), (5, 13))) <= EXACT
 
 
 def test_the_settings_and_renewals_matter():

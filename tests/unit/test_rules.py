@@ -20,7 +20,7 @@ from tests.common.choose import params
 from tests.common.reference import Authors, Textbook
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.states import same, tensors
-from tests.common.table import CASES, MANY, REDUCING, RULES, SHAPES, VECTORS, WORLDS
+from tests.common.table import CASES, REDUCING, RULES, SHAPES, VECTORS, WORLDS
 
 STEPS = 6
 
@@ -55,13 +55,6 @@ def is_quick(case):
 )
 def test_sharded_equals_the_authors(name, setting, world):
     assert worst_error(name, setting, world) <= EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RULES)
-def test_more_ranks_than_elements(name):
-    shapes = ((), (5,), (1000,), (1, 7), (64, 33), (4, 3, 5))
-    assert worst_error(name, "decay", MANY, steps=3, shapes=shapes) <= EXACT
 
 
 @pytest.mark.parametrize("name, setting", CASES)
