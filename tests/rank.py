@@ -29,10 +29,13 @@ import peft  # noqa: F401  imported here, or each rank would do it
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import transformers.models.bert.modeling_bert  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401
 import transformers.trainer  # noqa: F401
 from torch.distributed.distributed_c10d import _world
 
 import ds_ext  # noqa: F401
+from tests.distributed import zero  # noqa: F401  which most jobs import
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 

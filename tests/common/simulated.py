@@ -104,15 +104,14 @@ def cut(x, shard):
     return x.detach().reshape(-1)[shard.start : shard.stop].clone()
 
 
-def shapes_of(name):
-    """The table's shapes of parameters that a registered rule is for."""
-    matrices = tuple(shape for shape in table.SHAPES if len(shape) == 2)
-    return table.SHAPES if REGISTRY[name].any_shape else matrices
+def shapes_of(name, shapes=table.SHAPES):
+    """Those of the shapes that a registered rule is for."""
+    return tuple(s for s in shapes if REGISTRY[name].any_shape or len(s) == 2)
 
 
-def sharded_error(name, world, steps=10, simulate=lockstep.simulate):
+def sharded_error(name, world, steps=10, simulate=lockstep.simulate, shapes=table.SHAPES):
     """The worst error of a registered rule on ``world`` ranks against itself on one, and both."""
-    rule, shapes = OPTIMIZERS[name].hypers(**SIMULATED[name]), shapes_of(name)
+    rule, shapes = OPTIMIZERS[name].hypers(**SIMULATED[name]), shapes_of(name, shapes)
     before = table.weights(shapes)
     whole, ranks = Ranks(rule, before, 1), Ranks(rule, before, world)
     for grads in table.gradients(steps, shapes):

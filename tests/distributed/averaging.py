@@ -16,7 +16,7 @@ from tests.common.ranks import identical, message, shared_folder, whole
 from tests.distributed import experts, pipelines, tensor_parallel
 from tests.distributed.fully_sharded import whole as whole_dtensors
 
-DECAY, STEPS = 0.9, 8
+DECAY, STEPS = 0.9, 5
 # Small updates would be close to the resolution of fp32.
 LR = {"AdamW": 1e-2, "AdaLomo": 5e-2, "Muon": 5e-2}
 OVERFLOW = 3  # the step of ``overflow`` whose gradients are not finite

@@ -22,7 +22,7 @@ from tests.common.ranks import message, shared_folder
 from tests.distributed.tensor_parallel import rebuilt
 from tests.distributed.training import HYPERS
 
-STEPS = 6
+STEPS = 4
 WIDTH, INNER, EXPERTS, LAYERS = 8, 7, 4, 2
 
 

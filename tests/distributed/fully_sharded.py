@@ -20,7 +20,7 @@ from tests.common import by_role, models
 from tests.common.hypers import TRAINED
 from tests.common.ranks import identical, message
 
-STEPS = 5
+STEPS = 4
 
 UNITS = ("up", "down", "shared", "frozen", "unused", "odd", "conv1", "norm")
 

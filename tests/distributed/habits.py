@@ -13,7 +13,7 @@ import ds_ext
 from tests.common.plain import mean_step
 from tests.common.ranks import message, shared_folder, whole
 
-STEPS = 9
+STEPS = 7
 
 
 class Tower(nn.Module):
@@ -48,27 +48,27 @@ def groups(model: Tower) -> list[dict[str, Any]]:
 
 def before_step(model: Tower, optimizer, step: int) -> None:
     """What the script does between steps."""
-    if step == 3:  # a layer is unfrozen and given to the optimizer
+    if step == 2:  # a layer is unfrozen and given to the optimizer
         model.second.requires_grad_(True)
         optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.03})
-    if step == 5:
+    if step == 3:
         model.first.requires_grad_(False)
-    if step == 7:
+    if step == 5:
         model.first.requires_grad_(True)
 
 
 def edit_groups(model: Tower, optimizer, step: int) -> None:
     """What the script edits of the groups between steps."""
     groups = optimizer.param_groups
-    if step == 2:
+    if step == 1:
         del groups[0]["params"][1]
-    if step == 4:
+    if step == 2:
         groups[1] = {**groups[1], "lr": 0.05}
         groups[1]["params"] = [*groups[1]["params"], groups[0]["params"].pop()]
-    if step == 6:
+    if step == 4:
         del groups[0]
         groups[0]["params"].reverse()
-    if step == 7:
+    if step == 5:
         del groups[0]["params"][0]
 
 

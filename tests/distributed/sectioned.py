@@ -15,7 +15,7 @@ from tests.common.ranks import identical, logged, message
 from tests.common.ranks import whole as whole_of_engine
 from tests.distributed import fully_sharded
 
-STEPS = 5
+STEPS = 3
 SMALL = {"vocab_size": 31, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HIDDEN = SMALL | {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

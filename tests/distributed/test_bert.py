@@ -1,5 +1,7 @@
 """The nine BERT classes by all optimizers, at stages 0 to 3, on two ranks, against one process."""
 
+from itertools import cycle
+
 import pytest
 
 from ds_ext.rules import REGISTRY
@@ -9,14 +11,10 @@ from tests.common.hypers import CLOSE
 from tests.distributed import bert
 from tests.distributed.bert import CLASSES, STAGES
 
-# Every rule steps every class, and is at every stage with some; of these, one in seven is quick: so
-# each rule and each class comes up.
-ALL = [
-    (name, rule, STAGES[(i + j) % len(STAGES)])
-    for j, rule in enumerate(REGISTRY)
-    for i, name in enumerate(CLASSES)
-]
-QUICK = ALL[::7]
+# Every rule at every stage, with the classes in turn; of these, each class is quick once.
+PAIRS = [(rule, stage) for rule in REGISTRY for stage in STAGES]
+ALL = [(name, *pair) for name, pair in zip(cycle(CLASSES), PAIRS)]  # noqa: B905
+QUICK = ALL[:: len(STAGES) + 1][: len(CLASSES)]
 
 
 @pytest.mark.supports("nine BERT classes", stage="stage", optimizer="rule")

@@ -10,10 +10,9 @@ WAYS = [("plain", "model"), ("model", "submodules"), ("submodules", "both"), ("b
 
 
 CASES = [(ways, stage) for ways in WAYS for stage in (0, 2)]
-QUICK = [(("both", "engine"), 0)]
 
 
-@pytest.mark.parametrize("ways, stage", params(CASES, QUICK))
+@pytest.mark.parametrize("ways, stage", params(CASES, []))
 def test_compiled_in_one_way_and_loaded_in_another(tmp_path, ways, stage):
     assert worlds.run(2, jobs.carried_over, ways, stage, str(tmp_path)) == [(True, True)] * 2
 

@@ -14,8 +14,7 @@ from tests.distributed.copies import RUNS
 
 ALL = [(4, name) for name in RUNS] + [(2, name) for name in RUNS if RUNS[name][0] == 1]
 ALL.append((3, "adalomo-alone"))
-QUICK = {(4, "adalomo"), (4, "came-accumulation"), (4, "adafactor-stage1"), (2, "adalomo-alone")}
-QUICK |= {(4, "came-levels")}
+QUICK = {(4, "adalomo"), (4, "came-levels"), (2, "adalomo-alone")}
 
 
 def shown(name: str) -> str | list[str]:
@@ -74,7 +73,7 @@ def test_noise_and_gradients_that_are_not_finite_are_alike_in_all_copies(stage):
 SAVED = [("came", 3, ((3, 4), (3, 1), (1, 2))), ("galore", 1, ((3, 2), (2, 4)))]
 
 
-@pytest.mark.parametrize("case", params([(case,) for case in SAVED], [(SAVED[0],)]), ids=str)
+@pytest.mark.parametrize("case", params([(case,) for case in SAVED], []), ids=str)
 def test_a_checkpoint_is_gone_on_from_in_other_groups(case):
     kind, stage, further = case
     for got in worlds.once(4, copies.saved, kind, stage, list(further)):

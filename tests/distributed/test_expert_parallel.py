@@ -13,9 +13,8 @@ from tests.support import of
 
 # What `make test` runs.
 QUICK = [
-    *("came-stage0-ranks4-ep2", "lomo-ranks2-ep2", "galoreadamw-ranks2-ep2"),
-    *("adalomo-ranks4-ep4", "clip-sharded-stage2", "json", "resumed-ep4", "flashadamw-ranks2-ep2"),
-    *("tensor-came-stage1-ep2", "sequence-lomo-stage0", "json-muon"),
+    *("clip-sharded-stage2", "json-muon", "resumed-ep4"),
+    *("tensor-came-stage1-ep2", "sequence-lomo-stage0"),
 ]
 
 
@@ -63,7 +62,7 @@ def test_what_is_not_supported_is_refused_on_every_rank():
         assert divided.startswith("tensor_parallel.partition_config")
 
 
-@pytest.mark.parametrize("stage, tensor", [(0, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("stage, tensor", params([(0, 1), (2, 1), (1, 2)], [(2, 1)]))
 def test_an_expert_whose_gradient_is_not_finite_is_skipped_on_all_ranks(stage, tensor):
     """And so is the expert that another rank has in its place."""
     for rank, ended in enumerate(

@@ -20,8 +20,8 @@ LOST = "LostRankError: another rank has ended, or did not respond within the tim
 AFTER = {"latest": WHEN + 1, "disk full": TOTAL, "no folder": TOTAL}
 
 
-# A rank killed, out of disk, and while a checkpoint is replaced. ("late" waits for 13 s.)
-QUICK = ["backward", "save", "disk full", "replaced"]
+# A rank killed while it saves, out of disk, and while a checkpoint is replaced.
+QUICK = ["save", "disk full", "replaced"]
 
 
 @pytest.fixture(scope="session")

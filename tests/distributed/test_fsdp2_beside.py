@@ -26,15 +26,16 @@ MEANS = {
 
 
 @pytest.mark.supports(lambda way: MEANS[way], stage="fsdp2", optimizer="AdamW")
-@pytest.mark.parametrize("way", params(WAYS, lambda way: way != "cut for fewer"))
+@pytest.mark.parametrize("way", params(WAYS, lambda way: way not in ("cut for fewer", "compiled")))
 def test_adamw_is_torchs_whatever_fully_shard_is_told(way):
     for off, in_backward in worlds.run(4 if way == "cut for fewer" else 2, differs, way):
         assert off <= 1e-5
         assert in_backward
 
 
-@pytest.mark.parametrize("how", ["fused", "plain"])
-@pytest.mark.parametrize("rule, rounds", [("adalomo", 1), ("adafactor", 1), ("came", 2)])
+@pytest.mark.parametrize(
+    "rule, rounds, how", [("adalomo", 1, "fused"), ("adafactor", 1, "plain"), ("came", 2, "fused")]
+)
 def test_whole_rows_spare_a_round(rule, rounds, how):
     for counts in worlds.run(2, fsdp2_beside.rounds, rule, how):
         assert counts == [rounds + (how == "fused")] * 3  # one more sum is the norm
@@ -66,7 +67,7 @@ def test_meshes_of_two_dimensions_equal_one_process(kind, rule, how):
 
 
 @pytest.mark.supports("bf16 weights", stage="fsdp2", optimizer="LOMO")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", params([2, 3], [3]))
 def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks(ranks):
     shapes = [(7, 5), (16, 12), (3,), (4, 3, 5), (1, 9)]
     grads, weights = table.gradients(3, shapes), table.weights(shapes)

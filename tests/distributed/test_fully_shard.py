@@ -18,7 +18,7 @@ from tests.distributed.test_matrices import CLOSE as OF_MATRICES
 from tests.distributed.test_matrices import train_by_authors
 from tests.distributed.test_zero import CLOSE
 
-HYPERS = changed(TRAINED, galoreadamw={"nbits": 32})
+HYPERS = changed(TRAINED, galoreadamw={"nbits": 32}, adafactor={"lr": 0.03})
 CASES = {
     f"{rule}-{how}": Case(rule, HYPERS[rule] | {"weight_decay": 0.1}, how)
     for rule in FOR_ALL
@@ -30,9 +30,9 @@ for kind in ("reentrant", "non-reentrant"):
     CASES[f"lomo-{kind}"] = Case("lomo", HYPERS["lomo"], "sharded", checkpointing=kind)
 ALL = [(2, name) for name in CASES]
 ALL += [(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")]
-# Each rule once on two ranks, in turn inside backward and after it; cuts that are odd on three.
-QUICK = {(2, f"{rule}-{('fused', 'plain')[i % 2]}") for i, rule in enumerate(FOR_ALL)}
-QUICK |= {(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")}
+# Some rules on two ranks, in turn inside backward and after it; cuts that are odd on three.
+QUICK = {(2, f"{rule}-{('fused', 'plain')[i % 2]}") for i, rule in enumerate(FOR_ALL[::2])}
+QUICK |= {(2, "adalomo-sharded"), (3, "adalomo-fused")}
 QUICK |= {(2, "came-reentrant"), (2, "lomo-non-reentrant")}
 AUTHORS = "fp32, each optimizer against its authors' code"
 
@@ -100,7 +100,7 @@ def shown_by_role(name: str) -> list[str]:
     "ranks, name",
     params(
         [(2, name) for name in ROLES],
-        {(2, "APOLLO-fused"), (2, "APOLLO-Mini-plain"), (2, "ds_ext.Muon-fused")},
+        {(2, "APOLLO-Mini-plain"), (2, "ds_ext.Muon-fused")},
     ),
 )
 def test_rules_of_matrices_equal_their_authors(ranks, name):
@@ -142,8 +142,6 @@ def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
     params(
         SEGMENTS,
         {
-            ("fused", True, 2, "reentrant", "lomo"),
-            ("clipped", True, 2, None, "lomo"),
             ("sharded", False, 2, None, "lomo"),
             ("clipped", False, 1, "reentrant", "lomo"),
             ("clipped", True, 2, None, "muon"),
@@ -191,7 +189,7 @@ POISONED = {
     "ranks, name",
     params(
         [(2, n) for n in POISONED] + [(3, "lomo-fused")],
-        {(2, "adalomo-fused"), (2, "lamb-clipped"), (3, "lomo-fused")},
+        {(2, "adalomo-fused"), (2, "lamb-clipped")},
     ),
 )
 def test_a_gradient_that_is_not_finite_is_left_out_by_all_ranks(ranks, name):
@@ -231,17 +229,17 @@ KEPT = [("flashadamw", True), ("adafactor", False), ("muon", True)]
 @pytest.mark.supports(
     "`torch.distributed.checkpoint`, on other ranks", stage="fsdp2", optimizer="rule"
 )
-@pytest.mark.parametrize("rule, fused", KEPT)
+@pytest.mark.parametrize("rule, fused", params(KEPT, KEPT[:1]))
 def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_path):
     """2 -> 3 -> 1 ranks, against 2 that are not broken off."""
     hypers = RESUMED[rule]
     one, two = str(tmp_path / "whole"), str(tmp_path / "broken")
     run = functools.partial(worlds.run, 2, fully_sharded.resume, rule, hypers, fused)
-    expected = run(one, 0, 6)[0]
+    expected = run(one, 0, 3)[0]
     assert expected["spread"]
-    first = run(two, 0, 2)[0]
-    second = worlds.run(3, fully_sharded.resume, rule, hypers, fused, two, 2, 4)[0]
-    got = worlds.run(1, fully_sharded.resume, rule, hypers, fused, two, 4, 6)[0]
+    first = run(two, 0, 1)[0]
+    second = worlds.run(3, fully_sharded.resume, rule, hypers, fused, two, 1, 2)[0]
+    got = worlds.run(1, fully_sharded.resume, rule, hypers, fused, two, 2, 3)[0]
     for run_before, run_after in ((first, second), (second, got)):
         same(run_before["saved"], run_after["loaded"])
     # where sums are added up in another order, codes of 8 bits jump, and Muon amplifies the change

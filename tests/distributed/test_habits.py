@@ -16,15 +16,13 @@ FROZEN_ON = [(n, *case) for n in RANKS for case in FROZEN if n < 3 or case[0] in
 
 
 QUICK_FROZEN = [
-    (2, 0, "sharded", 0.1),
     (2, 1, "fused", 0.1),
     (2, 2, "fused", 0.0),
-    (2, 3, "fused", 0.1),
     (2, 3, "sharded", 0.1),
     (3, 3, "fused", 0.1),
 ]
 METRICS = [(n, s) for n in RANKS for s in range(4) if n < 3 or s in (1, 3)]
-QUICK_METRICS = [*((2, s) for s in range(4)), (1, 0), (3, 3)]
+QUICK_METRICS = [(1, 0), (2, 2), (3, 3)]
 BITS = [
     (n, stage, way)
     for n in RANKS
@@ -32,17 +30,15 @@ BITS = [
     for way in ("stochastic", "nearest", "master")
 ] + [(2, 1, "master24"), (3, 3, "master24")]
 QUICK_BITS = [
-    (1, 0, "stochastic"),
-    (2, 0, "master"),
     (2, 1, "nearest"),
     (2, 2, "stochastic"),
     (3, 1, "master"),
-    (3, 2, "master"),
-    *((3, 3, way) for way in ("stochastic", "nearest", "master", "master24")),
+    (3, 3, "stochastic"),
+    (3, 3, "master24"),
 ]
 WAYS = [("fused", 0.0), ("sharded", 0.05)]
 CHECKPOINTED = [(n, stage, *way) for n in RANKS for stage in (1, 3) for way in WAYS]
-QUICK_CHECKPOINTED = [(2, 1, "fused", 0.0), (2, 3, "sharded", 0.05), (3, 3, "fused", 0.0)]
+QUICK_CHECKPOINTED = [(2, 1, "fused", 0.0), (2, 3, "sharded", 0.05)]
 RESUMED = [(n, kind) for n in RANKS for kind in habits.RESUMED]
 QUICK_RESUMED = [(2, kind) for kind in habits.RESUMED if kind != "bf16 master24"]
 

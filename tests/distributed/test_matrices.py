@@ -13,15 +13,13 @@ from tests.distributed.matrices import STEPS, TYPES
 
 STAGES = (None, 0, 1, 2, 3)
 CASES = [(n, ranks, at, "as it is") for n in TYPES for ranks in (2, 3) for at in STAGES]
-QUICK = {("APOLLO", 2, 3), ("APOLLO", 2, 2), ("APOLLO-Mini", 2, 3), ("APOLLO-Mini", 3, 1)}
-QUICK |= {("ds_ext.Muon", 2, 3), ("ds_ext.Muon", 2, 2), ("ds_ext.Muon", 2, None)}
+QUICK = {("APOLLO", 2, 3), ("APOLLO-Mini", 3, 1), ("ds_ext.Muon", 2, 2), ("ds_ext.Muon", 2, None)}
 QUICK = {(*case, "as it is") for case in QUICK}
 # zero.Init and checkpointing at all stages that they change.
 CASES += [(n, 2, 3, how) for n in TYPES for how in ("zero.Init", "nonreentrant")]
 CASES += [(n, 2, at, "reentrant") for n in TYPES for at in range(4)]
 CASES += [("ds_ext.Muon", 3, 3, how) for how in ("zero.Init", "reentrant")]
 QUICK |= {("ds_ext.Muon", 2, 3, "zero.Init"), ("ds_ext.Muon", 2, 1, "reentrant")}
-QUICK |= {("ds_ext.Muon", 2, 3, "nonreentrant"), ("APOLLO", 2, 3, "zero.Init")}
 CLOSE = {name: hypers.CLOSE.get(key_of(name), 1e-5) for name in TYPES}
 STEPPED = {"up.weight", "down.weight", "shared.weight", "odd.weight"}
 LINEAR = STEPPED | {"unused.weight", "frozen.weight"}
@@ -66,9 +64,7 @@ ELSEWHERE = [(name, stage) for name in TYPES for stage in range(4)]
 @pytest.mark.supports(
     "resume on other ranks and another stage", stage="stage", optimizer=lambda name: key_of(name)
 )
-@pytest.mark.parametrize(
-    "name, stage", params(ELSEWHERE, [("APOLLO", 2), ("APOLLO-Mini", 0), ("ds_ext.Muon", 2)])
-)
+@pytest.mark.parametrize("name, stage", params(ELSEWHERE, [("APOLLO", 2)]))
 def test_a_run_goes_on_on_other_ranks_and_another_stage(name, stage, tmp_path):
     """2 -> 3 -> 1 ranks, against 2 that are not broken off; a projection is kept across both."""
     one, two = str(tmp_path / "whole"), str(tmp_path / "broken")
@@ -83,7 +79,7 @@ HALVES = [(name, stage) for name in TYPES for stage in range(4)]
 
 
 @pytest.mark.supports("bf16 weights", stage="stage", optimizer=lambda name: key_of(name))
-@pytest.mark.parametrize("name, stage", params(HALVES, [("APOLLO", 3), ("ds_ext.Muon", 1)]))
+@pytest.mark.parametrize("name, stage", params(HALVES, [("ds_ext.Muon", 1)]))
 def test_bf16_weights_are_clipped_and_accumulated_as_in_fp32(name, stage):
     """With 24 bits, and rounded at random; as at stage 0, where no rank has a part."""
     exact = worlds.once(2, matrices.accumulate, name, 0, None)[0]

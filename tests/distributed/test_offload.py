@@ -49,12 +49,10 @@ WORLDS = {  # ranks, cases, whether the device is pretended
     "cpu": (2, FEW, False),
 }
 CHECKED = [(world, *case) for world, (_, cases, _) in WORLDS.items() for case in cases]
-SLOW = ("adafactor", "adafactor beta1", "galore right", "lamb")
-OTHERS = [("came", 0, "bf16", ("state",)), ("came", 1, "bf16", ("state",))]
-OTHERS += [case for case in CASES if "bf16 master" in case[2] or case[2] == "clipped"]
-OTHERS += [case for case in CASES if case[0] in SLOW]
-OTHERS += [c for c in CASES if c[0][:4] in ("muon", "apol") and c[:3] != ("muon", 3, "zero init")]
-QUICK = [case for case in CASES if case not in OTHERS]
+# Each kind of state, what accumulates and averages, and models built under zero.Init.
+QUICK = [case for case in CASES if case[2] in ("averaged", "accumulated")][:2] + [CASES[0]]
+QUICK += [case for case in CASES if case[0] in ("flash", "galore 8-bit")]
+QUICK += [("came", 2, "bf16", ("state",)), ("muon", 3, "zero init", ("both",))]
 
 
 def is_quick(checked: tuple[Any, ...]) -> bool:

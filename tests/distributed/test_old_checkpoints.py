@@ -7,6 +7,7 @@ import torch
 
 from ds_ext.rules import REGISTRY
 from tests import old_checkpoints, worlds
+from tests.common.choose import params, spread
 from tests.common.updates import error
 
 VERSIONS = sorted(path.name.removesuffix(".tar.xz") for path in old_checkpoints.FOLDER.iterdir())
@@ -34,8 +35,10 @@ def compare(path, found):
         assert error(after, record["after"], record["saved"]) <= CLOSE[kind], (rule, kind)
 
 
-@pytest.mark.parametrize("ranks, stages", TARGETS)
-@pytest.mark.parametrize("version", VERSIONS)
+ALL = [(version, *target) for version in VERSIONS for target in TARGETS]
+
+
+@pytest.mark.parametrize("version, ranks, stages", params(ALL, [*spread(VERSIONS, TARGETS)]))
 def test_engines_load_checkpoints_of_earlier_versions(folder, version, ranks, stages):
     first, *others = worlds.run(ranks, old_checkpoints.load_on_ranks, str(folder(version)), stages)
     assert len(first) == len(stages) * len(list(folder(version).iterdir()))

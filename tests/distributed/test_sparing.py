@@ -21,8 +21,7 @@ def assert_as_reference(results, reentrant):
             before = after
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage, reentrant", [(0, False), (1, True), (2, False), (3, True)])
 def test_gradients_beside_an_engine(stage, reentrant):
     results = worlds.run(WORLD, job.engines, stage, reentrant)
     assert_as_reference(results, reentrant)
@@ -39,8 +38,7 @@ def test_an_engine_of_deepspeeds_own_in_the_loss_is_refused(stage):
         assert "DeepSpeed's own" in said and "sharded" in said
 
 
-@pytest.mark.parametrize("discard", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage, discard", [(0, True), (1, False), (2, True), (3, False)])
 def test_a_batch_whose_measuring_pass_failed_leaves_no_trace(stage, discard):
     body = job.make(False)[0]
     for rank in range(WORLD):

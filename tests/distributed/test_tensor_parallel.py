@@ -15,11 +15,10 @@ from tests.support import of
 # FlashAdamW steps the output head beside SinkGD, and its codes of 8 bits jump.
 CLOSE = hypers.CLOSE | {"sinkgd": 1e-4}
 ALONE = [name for name in CASES if re.match("(llama-came|accumulate|clip)-", name)]
-# What `make test` runs: each optimizer, and each way of dividing, at one stage or another.
+# What `make test` runs: each way of dividing, at one stage or another.
 QUICK = [
-    *("llama-came-1", "llama-galoreadamw-3", "llama-lomo-3", "bert-adafactor-0", "bert-lamb-2"),
-    *("fused-0", "tied-1", "shipped-config", "clip-1", "accumulate-2", "resume-3"),
-    *("llama-muon-3", "clip-muon-2", "llama-apollo-0"),
+    *("llama-came-1", "llama-muon-3", "bert-lamb-3", "fused-0", "tied-1"),
+    *("clip-1", "accumulate-2", "resume-3"),
 ]
 
 
@@ -40,7 +39,7 @@ def test_four_ranks_equal_one_process(name):
         assert result["norm"] == pytest.approx(result["expected norm"], rel=close)
 
 
-@pytest.mark.parametrize("name", params(ALONE, ["llama-came-2", "clip-0"]))
+@pytest.mark.parametrize("name", params(ALONE, ["llama-came-2"]))
 def test_two_ranks_without_data_parallelism_equal_one_process(name):
     result = worlds.once(2, tensor_parallel.error, name)[0]
     assert result["alike"]
@@ -52,7 +51,7 @@ def test_two_ranks_without_data_parallelism_equal_one_process(name):
 def test_the_cases_divide_unevenly_and_in_every_way():
     """Rows, columns, a fused matrix, biases of both kinds, a vocabulary."""
     boxes = {}
-    for name in ("llama-came-1", "bert-lamb-2", "fused-0", "tied-1"):
+    for name in ("llama-came-1", "bert-lamb-3", "fused-0", "tied-1"):
         boxes |= worlds.once(4, tensor_parallel.error, name)[0]["held"]
     sizes = {n: [sum(b.numel for b in part) for part in parts] for n, parts in boxes.items()}
     assert any(a != b for a, b in sizes.values())

@@ -11,9 +11,8 @@ from tests.distributed.ulysses import CASES
 from tests.support import of
 
 QUICK = [
-    *("lomo-1-mpu", "came-3-mpu", "came-0-mesh", "adalomo-3-mesh-saved", "came-1-config"),
-    *("galoreadamw-3-tensor", "lomo-1-tensor", "adalomo-1-tensor-saved"),
-    *("muon-1-mpu", "muon-3-tensor"),
+    *("lomo-1-mpu", "came-0-mesh", "adalomo-3-mesh-saved", "came-1-config"),
+    *("lomo-1-tensor", "muon-3-tensor"),
 ]
 
 

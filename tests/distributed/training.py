@@ -19,7 +19,7 @@ from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.plain import FusedEngine
 from tests.common.ranks import whole
 
-STEPS = 5
+STEPS = 4
 BUCKET = 500
 HYPERS = changed(TRAINED, lomo={"lr": 0.3}, adafactor={"lr": 0.03})  # few steps: large updates
 

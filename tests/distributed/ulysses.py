@@ -18,7 +18,7 @@ from tests.common.plain import mean_step
 from tests.common.ranks import message, shared_folder
 from tests.distributed.tensor_parallel import weights
 
-VOCAB, WIDTH, HEADS, LENGTH, STEPS = 29, 24, 4, 10, 6
+VOCAB, WIDTH, HEADS, LENGTH, STEPS = 29, 24, 4, 10, 4
 CLIPS = {"lomo": 0.0}  # 0: none; the others are clipped
 # A gradient that is too large by a factor changes LOMO's update, but none of the others'.
 HYPERS: dict[str, dict[str, Any]] = {

@@ -14,14 +14,12 @@ from benchmarks.gpu.compiling import plain
 from ds_ext import ops
 from ds_ext.ops import passes
 from ds_ext.ops.executors.triton import launches, sizes
-from ds_ext.ops.executors.triton.launches import KernelConstants
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
-from tests.common.choose import params
 from tests.common.hypers import FOR_ALL
 from tests.unit.test_kernels import SETTINGS
 
@@ -75,18 +73,6 @@ def pairs_of(one):
     named = {key: repr(x) for key, x in one.fields.items() if key not in ("name", "then")}
     pairs = [(key, key) for key in named] + [("FORM", "ALIGNED"), ("WD", "STORAGE")]
     return [(one.name, a, named.get(a), named.get(b)) for a, b in pairs]
-
-
-def one_of_each(asked):
-    """Each pass alone, aligned if there is such a one, and the largest launch of several."""
-    single = {}
-    for label, warps, constants in asked:
-        for one in all_passes(constants):
-            if one.name not in single or one.fields.get("ALIGNED"):
-                alone = KernelConstants(**one.fields | {"then": None})
-                kinds = KernelConstants(number=0, passes=alone, rest=None)
-                single[one.name] = [label, warps, constants | {"PASSES": 1, "KINDS": kinds}]
-    return [*single.values(), max(asked, key=lambda one: len(one[0]))]
 
 
 def step(name, dtype, mode, shapes, meter=None):
@@ -143,9 +129,9 @@ def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
     assert most <= 100 < of["noting_apply IS_VECTOR"]["registers"]
 
 
-@pytest.mark.parametrize("which", params(["one", "every"], []))
-def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypatch, tmp_path):
-    """Every variant of every kernel, or one of each, where there is one of aligned runs."""
+@pytest.mark.slow
+def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
+    """Every variant of every kernel."""
     asked = asked_for(monkeypatch)
     assert {one.name for *_, constants in asked for one in all_passes(constants)} == {
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
@@ -153,8 +139,6 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(which, monkeypa
         *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighted_sums"),
         *("measured_apply", "noting_apply", "recall", "copy_checked_values"),
     }
-    if which == "one":
-        asked = one_of_each(asked)
     written = [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]
     compiling(tmp_path, "-m", "tests.integration.compile_kernels", given=json.dumps(written))
 
@@ -182,6 +166,7 @@ print(json.dumps([(sass.row(one), sass.counted(one.kind, one.warps).size) for on
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, most", [("flashadamw", 92)])
 def test_8_bit_moments_take_few_instructions(name, most, tmp_path):
     """With what rounds weights stochastically. No root or division calls a function."""

@@ -96,7 +96,7 @@ def test_the_config_fits_and_has_no_needless_step(rows, fit, total, folder, tmp_
         path = tmp_path / "ds.json"
         assert main(["check", str(path), "--model", str(folder), "--ranks", "1"]) == 0
         assert "nothing is wrong" in capsys.readouterr().out
-        card = min(totals[-1] - 0.02, 0.8 * card)
+        card = min(totals[-1] - 0.02, 0.6 * card)
     assert seen >= STEPS[rows]
 
 
@@ -119,7 +119,7 @@ def test_weights_in_int8_are_a_step_if_they_suffice(fit, total, tmp_path, ranks,
     assert step not in table and "offload_param" in config["zero_optimization"]
 
 
-@pytest.mark.parametrize("name", params([*way_down.WAYS], [*way_down.WAYS][-1:]))
+@pytest.mark.parametrize("name", params([*way_down.WAYS], []))
 def test_each_total_is_that_of_training_with_the_config(name):
     (steps,) = worlds.once(1, way_down.way, name, limit=400)
     page = way_down.shown(name)

@@ -196,6 +196,7 @@ def in_child(value):
     return os.environ["DS_EXT_TEST_VALUE"], os.getpid(), value
 
 
+@pytest.mark.slow
 def test_a_job_runs_in_a_process_with_its_environment():
     on = dataclasses.replace(ON, device=torch.device("meta"))  # no rehearsal, no GPU either
     value, pid, given = setting.separately(on, in_child, 3, env={"DS_EXT_TEST_VALUE": "a"})
@@ -238,6 +239,7 @@ def rehearsed(stage, on=ON):
 
 
 @needs.triton
+@pytest.mark.slow
 def test_checks_see_a_wrong_step(monkeypatch):
     shapes, device = ((6, 20), (9,)), torch.device("cpu")
     row = checks.check("adalomo", "fp32", "nearest", (1, 3), shapes, device)
@@ -314,6 +316,7 @@ for count, warps, named in json.load(sys.stdin):
 
 
 @needs.triton
+@pytest.mark.slow
 def test_a_kernel_that_does_not_compile_fails_the_stage(monkeypatch):
     monkeypatch.setattr(compiling, "asked_for", lambda on: [(1, 4, {"COUNT": 16})])
     rows = rehearsed(compiling)

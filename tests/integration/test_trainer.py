@@ -27,9 +27,7 @@ COMPARED = [name for name in JOBS if name not in OTHER]
 
 FULL = [name for name in COMPARED if not JOBS[name].lora]
 # What `make test` runs.
-QUICK = [
-    *("adalomo", "lomo-both-nonreentrant", "lora-adalomo-stage3"),
-]
+QUICK = ["lomo-both-nonreentrant", "lora-adalomo-stage3"]
 
 
 @pytest.fixture(scope="session")

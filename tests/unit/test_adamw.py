@@ -12,7 +12,7 @@ from ds_ext.ops.shard import Shard
 from tests.common import plain, table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, dropping, errors, stepped
-from tests.common.table import MANY, SHAPES, WORLDS
+from tests.common.table import SHAPES, WORLDS
 
 STEPS = 20
 SETTINGS = {
@@ -46,11 +46,6 @@ def worst_error(setting, world, shapes=SHAPES, dtype=torch.float64):
 )
 def test_sharded_equals_torch(setting, world):
     assert worst_error(setting, world) <= EXACT
-
-
-@pytest.mark.slow
-def test_more_ranks_than_elements():
-    assert worst_error("decay", MANY, ((5,), (1, 7), (64, 33))) <= EXACT
 
 
 def test_fp32_equals_torch():

@@ -15,7 +15,7 @@ from tests.common import low_rank, plain, table
 from tests.common.choose import params
 from tests.common.low_rank import projection
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
-from tests.common.table import MANY, WORLDS
+from tests.common.table import WORLDS
 
 STEPS = 12
 GAP = 5  # a projection is renewed twice
@@ -83,7 +83,7 @@ def worst_error(setting, world, shapes=SHAPES, **how):
 
 
 # What `make test` runs: each setting, each number of ranks.
-QUICK = {*zip(SETTINGS, itertools.cycle(WORLDS), strict=False), ("channel", 16), ("tensor", 7)}
+QUICK = {*zip(SETTINGS, itertools.cycle((2, 3, 7)), strict=False)}
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,6 @@ QUICK = {*zip(SETTINGS, itertools.cycle(WORLDS), strict=False), ("channel", 16),
 )
 def test_sharded_equals_the_textbook_across_renewals(setting, world):
     assert worst_error(setting, world) <= EXACT
-
-
-@pytest.mark.slow
-def test_more_ranks_than_elements():
-    assert worst_error("decay", MANY // 4, ((1, 7), (13, 5), (5, 13))) <= EXACT
 
 
 def test_the_settings_matter():

@@ -28,7 +28,7 @@ MAKERS = {
     *("rand", "randn", "randint", "randperm", "as_tensor", "scalar_tensor", "empty_strided"),
 }
 
-ON_KERNELS = ("lomo", "lamb", "8 bits")  # of which `make test` runs kernels
+ON_KERNELS = ("lomo", "8 bits")  # of which `make test` runs kernels
 
 
 @pytest.fixture

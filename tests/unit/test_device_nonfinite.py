@@ -77,7 +77,7 @@ CASES = spread(BATCHED, [(world, way) for world in (1, 2, 5) for way in WAYS])
 # a group of 8-bit moments that a cut goes through is stepped alone
 CASES = [(name, 1 if name == "flashadamw" else world, way) for name, world, way in CASES]
 CASES += [("adamw", 1, WAYS[0])]
-QUICK = [next(case for case in CASES if case[0] == "adalomo"), CASES[-1]]
+QUICK = [CASES[-1]]
 
 
 @pytest.mark.parametrize("name, world, way", params(CASES, QUICK.__contains__))
@@ -139,7 +139,7 @@ def trained(name, path, monkeypatch):
     return weights, told, steps, fused.skipped
 
 
-@pytest.mark.parametrize("name", params(["adalomo", "lamb", "lomo"], ["adalomo"]))
+@pytest.mark.parametrize("name", params(["adalomo", "lamb", "lomo"], ["lomo"]))
 def test_in_backward_as_on_a_cpu(name, monkeypatch):
     weights, told, steps, skipped = trained(name, "kernels", monkeypatch)
     expected, of_cpu, steps_of_cpu, skipped_of_cpu = trained(name, "native", monkeypatch)

@@ -214,9 +214,8 @@ def test_sections_of_a_matrix_are_averaged_like_the_matrix():
             assert torchs.error(averages(optimizer, model)) <= bound
 
 
-BAD = [(rule, path) for rule in ("adalomo", "galoreadamw") for path in ("native", "kernels")]
-BAD += [("adamw", path) for path in ("native", "ops", "kernels")]
-QUICK_BAD = [("adalomo", "native"), ("galoreadamw", "native"), ("adamw", "kernels")]
+BAD = [("adalomo", "native"), ("galoreadamw", "native"), ("adamw", "ops"), ("adamw", "kernels")]
+QUICK_BAD = BAD[:3]
 
 
 @pytest.mark.parametrize("rule, path", params(BAD, QUICK_BAD))

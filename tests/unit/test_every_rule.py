@@ -17,7 +17,7 @@ import torch
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules.base import key_of
-from tests.common import hypers, newcomer
+from tests.common import hypers, newcomer, table
 from tests.common.choose import params, spread
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, shapes_of, sharded_error
 from tests.common.table import WORLDS, gradients, weights
@@ -46,9 +46,16 @@ def check_on_ranks(name, world):
     assert not any(map(torch.equal, whole.params, weights(shapes_of(name))))
 
 
-@pytest.mark.parametrize("name, world", params(ON_RANKS, spread(OPTIMIZERS, [(3,), (16,), (2,)])))
+@pytest.mark.parametrize("name, world", params(ON_RANKS, spread(OPTIMIZERS, [(3,), (2,)])))
 def test_sharded_equals_whole(name, world):
     check_on_ranks(name, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_more_ranks_than_elements(name):
+    shapes = ((5,), (1, 7), (13, 5), (5, 13))
+    assert sharded_error(name, table.MANY, 2, shapes=shapes)[0] <= EXACT
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

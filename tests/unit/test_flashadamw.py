@@ -19,7 +19,7 @@ from tests.common import paths, plain, table
 from tests.common.choose import params
 from tests.common.companded import rounded, scale_of
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
-from tests.common.table import MANY, SHAPES, WORLDS
+from tests.common.table import SHAPES, WORLDS
 
 STEPS = 10
 WIDE = ((70, 90), (1500,), (7, 31, 9), (64, 32), (33,))  # cuts go through groups of most
@@ -87,12 +87,6 @@ def worst_error(rule, setting, world, shapes, **how):
 )
 def test_sharded_equals_the_paper(case, world):
     assert worst_error(*case, world, (*SHAPES, *WIDE)) <= EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [("flashadamw", "decay"), ("lion", "8 bits")])
-def test_more_ranks_than_elements(case):
-    assert worst_error(*case, MANY // 4, ((5,), (1, 7), (64, 3))) <= EXACT
 
 
 @pytest.mark.parametrize("case", [("flashadamw", "decay"), ("lion", "8 bits")])

@@ -211,7 +211,7 @@ def simple(kind, *found, worlds):
 
 
 # A fortieth of the examples in `make test`, an eighth in `make test-all`.
-SHARES = [(40, []), (8, [pytest.mark.slow])]
+SHARES = [(60, []), (8, [pytest.mark.slow])]
 
 
 def tried(count):

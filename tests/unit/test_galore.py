@@ -31,7 +31,7 @@ from tests.common import plain, table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.states import from_file, same
-from tests.common.table import MANY, WORLDS
+from tests.common.table import WORLDS
 
 STEPS = 20
 SHAPES = (
@@ -140,15 +140,10 @@ def worst_error(setting, world, gap=7, shapes=SHAPES, shift=0, simulate=lockstep
 
 @pytest.mark.parametrize(
     "setting, world",
-    params(itertools.product(SETTINGS, WORLDS), lambda case: case[1] == 3 or case[0] == "decay"),
+    params(itertools.product(SETTINGS, WORLDS), lambda case: case[1] == 3 or case == ("decay", 7)),
 )
 def test_sharded_equals_the_textbook_across_renewals(setting, world):
     assert worst_error(setting, world) <= EXACT
-
-
-@pytest.mark.slow
-def test_more_ranks_than_elements():
-    assert worst_error("decay", MANY, shapes=((1, 7), (13, 5), (5, 13))) <= EXACT
 
 
 def test_the_settings_and_renewals_matter():
@@ -461,7 +456,7 @@ def test_8_bit_equals_the_textbook_that_rounds_its_moments():
         assert (max(errors(exact, plain, before)) > BROKEN) == is_rounded
 
 
-@pytest.mark.parametrize("world", params([2, 3, 7, 64], [3, 7]))
+@pytest.mark.parametrize("world", params([2, 3, 64], [3]))
 @pytest.mark.parametrize("proj_type", ["std", "reverse_std"])
 @pytest.mark.parametrize("rank", [16, None])
 def test_8_bit_rounds_alike_on_any_number_of_ranks(world, proj_type, rank):

@@ -17,8 +17,8 @@ from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import paths, table
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
-from tests.common.table import MANY, SHAPES, WORLDS
+from tests.common.simulated import BROKEN, EXACT, Ranks, errors, stepped
+from tests.common.table import SHAPES, WORLDS
 
 STEPS = 10
 
@@ -77,22 +77,11 @@ def test_sharded_equals_the_paper(setting, world):
     assert worst_error(setting, world) <= EXACT
 
 
-@pytest.mark.slow
-def test_more_ranks_than_elements():
-    assert worst_error("decay", MANY, ((5,), (1, 7), (64, 33))) <= EXACT
-
-
 def test_the_settings_matter():
     before, grads = table.weights(), table.gradients(STEPS)
     results = [expected(setting, before, grads) for setting in SETTINGS]
     for a, b in itertools.combinations(results, 2):
         assert max(errors(a, b, before)) > BROKEN
-
-
-@pytest.mark.parametrize("world", [2, 7])
-def test_a_missing_reduction_is_seen(world):
-    assert worst_error("decay", world, simulate=dropping(None)) <= EXACT
-    assert worst_error("decay", world, simulate=dropping(0)) > BROKEN
 
 
 # The norms and the elements' own updates do not depend on where a run lies, so a shard in the

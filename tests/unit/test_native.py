@@ -35,7 +35,7 @@ from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import paths, plain, table
-from tests.common.choose import params
+from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
 from tests.unit.test_kernels import trained
 from tests.unit.test_split import part_of
@@ -183,8 +183,7 @@ def test_bits_are_those_of_the_parameter_alone(name, dtype, mode, monkeypatch):
     assert same(stepped(name, dtype, mode, True, shapes), stepped(name, dtype, mode, False, shapes))
 
 
-@pytest.mark.parametrize("name", BATCHED)
-@pytest.mark.parametrize("dtype, mode", [WAYS[0], WAYS[1], WAYS[4]])
+@pytest.mark.parametrize("name, dtype, mode", spread(BATCHED, [WAYS[0], WAYS[1], WAYS[4]]))
 def test_bits_depend_neither_on_threads_nor_on_the_processor(name, dtype, mode, monkeypatch):
     paths.use(monkeypatch, "native")
     expected = stepped(name, dtype, mode, True)

@@ -20,9 +20,9 @@ from tests.common.choose import params
 from tests.common.reference import Authors, Textbook
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.states import same, tensors
-from tests.common.table import CASES, MANY, REDUCING, RULES, SHAPES, VECTORS, WORLDS
+from tests.common.table import CASES, REDUCING, RULES, SHAPES, VECTORS, WORLDS
 
-STEPS = 10
+STEPS = 6
 
 
 def ranks_of(name, params, world, shift=0, **hypers):
@@ -46,9 +46,8 @@ def worst_error(name, setting, world, steps=STEPS, shapes=SHAPES, shift=0, **how
 
 
 def is_quick(case):
-    """Whether `make test` runs it: all settings on three ranks, one on other numbers of them."""
-    _, setting, world = case
-    return world == 3 or setting == "decay"
+    """Whether `make test` runs it: all settings on three ranks, some on one and on many."""
+    return case[2] == 3 or case in (("adalomo", "decay", 1), ("came", "decay", 16))
 
 
 @pytest.mark.parametrize(
@@ -56,13 +55,6 @@ def is_quick(case):
 )
 def test_sharded_equals_the_authors(name, setting, world):
     assert worst_error(name, setting, world) <= EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RULES)
-def test_more_ranks_than_elements(name):
-    shapes = ((), (5,), (1000,), (1, 7), (64, 33), (4, 3, 5))
-    assert worst_error(name, "decay", MANY, steps=3, shapes=shapes) <= EXACT
 
 
 @pytest.mark.parametrize("name, setting", CASES)
@@ -83,14 +75,14 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize("name", RULES)
 def test_fp32_equals_the_authors_in_fp32(name, world):
     """Over more steps, for the errors of fp32 to be small beside the update."""
     before = table.weights(dtype=torch.float32)
     reference = Authors(name, before, **LARGE[name])
     ranks = ranks_of(name, before, world, **LARGE[name])
-    for grads in table.gradients(2 * STEPS, dtype=torch.float32):
+    for grads in table.gradients(20, dtype=torch.float32):
         reference.step(grads)
         ranks.step(grads)
     assert all(p.dtype == torch.float32 for p in ranks.params)
@@ -102,7 +94,7 @@ def replicated(state):
     return {k: v for k, v in state.items() if isinstance(v, dict) and "row" in v}
 
 
-@pytest.mark.parametrize("world", [2, 7, 16])
+@pytest.mark.parametrize("world", [7])
 @pytest.mark.parametrize("name", REDUCING)
 def test_statistics_have_the_same_bits_on_all_ranks(name, world):
     ranks = ranks_of(name, table.weights(), world, **RULES[name].settings["decay"])
@@ -117,7 +109,7 @@ def test_statistics_have_the_same_bits_on_all_ranks(name, world):
     assert seen == matrices * (2 if name == "came" else 1)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", RULES)
 def test_reductions_per_bucket(name, world):
     row = RULES[name]
@@ -336,7 +328,7 @@ def test_a_missing_reduction_is_seen(name, drop, world):
     assert worst_error(name, "decay", world, simulate=dropping(drop)) > BROKEN
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize("name", REDUCING)
 def test_geometry_shifted_by_one_is_seen(name, world, monkeypatch):
     monkeypatch.setattr(Shard, "holds_rows", property(lambda _: False))  # or it would fail

@@ -130,8 +130,10 @@ def test_rounds_counted_without_storage_are_those_of_real_tensors(name, world, m
     assert takes_none != bool(sum(map(len, found)))
 
 
-@pytest.mark.parametrize("world", params([2, 16], [2]))
-@pytest.mark.parametrize("name", FOR_ALL)
+@pytest.mark.parametrize(
+    "name, world",
+    params(spread(FOR_ALL, [(2,), (16,)]), [("adafactor", 2), ("lamb", 2)]),
+)
 def test_each_expert_of_a_stack_has_statistics_of_its_own(name, world):
     found = counted_rounds(name, ("experts.up", *NAMES), world)
     assert found == real_rounds(name, ("experts.up", *NAMES), world)

@@ -138,8 +138,7 @@ DEEPSPEED = {
 
 
 @pytest.mark.supports("schedulers of DeepSpeed", stage="stage", optimizer="LOMO")
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage, accumulation", [(0, 2), (3, 1)])
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_deepspeed_scheduler_of_the_config(name, stage, accumulation):
     kind, params = DEEPSPEED[name]

@@ -152,7 +152,7 @@ def test_stepped_as_one_tensor_it_would_be_another_update():
         assert worst(whole([together]), expected, before) > 0.1
 
 
-@pytest.mark.parametrize("name", HYPERS)
+@pytest.mark.parametrize("name", params(HYPERS, ["adafactor", "lamb", "scale"]))
 def test_idle_experts_stay_finite_and_move_as_their_decay_says(name):
     before, steps = table.weights(SHAPES, torch.float32), gradients(idle=(0, 2))
     steps = [[g.float() for g in grads] for grads in steps]

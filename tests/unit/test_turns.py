@@ -91,7 +91,6 @@ def test_ranks_share_a_model_whose_buckets_hold_one_matrix(world, before, now):
         ([(16, 8), (16, 8)], 4, {"heads": 2}, 8**3),
         ([(8, 16), (8, 16)], 4, {"heads": 2, "split_dim": 1}, 8**3),
         ([(4, 8, 8), (4, 8, 8)], 8, {"stacks": (0, 1)}, 8**3),
-        ([(4, 8, 8), (4, 8, 8), (4, 8, 8)], 8, {"stacks": (0, 1, 2)}, 2 * 8**3),
         ([(8, 8), (8, 8)], 1, {}, 0),  # without sharing
     ],
 )

@@ -91,8 +91,9 @@ def test_measuring_changes_no_bit(name, dtype, mode):
     assert all(p.equal(q) for p, q in zip(params, others, strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-@pytest.mark.parametrize("mode", ["stochastic", "nearest", "master", "master24"])
+@pytest.mark.parametrize(
+    "mode, world", [("stochastic", 3), ("nearest", 2), ("master", 7), ("master24", 2)]
+)
 def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
     def sums(world):
         made = [make("lomo", torch.bfloat16, mode) for _ in range(world)]
