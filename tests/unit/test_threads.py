@@ -1,5 +1,6 @@
 """Threads that each train a model of their own see nothing of each other."""
 
+import gc
 import threading
 import time
 
@@ -83,12 +84,20 @@ def test_models_of_several_threads_do_not_see_each_other(max_norm):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(len(ways))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=run, args=(seed,), daemon=True) for seed in range(len(ways))]
+    # torch 2.13's Generator.get_state, which checkpointing calls, allocates a Python object under
+    # the generator's lock. If this starts a garbage collection that frees a tensor, the thread
+    # releases the GIL, and a second thread in get_state then waits for the lock with the GIL.
+    gc.disable()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+    finally:
+        gc.enable()
     assert not errors, errors
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     for seed, (model, grad) in found.items():
         plain, wanted = reference(seed, ways[seed], max_norm)
         torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-6)
