@@ -362,7 +362,7 @@ def test_inside_backward_steps_nothing(policy, max_grad_norm):
     given = {"gradient_policy": policy, "max_grad_norm": max_grad_norm}
     fused = fuse_into_backward(model, optimizer, **given)
     fused.backward(model(batch(0, model)))
-    with pytest.raises(RuntimeError, match="before the step"):
+    with pytest.raises(RuntimeError, match="end of the step"):
         fused.ema()
     optimizer.step()
     before = bits(optimizer, model)

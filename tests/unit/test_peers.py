@@ -63,7 +63,7 @@ def test_a_row_replaces_that_of_its_suite_alone(monkeypatch, tmp_path):
     before = peers.PAGE.read_text().splitlines()
     monkeypatch.setattr(peers, "PAGE", tmp_path / "page")
     peers.PAGE.write_text("\n".join(before) + "\n")
-    peers.write({"timm": "| timm 9 | 1 passed |"})
+    peers.write(("timm 9", "1 passed"))
     after = peers.PAGE.read_text().splitlines()
     assert [line for line in after if line not in before] == ["| timm 9 | 1 passed |"]
     assert len(after) == len(before)

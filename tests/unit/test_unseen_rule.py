@@ -200,7 +200,7 @@ def test_tables_make_the_passes_that_they_support(path, monkeypatch):
         ran.append(name)
         return original(self, name, *args, **kwargs)
 
-    kind = table_batch.KernelTable if path == "kernels" else table_batch.Table
+    kind = table_batch.KernelTable if path == "kernels" else table_batch.NativeTable
     original = kind.run
     monkeypatch.setattr(kind, "run", noting)
     params, optimizer = made()
