@@ -258,7 +258,7 @@ def test_arguments_that_name_another_optimizer_are_refused(folder):
         own, galore, targets, settings, default = told
         assert "TrainingArguments.optim = 'adalomo' would be ignored" in own
         assert "optim = 'galore_adamw' would be ignored" in galore
-        assert "put target_modules into optimizer.params" in targets
+        assert "set target_modules in optimizer.params" in targets
         assert "optim_args = 'rank=64' would be ignored" in settings
         assert default == ""
 

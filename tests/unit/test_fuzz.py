@@ -4,6 +4,7 @@ Ranks are simulated, with checkpoints between numbers of ranks. The whole counts
 10,000 cases. What hypothesis has found is tried again each time.
 """
 
+import copy
 import functools
 import json
 import math
@@ -291,7 +292,7 @@ KEYS = [key for key, *_ in config_checks.REFUSED] + [
 values = st.sampled_from(
     [None, True, False, 0, 1, 2, -1, 0.5, "none", "cpu", "fused", "sharded", "exact", "previous"]
     + ["auto", "bf16", "fp32", [], {}, {"device": "cpu"}, math.nan, math.inf, 10**9, ""]
-)
+).map(copy.deepcopy)  # one object in two places could contain itself
 
 
 @tried(1500)
