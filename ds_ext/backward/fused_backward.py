@@ -2,9 +2,8 @@
 
 ``fused`` steps a parameter as soon as its gradient is reduced, so no gradient is kept. To clip
 exactly, it runs the graph backward twice, first only to measure the norm. ``sharded`` keeps this
-rank's run of each gradient until the step, over any number of backward passes, and clips it. If
-gradients are measured or accumulated first, one that is not finite skips the whole step. Otherwise
-it skips only its own parameter.
+rank's run of each gradient until the step, over any number of backward passes, and clips it. A
+gradient that is not finite skips its parameter, or the whole step if it was measured or kept first.
 """
 
 import functools
@@ -16,16 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import (
-    error_texts,
-    foreign_grads,
-    gradient_config,
-    int8_weights,
-    owners,
-    torch_calls,
-)
+from ds_ext.backward import error_texts, foreign_grads, int8_weights, owners, torch_calls
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
+from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.backward.receivers import Accumulating, Measuring, Stepper, Stepping, SteppingMeasured
@@ -43,9 +36,7 @@ class FusedBackward:
     """Steps ``optimizer`` by the gradients of ``module``, on the runs that ``layout`` gives.
 
     Args:
-        module: the model.
-        optimizer: of the model's parameters.
-        layout: of the model.
+        module, optimizer, layout: the model, its optimizer, and its layout.
         grad_config: policy, clipping and buckets.
         comm_dtype: returns the dtype that a parameter's gradient is reduced in, None for its own.
         is_boundary: returns, during a backward pass, whether the step follows it.
@@ -64,7 +55,7 @@ class FusedBackward:
         module: nn.Module,
         optimizer: RuleOptimizer,
         layout: Layout,
-        grad_config: gradient_config.GradientConfig,
+        grad_config: GradientConfig,
         comm_dtype: Callable[[Tensor], torch.dtype | None] = lambda param: None,
         is_boundary: Callable[[], bool] = lambda: True,
         on_replaced: Callable[[], None] | None = None,
@@ -76,8 +67,7 @@ class FusedBackward:
             consensus.run_on_all_ranks(check, ValueError)
         else:
             check()
-        self.in_int8 = int8_weights.stored_params(optimizer)
-        self.optimizer = optimizer
+        self.optimizer, self.in_int8 = optimizer, int8_weights.stored_params(optimizer)
         optimizer.agree_on_native(layout.device, layout.any)
         self.layout, self.grad_config, self.is_boundary = layout, grad_config, is_boundary
         self.reader = GradientReader(layout, grad_config)
@@ -182,9 +172,8 @@ class FusedBackward:
             return
         if self.state.used_up or self.buckets.holds():
             words = self.grad_config.words
-            raise RuntimeError(
-                f"{words.clipping}: a parameter {error_texts.second_gradient(words)}"
-            )
+            second = error_texts.second_gradient(words)
+            raise RuntimeError(f"{words.clipping}: a parameter {second}")
         self.layout.refuse_resized()
         self.optimizer.follow_groups()
         self.buckets.begin_with(Measuring(self.state))

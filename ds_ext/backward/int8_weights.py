@@ -133,6 +133,12 @@ def unsupported(feature: str, advice: str = "remove one of them") -> ValueError:
     )
 
 
+def check_dtype(name: str, param: Tensor) -> None:
+    """Raises ValueError if a trainable parameter is not bf16."""
+    if param.requires_grad and param.dtype != torch.bfloat16:
+        raise ValueError(f"{name} is {param.dtype}: load the model in torch.bfloat16.")
+
+
 def stored_params(optimizer: RuleOptimizer) -> list[Tensor]:
     """Returns an optimizer's parameters that are stored in 8 bits.
 
@@ -175,10 +181,7 @@ def _check(model: nn.Module) -> None:
                 f"store_int8: {name} belongs to an engine or a fuse_into_backward call: call "
                 "store_int8 before it."
             )
-        if param.requires_grad and param.dtype != torch.bfloat16:
-            raise ValueError(
-                f"store_int8: {name} is {param.dtype}: load the model in torch.bfloat16."
-            )
+        check_dtype(f"store_int8: {name}", param)
 
 
 def _users(model: nn.Module) -> dict[Tensor, list[nn.Module]]:

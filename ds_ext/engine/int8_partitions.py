@@ -8,11 +8,11 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 from torch import Tensor, nn
 
+from ds_ext.backward.int8_weights import check_dtype
 from ds_ext.distributed.groups import communicates, size_of
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine.parameters import deepspeed_parameter
@@ -32,10 +32,7 @@ def store(module: nn.Module) -> None:
         ValueError: a trainable weight is not bf16, or no weight can be stored.
     """
     for name, param in module.named_parameters():
-        if param.requires_grad and param.dtype != torch.bfloat16:
-            raise ValueError(
-                f'{KEY} = "int8": {name} is {param.dtype}: load the model in torch.bfloat16.'
-            )
+        check_dtype(f'{KEY} = "int8": {name}', param)
     params = list(module.parameters())
     stored = list(filter(_fits, params))
     if not stored:
