@@ -1,5 +1,6 @@
 """Errors and warnings about gradients of a step that is in progress."""
 
+from ds_ext import hyperparams
 from ds_ext.backward.gradient_config import SettingNames
 
 NOT_FINITE = (
@@ -45,4 +46,13 @@ def second_gradient(words: SettingNames) -> str:
         f"gradients until the step with {words.accumulate}. If two checkpointed segments use the "
         "same weight other than through its module, set use_reentrant=False in checkpointing. "
         "After a failed backward pass, call zero_grad()."
+    )
+
+
+def not_projected(optimizer: str, words: SettingNames) -> str:
+    """Returns the error if gradients are to be kept projected, and no rule projects any."""
+    return (
+        f'{hyperparams.joined(words.where, "gradient_policy")} = "projected": no parameter of this '
+        f"{optimizer} has a step that needs only a projection of its gradient, as GaLoreAdamW's "
+        f"with a rank has. Use {words.sharded}."
     )

@@ -51,7 +51,8 @@ def fuse_into_backward(
         clip_value: bounds the elements of gradients.
         clip_mode: "exact", or "previous" to clip by the norm of the step before.
         gradient_policy: "fused", or "sharded" to keep gradients in fp32 until ``optimizer.step()``,
-            over any number of backward passes, and to clip them then.
+            over any number of backward passes, and to clip them then; "projected" to keep only the
+            projections of gradients that GaLore-AdamW steps in a low-rank space, and not to clip.
         measure_updates: adds the RMS of updates and weights to ``metrics``.
 
     Returns:

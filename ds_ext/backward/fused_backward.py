@@ -1,8 +1,9 @@
-"""The step inside backward, by one of two gradient policies.
+"""The step inside backward, by one of three gradient policies.
 
 ``fused`` steps a parameter as soon as its gradient is reduced, so no gradient is kept. To clip
 exactly, it runs the graph backward twice, first only to measure the norm. ``sharded`` keeps this
-rank's run of each gradient until the step, over any number of backward passes, and clips it. A
+rank's run of each gradient until the step, over any number of backward passes, and clips it.
+``projected`` keeps only the projections that rules such as GaLore read, and does not clip. A
 gradient that is not finite skips its parameter, or the whole step if it was measured or kept first.
 """
 
@@ -21,7 +22,14 @@ from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.partial_grads import ModuleCalls
-from ds_ext.backward.receivers import Accumulating, Measuring, Stepper, Stepping, SteppingMeasured
+from ds_ext.backward.receivers import (
+    Accumulating,
+    Measuring,
+    Projecting,
+    Stepper,
+    Stepping,
+    SteppingMeasured,
+)
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad
 from ds_ext.backward.results import StepResult, collect_metrics
 from ds_ext.backward.step_state import Clipping, StepState
@@ -73,6 +81,10 @@ class FusedBackward:
         self.reader = GradientReader(layout, grad_config)
         self.stepper = Stepper(optimizer, layout, bool(grad_config.max_value))
         self.clipping = Clipping(grad_config.max_norm, grad_config.clip_mode)
+        if grad_config.policy == "projected" and not layout.any(
+            bool(self.stepper.projected(optimizer.group_of))
+        ):
+            raise ValueError(error_texts.not_projected(type(optimizer).__name__, grad_config.words))
         self._begin_step()
         self.norm: float | None = None
         self.skipped = self.skipped_steps = 0
@@ -124,7 +136,7 @@ class FusedBackward:
 
     def unfinished(self) -> str:
         """Describes pending work that would be lost if the step ended now; empty if none."""
-        if self.state.kept:
+        if self.state.keeps:
             return "gradients that wait for further micro-batches"
         if self.state.is_measured:
             return "measured gradients that are not applied yet"
@@ -222,16 +234,17 @@ class FusedBackward:
     def end_step(self) -> StepResult | None:
         """Steps by kept gradients and ends the step; returns None if there were no gradients."""
         state = self.state
-        if state.kept or self.layout.is_part:
+        if state.keeps or self.layout.is_part:
             self.optimizer.check_param_groups()
-            for param in [p for p in state.kept if p not in self.optimizer.group_of]:
-                del state.kept[param]  # taken out of its group since
+            taken_out = [p for p in state.keeps if p not in self.optimizer.group_of]
+            state.drop(taken_out)
             tied = self.layout.tied({p: run.g for p, run in state.kept.items()})
             state.kept.update((p, ReducedGrad(g)) for p, g in tied.items())
-            state.record(state.kept)
+            state.record(state.measurable())
             state.reduce_norm(self.clipping)
             if not state.overflow:
                 self._step_kept(state)
+        self.optimizer.drop_unstepped(state.projected)
         self._begin_step()
         if state.is_empty:
             return None
@@ -260,11 +273,12 @@ class FusedBackward:
         given, trained = set(params), self.buckets.trained.intersection(self.optimizer.group_of)
         if any(owners.owner(p) is self for p in trained - given):
             self.buckets.discard(given)
-            for param in given:
-                self.state.kept.pop(param, None)
+            self.optimizer.drop_unstepped(given & self.state.projected.keys())
+            self.state.drop(given)
             return
         had_begun, self.is_asked = self.is_begun, False
         self.buckets.discard()
+        self.optimizer.drop_unstepped(self.state.projected)
         self._begin_step()
         if self.optimizer.update_stats is not None:
             self.optimizer.update_stats.clear()
@@ -320,7 +334,7 @@ class FusedBackward:
     def is_begun(self) -> bool:
         """Whether gradients have come since the last step."""
         buckets, state = self.buckets, self.state
-        is_held = buckets.receiver is not None or buckets.holds() or bool(state.kept)
+        is_held = buckets.receiver is not None or buckets.holds() or bool(state.keeps)
         return is_held or bool(state.used_up) or not state.is_empty
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
@@ -336,6 +350,8 @@ class FusedBackward:
         """Replaces each kept gradient by ``move`` of it."""
         for param, run in self.state.kept.items():
             self.state.kept[param] = run._replace(g=move(run.g))
+        for grad in self.state.projected.values():
+            grad.move(move)
 
     def replace_kept(self, param: Tensor, run: Tensor) -> None:
         """Overwrites a kept gradient by ``run``, [len(shard)], which may be not finite."""
@@ -352,9 +368,10 @@ class FusedBackward:
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""
-        state, receiver = self.state, self.buckets.receiver
-        is_kept = state.must_keep or bool(state.kept) or (receiver is not None and receiver.adds_up)
-        return self.grad_config.policy == "sharded" or is_kept or not self.is_boundary()
+        if self.grad_config.policy != "fused" or self.state.must_keep or self.state.keeps:
+            return True
+        receiver = self.buckets.receiver
+        return (receiver is not None and receiver.adds_up) or not self.is_boundary()
 
     def _begin(self) -> Receiver:
         """Returns the receiver of the backward pass that begins."""
@@ -364,9 +381,12 @@ class FusedBackward:
         is_of_others = not self.is_asked and owners.may_reach_others(self)
         if is_of_others or self._keeps():
             if not self.has_logged_cost and self.layout.is_first:
-                trained = [p for p in self.optimizer.group_of if p.requires_grad]
-                logger.info(self.grad_config.cost(sum(len(self.layout.shard(p)) for p in trained)))
+                logger.info(
+                    self.grad_config.cost(self.stepper.kept_elements(self.grad_config.policy))
+                )
             self.has_logged_cost = True
+            if self.grad_config.policy == "projected":
+                return Projecting(self.stepper, state, self.grad_config.accumulate_in)
             return Accumulating(state, self.grad_config.accumulate_in)
         if state.is_measured:
             state.is_measured = False  # another backward pass needs its own norm
@@ -378,10 +398,10 @@ class FusedBackward:
 
     def _step_kept(self, state: StepState) -> None:
         """Steps parameters by their kept gradients, a bucket at a time, and frees the gradients."""
-        order = sorted(state.kept, key=self.optimizer.number_of.__getitem__)
+        order = sorted(state.keeps, key=self.optimizer.number_of.__getitem__)
         for params in self.layout.in_step(order):
             for piece in self.buckets.pieces(params):
-                self.stepper.step({p: state.kept.pop(p) for p in piece}, state)
+                self.stepper.step({p: state.pop(p) for p in piece}, state)
 
     def _report(self, state: StepState) -> StepResult:
         """Updates norm, metrics and counts, and logs bad gradients."""

@@ -29,14 +29,19 @@ class GradientReader:
 
     def gradient(self, param: Tensor, grad: ReducedGrad, coefficient: float) -> ops.Gradient:
         """Returns a run, [len(shard)], times the clip ``coefficient``, with bounded elements."""
-        g = self._own(param, grad)
+        g = self.summed(param, grad)
         factor = self.unscale(self.layout.of[param]) * coefficient
+        bound = self.grad_config.max_value or None
+        return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
+
+    def summed(self, param: Tensor, grad: ReducedGrad) -> Tensor:
+        """Returns a run of a summed gradient of the scaled loss, [len(shard)]."""
+        g = self._own(param, grad)
         if param.dtype != g.dtype:
             wide = ops.accumulator(param.dtype)
             if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32
-                g = g.to(wide)
-        bound = self.grad_config.max_value or None
-        return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
+                return g.to(wide)
+        return g
 
     def squares(self, grads: ReducedGrads) -> Tensor:
         """Returns the sums of squares of unscaled runs, [n] in fp64."""

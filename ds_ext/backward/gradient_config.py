@@ -18,7 +18,10 @@ BUCKET_SIZE_ALONE = 2**21  # of one process: larger buckets save little time
 # layer of a 7B model. It is smaller if the GPU has little free memory.
 GPU_BUCKET_BYTES, GPU_SHARE = 2**29, 1 / 32  # the share is of free memory
 
-PolicyName = Annotated[Literal["fused", "sharded"], Field(description='"fused" or "sharded"')]
+PolicyName = Annotated[
+    Literal["fused", "sharded", "projected"],
+    Field(description='"fused", "sharded" or "projected"'),
+]
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
 WeightStorageName = Annotated[Literal["int8"], Field(description='"int8"')]
@@ -112,6 +115,13 @@ class GradientConfig:
             )
         if self.clip_mode == "previous" and not self.max_norm:
             raise ValueError(f'{clip_mode} = "previous" needs {words.clipping} > 0.')
+        if self.policy == "projected" and (self.max_norm or self.max_value):
+            clipped = words.clipping if self.max_norm else clip_value
+            policy = hyperparams.joined(words.where, "gradient_policy")
+            raise ValueError(
+                f'{policy} = "projected" keeps projections of gradients, from which they cannot be '
+                f"clipped: set {clipped} to 0, or use {words.sharded}."
+            )
         if self.clip_mode == "previous" and self.policy == "sharded":
             raise ValueError(
                 f'{clip_mode} = "previous" works only if gradients are not kept. Here '

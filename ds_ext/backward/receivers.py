@@ -2,10 +2,12 @@
 
 A backward pass has one receiver. With the policy ``fused``, ``Stepping`` and ``SteppingMeasured``
 use gradients at once and keep none. With ``sharded``, ``Accumulating`` adds up this rank's runs
-until the step. ``Measuring`` receives the first of the two passes of exact clipping.
+until the step; with ``projected``, ``Projecting`` adds up their projections. ``Measuring`` receives
+the first of the two passes of exact clipping.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.nonfinite import GradCheck
+from ds_ext.optimizer.projected_grads import KeptGrad
 from ds_ext.optimizer.updates import RunUpdate
 
 
@@ -35,7 +38,7 @@ class Stepper:
 
     def step(
         self,
-        grads: ReducedGrads,
+        grads: Mapping[Tensor, ReducedGrad | KeptGrad],
         state: StepState,
         checked: Set[Tensor] = frozenset(),
         votes: Mapping[Tensor, Tensor] | None = None,
@@ -52,8 +55,8 @@ class Stepper:
         state.use_up(grads.keys())
         check = GradCheck(checked, votes, state.begin_flags())
         in_int8 = int8.expand(grads)
-        for all_reduce, params in self._by_statistics_group(grads.keys()):
-            updates = [self._update(param, grads[param], state) for param in params]
+        for all_reduce, params in self._by_statistics_group(grads):
+            updates = [self._update(param, self._gradient(param, grads, state)) for param in params]
             self.optimizer.update(updates, all_reduce, check)
         state.add(check)
         stepped = [p for p in grads if p not in check.bad] if check.bad else grads
@@ -85,9 +88,42 @@ class Stepper:
         others = shards.keys() - first
         return VotedParams(others - on_device, others & on_device)
 
-    def _update(self, param: Tensor, grad: ReducedGrad, state: StepState) -> RunUpdate:
-        """The runs of a parameter's weight and gradient on this rank."""
-        g = state.reader.gradient(param, grad, state.coefficient)
+    def project(self, grads: ReducedGrads, state: StepState, dtype: torch.dtype | None) -> None:
+        """Adds the projections of gradients to ``state.projected``, in ``dtype``."""
+        for all_reduce, params in self._by_statistics_group(grads):
+            updates = [
+                self._update(param, state.reader.summed(param, grads[param])) for param in params
+            ]
+            self.optimizer.project(updates, all_reduce, state.projected, dtype)
+
+    def kept_elements(self, policy: str) -> int:
+        """Returns how many elements of gradients this rank keeps until the step."""
+        shard = self.layout.shard
+        kept = {p: len(shard(p)) for p in self.optimizer.group_of if p.requires_grad}
+        if policy == "projected":
+            for p, numel in self.projected(kept).items():
+                kept[p] = numel * kept[p] // shard(p).numel
+        return sum(kept.values())
+
+    def projected(self, params: Iterable[Tensor]) -> dict[Tensor, int]:
+        """Returns the parameters whose gradients are kept projected, and the elements of each."""
+        tied = self.layout.tied_params
+        return self.optimizer.projected({p: self.layout.shard(p) for p in params if p not in tied})
+
+    def _gradient(
+        self,
+        param: Tensor,
+        grads: Mapping[Tensor, ReducedGrad | KeptGrad],
+        state: StepState,
+    ) -> Any:
+        """The mean gradient of a parameter, clipped: its run, or a kept projection."""
+        grad = grads[param]
+        if isinstance(grad, KeptGrad):
+            return grad.scaled_(state.reader.unscale(self.layout.of[param]))
+        return state.reader.gradient(param, grad, state.coefficient)
+
+    def _update(self, param: Tensor, g: Any) -> RunUpdate:
+        """The run of a parameter's weight on this rank, and its gradient."""
         placement = self.layout.of[param]
         replicas = self.layout.num_replicas(placement)
         return RunUpdate(param, placement.run(param), g, self.layout.shard(param), replicas)
@@ -182,3 +218,30 @@ class Accumulating:
                 self.kept[param] = self.kept[param].plus(grad)
             else:
                 self.kept[param] = compact_copy(grad, self.dtype or ops.accumulator(grad.g.dtype))
+
+
+class Projecting:
+    """Adds the projections of gradients to the kept ones; keeps gradients without a projection.
+
+    A projection is renewed from the first gradient of a step, which the ranks therefore vote on.
+    """
+
+    adds_up = True
+
+    def __init__(self, stepper: Stepper, state: StepState, dtype: torch.dtype | None) -> None:
+        self.stepper, self.state, self.dtype = stepper, state, dtype
+        self.others = Accumulating(state, dtype)
+
+    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+        """Returns the parameters without a projection yet."""
+        return VotedParams(self.stepper.projected(params).keys() - self.state.projected.keys())
+
+    def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
+        """Adds the runs or their projections; a bad first gradient makes the step skip."""
+        projected = self.stepper.projected(grads)
+        self.others.receive({p: grad for p, grad in grads.items() if p not in projected})
+        chosen = {p: grad for p, grad in grads.items() if p in projected}
+        self.state.suspects += ((p, x.bad) for p, x in chosen.items() if x.bad is not None)
+        self.state.find_bad()
+        if chosen and not self.state.overflow:
+            self.stepper.project(chosen, self.state, self.dtype)

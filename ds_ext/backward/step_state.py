@@ -1,7 +1,7 @@
 """The state of the step in progress: norm, bad gradients, kept gradients, and what was stepped."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.backward.streams import from_host
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.projected_grads import KeptGrad
 
 
 @dataclass
@@ -44,6 +45,7 @@ class StepState:
 
     reader: GradientReader
     kept: dict[Tensor, ReducedGrad] = field(default_factory=dict)  # until the step
+    projected: dict[Tensor, KeptGrad] = field(default_factory=dict)  # kept ones of other parameters
     square: Tensor | None = None  # [], sum of squares of the mean gradient's elements on this rank
     beyond: Tensor | None = None  # [2], elements outside ± max_value, and all
     squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # of params, [n] each
@@ -63,6 +65,27 @@ class StepState:
     def is_empty(self) -> bool:
         """Whether no gradient has come."""
         return self.square is None and not self.flags and not self.flagged_square
+
+    @property
+    def keeps(self) -> Set[Tensor]:
+        """The parameters with kept gradients."""
+        return self.kept.keys() | self.projected.keys()
+
+    def pop(self, param: Tensor) -> ReducedGrad | KeptGrad:
+        """Removes a kept gradient, and returns it."""
+        return self.kept.pop(param) if param in self.kept else self.projected.pop(param)
+
+    def drop(self, params: Iterable[Tensor]) -> None:
+        """Drops kept gradients."""
+        for param in params:
+            self.kept.pop(param, None)
+            self.projected.pop(param, None)
+
+    def measurable(self) -> dict[Tensor, ReducedGrad]:
+        """Returns kept gradients. Those of projected ones have only their sum of squares."""
+        empty = {p: x.values[0][:0] for p, x in self.projected.items()}
+        squares = {p: x.square() for p, x in self.projected.items()}
+        return self.kept | {p: ReducedGrad(empty[p], square=squares[p]) for p in empty}
 
     def begin_flags(self) -> DeviceGradFlags:
         """Returns the flags of this step, with a place for each parameter of the model."""
@@ -163,11 +186,12 @@ class StepState:
     def norm_so_far(self) -> float:
         """Returns the norm of all gradients that have come; all ranks call it."""
         layout = self.reader.layout
-        if self.norm is not None and not self.kept:
+        kept = self.measurable()
+        if self.norm is not None and not kept:
             return self.norm
         square, flagged = self.square, self.flagged_square
-        if self.kept:
-            parts = [squares.sum() for _, squares in self._squares(self.kept)]
+        if kept:
+            parts = [squares.sum() for _, squares in self._squares(kept)]
             square, flagged = sum(parts[1:], parts[0]), 0.0
         if square is None:
             square = torch.zeros((), dtype=torch.float64, device=layout.device)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -335,6 +335,11 @@ class Layout:
     def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Returns the sums of kept gradients of weights that other stages share."""
         return {}
+
+    @property
+    def tied_params(self) -> Set[Tensor]:
+        """The parameters that other pipeline stages share."""
+        return frozenset()
 
     def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns parameters with kept gradients, divided by whether they may share a bucket."""

@@ -6,7 +6,7 @@ each stage sums its gradient over its own ranks, then ``PipelineLayout.tied`` su
 stages, and every stage makes the same step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -127,12 +127,17 @@ class PipelineLayout(Layout):
             dist.all_reduce(own, group=group)
         return own
 
+    @property
+    def tied_params(self) -> Set[Tensor]:
+        """The parameters that other stages share."""
+        return {p for tie in self.ties for p in tie.params}
+
     def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns parameters with kept gradients, with tied ones in their own buckets.
 
         The order of a rule's sums depends on the other parameters of the bucket, which have to be
         the same on all stages that step a weight.
         """
-        given, tied = {*params}, {p for tie in self.ties for p in tie.params}
+        given, tied = {*params}, self.tied_params
         alone = [[p for p in tie.params if p in given] for tie in self.ties]
         return [[p for p in params if p not in tied], *alone]

@@ -155,8 +155,9 @@ class Access:
 
     def _check_gradients(self, param: Tensor) -> bool:
         """Whether a parameter has a kept gradient. Raises RuntimeError if none are kept."""
-        kept = self.fused.state.kept
-        if not kept and param in self.optimizer.group_of and param.requires_grad:
+        kept, projected = self.fused.state.kept, self.fused.state.projected
+        is_trained = param in self.optimizer.group_of and param.requires_grad
+        if is_trained and (not kept or param in projected):
             raise RuntimeError(
                 f"there is no gradient of {self.layout.name(param)}: "
                 + (

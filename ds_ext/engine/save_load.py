@@ -165,7 +165,8 @@ def _check_complete(fused: FusedBackward) -> None:
     """Raises RuntimeError if an unfinished step has already updated weights."""
     fused.optimizer.refuse_exchanged()
     state = fused.state
-    if state.used_up or (state.square is not None and not state.kept):
+    is_measured = state.square is not None and not state.kept
+    if state.used_up or state.projected or is_measured:
         raise RuntimeError(
             "save_checkpoint was called between backward and engine.step(): call it after the step."
         )

@@ -95,9 +95,10 @@ class Operand:
         """Returns a block of one matrix, [rows, cols], in bf16 or in the accumulator's dtype."""
         return part(cast(Tensor, self._g), b)[0] if self.is_bf16 else read(self._g, b)[0]
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """Returns the other operand in the dtype for products with this one."""
-        return x.to(BF16) if self.is_bf16 else x
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of blocks, and of the other operand."""
+        return BF16 if self.is_bf16 else accumulator(self._g.dtype)
 
     def scaled_(self, product: Tensor) -> Tensor:
         """Multiplies a sum of products of blocks by the factor that blocks leave out."""

@@ -10,17 +10,19 @@ from torch import Tensor
 
 from ds_ext import rules
 from ds_ext.distributed import lockstep
+from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.ops.batch import CPU
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
-from ds_ext.optimizer import dtensor_state, param_checks, sections
-from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
+from ds_ext.optimizer import dtensor_state, param_checks, projected_grads, sections
+from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback, with_turns
 from ds_ext.optimizer.group_index import GroupIndex
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BucketPlans, are_batched
+from ds_ext.optimizer.projected_grads import KeptGrad
 from ds_ext.optimizer.updates import RunUpdate, StagedRun, by_device
 
 
@@ -125,6 +127,54 @@ class BucketOptimizer(ParamTable):
             rounds += lockstep.run(step.generators, all_reduce)
             step.end()
         return rounds
+
+    def projected(self, shards: Mapping[Tensor, Shard]) -> dict[Tensor, int]:
+        """Returns the parameters whose gradients their rules project, and how many numbers remain.
+
+        They are equal on all ranks.
+        """
+        found = {
+            p: projected_grads.projected_numel(rule, shard, p in self.stacks)
+            for p, shard, rule in self._with_rules(shards)
+        }
+        return {p: numel for p, numel in found.items() if numel}
+
+    @torch.no_grad()
+    def project(
+        self,
+        updates: Iterable[RunUpdate],
+        all_reduce: Callable[[Tensor], None] | None,
+        kept: dict[Tensor, KeptGrad],
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Adds the projections of gradients to ``kept``, and makes missing states.
+
+        Args:
+            updates: runs, as of ``update``, of parameters that ``projected`` returns.
+            all_reduce: as of ``update``.
+            kept: the projected gradients of the step so far.
+            dtype: of kept numbers; None: that of the projection.
+
+        Raises:
+            ValueError: a state does not fit its parameter.
+        """
+        for on_device in by_device(updates):
+            staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in on_device]
+            self._plans.prepare(self, staged, allow_batches=False)
+            generators: list[StepGenerator] = []
+            for run in with_turns(self, staged):
+                param = run.update.param
+                of = self.rule_of(param), run, param in self.stacks
+                generators += projected_grads.accumulate(*of, kept, dtype)
+            lockstep.run(generators, all_reduce)
+            for run in staged:
+                run.write_back(self.offload)
+
+    def drop_unstepped(self, params: Iterable[Tensor]) -> None:
+        """Drops the states of parameters that were never stepped."""
+        for param in params:
+            if self.state[param].get("step") == 0:
+                del self.state[param]
 
     def begin(self, updates: Sequence[RunUpdate], check: GradCheck | None = None) -> BucketStep:
         """Begins the step of runs whose gradients are on one device.

@@ -24,6 +24,7 @@ from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_chec
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, BucketPlan
+from ds_ext.optimizer.projected_grads import KeptGrad
 from ds_ext.optimizer.state_checks import State
 from ds_ext.optimizer.updates import RunUpdate, StagedRun
 
@@ -189,7 +190,7 @@ class BucketStep:
     ) -> None:
         self.table, self.staged, self.check, self.norms = table, staged, check, norms
         alone = staged if plan is None else [staged[i] for i in plan.alone]
-        self.alone = _with_turns(table, alone)
+        self.alone = with_turns(table, alone)
         self.batches: list[BatchedStep] = []
         self.plan, self.queue = plan, _queue(plan, staged)
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
@@ -246,8 +247,8 @@ class BucketStep:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.queue.memory.used)]
 
 
-def _with_turns(table: ParamTable, runs: Sequence[StagedRun]) -> list[StagedRun]:
-    """Sets the turn of each run, so that all ranks get shared work of similar cost."""
+def with_turns(table: ParamTable, runs: Sequence[StagedRun]) -> list[StagedRun]:
+    """Returns runs with their turns set, so that all ranks get shared work of similar cost."""
     params = tuple(_sharing(table, run.update) for run in runs)
     if not any(param.works for param in params):
         return [*runs]
@@ -303,11 +304,13 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     first = before + u.shard.start
     if u.param not in table.stacks:
         e = ema.average(state, rule, number, t, first)
-        return sections.steps(rule, p, u.g, state, t, u.shard, measured, e)
+        g = u.g.parts[0] if isinstance(u.g, KeptGrad) else u.g
+        return sections.steps(rule, p, g, state, t, u.shard, measured, e)
     begun = []
     experts = state[expert_stacks.EXPERTS].values()
-    for s, (run, shard) in zip(experts, expert_stacks.split(u.shard), strict=True):
-        own, g = weight_update.part(p, run), expert_stacks.part(u.g, run)
+    for i, (s, (run, shard)) in enumerate(zip(experts, expert_stacks.split(u.shard), strict=True)):
+        own = weight_update.part(p, run)
+        g = u.g.parts[i] if isinstance(u.g, KeptGrad) else expert_stacks.part(u.g, run)
         e = ema.average(s, rule, number, t, first + run.start)
         begun += sections.steps(rule, own, g, s, t, shard, measured, e)
     return begun

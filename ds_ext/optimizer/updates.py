@@ -1,12 +1,11 @@
 """Runs to step: this rank's run of a weight and its gradient, moved to one device."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState
 from ds_ext.optimizer import host_offload
@@ -18,7 +17,7 @@ class RunUpdate(NamedTuple):
 
     param: Tensor  # the key of its state and group
     p: Tensor  # this rank's run of the weight, [len(shard)], updated in place
-    g: ops.Gradient  # the same run of the gradient
+    g: Any  # the same run of the gradient, or its projection: KeptGrad
     shard: Shard  # which elements of the whole parameter the run is
     num_replicas: int = 1  # ranks with equal runs, whose sums ``Layout.total`` adds
 

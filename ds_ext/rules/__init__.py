@@ -4,7 +4,16 @@ from ds_ext.rules.adafactor import Adafactor
 from ds_ext.rules.adalomo import AdaLomo
 from ds_ext.rules.adamw import AdamW
 from ds_ext.rules.apollo import APOLLO, APOLLOMini
-from ds_ext.rules.base import REGISTRY, Rule, RuleEntry, entry_of, named, register
+from ds_ext.rules.base import (
+    REGISTRY,
+    ProjectedGrad,
+    ProjectingRule,
+    Rule,
+    RuleEntry,
+    entry_of,
+    named,
+    register,
+)
 from ds_ext.rules.came import CAME
 from ds_ext.rules.flashadamw import FlashAdamW
 from ds_ext.rules.galore import GaLoreAdamW
@@ -30,6 +39,8 @@ __all__ = [
     "APOLLO",
     "APOLLOMini",
     "Muon",
+    "ProjectedGrad",
+    "ProjectingRule",
     "REGISTRY",
     "RuleEntry",
     "Rule",

@@ -100,7 +100,7 @@ class APOLLO:
         dtype = ops.accumulator(g.dtype)
         x = ops.Operand(g)
         basis = normals(stream, self.seed, draw, numbers).to(dtype).mul_(self.rank**-0.5)
-        basis = x.rounded(basis).view(-1, self.rank)
+        basis = basis.to(x.dtype).view(-1, self.rank)
         r = torch.zeros(max(shard.rows, shard.cols), self.rank, dtype=dtype, device=g.device)
         for b in ops.blocks(shard, g):
             if tall:

@@ -8,8 +8,9 @@ partial sums and receives the totals over all ranks.
 import difflib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ds_ext import ops
@@ -47,6 +48,41 @@ class Rule(Protocol):
             t: the number of this step, from 1.
             shard: the position of the run in the whole parameter.
         """
+        ...
+
+
+class ProjectedGrad(NamedTuple):
+    """A gradient, projected into the space of a rule's moments."""
+
+    values: Tensor  # of the whole gradient, the sum over all ranks
+    dtype: torch.dtype  # of the gradient's elements in matrix products
+
+
+@runtime_checkable
+class ProjectingRule(Rule, Protocol):
+    """A rule that reads only a linear projection of some gradients, so that these add up in it.
+
+    For these gradients, ``step`` calls ``renew``, ``project`` and ``step_projected``.
+    """
+
+    def projected_numel(self, shard: Shard) -> int:
+        """Returns the elements of a projected gradient, the same on all ranks; 0: it is not."""
+        ...
+
+    def renew(self, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
+        """Renews the projection in ``s`` from a gradient, if step ``t`` needs a new one."""
+        ...
+
+    def project(
+        self, g: ops.Gradient, s: State, shard: Shard
+    ) -> Generator[Sums, Sums, ProjectedGrad]:
+        """Returns the projection of a gradient."""
+        ...
+
+    def step_projected(
+        self, p: ops.Writable, g: ProjectedGrad, s: State, t: int, shard: Shard
+    ) -> Rounds:
+        """Steps a run of the weight in place by a projected gradient."""
         ...
 
 

@@ -37,7 +37,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules import lowrank
 from ds_ext.rules.adam import Adam
-from ds_ext.rules.base import Rounds, State, Sums, register
+from ds_ext.rules.base import ProjectedGrad, Rounds, State, Sums, register
 
 
 @register(
@@ -76,47 +76,70 @@ class GaLoreAdamW:
         if not self.projects(shard):
             return self.adam.shard_state_spec(shard)
         rank, right = self.space(shard)
-        total = rank * (shard.rows if right else shard.cols)
+        total = self.projected_numel(shard)
         part = lowrank.own_part(rank, right, shard, self.adam.unit(total))
         return self.adam.state_spec(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        factor = self.adam.correction(t) if self.correct_bias else 1.0
-        factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
-        u: ops.Readable
         if self.projects(shard):
-            u = yield from self.projected(g, s, t, shard, factor * self.scale)
+            yield from self.renew(g, s, t, shard)
+            r = yield from self.project(g, s, shard)
+            yield from self.step_projected(p, r, s, t, shard)
         else:
             u, p, shard = yield from self.adam.step(p, g, s, shard)
-            u = ops.Scaled(u, factor)
-        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+            self.apply_(p, ops.Scaled(u, self.factor(t)), shard)
 
-    def projected(
-        self, g: ops.Gradient, s: State, t: int, shard: Shard, factor: float
-    ) -> Generator[Sums, Sums, lowrank.Product]:
-        """Returns Adam's update in the low-rank space times ``factor``, projected back.
-
-        Renews the basis if due.
-        """
-        rank, right = self.space(shard)
+    def renew(self, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
+        """Renews the basis from a gradient if step ``t`` begins with a new one."""
         if (t - 1) % self.update_proj_gap == 0:
-            s["q"] = yield from lowrank.basis(g, rank, right, shard)
-        rounded = ops.Operand(g).rounded
-        q = rounded(s["q"])
-        (r,) = yield (lowrank.project(g, q, right, shard),)
+            s["q"] = yield from lowrank.basis(g, *self.space(shard), shard)
+
+    def project(
+        self, g: ops.Gradient, s: State, shard: Shard
+    ) -> Generator[Sums, Sums, ProjectedGrad]:
+        """Returns R of a gradient. The R of a sum of gradients is the sum of theirs."""
+        _, right = self.space(shard)
+        dtype = ops.Operand(g).dtype
+        (r,) = yield (lowrank.project(g, s["q"].to(dtype), right, shard),)
+        return ProjectedGrad(r, dtype)
+
+    def step_projected(
+        self, p: ops.Writable, g: ProjectedGrad, s: State, t: int, shard: Shard
+    ) -> Rounds:
+        """Advances the moments by R, and steps by the update that is projected back."""
+        (rank, right), r, first = self.space(shard), g.values, shard.touched.start
         part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
         step = self.adam.advance(s, r.view(-1)[part], r.numel())
-        u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r).mul_(factor)
+        u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r)
+        u.mul_(self.factor(t) * self.scale)
+        q = s["q"].to(g.dtype)
         if right:
             own = lowrank.own_part(rank, right, shard)
             u = u[own.start - part.start : own.stop - part.start].view(-1, rank)
-            return lowrank.Product(rounded(u), q, shard.touched.start)
-        (u,) = yield (ops.pad(u, part, r),)
-        return lowrank.Product(q, rounded(u), shard.touched.start)
+            self.apply_(p, lowrank.Product(u.to(g.dtype), q, first), shard)
+        else:
+            (u,) = yield (ops.pad(u, part, r),)
+            self.apply_(p, lowrank.Product(q, u.to(g.dtype), first), shard)
+
+    def apply_(self, p: ops.Writable, u: ops.Readable, shard: Shard) -> None:
+        """Steps ``p`` by an update that ``factor`` has multiplied."""
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+
+    def factor(self, t: int) -> float:
+        """Returns c times 1 − lr · weight_decay, because weight decay follows the update."""
+        c = self.adam.correction(t) if self.correct_bias else 1.0
+        return c * (1 - self.lr * self.weight_decay)
 
     def projects(self, shard: Shard) -> bool:
         """Returns whether a parameter is stepped in a low-rank space."""
         return self.rank is not None and len(shard.shape) == 2 and shard.numel > 0
+
+    def projected_numel(self, shard: Shard) -> int:
+        """Returns the number of elements of R; 0 if a gradient is not projected."""
+        if not self.projects(shard):
+            return 0
+        rank, right = self.space(shard)
+        return rank * (shard.rows if right else shard.cols)
 
     def space(self, shard: Shard) -> tuple[int, bool]:
         """Returns the rank of a matrix's low-rank space, and whether its side is the right one."""

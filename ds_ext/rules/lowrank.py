@@ -56,7 +56,7 @@ def own_basis(q: Tensor, right: bool, shard: Shard) -> Tensor:
 def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
     """Returns a run's share of R, to be summed over ranks.
 
-    ``q`` is its part of the basis, in full precision or as ``ops.Operand.rounded`` returns it.
+    ``q`` is its part of the basis, in full precision or in the dtype of ``ops.Operand``.
     """
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
     r = torch.zeros(shape, dtype=ops.accumulator(g.dtype), device=q.device)

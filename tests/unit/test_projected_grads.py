@@ -1,0 +1,250 @@
+"""Gradients that are kept projected, on simulated ranks and in one process."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext.distributed import lockstep
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import zeros
+from ds_ext.optimizer import projected_grads
+from ds_ext.optimizer.updates import RunUpdate, StagedRun
+from ds_ext.rules import GaLoreAdamW
+from tests.common import accumulated
+from tests.common.simulated import BROKEN, EXACT, dropping, errors
+
+SHAPES = ((13, 29), (29, 13), (16, 16), (64, 33), (1, 7), (3, 5))
+RANK, GAP, STEPS, PASSES = 3, 2, 5, 3
+HYPERS = {"lr": 0.05, "scale": 0.5, "weight_decay": 0.1}
+
+
+def matrix(shape, seed):
+    """A matrix whose singular values are well apart."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    return u @ torch.diag(1.5 ** -torch.arange(len(s)).double()) @ v
+
+
+def gradients(shape):
+    """By step and micro-batch."""
+    n = 1000 * sum(shape)
+    return [[matrix(shape, n + PASSES * t + i) for i in range(PASSES)] for t in range(STEPS)]
+
+
+def run_of(x, shard):
+    return x.reshape(-1)[shard.start : shard.stop].clone()
+
+
+def trained(shape, world, simulate=lockstep.simulate, dtype=None):
+    """The weight after all steps on simulated ranks, and the elements that each has kept."""
+    rule = GaLoreAdamW(rank=RANK, update_proj_gap=GAP, **HYPERS)
+    shards = [Shard.of_rank(shape, rank, world) for rank in range(world)]
+    weights = [run_of(matrix(shape, 1), shard) for shard in shards]
+    states = [zeros(rule.state_spec(s), p) for s, p in zip(shards, weights, strict=True)]
+    key, elements = weights[0], []
+    for state in states:
+        state["step"] = 0
+    for micro in gradients(shape):
+        kept = [{} for _ in shards]
+        for g in micro:
+            begun = []
+            for p, s, shard, own in zip(weights, states, shards, kept, strict=True):
+                update = RunUpdate(key, p, run_of(g, shard), shard)
+                staged = StagedRun(update, s, update, s)
+                begun.append(list(projected_grads.accumulate(rule, staged, False, own, dtype)))
+            simulate(begun)
+        elements = [own[key].parts[0].values.numel() for own in kept]
+        begun = []
+        for p, s, shard, own in zip(weights, states, shards, kept, strict=True):
+            s["step"] += 1
+            g = own[key].parts[0]
+            begun.append([projected_grads.step(rule, p, g, s, s["step"], shard)])
+        simulate(begun)
+    return torch.cat(weights).view(shape), elements
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_simulated_ranks_take_the_textbooks_step(shape, world):
+    got, elements = trained(shape, world)
+    rank = min(RANK, *shape)
+    expected = accumulated.textbook(matrix(shape, 1), gradients(shape), rank, GAP, **HYPERS)
+    assert max(errors([got], [expected], [matrix(shape, 1)])) <= EXACT
+    assert sum(elements) == rank * max(shape)  # each number is kept once
+    size = -(-shape[0] * shape[1] // world)
+    assert max(elements) <= 1 + rank * max(shape) * size / (shape[0] * shape[1])
+
+
+def test_errors_are_seen():
+    shape = (29, 13)
+    expected = accumulated.textbook(matrix(shape, 1), gradients(shape), RANK, GAP, **HYPERS)
+    for broken in (
+        trained(shape, 3, dropping(0))[0],
+        accumulated.textbook(  # the basis of the last micro-batch
+            matrix(shape, 1), [x[::-1] for x in gradients(shape)], RANK, GAP, **HYPERS
+        ),
+    ):
+        assert max(errors([broken], [expected], [matrix(shape, 1)])) > BROKEN
+
+
+def model(bias=True):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(24, 40, bias), nn.Tanh(), nn.Linear(40, 12, bias))
+
+
+def batch(number):
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(number))
+
+
+def fit(policy, passes, steps=5, gap=GAP, made=None, **how):
+    """A model trained in one process, and what steps it."""
+    own = model() if made is None else made
+    optimizer = ds_ext.GaLoreAdamW(own.parameters(), lr=1e-2, rank=4, update_proj_gap=gap)
+    fused = ds_ext.fuse_into_backward(own, optimizer, gradient_policy=policy, **how)
+    for step in range(steps):
+        for i in range(passes):
+            (own(batch(step * passes + i)).square().mean() / passes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return own, fused
+
+
+def weights(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def test_one_micro_batch_has_the_bits_of_kept_gradients():
+    projected, whole = fit("projected", 1)[0], fit("sharded", 1)[0]
+    assert torch.equal(weights(projected), weights(whole))
+
+
+def test_between_renewals_it_is_the_step_of_the_summed_gradient():
+    """Two ways to the same basis: of one micro-batch, then of three without a renewal."""
+    found = []
+    for policy in ("projected", "sharded"):
+        own = model()
+        optimizer = ds_ext.GaLoreAdamW(own.parameters(), lr=1e-2, rank=4, update_proj_gap=100)
+        ds_ext.fuse_into_backward(own, optimizer, gradient_policy=policy)
+        for step in range(4):
+            passes = 3 if step else 1
+            for i in range(passes):
+                (own(batch(3 * step + i)).square().mean() / passes).backward()
+            optimizer.step()
+        found.append(weights(own))
+    update = (found[1] - weights(model())).norm()
+    assert (found[0] - found[1]).norm() <= 1e-6 * update
+
+
+def live_elements():
+    gc.collect()
+    return sum(x.numel() for x in gc.get_objects() if type(x) is torch.Tensor)
+
+
+def test_only_projections_live_between_micro_batches(caplog):
+    def kept(policy):
+        own, _ = fit(policy, 1, steps=1, made=model(bias=False))  # with states
+        before = live_elements()
+        own(batch(0)).square().mean().backward()
+        return live_elements() - before
+
+    assert kept("sharded") == 24 * 40 + 40 * 12
+    assert kept("projected") == 4 * 40 + 4 * 40
+    with caplog.at_level(logging.INFO, "ds_ext"):
+        fit("projected", 1, steps=1, made=model(bias=False))
+    assert f"{4 * 320 / 2**20:,.1f} MiB" in caplog.text
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_gradient_skips_the_step_and_leaves_no_trace(bad, first):
+    own, fused = fit("projected", 2, steps=1)
+    before, state = weights(own), fused.optimizer.state_dict()["state"]
+    moments = {k: s["m"].clone() for k, s in state.items()}
+    for i in range(2):
+        x = batch(7) if (i == 0) != first else batch(7) * bad
+        own(x).square().mean().backward()
+    fused.optimizer.step()
+    assert torch.equal(weights(own), before) and fused.skipped_steps == 1
+    after = fused.optimizer.state_dict()["state"]
+    assert all(torch.equal(after[k]["m"], m) for k, m in moments.items())
+    assert {s["step"] for s in after.values()} == {1}
+    own(batch(9)).square().mean().backward()
+    fused.optimizer.step()
+    assert not torch.equal(weights(own), before)
+
+
+def test_a_discarded_first_step_leaves_no_state():
+    own, fused = fit("projected", 1, steps=0)
+    own(batch(0)).square().mean().backward()
+    assert any("q" in s for s in fused.optimizer.state.values())
+    fused.optimizer.zero_grad()
+    assert not any(fused.optimizer.state.values())
+    own(batch(0)).square().mean().backward()
+    fused.optimizer.step()
+    other = fit("projected", 1, steps=1)[0]
+    assert torch.equal(weights(own), weights(other))
+
+
+def test_the_norm_is_of_the_projections():
+    own, fused = fit("projected", 1, steps=0, made=model(bias=False))
+    own(batch(0)).square().mean().backward()
+    plain = model(bias=False)
+    plain(batch(0)).square().mean().backward()
+    square = 0.0
+    for p in plain.parameters():
+        q, right = accumulated.basis(p.grad.double(), 4)
+        square += float((p.grad.double() @ q if right else q.T @ p.grad.double()).square().sum())
+    fused.optimizer.step()
+    assert fused.norm == pytest.approx(square**0.5, rel=1e-5)
+
+
+class Experts(nn.Module):
+    """Two experts in one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.num_experts = 2
+        self.up = nn.Parameter(torch.randn(2, 24, 10))
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->ebo", x, self.up)
+
+
+def test_experts_are_projected_one_by_one():
+    own = nn.ModuleDict({"experts": Experts()})
+    before = own["experts"].up.detach().clone()
+    optimizer = ds_ext.GaLoreAdamW(own.parameters(), lr=1e-2, rank=4, update_proj_gap=2)
+    ds_ext.fuse_into_backward(own, optimizer, gradient_policy="projected")
+    micro = []
+    for step in range(3):
+        micro.append([])
+        for i in range(2):
+            loss = own["experts"](batch(2 * step + i)).pow(3).mean()
+            (g,) = torch.autograd.grad(loss, [own["experts"].up], retain_graph=True)
+            micro[-1].append(g)
+            loss.backward()
+        optimizer.step()
+    for e in range(2):
+        steps = [[g[e] for g in some] for some in micro]
+        expected = accumulated.textbook(before[e], steps, 4, 2, lr=1e-2)
+        got = own["experts"].up[e]
+        assert max(errors([got], [expected], [before[e]])) <= 1e-4
+
+
+def test_what_cannot_be_honoured_is_refused():
+    for how in ({"max_grad_norm": 1.0}, {"clip_value": 0.1}):
+        key = next(iter(how))
+        with pytest.raises(ValueError, match=f'"projected" keeps projections.*set {key} to 0'):
+            fit("projected", 1, **how)
+    for optimizer in (ds_ext.AdamW, ds_ext.APOLLO):
+        own = model(bias=False)
+        with pytest.raises(ValueError, match=f"{optimizer.__name__} has a step that needs only"):
+            ds_ext.fuse_into_backward(
+                own, optimizer(own.parameters(), lr=1e-3), gradient_policy="projected"
+            )
