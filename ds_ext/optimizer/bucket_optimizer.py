@@ -16,7 +16,13 @@ from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
-from ds_ext.optimizer import dtensor_state, param_checks, projected_grads, sections
+from ds_ext.optimizer import (
+    dtensor_state,
+    param_checks,
+    projected_grads,
+    sections,
+    state_checks,
+)
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback, with_turns
 from ds_ext.optimizer.group_index import GroupIndex
 from ds_ext.optimizer.nonfinite import GradCheck
@@ -159,16 +165,13 @@ class BucketOptimizer(ParamTable):
             ValueError: a state does not fit its parameter.
         """
         for on_device in by_device(updates):
-            staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in on_device]
-            self._plans.prepare(self, staged, allow_batches=False)
+            for u in on_device:
+                state_checks.make_or_check(self, u)
             generators: list[StepGenerator] = []
-            for run in with_turns(self, staged):
-                param = run.update.param
-                of = self.rule_of(param), run, param in self.stacks
-                generators += projected_grads.accumulate(*of, kept, dtype)
+            for u in with_turns(self, on_device):
+                rule, state = self.rule_of(u.param), self.state[u.param]
+                generators += projected_grads.accumulate(rule, u, state, self.offload, kept, dtype)
             lockstep.run(generators, all_reduce)
-            for run in staged:
-                run.write_back(self.offload)
 
     def drop_unstepped(self, params: Iterable[Tensor]) -> None:
         """Drops the states of parameters that were never stepped."""

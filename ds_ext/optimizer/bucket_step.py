@@ -190,7 +190,8 @@ class BucketStep:
     ) -> None:
         self.table, self.staged, self.check, self.norms = table, staged, check, norms
         alone = staged if plan is None else [staged[i] for i in plan.alone]
-        self.alone = with_turns(table, alone)
+        turned = with_turns(table, [run.update for run in alone])
+        self.alone = [run._replace(update=u) for run, u in zip(alone, turned, strict=True)]
         self.batches: list[BatchedStep] = []
         self.plan, self.queue = plan, _queue(plan, staged)
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
@@ -247,16 +248,13 @@ class BucketStep:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.queue.memory.used)]
 
 
-def with_turns(table: ParamTable, runs: Sequence[StagedRun]) -> list[StagedRun]:
+def with_turns(table: ParamTable, updates: Sequence[RunUpdate]) -> list[RunUpdate]:
     """Returns runs with their turns set, so that all ranks get shared work of similar cost."""
-    params = tuple(_sharing(table, run.update) for run in runs)
+    params = tuple(_sharing(table, u) for u in updates)
     if not any(param.works for param in params):
-        return [*runs]
-    found = []
-    for run, turn in zip(runs, turns.balanced(params), strict=True):
-        shard = replace(run.update.shard, turn=turn)
-        found.append(run._replace(update=run.update._replace(shard=shard)))
-    return found
+        return [*updates]
+    chosen = zip(updates, turns.balanced(params), strict=True)
+    return [u._replace(shard=replace(u.shard, turn=turn)) for u, turn in chosen]
 
 
 def _sharing(table: ParamTable, u: RunUpdate) -> turns.SharedParam:

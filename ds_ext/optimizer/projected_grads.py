@@ -5,7 +5,7 @@ Of the projection of a whole gradient, each rank keeps a part in proportion to i
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import expert_stacks
-from ds_ext.optimizer.updates import StagedRun
+from ds_ext.optimizer import expert_stacks, host_offload
+from ds_ext.optimizer.host_offload import HostOffload
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import ProjectedGrad, ProjectingRule
 
 
@@ -86,8 +87,9 @@ class KeptGrad:
 
 def accumulate(
     rule: ProjectingRule,
-    run: StagedRun,
-    is_stack: bool,
+    u: RunUpdate,
+    state: dict[str, Any],
+    offload: HostOffload | None,
     kept: dict[Tensor, KeptGrad],
     dtype: torch.dtype | None,
 ) -> Iterator[StepGenerator]:
@@ -97,42 +99,37 @@ def accumulate(
 
     Args:
         rule: the rule of the parameter.
-        run: the run of the gradient, and its state.
-        is_stack: whether the parameter stacks experts.
+        u: the run of the gradient.
+        state: its state, as it is stored.
+        offload: stores the state.
         kept: the projected gradients of the step so far, by parameter.
         dtype: of kept numbers; None: that of the projection.
     """
-    u, state = run.update, cast(dict[str, Any], run.state)
     parts = kept.setdefault(u.param, KeptGrad(u.g.numel())).parts
     matrices, states = [(slice(None), u.shard)], [state]
-    if is_stack:
+    if expert_stacks.EXPERTS in state:
         matrices = [*expert_stacks.split(u.shard)]
         states = [*state[expert_stacks.EXPERTS].values()]
-    for i, ((own, shard), s) in enumerate(zip(matrices, states, strict=True)):
-        g = expert_stacks.part(u.g, own)
-        yield _add(parts, i, rule, g, s, state["step"] + 1, shard, dtype)
+    key, t = rule.projection_key, state["step"] + 1
 
+    def add(number: int, s: dict[str, Any], g: ops.Gradient, shard: Shard) -> StepGenerator:
+        """Adds the projection of a matrix's gradient."""
+        projection = {key: host_offload.to_device(s[key], g.device)}
+        if number not in parts:
+            before = projection[key]
+            yield from rule.renew(g, projection, t, shard)
+            if (new := projection[key]) is not before:
+                s[key] = new if offload is None else offload.to_host(new, s[key])
+        r = yield from rule.project(g, projection, shard)
+        values = r.values.view(-1)[_own(r.values.numel(), shard)]
+        if number in parts:
+            parts[number].values.add_(values)
+        else:
+            own = values.to(dtype or values.dtype, copy=True)
+            parts[number] = KeptProjection(r.values.shape, r.dtype, own)
 
-def _add(
-    parts: dict[int, KeptProjection],
-    number: int,
-    rule: ProjectingRule,
-    g: ops.Gradient,
-    s: Any,
-    t: int,
-    shard: Shard,
-    dtype: torch.dtype | None,
-) -> StepGenerator:
-    """Adds the projection of a matrix's gradient to part ``number``."""
-    if number not in parts:
-        yield from rule.renew(g, s, t, shard)
-    r = yield from rule.project(g, s, shard)
-    values = r.values.view(-1)[_own(r.values.numel(), shard)]
-    if number in parts:
-        parts[number].values.add_(values)
-    else:
-        new = values.to(dtype or values.dtype, copy=True)
-        parts[number] = KeptProjection(r.values.shape, r.dtype, new)
+    for i, ((run, shard), s) in enumerate(zip(matrices, states, strict=True)):
+        yield add(i, s, expert_stacks.part(u.g, run), shard)
 
 
 def step(rule: Any, p: Any, g: Any, s: Any, t: int, shard: Shard) -> StepGenerator:

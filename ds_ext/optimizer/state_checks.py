@@ -42,6 +42,19 @@ def make(table: ParamTable, u: RunUpdate, state: State) -> None:
     state.update(zeros(parts, u.p, table.number_of[u.param]), step=0)
 
 
+def make_or_check(table: ParamTable, u: RunUpdate) -> None:
+    """Makes the state of a run if it has none yet, or checks it where it is stored.
+
+    Raises:
+        ValueError: as of ``make`` and ``check_state``.
+    """
+    state = table.state[u.param]
+    if state:
+        check_state(table, u.param, u.shard, state, u.p.dtype, None, lambda: u.p)
+    else:
+        make(table, u, state)
+
+
 def check(table: ParamTable, u: RunUpdate, state: State) -> None:
     """Checks the sizes of a run; casts its state and moves it to the gradient's device.
 

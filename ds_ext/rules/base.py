@@ -63,7 +63,13 @@ class ProjectingRule(Rule, Protocol):
     """A rule that reads only a linear projection of some gradients, so that these add up in it.
 
     For these gradients, ``step`` calls ``renew``, ``project`` and ``step_projected``.
+
+    Attributes:
+        projection_key: the key of the projection in the state, all that ``renew`` and ``project``
+            read and write of the state.
     """
+
+    projection_key: str
 
     def projected_numel(self, shard: Shard) -> int:
         """Returns the elements of a projected gradient, the same on all ranks; 0: it is not."""

@@ -68,6 +68,8 @@ class GaLoreAdamW:
     nbits: Bits = 32  # bits of a moment's element
     min_8bit_size: Size = 4096  # fewer moments than these stay fp32
 
+    projection_key = "q"
+
     def __post_init__(self) -> None:
         if self.nbits == 8:
             quantize.functional()

@@ -24,10 +24,15 @@ HOST, DEVICE = str(pretend.HOST), str(pretend.DEVICE)
 WITH_STATE = ("adafactor beta1", "lamb", "flash", "galore", "galore right", "galore 8-bit")
 CASES: list[Case] = [
     ("came", 3, "bf16", ("param", "state", "both")),
-    *(("came", 3, how, ("both",)) for how in offloading.HOW if how not in ("fp32", "bf16")),
+    *(
+        ("came", 3, how, ("both",))
+        for how in offloading.HOW
+        if how not in ("fp32", "bf16", "projected")
+    ),
     ("lomo", 3, "bf16", ("param", "param, not pinned")),
     *((name, 3, "bf16", ("param",)) for name in ("adalomo", "adafactor")),
     *((name, 3, "bf16", ("both",)) for name in WITH_STATE),
+    ("galore", 3, "projected", ("both",)),
     *(("came", stage, "bf16", ("state",)) for stage in (0, 1, 2)),
     ("lomo", 1, "bf16 master", ("state",)),
     *(("muon", stage, "fp32", ("state",)) for stage in (0, 1, 2)),
@@ -52,7 +57,11 @@ CHECKED = [(world, *case) for world, (_, cases, _) in WORLDS.items() for case in
 # Each kind of state, what accumulates and averages, and models built under zero.Init.
 QUICK = [case for case in CASES if case[2] in ("averaged", "accumulated")][:2] + [CASES[0]]
 QUICK += [case for case in CASES if case[0] in ("flash", "galore 8-bit")]
-QUICK += [("came", 2, "bf16", ("state",)), ("muon", 3, "zero init", ("both",))]
+QUICK += [
+    ("came", 2, "bf16", ("state",)),
+    ("galore", 3, "projected", ("both",)),
+    ("muon", 3, "zero init", ("both",)),
+]
 
 
 def is_quick(checked: tuple[Any, ...]) -> bool:

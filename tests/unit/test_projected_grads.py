@@ -12,7 +12,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import projected_grads
-from ds_ext.optimizer.updates import RunUpdate, StagedRun
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import GaLoreAdamW
 from tests.common import accumulated
 from tests.common.simulated import BROKEN, EXACT, dropping, errors
@@ -55,8 +55,7 @@ def trained(shape, world, simulate=lockstep.simulate, dtype=None):
             begun = []
             for p, s, shard, own in zip(weights, states, shards, kept, strict=True):
                 update = RunUpdate(key, p, run_of(g, shard), shard)
-                staged = StagedRun(update, s, update, s)
-                begun.append(list(projected_grads.accumulate(rule, staged, False, own, dtype)))
+                begun.append(list(projected_grads.accumulate(rule, update, s, None, own, dtype)))
             simulate(begun)
         elements = [own[key].parts[0].values.numel() for own in kept]
         begun = []

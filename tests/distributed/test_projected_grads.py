@@ -1,0 +1,63 @@
+"""Gradients kept projected on real ranks, against the textbook on whole matrices."""
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.common import accumulated, models
+from tests.common.choose import params
+from tests.common.updates import error
+from tests.distributed import fully_sharded, projecting
+from tests.distributed.projecting import HYPERS, PASSES, STEPS
+
+HOW = ("plain", "FSDP2", *projecting.ZERO)
+CASES = [(how, ranks) for how in HOW for ranks in (2, 3)]
+QUICK = [("FSDP2", 2), ("stage 2", 3), ("stage 3", 2)]
+
+
+def reference(ranks, groups, model):
+    """Trains ``model`` in fp64 on the micro-batches of all ranks -> its weights, and the norms."""
+    model, norms, books = model.double(), [], {}
+    given = {"lr": HYPERS["lr"], "eps": HYPERS["eps"]}
+    named = dict(model.named_parameters())
+    for name, (rank, weight_decay) in groups.items():
+        rank = None if named[name].dim() != 2 or rank is None else min(rank, *named[name].shape)
+        books[name] = accumulated.Textbook(
+            named[name], rank, HYPERS["update_proj_gap"], weight_decay=weight_decay, **given
+        )
+    for step in range(STEPS):
+        micro = {name: [] for name in books}
+        for i in range(PASSES):
+            model.zero_grad()
+            tokens = models.batch(PASSES * step + i, ranks)
+            (sum(model(x, step=step) for x in tokens) / ranks / PASSES).backward()
+            for name in books:
+                if named[name].grad is not None:
+                    micro[name].append(named[name].grad.clone())
+        square = 0.0
+        for name, book in books.items():
+            if micro[name]:
+                book.step(micro[name])
+                square += book.square
+                with torch.no_grad():
+                    named[name].copy_(book.p)
+        norms.append(square**0.5)
+    return {n: p.detach() for n, p in named.items()}, norms
+
+
+@pytest.mark.parametrize("how, ranks", params(CASES, QUICK))
+def test_equals_the_textbook(how, ranks):
+    got = worlds.run(ranks, projecting.train, how)[0]
+    assert got["identical"]
+    projected = {n for n, (rank, _) in got["groups"].items() if rank is not None and "weight" in n}
+    assert {"up.weight", "down.weight", "shared.weight", "odd.weight"} <= projected
+    assert "embed.weight" not in projected
+    model = fully_sharded.apart() if how == "FSDP2" else models.make()
+    expected, norms = reference(ranks, got["groups"], model)
+    for name in ("up.weight", "odd.weight"):
+        assert error(got["after"], {name: expected[name]}, got["before"]) <= 1e-4
+    assert error(got["after"], expected, got["before"]) <= 1e-5
+    assert got["norms"] == pytest.approx(norms, rel=1e-4)
+    if "refused" in got:
+        assert "call it after the step" in got["refused"][0]
+        assert '"gradient_policy": "sharded"' in got["refused"][1]
