@@ -22,13 +22,10 @@ from tests.distributed.offloading import Case
 
 HOST, DEVICE = str(pretend.HOST), str(pretend.DEVICE)
 WITH_STATE = ("adafactor beta1", "lamb", "flash", "galore", "galore right", "galore 8-bit")
+OTHERS = ("fp32", "bf16", "projected")
 CASES: list[Case] = [
     ("came", 3, "bf16", ("param", "state", "both")),
-    *(
-        ("came", 3, how, ("both",))
-        for how in offloading.HOW
-        if how not in ("fp32", "bf16", "projected")
-    ),
+    *(("came", 3, how, ("both",)) for how in offloading.HOW if how not in OTHERS),
     ("lomo", 3, "bf16", ("param", "param, not pinned")),
     *((name, 3, "bf16", ("param",)) for name in ("adalomo", "adafactor")),
     *((name, 3, "bf16", ("both",)) for name in WITH_STATE),
@@ -136,7 +133,8 @@ def test_bytes_that_travel(optimizer, stage, how, kinds):
             more = {way: ours["copied"][way] - without[way] for way in ("in", "out")}
             left = offloading.STEPS * (ours["stepped"] + ours["states"])
             scalars = offloading.SLACK * offloading.STEPS if "apollo" in optimizer else 0
-            assert more["out"] == pytest.approx(left, abs=scalars) and left > 0
+            bases = ours["states"] if how == "projected" else 0  # a new basis is stored at once
+            assert left - scalars <= more["out"] <= left + scalars + bases and left > 0
             stepped = offloading.STEPS * ours["stepped"] + (offloading.STEPS - 1) * ours["states"]
             gathered = more["in"] - stepped  # by DeepSpeed
             assert gathered > 0 if ours["stepped"] else gathered == 0
