@@ -19,6 +19,7 @@ BENCHMARKS = {
     "spread": "the same by ZeRO-3, FSDP2 and pipelines, side by side",
     "train": "tokens per second of a whole step",
     "pieces": "a large batch in pieces, and gradient accumulation: time, bytes, gathers",
+    "projected": "loss and memory of GaLore-AdamW with gradients that accumulate projected",
     "quality": "optimizers and learning rates for fine-tuning",
     "estimate": "learning rates estimated in training, beside tabled ones",
     "scratch": "which optimizer trains best from scratch",

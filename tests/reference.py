@@ -31,7 +31,8 @@ _USUAL = {
 
 # What the page says instead of the comment, where a user needs other words than a maintainer.
 _FOR_USERS = {
-    "gradient_policy": "null: `sharded` if gradients must be kept, else `fused`",
+    "gradient_policy": "null: `sharded` if gradients must be kept, else `fused`; `projected`: "
+    "for GaLore-AdamW",
     "clip_mode": "`previous`: clip by the previous step's norm, approximately",
     "clip_value": "largest absolute value of a gradient element; 0: no limit",
     "measure_updates": "measure RMS of updates and weights; null: if a monitor is on",

@@ -91,7 +91,7 @@ def of_plan(asked: PlanOptions) -> dict[str, Any]:
     if asked.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     own = {
-        "gradient_policy": "sharded" if asked.accumulates else None,
+        "gradient_policy": asked.accumulates,
         "shard_size": asked.shard_size,
         "batch_splits": asked.batch.splits if asked.batch.splits > 1 else None,
         "chunked_loss": asked.batch.chunked_loss,

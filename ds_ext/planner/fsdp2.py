@@ -30,7 +30,7 @@ def ours(
     ranks: int,
     dtype: torch.dtype,
     bucket: int,
-    accumulates: bool = False,
+    accumulates: str | None = None,
 ) -> MemoryUse:
     """Returns the memory of a rule that steps parameters inside backward under FSDP2.
 
@@ -40,7 +40,7 @@ def ours(
         ranks: the number of ranks that share one replica.
         dtype: the dtype of weights, and of gradients before the reduction.
         bucket: the number of elements that are stepped together.
-        accumulates: whether this rank's parts of gradients are kept in fp32 until the step.
+        accumulates: the ``gradient_policy`` by which gradients are kept in fp32 until the step.
     """
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
     n = parts(shapes, ranks)
@@ -53,7 +53,7 @@ def ours(
         return weight_update.master(p, rule)
 
     in_flight = (1 + IN_FLIGHT) * bucket + max(units(shapes)) // ranks
-    kept = 4 * n if accumulates else size * min(n, in_flight)
+    kept = memory.kept_gradients(rules, shapes, ranks, accumulates) or size * min(n, in_flight)
     held = [
         memory.max_bytes_over_ranks(init, rules, shapes, ranks, dtype, dtensors.rows_of)
         for init in (state, master)

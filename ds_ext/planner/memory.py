@@ -23,7 +23,7 @@ from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import nbytes, zeros
-from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, plans
+from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, plans, projected_grads
 
 
 class Stack(tuple[int, ...]):
@@ -64,7 +64,7 @@ def ours(
     ranks: int,
     dtype: torch.dtype,
     bucket: int,
-    accumulates: bool = False,
+    accumulates: str | None = None,
     offloads: Collection[str] = (),
     in_int8: bool = False,
     visiting: float | None = None,
@@ -78,14 +78,13 @@ def ours(
         ranks: the number of data-parallel ranks.
         dtype: the dtype of weights and gradients.
         bucket: reduce_bucket_size, in elements.
-        accumulates: whether this rank's runs of gradients are kept in fp32 until the step.
+        accumulates: the ``gradient_policy`` by which gradients are kept in fp32 until the step.
         offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host.
         in_int8: whether large matrices are stored in 8 bits. Their values in bf16, of a bucket that
             is stepped and, at stages 0 to 2, of a module, count as gradients.
         visiting: the share of the offloaded parts that is on the device; by default one bucket's.
     """
     cut = ranks if stage in (1, 2, 3) else 1
-    kept = 4 * sum(-(-math.prod(shape) // cut) for shape in shapes.values())
     behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket, behind)
     if visiting is None:
@@ -97,6 +96,7 @@ def ours(
         weights = whole - runs + math.ceil(visiting * runs)
 
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
+    kept = 0 if stage is None else kept_gradients(rules, shapes, cut, accumulates)
 
     def held(init: Init) -> float:
         most = max_bytes_over_ranks(init, rules, shapes, cut, dtype)
@@ -116,10 +116,30 @@ def ours(
     return MemoryUse(
         weights=as_bf16 * dtype.itemsize + sum(map(int8.nbytes, stored)),
         state=held(state),
-        gradients=(in_flight + expanded) * dtype.itemsize
-        + (kept if accumulates and stage is not None else 0),
+        gradients=(in_flight + expanded) * dtype.itemsize + kept,
         master=held(lambda rule, p, *_: weight_update.master(p, rule)),
     )
+
+
+def kept_gradients(rules: Mapping[str, Any], shapes: Shapes, cut: int, policy: str | None) -> int:
+    """Returns the bytes of a rank's gradients in fp32 that are kept until the step.
+
+    Args:
+        rules: the rule of each parameter, by name.
+        shapes: the shapes of the model's parameters.
+        cut: the number of runs of each parameter.
+        policy: "sharded", "projected" (see ``GradientConfig``), or None: none are kept.
+    """
+    if policy is None:
+        return 0
+    total = 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        if policy == "projected":
+            of = rules[name], Shard.whole(tuple(shape)), isinstance(shape, Stack)
+            numel = projected_grads.projected_numel(*of) or numel
+        total += -(-numel // cut)
+    return 4 * total
 
 
 def state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:

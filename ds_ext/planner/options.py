@@ -50,7 +50,7 @@ class PlanOptions:
     dtype: str
     weight_storage: str | None  # "int8"
     bucket: int  # elements
-    accumulates: bool
+    accumulates: str | None  # the gradient_policy, if gradients are kept
     offload_param: bool
     offload_optimizer: bool
     lora: int | None  # rank
@@ -135,8 +135,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--bucket", type=_positive, help=f"reduce_bucket_size, in elements (default: {size})")
     add(
         "--accumulate",
-        action="store_true",
-        help="keep gradients: gradient_accumulation_steps > 1, or gradient_policy sharded",
+        nargs="?",
+        const="sharded",
+        choices=["sharded", "projected"],
+        help="keep gradients, by this gradient_policy (default sharded), as for "
+        "gradient_accumulation_steps > 1",
     )
     add("--offload-param", action="store_true", help="offload_param to the CPU; needs --stage 3")
     add("--offload-optimizer", action="store_true", help="offload_optimizer to the CPU")
@@ -191,7 +194,7 @@ def read(options: argparse.Namespace) -> PlanOptions:
         dtype=dtype,
         weight_storage=pick("weight_storage", None),
         bucket=pick("bucket", gpu_bucket_size(DTYPES[dtype].itemsize, smallest)),
-        accumulates=pick("accumulate", False) or options.pipeline_stages > 1,
+        accumulates=pick("accumulate", "sharded" if options.pipeline_stages > 1 else None),
         offload_param=pick("offload_param", False),
         offload_optimizer=pick("offload_optimizer", False),
         lora=options.lora,
@@ -285,7 +288,7 @@ def _of_config(path: Path) -> dict[str, Any]:
         "batch_splits": own.batch_splits,
         "chunked_loss": bool(own.chunked_loss),
         "weight_storage": own.weight_storage,
-        "accumulate": how.policy == "sharded",
+        "accumulate": None if how.policy == "fused" else how.policy,
         "batch": config.get("train_micro_batch_size_per_gpu"),
         "dtype": _dtype(config),
     }
