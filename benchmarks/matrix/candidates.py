@@ -74,9 +74,16 @@ class PlainStepper:
 
 
 class EngineStepper(PlainStepper):
-    """Trains a model under DeepSpeed's engine with one rank."""
+    """Trains a model under DeepSpeed's engine with one rank; ``own`` is the section "ds_ext"."""
 
-    def __init__(self, model: nn.Module, kind: str, params: Mapping[str, Any], stage: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str,
+        params: Mapping[str, Any],
+        stage: int,
+        own: Mapping[str, Any] | None = None,
+    ) -> None:
         import deepspeed
 
         import ds_ext  # noqa: F401  registers the optimizers with DeepSpeed
@@ -88,6 +95,7 @@ class EngineStepper(PlainStepper):
             "zero_optimization": {"stage": stage},
             "optimizer": {"type": kind, "params": dict(params)},
             "steps_per_print": 10**9,
+            **({"ds_ext": own} if own else {}),
         }
         self.engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
         super().__init__(model, optimizer)
@@ -127,12 +135,14 @@ class LomoStepper:
         del self.optimizer
 
 
-def ours(rule: str, **params: Any) -> Callable[[nn.Module, float, int], Stepper]:
+def ours(
+    rule: str, own: Mapping[str, Any] | None = None, **params: Any
+) -> Callable[[nn.Module, float, int], Stepper]:
     """Returns a function that creates a stepper of a ds_ext optimizer, without ZeRO."""
 
     def make(model: nn.Module, lr: float, seed: int) -> Stepper:
         given = {"lr": lr, "weight_decay": 0.0, "seed": seed} | params
-        return EngineStepper(model, f"ds_ext.{rule}", given, stage=0)
+        return EngineStepper(model, f"ds_ext.{rule}", given, stage=0, own=own)
 
     return make
 
@@ -230,6 +240,9 @@ CANDIDATES: dict[str, Candidate] = {
     "apollomini": Candidate("APOLLO-Mini", 3e-4, ours("APOLLOMini")),
     "galoreadamw": Candidate("GaLoreAdamW", 1e-3, ours("GaLoreAdamW")),
     "muon": Candidate("Muon", 1e-3, ours("Muon", **RATES["muon"].params), tier=2),
+    "adalomo-int8": Candidate(
+        "AdaLomo, weights in int8", 1e-3, ours("AdaLomo", {"weight_storage": "int8"}), tier=2
+    ),
     "lomo-optim": Candidate("lomo-optim's AdaLomo", 3e-3, lomo_adalomo, tier=1),
     "came-pytorch": Candidate("came-pytorch's CAME", 3e-5, came, tier=1),
     "bitsandbytes": Candidate("bitsandbytes' AdamW8bit", 3e-4, adamw8bit, tier=1),

@@ -30,5 +30,5 @@ def explained() -> Iterator[None]:
             "another rank has ended, or did not respond within the time limit of the process group "
             "(deepspeed.init_distributed(timeout=...)). The first error in the other ranks' output "
             "shows the cause. Saved checkpoints are unchanged: restart from the newest complete "
-            "one."
+            f"one. The error of the connection: {str(error).partition(chr(10))[0]}"
         ) from error
