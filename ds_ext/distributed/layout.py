@@ -269,7 +269,7 @@ class Layout:
         if votes is not None and not self.is_uniform:
             self.bytes_sent += votes.nbytes
             with explained():
-                waits.append(dist.all_reduce(votes, group=self.everyone, async_op=True).wait)
+                waits.append(dist.all_reduce(votes, group=self.voters, async_op=True).wait)
 
         def wait_for_all() -> None:
             with explained():
@@ -279,6 +279,11 @@ class Layout:
         if len(self.placements) > 1:
             runs = {p: runs[p] for p in flats}
         return runs, votes, wait_for_all
+
+    @property
+    def voters(self) -> Group:
+        """The ranks that reduce the same buckets and vote on their gradients."""
+        return self.everyone
 
     def num_replicas(self, placement: Placement) -> int:
         """Returns how many ranks add the same run to a ``total``."""

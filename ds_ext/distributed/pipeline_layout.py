@@ -76,6 +76,11 @@ class PipelineLayout(Layout):
         """False, because other stages have other placements."""
         return False
 
+    @property
+    def voters(self) -> Group:
+        """The ranks of this stage."""
+        return self.group
+
     def num_replicas(self, placement: Placement) -> int:
         """Returns how many ranks add the same run to a ``total``."""
         return placement.num_replicas

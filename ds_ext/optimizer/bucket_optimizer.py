@@ -176,7 +176,7 @@ class BucketOptimizer(ParamTable):
     def drop_unstepped(self, params: Iterable[Tensor]) -> None:
         """Drops the states of parameters that were never stepped."""
         for param in params:
-            if self.state[param].get("step") == 0:
+            if self.state.get(param, {}).get("step") == 0:
                 del self.state[param]
 
     def begin(self, updates: Sequence[RunUpdate], check: GradCheck | None = None) -> BucketStep:

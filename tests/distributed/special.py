@@ -231,6 +231,21 @@ def two_forwards(layout: str, stage: int, passes: int, max_norm: float) -> float
         return reference.error(special.weights(engine))
 
 
+def projected(layout: str, stage: int) -> float:
+    """Gradients of GaLore-AdamW kept projected, against kept whole -> the error."""
+    with laid_out(layout) as special:
+        found = []
+        for policy in ("sharded", "projected"):
+            how = config(special, stage, "galoreadamw", ds_ext={"gradient_policy": policy})
+            engine = special.engine(how)
+            before = special.weights(engine)
+            for step in range(3):
+                engine.backward(special.loss(engine, step))
+                engine.step()
+            found.append(special.weights(engine))
+        return updates.error(found[1], found[0], before)
+
+
 def foreign(layout: str, stage: int, policy: str) -> dict[str, Any]:
     """A trained factor of the loss that is not the engine's, under exact clipping."""
     with laid_out(layout) as special:

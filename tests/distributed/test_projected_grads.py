@@ -7,8 +7,10 @@ from tests import worlds
 from tests.common import accumulated, models
 from tests.common.choose import params
 from tests.common.updates import error
-from tests.distributed import fully_sharded, projecting
+from tests.distributed import fully_sharded, pipelines, projecting
+from tests.distributed.pipelines import ROWS, Run
 from tests.distributed.projecting import HYPERS, PASSES, STEPS
+from tests.distributed.test_pipelines import chain, merged
 
 HOW = ("plain", "FSDP2", *projecting.ZERO)
 CASES = [(how, ranks) for how in HOW for ranks in (2, 3)]
@@ -61,3 +63,31 @@ def test_equals_the_textbook(how, ranks):
     if "refused" in got:
         assert "call it after the step" in got["refused"][0]
         assert '"gradient_policy": "sharded"' in got["refused"][1]
+
+
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_pipelines_equal_the_textbook(zero):
+    """Tied weights, whose gradients come from two stages, are kept whole."""
+    more = {"ds_ext": projecting.POLICY, "gradient_clipping": 0}
+    run = Run("galoreadamw", HYPERS, 2, zero, more, client=True)
+    results = worlds.run(2, pipelines.train, run)
+    before, after = merged(results, "before"), merged(results, "after")
+    model = chain(before).double()
+    given = {key: HYPERS[key] for key in ("lr", "weight_decay", "eps")}
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    ranks = {n: min(HYPERS["rank"], *p.shape) if p.dim() == 2 else None for n, p in named.items()}
+    books = {
+        n: accumulated.Textbook(p, ranks[n], HYPERS["update_proj_gap"], **given)
+        for n, p in named.items()
+    }
+    for step in range(pipelines.STEPS):
+        losses = [model(own) / 4 for own in pipelines.rows(step).split(ROWS // 4)]
+        grads = [torch.autograd.grad(x, list(named.values()), allow_unused=True) for x in losses]
+        for (name, book), micro in zip(books.items(), zip(*grads, strict=True), strict=True):
+            if micro[0] is not None:
+                book.step([sum(micro)] if name.startswith("tied") else micro)
+                with torch.no_grad():
+                    named[name].copy_(book.p)
+    expected = {n: p.detach() for n, p in named.items()}
+    assert error(after, expected, before) <= 1e-5
+    assert any(n.startswith("tied") and ranks[n] for n in named)

@@ -22,6 +22,12 @@ def test_a_loss_of_two_forward_passes_is_exact(layout, stage, passes, norm):
         assert error <= 1e-5
 
 
+@pytest.mark.parametrize("layout, stage", params(LAYOUTS, QUICK[:3]))
+def test_one_projected_gradient_is_as_good_as_a_whole_one(layout, stage):
+    for error in worlds.run(2, special.projected, layout, stage):
+        assert error <= 1e-5
+
+
 FOREIGN = [(*at, policy) for at in LAYOUTS for policy in ("fused", "sharded")]
 
 
