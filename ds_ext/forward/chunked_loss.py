@@ -12,8 +12,7 @@ overwritten.
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -94,7 +93,7 @@ class ChunkedHead(Forward):
         count = self.chunks or -(-len(tokens) * width // CHUNK_LOGITS)
         if self.is_plain(tokens):
             weight, bias = self.module.weight, self.module.bias
-            return (LinearLoss.apply(tokens, weight, bias, targets, count, self.total),)
+            return (LinearLoss.apply(tokens, weight, bias, targets, count, self),)
         pieces = zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
         sums = [
             checkpoint(lambda x, t: self.total(self.whole(x), t), *piece, use_reentrant=False)
@@ -114,12 +113,31 @@ class ChunkedHead(Forward):
     def total(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the sum of the loss of some tokens, in fp32 (fp64 for fp64 models)."""
         return F.cross_entropy(
-            logits if logits.dtype == torch.float64 else logits.float(),
+            _wide(logits),
             targets.to(logits.device),
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             reduction="sum",
         )
+
+    def gradient_(self, logits: Tensor, targets: Tensor, factor: Tensor) -> Tensor:
+        """Overwrites logits by the gradient of ``factor`` times ``total``, and returns them.
+
+        It is factor · (softmax − (1 − s) · onehot − s / width), s the label smoothing, and 0 for
+        tokens that are ignored. Only one copy of the logits in fp32 exists at a time.
+        """
+        s = self.label_smoothing
+        targets = targets.to(logits.device)
+        is_used = targets != self.ignore_index
+        p = _wide(logits)
+        p = p.sub_(p.amax(-1, keepdim=True)).exp_()
+        scale = torch.where(is_used, factor, 0.0).unsqueeze(-1)
+        p.mul_(scale / p.sum(-1, keepdim=True))
+        at = targets.where(is_used, 0).unsqueeze(-1)
+        p.scatter_add_(-1, at, scale.to(p.dtype) * (s - 1))
+        if s:
+            p.sub_(scale * (s / p.shape[-1]))
+        return logits.copy_(p)
 
 
 class LinearLoss(torch.autograd.Function):
@@ -133,7 +151,7 @@ class LinearLoss(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         chunks: int,
-        total: Callable[[Tensor, Tensor], Tensor],
+        head: ChunkedHead,
     ) -> Tensor:
         """Returns the sums, [chunks].
 
@@ -144,12 +162,12 @@ class LinearLoss(torch.autograd.Function):
             bias: [vocabulary].
             targets: [tokens].
             chunks: the number of chunks.
-            total: the sum of the loss of logits and targets.
+            head: computes the loss of logits and targets, and its gradient.
         """
         ctx.save_for_backward(tokens, weight, bias, targets)
-        ctx.total = total
+        ctx.head = replace(head, targets=None)
         pieces = zip(tokens.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
-        return torch.stack([total(F.linear(x, weight, bias), t) for x, t in pieces])
+        return torch.stack([head.total(F.linear(x, weight, bias), t) for x, t in pieces])
 
     @staticmethod
     @once_differentiable
@@ -163,11 +181,7 @@ class LinearLoss(torch.autograd.Function):
         split = [x.tensor_split(len(grads)) for x in (tokens, targets)]
         begin = 0
         for x, t, grad in zip(*split, grads, strict=True):
-            logits = F.linear(x, weight, bias).requires_grad_()
-            with torch.enable_grad():
-                loss = ctx.total(logits, t)
-            (by_logits,) = torch.autograd.grad(loss, logits, grad)
-            del logits, loss
+            by_logits = ctx.head.gradient_(F.linear(x, weight, bias), t, grad)
             if by_tokens is not None:
                 torch.mm(by_logits, weight, out=by_tokens[begin : begin + len(x)])
             if by_weight is not None:
@@ -269,6 +283,11 @@ def _refuse(causal: Any) -> None:
             f"chunk_loss: {type(causal).__name__} changes its logits after the head ({scaled[0]} = "
             f"{getattr(config, scaled[0])}), which chunk_loss does not support."
         )
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """Logits in fp32; in fp64 if they are."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @functools.cache
