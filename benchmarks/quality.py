@@ -8,6 +8,7 @@ import argparse
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,15 @@ def main(args: argparse.Namespace) -> None:
         measure_forgetting(args, lines, began + args.minutes * 60)
     if args.costs:
         measure_costs(args)
-    page.write(lines, args.dataset, args.optimizer, args.seeds, args.lines)
+    data = shown(args.dataset, "data", texts.DATA, lines)
+    names = shown(args.optimizer, "candidate", CANDIDATES, lines)
+    page.write(lines, data, names, args.seeds, args.lines)
+
+
+def shown(asked: list[str], key: str, known: Iterable[str], lines: Lines) -> list[str]:
+    """Returns what the report shows: what is asked for, and what has stored runs."""
+    stored = {line[key] for line in lines.all}
+    return [name for name in known if name in asked or name in stored]
 
 
 def lines_of(args: argparse.Namespace) -> Lines:

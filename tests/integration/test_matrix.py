@@ -336,6 +336,8 @@ def test_a_small_matrix_is_made_once_and_shown(tmp_path):
     written.unlink()
     benchmarks.main([*command, "--report"])
     assert written.read_text() == page
+    benchmarks.main([*command, "--optimizer", "lion", "--report"])
+    assert "| LAMB |" in written.read_text()  # what is stored is shown
     assert (folder / "sounds.jsonl").read_text() == made
     kept = Lines(folder, {"steps": 2, "held_out": 16, "model": "model"}).all
     assert len({point_of(x) for x in kept}) == len(kept) >= 5
