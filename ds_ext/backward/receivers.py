@@ -5,7 +5,8 @@ use gradients at once and keep none. With ``sharded``, ``Accumulating`` adds up 
 until the step. ``Measuring`` receives the first of the two passes of exact clipping.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,30 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.group_index import GroupIndex
+from ds_ext.optimizer.group_rules import are_alike
 from ds_ext.optimizer.nonfinite import GradCheck
+from ds_ext.optimizer.plans import BucketPlans
 from ds_ext.optimizer.updates import RunUpdate
+
+
+class Voting(NamedTuple):
+    """Which parameters of a bucket need votes, and all that this depends on."""
+
+    voted: VotedParams
+    index: GroupIndex
+    stacks: Mapping[Tensor, int]
+    rules: Mapping[int, Any]  # by the position of the param group
+    kinds: list[tuple[torch.dtype, torch.device]]  # of the parameters
+
+    def holds(self, optimizer: RuleOptimizer, params: Iterable[Tensor]) -> bool:
+        """Returns whether it still holds for the bucket."""
+        return (
+            self.index is optimizer.index
+            and self.stacks is optimizer.stacks
+            and self.kinds == [(p.dtype, p.device) for p in params]
+            and all(are_alike(optimizer.rule_at(i), rule) for i, rule in self.rules.items())
+        )
 
 
 class Stepper:
@@ -32,6 +55,7 @@ class Stepper:
         self.optimizer = optimizer
         self.layout = layout
         self.has_bounds = has_bounds
+        self._votings: dict[tuple[int, ...], Voting] = {}  # by the ids of a bucket's parameters
 
     def step(
         self,
@@ -72,6 +96,20 @@ class Stepper:
         parameter take no part in its round. On a GPU, the host reads votes only for parameters that
         no kernel steps. A check in a round would make the host wait for every round.
         """
+        key, optimizer = tuple(map(id, params)), self.optimizer
+        voting = self._votings.get(key)
+        if voting is None or not voting.holds(optimizer, params):
+            if len(self._votings) >= BucketPlans.MAX_PLANS:
+                self._votings.clear()
+            rules = {i: optimizer.rule_at(i) for i in {optimizer.group_index_of[p] for p in params}}
+            kinds = [(p.dtype, p.device) for p in params]
+            voted = self._voted_params(params)
+            voting = Voting(voted, optimizer.index, optimizer.stacks, rules, kinds)
+            self._votings[key] = voting
+        return voting.voted
+
+    def _voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+        """``voted_params`` of a new or changed bucket."""
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
         checks_on_host = layout.device.type == "cpu" and not devices.supports(layout.device)

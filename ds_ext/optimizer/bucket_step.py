@@ -195,14 +195,14 @@ class BucketStep:
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
-            rule_of = {i: table.rule_at(i) for i in {*plan.group_indices}}
             weight_update.prepare_all(
                 [run.update.p for run in self.joined],
                 [run.state for run in self.joined],
-                [rule_of[i] for i in plan.group_indices],
+                [plan.rules[i] for i in plan.group_indices],
             )
             self.batches = [
-                BatchedStep(table, x, rule_of[x.group_index], updates, states) for x in plan.batches
+                BatchedStep(table, x, plan.rules[x.group_index], updates, states)
+                for x in plan.batches
             ]
         self.generators: list[StepGenerator] = []
         if self.queue is not None:
