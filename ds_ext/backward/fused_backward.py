@@ -347,7 +347,8 @@ class FusedBackward:
         """Whether the optimizer has the parameter. Raises ValueError if it cannot step it."""
         if param not in self.optimizer.group_of:
             return False
-        param_checks.refuse_complex(self.optimizer, [param])
+        if param.is_complex():
+            param_checks.refuse_complex(self.optimizer, [param])
         return True
 
     def _keeps(self) -> bool:

@@ -27,10 +27,9 @@ class GradientReader:
         """Returns the factor from a summed gradient of the scaled loss to the mean gradient."""
         return 1 / (self.loss_scale * (placement.grad_divisor if self.grad_config.average else 1))
 
-    def gradient(self, param: Tensor, grad: ReducedGrad, coefficient: float) -> ops.Gradient:
-        """Returns a run, [len(shard)], times the clip ``coefficient``, with bounded elements."""
+    def gradient(self, param: Tensor, grad: ReducedGrad, factor: float) -> ops.Gradient:
+        """Returns a run, [len(shard)], times ``factor``, with bounded elements."""
         g = self._own(param, grad)
-        factor = self.unscale(self.layout.of[param]) * coefficient
         if param.dtype != g.dtype:
             wide = ops.accumulator(param.dtype)
             if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32

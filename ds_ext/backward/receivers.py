@@ -5,7 +5,7 @@ use gradients at once and keep none. With ``sharded``, ``Accumulating`` adds up 
 until the step. ``Measuring`` receives the first of the two passes of exact clipping.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from ds_ext.backward.int8_weights import step_key
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads, VotedParams, compact_copy
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
+from ds_ext.distributed.placement import Placement
 from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
@@ -76,8 +77,8 @@ class Stepper:
         state.use_up(grads.keys())
         check = GradCheck(checked, votes, state.begin_flags())
         in_int8 = int8.expand(grads)
-        for all_reduce, params in self._by_statistics_group(grads.keys()):
-            updates = [self._update(param, grads[param], state) for param in params]
+        for all_reduce, found in self._by_statistics_group(grads.keys()):
+            updates = [u for given in found for u in self._updates(*given, grads, state)]
             self.optimizer.update(updates, all_reduce, check)
         state.add(check)
         stepped = [p for p in grads if p not in check.bad] if check.bad else grads
@@ -123,21 +124,28 @@ class Stepper:
         others = shards.keys() - first
         return VotedParams(others - on_device, others & on_device)
 
-    def _update(self, param: Tensor, grad: ReducedGrad, state: StepState) -> RunUpdate:
-        """The runs of a parameter's weight and gradient on this rank."""
-        g = state.reader.gradient(param, grad, state.coefficient)
-        placement = self.layout.of[param]
+    def _updates(
+        self, placement: Placement, params: list[Tensor], grads: ReducedGrads, state: StepState
+    ) -> Iterator[RunUpdate]:
+        """The runs of weights and gradients on this rank, of parameters with one placement."""
+        factor = state.reader.unscale(placement) * state.coefficient
         replicas = self.layout.num_replicas(placement)
-        return RunUpdate(param, placement.run(param), g, self.layout.shard(param), replicas)
+        for param in params:
+            g = state.reader.gradient(param, grads[param], factor)
+            yield RunUpdate(param, placement.run(param), g, self.layout.shard(param), replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
-    ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
+    ) -> list[tuple[Callable[[Tensor], None] | None, list[tuple[Placement, list[Tensor]]]]]:
         """Parameters by the ranks that add up their partial sums, each with its all-reduce."""
-        found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
+        found: dict[object, list[tuple[Placement, list[Tensor]]]] = {}
         for placement, some in self.layout.by_placement(params):
-            found.setdefault(placement.statistics_group, (placement.all_reduce, []))[1].extend(some)
-        return list(found.values())
+            found.setdefault(placement.statistics_group, []).append((placement, some))
+        # without an all-reduce, partial sums are not copied
+        return [
+            (all_of[0][0].all_reduce if all_of[0][0].has_partial_sums else None, all_of)
+            for all_of in found.values()
+        ]
 
 
 class Stepping:
