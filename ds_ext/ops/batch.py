@@ -4,7 +4,6 @@ A ``Batch`` replaces a ``Shard``, ``Runs`` and ``Weights`` replace a tensor, and
 numbers of one parameter. ``executors.batched`` makes the passes.
 """
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,14 @@ class Runs:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
+        self._pointers: Pointers | None = None
 
-    @functools.cached_property
+    @property
     def pointers(self) -> Pointers:
         """The address of each parameter's first element, [n]."""
-        return np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
+        if self._pointers is None:
+            self._pointers = np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
+        return self._pointers
 
     @property
     def dtype(self) -> torch.dtype:

@@ -62,10 +62,11 @@ class BatchedStep:
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""
-        p = weight_update.weights(self.runs, self.masters, self.rule, self.plan.param_ids, self.t)
-        if self.plan.norm_cache is not None:
-            self.plan.norm_cache.check(self.runs)
-            p = replace(p, norm_cache=self.plan.norm_cache)
+        cache = self.plan.norm_cache
+        if cache is not None:
+            cache.check(self.runs)
+        numbers = self.plan.param_ids
+        p = weight_update.weights(self.runs, self.masters, self.rule, numbers, self.t, cache)
         if self.stats is not None:
             at = self.plan.group_index
             self.sums = [
@@ -97,9 +98,7 @@ class BatchedStep:
 
     def upper_bounds(self) -> NDArray[np.float32]:
         """Returns the largest allowed totals of ``squares``, [n]."""
-        numel = np.array([shard.numel for shard in self.batch.shards], dtype=np.float32)
-        bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
-        return bounds
+        return self.plan.upper_bounds
 
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import rules
@@ -27,7 +28,7 @@ from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
-from ds_ext.optimizer import expert_stacks, sections, state_checks
+from ds_ext.optimizer import expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.group_rules import are_alike
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.state_checks import State
@@ -70,6 +71,9 @@ class BatchPlan:
         self.parts: Parts = rule.state_spec(pieces[0].shard)
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.param_ids = np.array([x.number for x in pieces], dtype=np.uint64)
+        numel = np.array([x.shard.numel for x in pieces], dtype=np.float32)
+        # The largest allowed sums of squares of gradients, [n].
+        self.upper_bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
         reads_norm = caches_norms(rule, pieces[0].shard)
         self.norm_cache = self.batch.new_norm_cache() if reads_norm else None
         self._at = [x.at for x in pieces]

@@ -59,7 +59,7 @@ class Memory:
             piece = self._pieces[which] = self._made(which, self.sizes[which])
             if which == SUMS:
                 _of_sums[piece.data_ptr()] = piece
-        return piece[start : start + n]
+        return piece.narrow(0, start, n)
 
     def _made(self, which: int, n: int) -> Tensor:
         if which == HOST:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import schema
+from ds_ext.ops.batch import PointerArray
 from ds_ext.ops.executors.triton import folds, sizes, tiles
 from ds_ext.ops.executors.triton.columns import AT, COLUMNS, FORMULAS, NUMBERS
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
@@ -32,7 +33,6 @@ from ds_ext.ops.formulas import Formula
 Columns = Mapping[str, Any]
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
 VECTORS, OUT = (frozenset(COLUMNS[AT["x"] : AT[last] + 1]) for last in ("aux", "out"))
-HOST_NUMBERS = (float, np.ndarray, int)
 ADDRESS, NUMBER, NUMBERS_OF_EACH = range(3)  # what a column has; a formula has its structure
 MAX_TEMPLATES = 256  # of one object; more are needed only if each step makes other passes
 OF_WIDE_ROWS = {
@@ -54,11 +54,11 @@ class GradLimits:
     """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
 
     Attributes:
-        found: has ``pointers`` to the numbers, [n]: fp32, such as sums of squares or votes.
+        found: the numbers, [n]: fp32, such as sums of squares or votes.
         most: the largest numbers of good gradients, [n]; NaN is bad.
     """
 
-    found: Any
+    found: PointerArray
     most: NDArray[np.float32]
 
 
@@ -85,7 +85,8 @@ class Launcher:
         device: torch.device,
     ) -> None:
         self.device, self.n = device, len(geometries)
-        self._steps = 4 * np.arange(self.n)  # bytes between the numbers of a tensor [n]
+        self._zeros = np.zeros(self.n, dtype=np.int64)
+        self._steps = 4 * np.arange(self.n)  # offsets of the numbers of a tensor [n], bytes
         start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
@@ -250,14 +251,19 @@ class Launcher:
         kinds: dict[str, object] = {}
         given: list[Tensor | float] = []
         for name, value in columns.items():
-            if isinstance(value, HOST_NUMBERS):
-                kinds[name] = self._put(name, value, addresses, numbers)
+            if (pointers := getattr(value, "pointers", None)) is not None:
+                kinds[name], addresses[name] = ADDRESS, pointers
             elif isinstance(value, Formula):
                 kinds[name] = value.taken_apart(given)
             elif isinstance(value, Tensor):
                 kinds[name], addresses[name] = ADDRESS, self._addresses(value)
+            elif name in NUMBERS:
+                is_of_each = isinstance(value, np.ndarray)
+                kinds[name] = NUMBERS_OF_EACH if is_of_each else NUMBER
+                numbers[name] = value if is_of_each else float(value)
             else:
-                kinds[name], addresses[name] = ADDRESS, value.pointers
+                assert not isinstance(value, float), f"{name} is an address"
+                kinds[name], addresses[name] = ADDRESS, value + self._zeros
         assert len(given) <= schema.GIVEN, "a formula of more numbers than a pass takes"
         for i, value in enumerate(given):
             name = f"given{i}"
@@ -267,27 +273,11 @@ class Launcher:
                 kinds[name], numbers[name] = NUMBER, float(value)
         return addresses, numbers, kinds
 
-    def _put(
-        self,
-        name: str,
-        value: HostNumber | int,
-        addresses: dict[str, Int64s],
-        numbers: dict[str, HostNumber],
-    ) -> int:
-        """Adds a column of host numbers or addresses; returns which of them it is."""
-        is_of_each = isinstance(value, np.ndarray)
-        if name in NUMBERS:
-            numbers[name] = value if isinstance(value, np.ndarray) else float(value)
-            return NUMBERS_OF_EACH if is_of_each else NUMBER
-        assert not isinstance(value, float), f"{name} is an address"
-        addresses[name] = value if isinstance(value, np.ndarray) else np.full(self.n, value)
-        return ADDRESS
-
     def _addresses(self, number: Tensor) -> Int64s:
         """The address of each parameter's number, or of one number for all."""
         assert number.dtype == torch.float32 and number.is_contiguous()
         first = number.data_ptr()
-        return first + self._steps if number.numel() == self.n else np.full(self.n, first)
+        return first + (self._steps if number.numel() == self.n else self._zeros)
 
     def reduction_launch(
         self, how: tuple[PartialOffsets, PartialReduction], part: Tensor, out: Any
