@@ -9,6 +9,7 @@ from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import nonfinite
 
 
@@ -27,9 +28,10 @@ class GradientReader:
         """Returns the factor from a summed gradient of the scaled loss to the mean gradient."""
         return 1 / (self.loss_scale * (placement.grad_divisor if self.grad_config.average else 1))
 
-    def gradient(self, param: Tensor, grad: ReducedGrad, factor: float) -> ops.Gradient:
-        """Returns a run, [len(shard)], times ``factor``, with bounded elements."""
-        g = self._own(param, grad)
+    def gradient(self, param: Tensor, g: Tensor, shard: Shard, factor: float) -> ops.Gradient:
+        """Returns a padded run ``g`` as [len(shard)], times ``factor``, with bounded elements."""
+        if g.numel() != (n := len(shard)):
+            g = g[:n]
         if param.dtype != g.dtype:
             wide = ops.accumulator(param.dtype)
             if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32

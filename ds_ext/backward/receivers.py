@@ -131,8 +131,9 @@ class Stepper:
         factor = state.reader.unscale(placement) * state.coefficient
         replicas = self.layout.num_replicas(placement)
         for param in params:
-            g = state.reader.gradient(param, grads[param], factor)
-            yield RunUpdate(param, placement.run(param), g, self.layout.shard(param), replicas)
+            shard = self.layout.shard(param)
+            g = state.reader.gradient(param, grads[param].g, shard, factor)
+            yield RunUpdate(param, placement.run(param), g, shard, replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
