@@ -31,7 +31,7 @@ class Voting(NamedTuple):
     """Which parameters of a bucket need votes, and all that this depends on."""
 
     voted: VotedParams
-    index: GroupIndex
+    groups: GroupIndex
     stacks: Mapping[Tensor, int]
     rules: Mapping[int, Any]  # by the position of the param group
     kinds: list[tuple[torch.dtype, torch.device]]  # of the parameters
@@ -39,7 +39,7 @@ class Voting(NamedTuple):
     def holds(self, optimizer: RuleOptimizer, params: Iterable[Tensor]) -> bool:
         """Returns whether it still holds for the bucket."""
         return (
-            self.index is optimizer.index
+            self.groups is optimizer.index
             and self.stacks is optimizer.stacks
             and self.kinds == [(p.dtype, p.device) for p in params]
             and all(are_alike(optimizer.rule_at(i), rule) for i, rule in self.rules.items())

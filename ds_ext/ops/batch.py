@@ -7,7 +7,7 @@ numbers of one parameter. ``executors.batched`` makes the passes.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -52,8 +52,7 @@ class Runs:
         return Source("IS_RUN", {"x": cast(Tensor, self)})
 
 
-@dataclass(frozen=True)
-class Flat:
+class Flat(NamedTuple):
     """The concatenated numbers of a batch's parameters, in one tensor."""
 
     values: Tensor  # [total], fp32
@@ -69,8 +68,7 @@ class Flat:
         return self
 
 
-@dataclass(frozen=True)
-class Shifted:
+class Shifted(NamedTuple):
     """Runs with a byte offset for each parameter."""
 
     runs: "Runs | Flat"
@@ -82,12 +80,11 @@ class Shifted:
         return self.runs.pointers + self.by
 
 
-@dataclass(frozen=True)
-class PointerArray:
+class PointerArray(NamedTuple):
     """Addresses, and the tensors that must stay alive for them."""
 
     pointers: Pointers  # [n]
-    tensors: object
+    tensors: Any
 
 
 @dataclass(frozen=True)

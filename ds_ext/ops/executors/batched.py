@@ -397,4 +397,4 @@ def _each(total: Tensor) -> Flat:
 def _sums(batch: TableBatch, *sizes: int) -> Sequence[Tensor]:
     """Memory for sums of these sizes: zeros, or uninitialized if the pass writes every sum."""
     is_filled, own = batch.is_whole and batch.own.overwrites_sums, batch.own
-    return (own.scratch if is_filled else own.zeros)(sum(sizes)).split_with_sizes(sizes)  # type: ignore[no-any-return]
+    return (own.scratch if is_filled else own.zeros)(sum(sizes)).split_with_sizes(sizes)

@@ -6,7 +6,7 @@ needed so far. Sums over ranks lie next to each other, so a round reduces them i
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,8 +69,7 @@ class Memory:
         return make(n, dtype=torch.float32, device=self.device)
 
 
-@dataclass(frozen=True)
-class Addresses:
+class Addresses(NamedTuple):
     """Addresses in a tensor, which this object keeps alive."""
 
     values: Tensor

@@ -54,7 +54,7 @@ class GradLimits:
     """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
 
     Attributes:
-        found: the numbers, [n]: fp32, such as sums of squares or votes.
+        found: the addresses of the numbers, [n]: fp32, such as sums of squares or votes.
         most: the largest numbers of good gradients, [n]; NaN is bad.
     """
 
