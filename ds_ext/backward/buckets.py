@@ -238,8 +238,7 @@ class Buckets:
         is_aliased = placement.is_summed and has_other_users(grad)
         flat = grad.view(-1) if grad.is_contiguous() else grad.reshape(-1)
         dtype = self.comm_dtype(param)
-        if dtype is not None:
-            flat = flat.to(dtype)
+        flat = flat if dtype is None else flat.to(dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:
             return nn.functional.pad(flat, (0, missing))

@@ -345,11 +345,10 @@ class FusedBackward:
 
     def _wanted(self, param: Tensor) -> bool:
         """Whether the optimizer has the parameter. Raises ValueError if it cannot step it."""
-        if param not in self.optimizer.group_of:
-            return False
-        if param.is_complex():
+        is_ours = param in self.optimizer.group_of
+        if is_ours and param.is_complex():
             param_checks.refuse_complex(self.optimizer, [param])
-        return True
+        return is_ours
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""
